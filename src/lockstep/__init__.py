@@ -1,0 +1,66 @@
+"""lockstep: data-parallel training for PyTorch.
+
+The public names are loaded when first used (PEP 562), so that the launcher and ``lockstep --help`` never load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+#: Public name -> the module that defines it. The type checker reads the block below; a test keeps the two equal.
+_HOMES = {
+    "BatchShare": "lockstep.share",
+    "CheckpointCorrupt": "lockstep.errors",
+    "CheckpointError": "lockstep.errors",
+    "CheckpointMismatch": "lockstep.errors",
+    "CollectiveTimeout": "lockstep.errors",
+    "EnvironmentMismatch": "lockstep.errors",
+    "LaunchError": "lockstep.errors",
+    "LockstepError": "lockstep.errors",
+    "NonFiniteGradient": "lockstep.errors",
+    "PeerLost": "lockstep.errors",
+    "RankFailed": "lockstep.errors",
+    "RendezvousError": "lockstep.errors",
+    "ReplicaMismatch": "lockstep.errors",
+    "World": "lockstep.comm.world",
+    "init": "lockstep.comm.init",
+    "shutdown": "lockstep.comm.init",
+    "world": "lockstep.comm.init",
+}
+
+if TYPE_CHECKING:
+    from lockstep.comm.init import init as init
+    from lockstep.comm.init import shutdown as shutdown
+    from lockstep.comm.init import world as world
+    from lockstep.comm.world import World as World
+    from lockstep.errors import CheckpointCorrupt as CheckpointCorrupt
+    from lockstep.errors import CheckpointError as CheckpointError
+    from lockstep.errors import CheckpointMismatch as CheckpointMismatch
+    from lockstep.errors import CollectiveTimeout as CollectiveTimeout
+    from lockstep.errors import EnvironmentMismatch as EnvironmentMismatch
+    from lockstep.errors import LaunchError as LaunchError
+    from lockstep.errors import LockstepError as LockstepError
+    from lockstep.errors import NonFiniteGradient as NonFiniteGradient
+    from lockstep.errors import PeerLost as PeerLost
+    from lockstep.errors import RankFailed as RankFailed
+    from lockstep.errors import RendezvousError as RendezvousError
+    from lockstep.errors import ReplicaMismatch as ReplicaMismatch
+    from lockstep.share import BatchShare as BatchShare
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 (the keys are strings; ruff does not see it)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

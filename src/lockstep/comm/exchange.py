@@ -1,0 +1,46 @@
+"""Small records from every rank to every rank: how ranks compare notes before they do anything expensive.
+
+Records travel as JSON, never as pickle: what arrives from a peer is data, not code.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """**Local.** A device whose tensors ``group`` can carry: the CPU where it can, else the current CUDA device."""
+    resolved = group if group is not None else dist.group.WORLD
+    if resolved is None:
+        raise ValueError("no process group is open: call lockstep.init() or torch.distributed.init_process_group first")
+    # `_device_types` is the only way to ask a ProcessGroup which devices it serves; FSDP2 reads it as well.
+    served = [device.type for device in resolved._device_types]
+    if "cpu" in served:
+        return torch.device("cpu")
+    if "cuda" in served:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(served[0])
+
+
+def all_gather_records(record: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """**Collective.** Every rank's ``record``, in order of rank.
+
+    Args:
+        record: anything JSON can say; it may differ in length from rank to rank.
+        group: the process group; the default group if None.
+    """
+    device = group_device(group)
+    payload = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
+    world_size = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
+    dist.all_gather(sizes, torch.tensor([payload.numel()], dtype=torch.int64, device=device), group=group)
+    lengths = [int(size) for size in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: payload.numel()] = payload
+    rows = [torch.empty(max(lengths), dtype=torch.uint8, device=device) for _ in range(world_size)]
+    dist.all_gather(rows, padded.to(device), group=group)
+    return [json.loads(row.cpu().numpy().tobytes()[:length]) for row, length in zip(rows, lengths, strict=True)]

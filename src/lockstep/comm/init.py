@@ -1,0 +1,236 @@
+"""Open and close the world: the recipe that turns an environment into a process group, a device, threads and seeds."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import secrets
+import sys
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, HashStore, Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
+
+from lockstep import knobs, machine
+from lockstep.comm.exchange import all_gather_records
+from lockstep.comm.world import World
+from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
+from lockstep.identity import Identity
+
+_world: World | None = None
+#: Whether shutdown() may destroy the default group: not if the user's own code opened it.
+_owns_group = False
+
+
+def init(backend: str | None = None, *, timeout: float | timedelta | None = None, seed: int | None = 0) -> World:
+    """**Collective.** Join the job this process was launched in, or make a world of one.
+
+    Opens torch's default process group (or takes the one that is open already), gives this rank its device, divides
+    the CPU threads among the ranks of this machine, and seeds the random number generators of Python, NumPy and torch.
+
+    Args:
+        backend: any backend torch knows by name. None: NCCL for CUDA tensors where there is a GPU for every rank of
+            this machine, and gloo for CPU tensors.
+        timeout: how long a collective may wait before it is an error, in seconds or as a timedelta.
+            None: ``LOCKSTEP_TIMEOUT``, or 600 s.
+        seed: the seed of the job, the same on all ranks. Rank 0 is seeded with it just as a lone process would be, the
+            others with numbers derived from it, so that their dropout masks differ. None: rank 0 draws one.
+
+    Raises:
+        EnvironmentMismatch: the launcher's variables are incomplete or contradict each other, or there are more ranks
+            than GPUs.
+        RendezvousError: the ranks could not meet within ``timeout``, or the port is taken.
+        ValueError: the backend is unknown or not available here, or the timeout is not positive.
+        LockstepError: ``init`` was called before with other arguments in force.
+    """
+    global _world, _owns_group
+    if _world is not None and dist.is_initialized():
+        raise LockstepError("lockstep.init() was already called in this process; lockstep.world() returns its World")
+    identity = Identity.from_environment()
+    limit = _seconds(timeout)
+    device = _choose_device(backend, identity)
+    _divide_threads(identity)
+    if dist.is_initialized():
+        identity = _identity_of_open_group(identity)
+    else:
+        _open_group(_resolve_backend(backend, device), identity, limit, device)
+        _owns_group = True
+        atexit.register(_shutdown_at_exit)
+    group = dist.group.WORLD
+    assert group is not None  # just opened
+    agreed_seed = _agree_on_seed(seed, group)
+    _seed_everything(agreed_seed, identity.rank)
+    _world = World(identity, device=device, group=group, seed=agreed_seed, timeout=limit)
+    return _world
+
+
+def world() -> World:
+    """**Local.** The World that :func:`init` made in this process.
+
+    Raises:
+        LockstepError: ``init`` has not been called.
+    """
+    if _world is None:
+        raise LockstepError("no world yet: call lockstep.init() first")
+    return _world
+
+
+def current_world() -> World | None:
+    """**Local.** The World of this process, or None before :func:`init`."""
+    return _world
+
+
+def shutdown() -> None:
+    """**Local.** Leave the world and close what :func:`init` opened. Leaving the process does the same by itself."""
+    global _world, _owns_group
+    _world = None
+    if _owns_group:
+        _owns_group = False
+        atexit.unregister(_shutdown_at_exit)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _shutdown_at_exit() -> None:
+    # After an uncaught exception the peers may be gone or stuck in a collective; closing a group politely can wait for
+    # them. The process is about to end, and the kernel closes everything at once.
+    if getattr(sys, "last_value", None) is None:
+        shutdown()
+
+
+def _seconds(timeout: float | timedelta | None) -> float:
+    if timeout is None:
+        return knobs.timeout()
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"timeout={timeout!r}: expected a positive number of seconds")
+    return seconds
+
+
+def _choose_device(backend: str | None, identity: Identity) -> torch.device:
+    """The device of this rank, made current if it is a GPU."""
+    names = _known_backends()
+    wanted = None if backend is None else [part.split(":")[-1] for part in backend.lower().split(",")]
+    for name in wanted or []:
+        if name not in names:
+            raise ValueError(f"backend={backend!r}: unknown; torch knows {', '.join(names)}")
+    if wanted is not None and "nccl" not in wanted:
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if wanted is None and count == 0:
+        return torch.device("cpu")
+    if count == 0:
+        raise ValueError(
+            f"backend={backend!r} needs CUDA, and torch {torch.__version__} sees no CUDA device on this machine; "
+            "use backend='gloo' for the CPU, or leave backend unset to take what is there"
+        )
+    if not dist.is_nccl_available():
+        raise ValueError(f"backend={backend!r}: this build of torch ({torch.__version__}) has no NCCL")
+    if identity.local_world_size > count:
+        raise EnvironmentMismatch(
+            f"rank {identity.rank}: {identity.local_world_size} ranks on this machine but {count} visible GPU(s) "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); NCCL needs one GPU for each "
+            f"rank: start at most {count} rank(s), or pass backend='gloo' to train on the CPU"
+        )
+    device = torch.device("cuda", identity.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _known_backends() -> list[str]:
+    return [name for name in dist.Backend.backend_list if name != "undefined"]
+
+
+def _resolve_backend(backend: str | None, device: torch.device) -> str:
+    if backend is not None:
+        return backend
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _divide_threads(identity: Identity) -> None:
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, machine.cores() // identity.local_world_size))
+
+
+def _identity_of_open_group(identity: Identity) -> Identity:
+    """The place in a group that the user's own code opened; the environment must not contradict it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if identity.launched:
+        if (identity.rank, identity.world_size) != (rank, world_size):
+            raise EnvironmentMismatch(
+                f"the open process group says rank {rank} of {world_size}, the environment says rank "
+                f"{identity.rank} of {identity.world_size}"
+            )
+        return identity
+    return Identity(rank, world_size, rank, world_size, 0, launched=world_size > 1)
+
+
+def _open_group(backend: str, identity: Identity, timeout: float, device: torch.device) -> None:
+    limit = timedelta(seconds=timeout)
+    try:
+        store = _rendezvous_store(identity, limit)
+        dist.init_process_group(
+            backend,
+            store=store,
+            init_method=None if store is not None else "env://",
+            rank=identity.rank,
+            world_size=identity.world_size,
+            timeout=limit,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        where = knobs.store() or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RendezvousError(
+            f"rank {identity.rank} of {identity.world_size} could not join the world at {where} "
+            f"(backend {backend}, timeout {timeout:g} s): {error}{_hint(error)}"
+        ) from error
+
+
+def _rendezvous_store(identity: Identity, timeout: timedelta) -> Store | None:
+    """Where the ranks meet; None means ``MASTER_ADDR`` and ``MASTER_PORT``."""
+    if not identity.launched:
+        return HashStore()  # a world of one meets itself in memory
+    path = knobs.store()
+    if path is not None:
+        store = FileStore(path, identity.world_size)
+        store.set_timeout(timeout)
+        return store
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise EnvironmentMismatch(
+            f"rank {identity.rank} of {identity.world_size}: {' and '.join(missing)} not set, so the ranks can't "
+            "find each other: start with lockstep run or torchrun, which set them"
+        )
+    return None
+
+
+def _hint(error: Exception) -> str:
+    text = str(error)
+    if "EADDRINUSE" in text or "already in use" in text:
+        return (
+            f"\nPort {os.environ.get('MASTER_PORT')} is taken by another process: choose another with --master_port, "
+            "or start with lockstep run, which needs no port on one machine"
+        )
+    return ""
+
+
+def _agree_on_seed(seed: int | None, group: dist.ProcessGroup) -> int:
+    """Rank 0's seed, after checking that every rank asked for the same one."""
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63, or None to draw one")
+    proposals = all_gather_records([seed, secrets.randbits(63) if seed is None else seed], group)
+    asked = [proposal[0] for proposal in proposals]
+    if any(other != asked[0] for other in asked):
+        raise LockstepError(f"lockstep.init(seed=…) must be the same on every rank; the ranks passed {asked}")
+    return int(proposals[0][1])
+
+
+def _seed_everything(seed: int, rank: int) -> None:
+    """Rank 0 as a lone process would be; every other rank with a seed of its own, derived from (seed, rank)."""
+    own = seed if rank == 0 else int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0] >> 1)
+    random.seed(own)
+    np.random.seed(own % 2**32)
+    torch.manual_seed(own)

@@ -1,0 +1,189 @@
+"""World: this process's place in the job, its device, and the small collectives a training script needs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.exchange import all_gather_records, group_device
+from lockstep.errors import CollectiveTimeout, PeerLost
+from lockstep.identity import Identity
+from lockstep.share import BatchShare
+
+ReduceOp = Literal["sum", "mean", "min", "max"]
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+Reducible = TypeVar("Reducible", int, float, torch.Tensor)
+
+
+class World:
+    """All the ranks of a job, seen from one of them. Made by :func:`lockstep.init`."""
+
+    def __init__(
+        self, identity: Identity, *, device: torch.device, group: dist.ProcessGroup, seed: int, timeout: float
+    ) -> None:
+        self._identity = identity
+        #: The device this rank trains on: its own GPU, or the CPU.
+        self.device = device
+        #: The process group of all ranks.
+        self.group = group
+        #: The seed of the job, the same on every rank.
+        self.seed = seed
+        #: Seconds a collective may wait.
+        self.timeout = timeout
+        #: This rank's share of the global batch in hand, set by the sharded loader; see Note [Exact mean].
+        self.share: BatchShare | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process among all: 0 to ``world_size - 1``."""
+        return self._identity.rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes in the job."""
+        return self._identity.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those on its machine."""
+        return self._identity.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """Processes on this machine."""
+        return self._identity.local_world_size
+
+    @property
+    def node_rank(self) -> int:
+        """This machine among all machines of the job."""
+        return self._identity.node_rank
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0."""
+        return self.rank == 0
+
+    @property
+    def launched(self) -> bool:
+        """True if a launcher started this process, False if it runs alone."""
+        return self._identity.launched
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, world_size={self.world_size}, device={str(self.device)!r})"
+
+    def print(self, *values: object, **options: Any) -> None:
+        """**Rank 0.** ``print`` on rank 0 and nothing elsewhere; flushed, so that lines keep their place in a log."""
+        if self.is_main:
+            print(*values, **{"flush": True, **options})
+
+    def barrier(self, *, timeout: float | None = None) -> None:
+        """**Collective.** Wait until every rank has arrived.
+
+        Args:
+            timeout: seconds to wait; the world's timeout if None.
+
+        Raises:
+            CollectiveTimeout: a rank did not arrive in time. Over gloo, rank 0 names the ranks that are missing.
+            PeerLost: a rank is gone.
+        """
+        begun = time.monotonic()
+        limit = timedelta(seconds=self.timeout if timeout is None else timeout)
+        try:
+            if group_device(self.group).type == "cpu":
+                dist.monitored_barrier(self.group, timeout=limit, wait_all_ranks=True)
+            else:
+                work = dist.barrier(self.group, async_op=True, device_ids=[torch.cuda.current_device()])
+                if work is not None:
+                    work.wait(limit)
+        except RuntimeError as error:
+            if time.monotonic() - begun < limit.total_seconds():
+                raise PeerLost(
+                    f"rank {self.rank} of {self.world_size}: the barrier failed because a rank is gone. "
+                    f"torch says: {error}"
+                ) from error
+            raise CollectiveTimeout(
+                f"rank {self.rank} of {self.world_size}: not every rank reached the barrier within "
+                f"{limit.total_seconds():g} s. torch says: {error}"
+            ) from error
+
+    def all_reduce(self, value: Reducible, op: ReduceOp = "sum") -> Reducible:
+        """**Collective.** Combine a number, or a tensor of numbers, over all ranks.
+
+        Args:
+            value: an int, a float, or a tensor of any shape (the same shape and dtype on every rank). It is not
+                changed. Floats are combined in float64.
+            op: ``"sum"``, ``"mean"`` (over ranks: for a mean over samples use :meth:`mean`), ``"min"`` or ``"max"``.
+
+        Returns:
+            The same type as ``value``; for a tensor a new one on the same device. The mean of ints is a float.
+
+        Raises:
+            ValueError: ``op`` is none of these.
+            TypeError: ``value`` is not a number or a tensor.
+        """
+        if op not in _REDUCE_OPS:
+            raise ValueError(f"op={op!r}: expected one of {', '.join(map(repr, _REDUCE_OPS))}")
+        if isinstance(value, torch.Tensor):
+            total = value.detach().to(group_device(self.group), copy=True)
+        elif isinstance(value, (int, float)):
+            dtype = torch.float64 if isinstance(value, float) or op == "mean" else torch.int64
+            total = torch.tensor(value, dtype=dtype, device=group_device(self.group))
+        else:
+            raise TypeError(f"all_reduce takes an int, a float or a tensor, not {type(value).__name__}")
+        if op == "mean" and not (total.is_floating_point() or total.is_complex()):
+            total = total.to(torch.float64)
+        dist.all_reduce(total, op=_REDUCE_OPS[op], group=self.group)
+        if op == "mean":
+            total /= self.world_size
+        if isinstance(value, torch.Tensor):
+            return total.to(value.device)
+        return total.item()  # type: ignore[return-value]
+
+    def mean(self, value: float | torch.Tensor, *, samples: int | None = None) -> float:
+        """**Collective.** The mean over all samples of all ranks, of a number that is a mean on each rank.
+
+        Args:
+            value: this rank's mean (a loss, an accuracy): a number or a tensor with one element.
+            samples: how many samples ``value`` is the mean of. If None: this rank's share of the batch that the
+                sharded loader handed out last, or 1 where there is none.
+
+        A rank with no samples does not count, whatever its value (the mean over nothing is NaN).
+
+        Raises:
+            ValueError: ``samples`` is negative, or no rank has any sample.
+        """
+        count = samples if samples is not None else 1 if self.share is None else self.share.local_samples
+        if count < 0:
+            raise ValueError(f"samples={count}: expected 0 or more")
+        number = float(value) * count if count else 0.0
+        sums = torch.tensor([number, float(count)], dtype=torch.float64, device=group_device(self.group))
+        dist.all_reduce(sums, group=self.group)
+        total, samples_in_all = sums.tolist()
+        if samples_in_all == 0:
+            raise ValueError("mean over no samples: every rank passed samples=0")
+        return float(total / samples_in_all)
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """**Collective.** Rank 0 runs the block first, the others after it: to prepare a file once, then read it.
+
+        If rank 0 fails in the block, the other ranks raise too instead of running it.
+        """
+        failed = False
+        if not self.is_main:
+            failed = all_gather_records(False, self.group)[0]
+        if failed:
+            raise RuntimeError(f"rank {self.rank}: rank 0 failed in the main_first() block; its error says why")
+        try:
+            yield
+        finally:
+            if self.is_main:
+                all_gather_records(sys.exc_info()[0] is not None, self.group)

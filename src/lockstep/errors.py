@@ -1,0 +1,77 @@
+"""The exceptions lockstep raises, in one tree.
+
+::
+
+    LockstepError                  anything lockstep itself reports (a RuntimeError)
+    ├── EnvironmentMismatch        the environment variables do not describe a world
+    ├── RendezvousError            the ranks could not meet: port in use, peer missing, backend refused
+    ├── CollectiveTimeout          a rank did not arrive in time; the late ranks are named
+    ├── PeerLost                   a rank is gone while others wait for it
+    ├── ReplicaMismatch            the replicas differ: a parameter's name, shape or dtype
+    ├── NonFiniteGradient          a rank holds an infinite or NaN gradient before averaging
+    ├── LaunchError                a job could not be started
+    │   └── RankFailed             a rank ended with an error; it carries the rank and its traceback
+    └── CheckpointError            a checkpoint can't be written or used
+        ├── CheckpointCorrupt      a digest, a size or the manifest does not match
+        └── CheckpointMismatch     the checkpoint is of another model, optimizer or world
+
+Wrong arguments are ``ValueError`` or ``TypeError``, as everywhere in Python.
+"""
+
+from __future__ import annotations
+
+
+class LockstepError(RuntimeError):
+    """Anything lockstep itself reports."""
+
+
+class EnvironmentMismatch(LockstepError):
+    """The environment variables do not describe a world."""
+
+
+class RendezvousError(LockstepError):
+    """The ranks could not meet."""
+
+
+class CollectiveTimeout(LockstepError):
+    """A rank did not arrive at a collective in time."""
+
+
+class PeerLost(LockstepError):
+    """A rank is gone while others wait for it."""
+
+
+class ReplicaMismatch(LockstepError):
+    """The replicas differ in a parameter's name, shape or dtype."""
+
+
+class NonFiniteGradient(LockstepError):
+    """A rank holds an infinite or NaN gradient before averaging."""
+
+
+class LaunchError(LockstepError):
+    """A job could not be started."""
+
+
+class RankFailed(LaunchError):
+    """A rank of a job ended with an error."""
+
+    def __init__(self, message: str, *, rank: int, exit_code: int, traceback: str | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        #: As a shell reports it: the exit code, or 128 + the signal's number.
+        self.exit_code = exit_code
+        #: The rank's own traceback, or None if it ended without a Python exception.
+        self.traceback = traceback
+
+
+class CheckpointError(LockstepError):
+    """A checkpoint can't be written or used."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A digest, a size or the manifest of a checkpoint does not match."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint is of another model, optimizer or world."""

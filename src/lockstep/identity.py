@@ -1,0 +1,89 @@
+"""Who am I: the place of this process in its job, read from the launcher's environment.
+
+lockstep's own launcher, torchrun and ``torch.distributed.launch`` describe a rank with the same variables:
+``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK`` (torchrun's word for the node rank),
+``MASTER_ADDR`` and ``MASTER_PORT``. With none of them set, the process is alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lockstep.errors import EnvironmentMismatch
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The place of one process in its job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    #: True if a launcher described this process; False if it was started by hand, alone.
+    launched: bool = False
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or self.local_world_size < 1:
+            raise EnvironmentMismatch(
+                f"WORLD_SIZE={self.world_size}, LOCAL_WORLD_SIZE={self.local_world_size}: both must be at least 1"
+            )
+        if not 0 <= self.rank < self.world_size:
+            raise EnvironmentMismatch(
+                f"RANK={self.rank} does not fit WORLD_SIZE={self.world_size}: expected 0 to {self.world_size - 1}"
+            )
+        if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
+            raise EnvironmentMismatch(
+                f"LOCAL_RANK={self.local_rank}, LOCAL_WORLD_SIZE={self.local_world_size}, "
+                f"WORLD_SIZE={self.world_size}: expected 0 <= LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE"
+            )
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str] = os.environ) -> Identity:
+        """**Local.** Read this process's place from ``env``.
+
+        Raises:
+            EnvironmentMismatch: only some of the variables are there, or they contradict each other.
+        """
+        if "RANK" not in env and "WORLD_SIZE" not in env:
+            return cls()
+        for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+            if name not in env:
+                raise EnvironmentMismatch(
+                    f"{other}={env[other]} is set but {name} is not: a launcher sets both "
+                    f"(lockstep run, torchrun); to run alone, unset {other}"
+                )
+        rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
+        if "LOCAL_RANK" not in env and world_size > 1:
+            raise EnvironmentMismatch(
+                f"RANK={rank} and WORLD_SIZE={world_size} are set but LOCAL_RANK is not, so rank {rank} can't know "
+                "its device: start with lockstep run or torchrun, or set LOCAL_RANK and LOCAL_WORLD_SIZE"
+            )
+        local_rank = _integer(env, "LOCAL_RANK", 0)
+        # torch.distributed.launch before torchrun did not set LOCAL_WORLD_SIZE; without a node rank there is one node.
+        local_world_size = _integer(env, "LOCAL_WORLD_SIZE", world_size)
+        node_rank = _integer(env, "GROUP_RANK", (rank - local_rank) // max(1, local_world_size))
+        return cls(rank, world_size, local_rank, local_world_size, node_rank, launched=True)
+
+    def to_environment(self) -> dict[str, str]:
+        """**Local.** The variables that :meth:`from_environment` reads back."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+        }
+
+
+def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise EnvironmentMismatch(f"{name}={text!r}: expected a whole number") from None

@@ -1,0 +1,53 @@
+"""Every ``LOCKSTEP_*`` environment variable: its name, its meaning, and the one place that reads it.
+
+=====================  ==========================================================================
+``LOCKSTEP_STORE``     path of the rendezvous file; set by the launcher on one host, so that no
+                       port is opened. Absent: ``MASTER_ADDR`` and ``MASTER_PORT`` are used.
+``LOCKSTEP_JOB_DIR``   the job's private folder (0700), where a rank leaves its failure record.
+``LOCKSTEP_TIMEOUT``   seconds a collective may wait; overrides the default of ``lockstep.init``
+                       (an explicit ``timeout=`` argument wins).
+=====================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+
+from lockstep.errors import EnvironmentMismatch
+
+STORE = "LOCKSTEP_STORE"
+JOB_DIR = "LOCKSTEP_JOB_DIR"
+TIMEOUT = "LOCKSTEP_TIMEOUT"
+
+#: Seconds a collective may wait before it is an error, unless the user says otherwise.
+DEFAULT_TIMEOUT = 600.0
+
+
+def store(env: Mapping[str, str] = os.environ) -> str | None:
+    """**Local.** The path of the rendezvous file, or None."""
+    return env.get(STORE) or None
+
+
+def job_dir(env: Mapping[str, str] = os.environ) -> str | None:
+    """**Local.** The job's private folder, or None if the launcher gave none."""
+    return env.get(JOB_DIR) or None
+
+
+def timeout(env: Mapping[str, str] = os.environ) -> float:
+    """**Local.** Seconds a collective may wait.
+
+    Raises:
+        EnvironmentMismatch: ``LOCKSTEP_TIMEOUT`` is not a positive number.
+    """
+    text = env.get(TIMEOUT)
+    if text is None:
+        return DEFAULT_TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise EnvironmentMismatch(f"{TIMEOUT}={text!r}: expected a positive number of seconds, e.g. {TIMEOUT}=600")
+    return seconds

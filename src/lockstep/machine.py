@@ -1,0 +1,59 @@
+"""What this machine offers to a process: cores and GPUs, counted without torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+_CGROUP_V2_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_CGROUP_V1_QUOTA = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+_CGROUP_V1_PERIOD = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
+
+
+def cores() -> int:
+    """**Local.** CPU cores this process may use: its affinity mask, cut by a container's CPU quota."""
+    allowed = len(os.sched_getaffinity(0))
+    quota = _cgroup_quota()
+    return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
+
+
+def gpus(env: Mapping[str, str] = os.environ) -> int:
+    """**Local.** NVIDIA GPUs this process may use, from the driver's device files and ``CUDA_VISIBLE_DEVICES``.
+
+    Counted without opening the driver, so that it costs nothing in the process that starts the ranks.
+    """
+    present = len([name for name in _listdir("/dev") if re.fullmatch(r"nvidia\d+", name)])
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    # CUDA stops reading at the first entry that is empty or negative: "0,-1,1" is one device.
+    count = 0
+    for entry in visible.split(","):
+        if not entry.strip() or entry.strip().startswith("-"):
+            break
+        count += 1
+    return min(count, present)
+
+
+def _cgroup_quota() -> float | None:
+    """CPU quota in cores, or None if there is none."""
+    try:
+        quota, period = _CGROUP_V2_QUOTA.read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota, period = _CGROUP_V1_QUOTA.read_text(), _CGROUP_V1_PERIOD.read_text()
+        except OSError:
+            return None
+    if quota.strip() == "max" or float(quota) <= 0:
+        return None
+    return float(quota) / float(period)
+
+
+def _listdir(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []

@@ -1,0 +1,60 @@
+"""Every test leaves the process as it found it: environment, threads, children, descriptors, shared memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaks an environment variable, a thread, a child process, a descriptor or a shared segment."""
+    before = _possessions()
+    yield
+    after = _possessions()
+    leaks = {kind: after[kind] - before[kind] for kind in before if after[kind] - before[kind]}
+    if leaks:
+        pytest.fail(f"{request.node.nodeid} leaked: {leaks}")
+
+
+def _possessions() -> dict[str, set[str]]:
+    return {
+        "environment": {f"{k}={v}" for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
+        "threads": {thread.name for thread in threading.enumerate()},
+        "children": _children(),
+        "descriptors": _descriptors(),
+        "shared memory": set(os.listdir("/dev/shm")),
+    }
+
+
+def _children() -> set[str]:
+    servers = {
+        getattr(forkserver._forkserver, "_forkserver_pid", None),
+        getattr(resource_tracker._resource_tracker, "_pid", None),
+    }
+    found: set[str] = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= set((task / "children").read_text().split())
+    return found - {str(pid) for pid in servers}
+
+
+def _descriptors() -> set[str]:
+    """Open files, pipes and sockets by name; the test servers' own are not counted."""
+    server = {
+        getattr(forkserver._forkserver, "_forkserver_alive_fd", None),
+        getattr(resource_tracker._resource_tracker, "_fd", None),
+    }
+    found: set[str] = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue  # the listing's own descriptor, closed by now
+        if int(fd) not in server and not target.startswith("/dev/"):
+            found.add(f"{fd} -> {target}")
+    return found

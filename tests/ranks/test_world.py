@@ -1,0 +1,173 @@
+"""World on real ranks: its numbers, its small collectives, and what happens when ranks disagree."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lockstep
+from tests.harness import collect_outcomes, run_ranks
+
+
+def _describe() -> tuple[int, int, int, int, int, str, bool]:
+    w = lockstep.init()
+    return w.rank, w.world_size, w.local_rank, w.local_world_size, w.node_rank, str(w.device), w.is_main
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_world_knows_its_place(world_size: int) -> None:
+    described = run_ranks(_describe, world_size)
+    assert described == [(r, world_size, r, world_size, 0, "cpu", r == 0) for r in range(world_size)]
+
+
+def _reduce() -> dict[str, object]:
+    w = lockstep.init()
+    tensor = torch.arange(3) + 10 * w.rank
+    return {
+        "sum": w.all_reduce(w.rank + 1),
+        "mean": w.all_reduce(w.rank + 1, "mean"),
+        "min": w.all_reduce(float(w.rank), "min"),
+        "max": w.all_reduce(float(w.rank), "max"),
+        "tensor": w.all_reduce(tensor).tolist(),
+        "untouched": tensor.tolist(),
+        "precise": w.all_reduce(2.0**53 if w.rank == 0 else 2.0),
+    }
+
+
+def test_all_reduce_numbers_and_tensors() -> None:
+    for rank, got in enumerate(run_ranks(_reduce, 3)):
+        assert got == {
+            "sum": 6,
+            "mean": 2.0,
+            "min": 0.0,
+            "max": 2.0,
+            "tensor": [30, 33, 36],
+            "untouched": [10 * rank, 1 + 10 * rank, 2 + 10 * rank],
+            "precise": 2.0**53 + 4.0,
+        }
+
+
+def _weighted_mean() -> tuple[float, float, float]:
+    w = lockstep.init()
+    explicit = w.mean([1.0, 4.0, math.nan][w.rank], samples=[3, 1, 0][w.rank])
+    w.share = lockstep.BatchShare([2, 2, 1][w.rank], 5)
+    from_share = w.mean(torch.tensor([1.0, 2.0, 4.0][w.rank]))
+    w.share = None
+    return explicit, from_share, w.mean(float(w.rank))
+
+
+def test_mean_is_over_samples_not_over_ranks() -> None:
+    assert run_ranks(_weighted_mean, 3) == [(7 / 4, 10 / 5, 1.0)] * 3
+
+
+def _main_first(path: str) -> str:
+    w = lockstep.init()
+    with w.main_first():
+        if w.is_main:
+            with open(path, "w") as file:
+                file.write("prepared")
+        with open(path) as file:
+            return file.read()
+
+
+def test_main_first_lets_rank_0_prepare(tmp_path: object) -> None:
+    assert run_ranks(_main_first, 3, f"{tmp_path}/prepared") == ["prepared"] * 3
+
+
+def _main_first_fails() -> None:
+    w = lockstep.init()
+    with w.main_first():
+        raise OSError(f"disk full on rank {w.rank}")
+
+
+def test_main_first_fails_everywhere_when_rank_0_fails() -> None:
+    first, second = collect_outcomes(_main_first_fails, 2)
+    assert (first.error, first.message) == ("OSError", "disk full on rank 0")
+    assert second.error == "RuntimeError"
+    assert "rank 0 failed in the main_first() block" in str(second.message)
+
+
+def _draws(seed: int | None) -> tuple[int, float, float, float]:
+    w = lockstep.init(seed=seed)
+    return w.seed, random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_rank_0_is_seeded_like_a_lone_process_and_the_others_differ() -> None:
+    alone = run_ranks(_draws, 1, 7)
+    first, second = run_ranks(_draws, 2, 7)
+    assert first == alone[0]
+    assert second[0] == 7
+    assert all(a != b for a, b in zip(first[1:], second[1:], strict=True))
+    assert run_ranks(_draws, 2, 7) == [first, second]
+
+
+def test_an_unset_seed_is_drawn_once_for_all_ranks() -> None:
+    (first, *_), (second, *_) = run_ranks(_draws, 2, None)
+    assert first == second
+    assert run_ranks(_draws, 2, None)[0][0] != first
+
+
+def _different_seeds() -> None:
+    lockstep.init(seed=int(os.environ["RANK"]))
+
+
+def test_different_seeds_are_an_error_on_every_rank() -> None:
+    for outcome in collect_outcomes(_different_seeds, 2):
+        assert outcome.error == "LockstepError"
+        assert "[0, 1]" in str(outcome.message)
+
+
+def _late_at_barrier(fifo: str) -> None:
+    w = lockstep.init()
+    if w.rank == 1:
+        with open(fifo) as wait_for_rank_0:
+            wait_for_rank_0.read()
+        return
+    try:
+        w.barrier(timeout=0.3)
+    finally:
+        with open(fifo, "w"):
+            pass
+
+
+def test_a_barrier_names_the_late_rank(tmp_path: Path) -> None:
+    fifo = tmp_path / "rank-0-is-done"
+    os.mkfifo(fifo)
+    outcome = collect_outcomes(_late_at_barrier, 2, str(fifo))[0]
+    assert outcome.error == "CollectiveTimeout"
+    assert "rank 0 of 2: not every rank reached the barrier within 0.3 s" in str(outcome.message)
+    assert "Ranks 1 failed to pass" in str(outcome.message)
+
+
+def _leave_before_barrier() -> None:
+    w = lockstep.init()
+    if w.rank == 1:
+        os._exit(0)
+    w.barrier(timeout=30)
+
+
+def test_a_barrier_after_a_rank_left_says_so_at_once() -> None:
+    outcome = collect_outcomes(_leave_before_barrier, 2, timeout=20)[0]
+    assert outcome.error == "PeerLost"
+    assert "rank 0 of 2: the barrier failed because a rank is gone" in str(outcome.message)
+
+
+def _init_with(backend: str) -> None:
+    lockstep.init(backend)
+
+
+@pytest.mark.parametrize(
+    ("backend", "text"), [("carrier-pigeon", "unknown; torch knows"), ("nccl", "sees no CUDA device")]
+)
+def test_a_backend_that_can_not_be_is_refused_on_every_rank(backend: str, text: str) -> None:
+    if backend == "nccl" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    for outcome in collect_outcomes(_init_with, 2, backend):
+        assert outcome.error == "ValueError"
+        assert text in str(outcome.message)

@@ -89,7 +89,7 @@ def collect_outcomes(
         for rank in range(world_size):
             receiving, sending = context.Pipe(duplex=False)
             identity = Identity(rank, world_size, rank, world_size, 0, launched=True)
-            process = context.Process(
+            process: BaseProcess = context.Process(
                 target=_rank_main, args=(fn, args, identity, str(folder), sending, threads), daemon=False
             )
             process.start()

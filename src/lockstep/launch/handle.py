@@ -39,7 +39,7 @@ class ZygoteHandle:
     def __init__(self, folder: str, *, preload: Sequence[str] = _PRELOAD) -> None:
         ours, theirs = socket.socketpair()
         home = str(Path(lockstep.__file__).parent.parent)
-        # The interpreter's own options (-X, -W, -O …) as multiprocessing passes them on; there is no public name for it.
+        # The interpreter's own options (-X, -W, -O …) as multiprocessing passes them on; it has no public name.
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         argv = [sys.executable, *flags, "-c", _BOOT, str(theirs.fileno()), folder, ",".join(preload), home]
         try:

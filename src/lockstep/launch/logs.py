@@ -85,7 +85,8 @@ class LogFolder:
 def default_home(env: Mapping[str, str] = os.environ) -> Path:
     """**Local.** The folder for the logs of jobs that name none, by the XDG base directory specification."""
     state = env.get("XDG_STATE_HOME", "")
-    base = Path(state) if state.startswith("/") else Path(env.get("HOME") or os.path.expanduser("~")) / ".local" / "state"
+    home = env.get("HOME") or os.path.expanduser("~")
+    base = Path(state) if state.startswith("/") else Path(home, ".local", "state")
     return base / "lockstep" / "logs"
 
 

@@ -126,7 +126,7 @@ class Relay:
         self._watched: dict[int, int] = {}
 
     def add(self, fd: int, *, rank: int, sink: int, log: int | None, prefix: bytes = b"") -> None:
-        """Relay from ``fd`` to the watcher's descriptor ``sink`` and to ``log``; the relay closes ``fd`` and ``log``."""
+        """Relay from ``fd`` to the watcher's own ``sink`` and to ``log``; the relay closes ``fd`` and ``log``."""
         self._sources[fd] = Source(fd, rank, self._sinks.setdefault(sink, Sink(sink)), log, prefix)
         self._watch()
 

@@ -44,3 +44,8 @@ def is_free(port: int) -> bool:
             if family == socket.AF_INET:
                 raise  # without IPv6 there is nothing more to ask
     return True
+
+
+def is_loopback(host: str) -> bool:
+    """**Local.** Whether ``host`` can only be this machine, whatever the network."""
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -46,7 +46,7 @@ class Task:
 def live(task: Task) -> NoReturn:
     """**Local.** Run the task, and end through Python's own finalization: threads, atexit functions, buffers."""
     _become(task)
-    _run(_program(task), task.rank, quiet_interrupt=task.job["kind"] == "call")
+    _run(_program(task), task.rank, silent=task.job["kind"] == "call")
     raise SystemExit(0)
 
 
@@ -107,7 +107,7 @@ def _tie_workers_to_this_process() -> None:
     Only the main thread's: the kernel sends the parent-death signal when the forking *thread* ends.
     """
     # Not documented, but what multiprocessing's own modules and torch use to act in a forked worker.
-    from multiprocessing import util  # type: ignore[attr-defined]
+    from multiprocessing import util
 
     util.register_after_fork(_tie_workers_to_this_process, _Tie(os.getpid(), threading.get_ident()))
 
@@ -131,7 +131,7 @@ def _program(task: Task) -> Callable[[], None]:
         # Only then: it needs torch.multiprocessing, and the watcher's side of it has no business in a script.
         from lockstep.launch import spawned
 
-        return lambda: spawned.call(task.rank, task.fds[3:])
+        return lambda: spawned.call(task.rank, task.fds[3:], shared_tracker=job["shared_tracker"])
     if job["kind"] == "module":
         return lambda: _run_module(job["target"], job["args"])
     return lambda: _run_script(job["target"], job["args"])
@@ -199,8 +199,11 @@ def _new_main(**attributes: Any) -> dict[str, Any]:
     return module.__dict__
 
 
-def _run(program: Callable[[], None], rank: int, *, quiet_interrupt: bool) -> None:
-    """Run ``program``. On an exception: leave a record, print it as Python would, and exit as Python would."""
+def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
+    """Run ``program``. On an exception: leave a record, print it as Python would, and exit as Python would.
+
+    ``silent``: the record says it all, because whoever reads it raises it as an exception.
+    """
     this_process = os.getpid()
     try:
         program()
@@ -212,7 +215,7 @@ def _run(program: Callable[[], None], rank: int, *, quiet_interrupt: bool) -> No
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         if os.getpid() == this_process:  # and not a child that the program forked
             _record(error, rank, code)
-        if not (quiet_interrupt and code == INTERRUPTED):
+        if not silent:
             _print_exception(error)
         raise SystemExit(code) from None
 
@@ -226,8 +229,8 @@ def _record(error: BaseException, rank: int, exit_code: int) -> None:
     else:
         error.__traceback__ = _without_own_frames(error.__traceback__)
         message, text = str(error), "".join(traceback.format_exception(error))
-    kind = type(error)
-    name = kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    kind, home = type(error).__qualname__, type(error).__module__
+    name = kind if home in ("builtins", "__main__", "__mp_main__") else f"{home}.{kind}"
     record = FailureRecord(rank, time.monotonic(), exit_code, name, message, text)
     try:
         record.write(folder)

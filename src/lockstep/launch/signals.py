@@ -43,7 +43,7 @@ class SignalQueue:
         _libc.sigemptyset(mask)
         for signum in self._signums:
             _libc.sigaddset(mask, ctypes.c_int(signum))
-        self._fd = _libc.signalfd(-1, mask, _SFD_NONBLOCK | _SFD_CLOEXEC)
+        self._fd: int = _libc.signalfd(-1, mask, _SFD_NONBLOCK | _SFD_CLOEXEC)
         if self._fd < 0:
             error = ctypes.get_errno()
             raise OSError(error, f"signalfd: {os.strerror(error)}")

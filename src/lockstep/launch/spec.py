@@ -117,8 +117,8 @@ def rank_environment(
     return env
 
 
-def parse_ranks(text: str, *, cores: int, gpus: int) -> int:
-    """How many ranks ``-n`` asks for: a number, or ``auto``: one per GPU, else one per two cores, at least one."""
+def parse_ranks(text: str, *, cores: int, gpus: int, option: str = "-n") -> int:
+    """How many ranks ``option`` asks for: a number, or ``auto``: one per GPU, else one per two cores, at least one."""
     if text == "auto":
         return gpus or max(1, cores // 2)
     try:
@@ -126,5 +126,5 @@ def parse_ranks(text: str, *, cores: int, gpus: int) -> int:
     except ValueError:
         count = 0
     if count < 1:
-        raise ValueError(f"-n {text}: expected a whole number of ranks, at least 1, or 'auto'")
+        raise ValueError(f"{option} {text}: expected a whole number of ranks, at least 1, or 'auto'")
     return count

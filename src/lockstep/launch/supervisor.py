@@ -107,7 +107,7 @@ class Watcher:
                 nnodes=self._spec.nnodes,
                 master=master,
                 folder=self._folder,
-                loopback=self._spec.nnodes == 1 and "GLOO_SOCKET_IFNAME" not in os.environ,
+                loopback=ports.is_loopback(master[0]) and "GLOO_SOCKET_IFNAME" not in os.environ,
             )
             job = {"kind": kind, "target": self._spec.program.target, "args": self._spec.arguments(local_rank)}
             self._zygote.fork(rank, env, job, streams[local_rank])

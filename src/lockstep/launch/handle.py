@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
+from lockstep import knobs
 from lockstep.launch.channel import Channel, Message
 from lockstep.launch.signals import STOPPING
 
@@ -29,19 +30,20 @@ sys.path[: sys.path[:1] == [""]] = [home]
 import lockstep
 del sys.path[0]
 from lockstep.launch.zygote import main
-main(int(control), folder, modules.split(","))
+main(int(control), folder, [name for name in modules.split(",") if name])
 """
 
 
 class ZygoteHandle:
     """A running zygote. Whoever made it must :meth:`close` it."""
 
-    def __init__(self, folder: str, *, preload: Sequence[str] = _PRELOAD) -> None:
+    def __init__(self, folder: str) -> None:
+        preload = knobs.preload()
         ours, theirs = socket.socketpair()
         home = str(Path(lockstep.__file__).parent.parent)
         # The interpreter's own options (-X, -W, -O …) as multiprocessing passes them on; it has no public name.
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        argv = [sys.executable, *flags, "-c", _BOOT, str(theirs.fileno()), folder, ",".join(preload), home]
+        argv = [sys.executable, *flags, "-c", _BOOT, str(theirs.fileno()), folder, ",".join(_PRELOAD if preload is None else preload), home]
         try:
             self.pid = os.posix_spawn(
                 sys.executable,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -29,7 +30,7 @@ def _receive(channel: Channel, count: int) -> list[tuple[Message, list[int]]]:
 
 def test_messages_arrive_in_order_and_whole(ends: tuple[Channel, Channel]) -> None:
     sent: list[Message] = [{"n": n, "text": "ü\udcff\n" * n} for n in (0, 1, 50_000, 2)]
-    thread = threading.Thread(target=lambda: [ends[0].send(message) for message in sent])
+    thread = threading.Thread(target=lambda: deque(map(ends[0].send, sent)))
     thread.start()
     assert [message for message, _ in _receive(ends[1], 4)] == sent
     thread.join()
@@ -69,7 +70,7 @@ def test_the_end_is_an_error(ends: tuple[Channel, Channel]) -> None:
         ends[1].receive()
 
 
-def test_descriptors_that_nobody_claimed_are_closed(ends: tuple[Channel, Channel]) -> None:
+def test_descriptors_that_nobody_claimed_are_closed() -> None:
     before = set(os.listdir("/proc/self/fd"))
     left, right = (Channel(end) for end in socket.socketpair())
     null = os.open(os.devnull, os.O_RDONLY)

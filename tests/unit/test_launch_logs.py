@@ -17,7 +17,7 @@ def _write(folder: LogFolder, rank: int, data: bytes) -> None:
     os.close(fd)
 
 
-def test_the_default_place_follows_the_xdg_specification(tmp_path: Path) -> None:
+def test_the_default_place_follows_the_xdg_specification() -> None:
     assert default_home({"XDG_STATE_HOME": "/state"}) == Path("/state/lockstep/logs")
     assert default_home({"HOME": "/home/me"}) == Path("/home/me/.local/state/lockstep/logs")
     assert default_home({"HOME": "/home/me", "XDG_STATE_HOME": "relative"}) == Path(

@@ -43,7 +43,16 @@ class ZygoteHandle:
         home = str(Path(lockstep.__file__).parent.parent)
         # The interpreter's own options (-X, -W, -O …) as multiprocessing passes them on; it has no public name.
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        argv = [sys.executable, *flags, "-c", _BOOT, str(theirs.fileno()), folder, ",".join(_PRELOAD if preload is None else preload), home]
+        argv = [
+            sys.executable,
+            *flags,
+            "-c",
+            _BOOT,
+            str(theirs.fileno()),
+            folder,
+            ",".join(_PRELOAD if preload is None else preload),
+            home,
+        ]
         try:
             self.pid = os.posix_spawn(
                 sys.executable,
@@ -97,12 +106,16 @@ class ZygoteHandle:
                 time.sleep(0.002)
         return self._status
 
+    def kill(self) -> None:
+        """End it without a word. Its ranks would die as well, but not what they started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
     def close(self, limit: float = 3.0) -> None:
         """End the zygote and, through it, everything below it. Does nothing the second time."""
         self._channel.close()  # it sees the end of the stream, ends its processes and leaves
         if self.wait(limit) is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            self.kill()
             self.wait(limit)
 
     def _send(self, message: Message, fds: Sequence[int] = ()) -> None:

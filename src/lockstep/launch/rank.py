@@ -206,6 +206,7 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
     """
     this_process = os.getpid()
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # blocked since before the fork
         program()
     except SystemExit as stop:
         if os.getpid() == this_process and stop.code not in (None, 0):

@@ -94,6 +94,7 @@ class SpawnContext:
         try:
             self._fork(preparation, fn, args)
         except BaseException:
+            self._zygote.kill()  # it is importing: no rank runs anything yet
             self._close()
             raise
         atexit.register(self._at_exit)
@@ -196,7 +197,7 @@ class SpawnContext:
                 report.describe(endings, first, world_size=self._world_size),
                 rank=first.rank,
                 exit_code=first.exit_code,
-                traceback=first.record.traceback if first.record is not None else None,
+                traceback=(first.record.traceback or None) if first.record is not None else None,
             )
         self._close()
 
@@ -262,7 +263,8 @@ class _Parcel:
     DupFd = SentDescriptor
 
     def _pack(self, *parts: object) -> None:
-        importlib.import_module("torch.multiprocessing")  # teaches ForkingPickler to send tensors
+        if "torch" in sys.modules:  # else there are no tensors among the arguments
+            importlib.import_module("torch.multiprocessing")  # teaches ForkingPickler to send them
         context.set_spawning_popen(self)  # type: ignore[arg-type]  # it plays that part
         try:
             with os.fdopen(os.dup(self._packed), "wb") as file:

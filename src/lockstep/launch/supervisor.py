@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
+from typing import Any
 
 from lockstep.errors import LaunchError
 from lockstep.launch import ports, processes, program, records, report
@@ -90,14 +91,15 @@ class Watcher:
         self._selector = selectors.PollSelector()  # epoll refuses regular files, which standard output may be
         self._relay = Relay(self._selector)
         self._streams = Streams(spec, logs, self._relay)
-        self._zygote: ZygoteHandle | None = None
+        self._started: ZygoteHandle | None = None
+        #: What to fork once the zygote is ready: rank, environment, job and descriptors.
+        self._waiting: list[tuple[int, dict[str, str | None], dict[str, Any], list[int]]] = []
         self._broken: str | None = None
         self._next_look = 0.0
 
     def start(self, master: tuple[str, int]) -> None:
-        """Start the zygote and ask for all ranks; it forks them when its imports are done."""
-        streams = {k: self._streams.open(k) for k in range(self._spec.nproc)}
-        self._zygote = ZygoteHandle(self._folder)
+        """Start the zygote, and prepare the ranks while it imports."""
+        self._started = ZygoteHandle(self._folder)
         self._selector.register(self._zygote, selectors.EVENT_READ)
         self._selector.register(self._signals, selectors.EVENT_READ)
         kind = "module" if self._spec.program.is_module else "script"
@@ -110,13 +112,10 @@ class Watcher:
                 loopback=ports.is_loopback(master[0]) and "GLOO_SOCKET_IFNAME" not in os.environ,
             )
             job = {"kind": kind, "target": self._spec.program.target, "args": self._spec.arguments(local_rank)}
-            self._zygote.fork(rank, env, job, streams[local_rank])
-            for fd in streams[local_rank]:
-                os.close(fd)
+            self._waiting.append((rank, env, job, self._streams.open(local_rank)))
 
     def watch(self) -> int:
         """Wait until everything has ended and all output is shown; report; return the exit code."""
-        assert self._zygote is not None, "start() comes first"
         finishing = False
         while self._zygote_lives:
             if self._policy.done and not finishing:
@@ -124,17 +123,24 @@ class Watcher:
                 self._zygote.finish()
             self._turn()
         if not finishing:
+            self._zygote.wait(limit=1.0)  # its exit code, before the sweep reaps it
             processes.sweep(patience=_PATIENCE)  # see Note [No orphans]
         self._drain()
         return self._conclude()
 
     def close(self) -> None:
         """End whatever is left, on any way out."""
-        if self._zygote is not None:
-            self._zygote.close()
+        self._forget_waiting()
+        if self._started is not None:
+            self._started.close()
         processes.sweep(patience=_PATIENCE)
         self._relay.close()
         self._selector.close()
+
+    @property
+    def _zygote(self) -> ZygoteHandle:
+        assert self._started is not None, "start() comes first"
+        return self._started
 
     @property
     def _zygote_lives(self) -> bool:
@@ -152,6 +158,19 @@ class Watcher:
         self._relay.pump({fd for fd in ready if isinstance(fd, int)}, now)
         self._look_for_stuck_failures(now)
         self._apply(self._policy.tick(now))
+        if self._waiting and self._policy.stopping:
+            self._zygote.kill()  # it has no ranks yet, and may be busy importing for a while
+
+    def _fork_all(self) -> None:
+        for rank, env, job, fds in self._waiting:
+            self._zygote.fork(rank, env, job, fds)
+        self._forget_waiting()
+
+    def _forget_waiting(self) -> None:
+        for _, _, _, fds in self._waiting:
+            for fd in fds:
+                os.close(fd)
+        self._waiting.clear()
 
     def _timeout(self) -> float:
         now = time.monotonic()
@@ -166,14 +185,15 @@ class Watcher:
             self._apply(self._policy.signalled(arrival.signum, delivered=arrival.from_terminal, now=now))
 
     def _on_messages(self) -> None:
-        assert self._zygote is not None, "start() comes first"
         try:
             messages = self._zygote.receive()
         except EOFError:
             self._selector.unregister(self._zygote)
             return
         for message in messages:
-            if message["is"] == "started":
+            if message["is"] == "ready":
+                self._fork_all()
+            elif message["is"] == "started":
                 self._policy.started(message["rank"], message["pid"])
             elif message["is"] == "exited":
                 self._apply(self._policy.exited(message["rank"], message["code"], message["at"]))
@@ -181,7 +201,6 @@ class Watcher:
                 self._broken = message["error"]
 
     def _apply(self, orders: Iterable[Order]) -> None:
-        assert self._zygote is not None, "start() comes first"
         for order in orders:
             self._zygote.signal(order.ranks, order.signum)
 
@@ -207,7 +226,6 @@ class Watcher:
 
     def _conclude(self) -> int:
         """Say what went wrong, if anything did, and return the job's exit code."""
-        assert self._zygote is not None, "start() comes first"
         if self._broken is not None:
             _say(f"the ranks could not be started:\n{self._broken.rstrip()}")
             return 1
@@ -224,7 +242,6 @@ class Watcher:
         return 0
 
     def _conclude_without_zygote(self) -> int:
-        assert self._zygote is not None, "start() comes first"
         code = self._zygote.wait(limit=1.0) or 0
         how = f"was killed by signal {-code} ({name(-code)})" if code < 0 else f"ended with exit code {code}"
         _say(f"the process that starts the ranks (process {self._zygote.pid}) {how}; all ranks were stopped")

@@ -137,11 +137,14 @@ class _Zygote:
         zygote = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
+        # A signal that comes before the rank has its own handlers waits until then.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         pid = os.fork()
         if pid == 0:
             processes.die_with_parent(zygote)
             self._leave_to_the_zygote()
             return rank.Task(request["rank"], request["env"], request["job"], fds, self._shielded)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         for fd in fds:
             os.close(fd)
         self._ranks[pid] = request["rank"]

@@ -35,10 +35,11 @@ def run(
     """
     from lockstep import machine
     from lockstep.errors import LaunchError
-    from lockstep.launch import supervisor
-    from lockstep.launch.spec import JobSpec, Output, Program, parse_ranks
 
     try:
+        from lockstep.launch import supervisor  # refuses other systems than Linux
+        from lockstep.launch.spec import JobSpec, Output, Program, parse_ranks
+
         spec = JobSpec(
             Program(program, args, is_module),
             nproc=parse_ranks(ranks, cores=machine.cores(), gpus=machine.gpus()),

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import lockstep
 from lockstep import knobs
 from lockstep.launch.channel import Channel, Message
 from lockstep.launch.signals import STOPPING
@@ -40,7 +39,7 @@ class ZygoteHandle:
     def __init__(self, folder: str) -> None:
         preload = knobs.preload()
         ours, theirs = socket.socketpair()
-        home = str(Path(lockstep.__file__).parent.parent)
+        home = str(Path(knobs.__file__).parent.parent)
         # The interpreter's own options (-X, -W, -O …) as multiprocessing passes them on; it has no public name.
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         argv = [

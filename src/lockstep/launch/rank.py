@@ -243,6 +243,7 @@ def _print_exception(error: BaseException) -> None:
     """What Python's top level does with an uncaught exception, without our frames."""
     tb = error.__traceback__ = _without_own_frames(error.__traceback__)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, tb
+    sys.last_exc = error  # since Python 3.12
     sys.stdout.flush()
     try:
         sys.excepthook(type(error), error, tb)

@@ -75,6 +75,7 @@ def test_a_failure_while_stopping_changes_nothing() -> None:
     policy.signalled(SIGTERM, delivered=False, now=1.0)
     assert policy.exited(0, 1, at=1.1) == []
     assert policy.deadline == 11.0
+    assert not policy.failing
 
 
 def test_an_impatient_user_need_not_wait_for_a_failed_job() -> None:
@@ -82,6 +83,7 @@ def test_an_impatient_user_need_not_wait_for_a_failed_job() -> None:
     policy.exited(1, 1, at=1.0)
     assert policy.signalled(SIGINT, delivered=True, now=1.1) == []
     assert policy.signalled(SIGINT, delivered=True, now=1.4) == [Order(SIGKILL, (0,))]
+    assert policy.failing  # so the failure is what the user is told
 
 
 def test_ranks_that_can_not_even_be_killed_are_given_up() -> None:

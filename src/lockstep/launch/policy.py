@@ -47,6 +47,8 @@ class Policy:
     states: dict[int, RankState] = field(init=False)
     #: The signal that ended the job, if one did.
     stopped_by: signal.Signals | None = None
+    #: Whether a rank failed before anybody wanted the job to end.
+    failing: bool = False
     #: When the next tick is due, or None.
     deadline: float | None = None
     #: True when ranks did not even die of SIGKILL.
@@ -88,6 +90,7 @@ class Policy:
         """Something went wrong: everyone still alive is to stop."""
         if self.stopping:
             return []
+        self.failing = True
         self.deadline = now + FAILURE_GRACE
         return self._order(signal.SIGTERM, now)
 

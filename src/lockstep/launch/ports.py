@@ -20,13 +20,20 @@ def free_port() -> int:
     Raises:
         LaunchError: there is none.
     """
-    lowest = int(_EPHEMERAL_RANGE.read_text().split()[0])
+    lowest = _lowest_ephemeral()
     choices = range(10000, lowest) if lowest > 11000 else range(1024, 65536)
     # Not the seeded generator: jobs that start with the same seed must not try the same ports.
     for port in random.SystemRandom().sample(choices, 100):
         if is_free(port):
             return port
     raise LaunchError(f"no free port found from {choices[0]} to {choices[-1]}: name one with --master_port")
+
+
+def _lowest_ephemeral() -> int:
+    try:
+        return int(_EPHEMERAL_RANGE.read_text().split()[0])
+    except FileNotFoundError:
+        return 32768  # Linux's default; some containers hide the setting
 
 
 def is_free(port: int) -> bool:

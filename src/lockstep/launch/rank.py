@@ -242,8 +242,8 @@ def _record(error: BaseException, rank: int, exit_code: int) -> None:
 def _print_exception(error: BaseException) -> None:
     """What Python's top level does with an uncaught exception, without our frames."""
     tb = error.__traceback__ = _without_own_frames(error.__traceback__)
-    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, tb
-    sys.last_exc = error  # since Python 3.12
+    # For exit functions and debuggers, which look here; last_exc is known to Python 3.12 and later.
+    vars(sys).update(last_type=type(error), last_value=error, last_traceback=tb, last_exc=error)
     sys.stdout.flush()
     try:
         sys.excepthook(type(error), error, tb)

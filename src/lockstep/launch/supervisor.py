@@ -229,7 +229,7 @@ class Watcher:
         if self._broken is not None:
             _say(f"the ranks could not be started:\n{self._broken.rstrip()}")
             return 1
-        if self._policy.stopped_by is not None:
+        if self._policy.stopped_by is not None and not self._policy.failing:
             _say(self._why_stopped(self._policy.stopped_by))
             return 128 + self._policy.stopped_by
         endings = [self._ending(rank) for rank in self._local_rank]

@@ -75,10 +75,11 @@ def test_loader_workers_threads_and_exit_functions(tmp_path: Path) -> None:
 
 _SELF_PORTRAIT = """
 import json, os, random, sys, __main__
+def f(x: 1 + 1): pass
 print(json.dumps({
     "argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__, "package": __package__,
     "spec": __spec__ and __spec__.name, "main": __main__.__dict__ is globals(), "cwd": os.getcwd(),
-    "doc": __doc__, "annotations": "annotations" in globals(), "threads": os.listdir("/proc/self/task").__len__(),
+    "doc": __doc__, "annotations": f.__annotations__, "threads": os.listdir("/proc/self/task").__len__(),
     "umask": os.umask(0o22), "session": os.getpgid(0) == os.getpgid(os.getppid()),
 }))
 """

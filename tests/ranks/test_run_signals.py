@@ -147,7 +147,7 @@ def test_ctrl_c_before_the_ranks_run_leaves_nothing(tmp_path: Path) -> None:
         os.killpg(job.pid, signal.SIGINT)
         everyone = job.tree()
         fifo.write_text("")
-        done = job.finish()
+        done = job.finish(limit=8)  # not the grace period of 10
     assert done.code == 130
     assert gone_within(everyone, 1.0) == []
 

@@ -17,6 +17,7 @@ _HOMES = {
     "CheckpointError": "lockstep.errors",
     "CheckpointMismatch": "lockstep.errors",
     "CollectiveTimeout": "lockstep.errors",
+    "DistributedSampler": "lockstep.sampling.sampler",
     "EnvironmentMismatch": "lockstep.errors",
     "LaunchError": "lockstep.errors",
     "LockstepError": "lockstep.errors",
@@ -25,8 +26,10 @@ _HOMES = {
     "RankFailed": "lockstep.errors",
     "RendezvousError": "lockstep.errors",
     "ReplicaMismatch": "lockstep.errors",
+    "ShardedLoader": "lockstep.sampling.loader",
     "World": "lockstep.comm.world",
     "init": "lockstep.comm.init",
+    "shard": "lockstep.sampling.loader",
     "shutdown": "lockstep.comm.init",
     "world": "lockstep.comm.init",
 }
@@ -48,6 +51,9 @@ if TYPE_CHECKING:
     from lockstep.errors import RankFailed as RankFailed
     from lockstep.errors import RendezvousError as RendezvousError
     from lockstep.errors import ReplicaMismatch as ReplicaMismatch
+    from lockstep.sampling.loader import ShardedLoader as ShardedLoader
+    from lockstep.sampling.loader import shard as shard
+    from lockstep.sampling.sampler import DistributedSampler as DistributedSampler
     from lockstep.share import BatchShare as BatchShare
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 (the keys are strings; ruff does not see it)

@@ -30,6 +30,7 @@ _PRELOAD = [
     "torch.distributed",
     "torch.distributed.algorithms.join",
     "torch.nn.parallel",
+    "torch._dynamo",  # the first optimizer of a process imports it: a second for each rank of each test
     "torch.utils.data",
     "numpy",
     "pytest",

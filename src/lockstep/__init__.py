@@ -16,25 +16,33 @@ _HOMES = {
     "CheckpointCorrupt": "lockstep.errors",
     "CheckpointError": "lockstep.errors",
     "CheckpointMismatch": "lockstep.errors",
+    "Checkpointer": "lockstep.checkpoint.api",
     "CollectiveTimeout": "lockstep.errors",
     "DistributedSampler": "lockstep.sampling.sampler",
     "EnvironmentMismatch": "lockstep.errors",
     "LaunchError": "lockstep.errors",
+    "LoadedWeights": "lockstep.checkpoint.weights",
     "LockstepError": "lockstep.errors",
     "NonFiniteGradient": "lockstep.errors",
     "PeerLost": "lockstep.errors",
     "RankFailed": "lockstep.errors",
     "RendezvousError": "lockstep.errors",
     "ReplicaMismatch": "lockstep.errors",
+    "Restored": "lockstep.checkpoint.api",
     "ShardedLoader": "lockstep.sampling.loader",
     "World": "lockstep.comm.world",
     "init": "lockstep.comm.init",
+    "load_weights": "lockstep.checkpoint.weights",
     "shard": "lockstep.sampling.loader",
     "shutdown": "lockstep.comm.init",
     "world": "lockstep.comm.init",
 }
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.api import Checkpointer as Checkpointer
+    from lockstep.checkpoint.api import Restored as Restored
+    from lockstep.checkpoint.weights import LoadedWeights as LoadedWeights
+    from lockstep.checkpoint.weights import load_weights as load_weights
     from lockstep.comm.init import init as init
     from lockstep.comm.init import shutdown as shutdown
     from lockstep.comm.init import world as world

@@ -28,6 +28,7 @@ _HOMES = {
     "World": "lockstep.comm.world",
     "init": "lockstep.comm.init",
     "shutdown": "lockstep.comm.init",
+    "track": "lockstep.progress",
     "world": "lockstep.comm.init",
 }
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from lockstep.errors import RankFailed as RankFailed
     from lockstep.errors import RendezvousError as RendezvousError
     from lockstep.errors import ReplicaMismatch as ReplicaMismatch
+    from lockstep.progress import track as track
     from lockstep.share import BatchShare as BatchShare
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 (the keys are strings; ruff does not see it)

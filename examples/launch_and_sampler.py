@@ -3,7 +3,7 @@
     python -m lockstep.launch --nproc_per_node=2 examples/launch_and_sampler.py
     CUDA_VISIBLE_DEVICES=0,1 lockstep run -n 2 --all-output examples/launch_and_sampler.py
 
-No process group to name, no device to choose, no number of threads to work out: ``lockstep.init()`` takes NCCL and a GPU
+No process group to name, no device to choose, no threads to divide: ``lockstep.init()`` takes NCCL and a GPU
 for each rank where there are GPUs, gloo and a part of the cores where there are none.
 """
 
@@ -18,7 +18,9 @@ from lockstep import DistributedDataParallel as DDP
 from lockstep import DistributedSampler
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--local_rank", default=-1, type=int, help="passed by the launcher; lockstep needs no one to read it")
+parser.add_argument(
+    "--local_rank", default=-1, type=int, help="passed by the launcher; lockstep needs no one to read it"
+)
 args = parser.parse_args()
 
 input_size, output_size = 5, 2

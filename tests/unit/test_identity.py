@@ -28,6 +28,24 @@ def test_the_node_rank_follows_from_the_ranks() -> None:
 
 
 @pytest.mark.parametrize(
+    "env",
+    [
+        {
+            "OMPI_COMM_WORLD_RANK": "5",
+            "OMPI_COMM_WORLD_SIZE": "8",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+        },
+        {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"},
+    ],
+)
+def test_mpirun_makes_one_job_not_many(env: dict[str, str]) -> None:
+    assert Identity.from_environment(env) == Identity(5, 8, 1, 4, 1, launched=True)
+    ours = Identity(0, 2, 0, 2, 0, launched=True)
+    assert Identity.from_environment({**env, **ours.to_environment()}) == ours, "our own variables come first"
+
+
+@pytest.mark.parametrize(
     ("env", "text"),
     [
         ({"RANK": "0"}, "RANK=0 is set but WORLD_SIZE is not"),

@@ -121,6 +121,7 @@ def _choose_device(backend: str | None, identity: Identity) -> torch.device:
         if name not in names:
             raise ValueError(f"backend={backend!r}: unknown; torch knows {', '.join(names)}")
     if wanted is not None and "nccl" not in wanted:
+        _require_available(backend, wanted)
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if wanted is None and count == 0:
@@ -130,8 +131,7 @@ def _choose_device(backend: str | None, identity: Identity) -> torch.device:
             f"backend={backend!r} needs CUDA, and torch {torch.__version__} sees no CUDA device on this machine; "
             "use backend='gloo' for the CPU, or leave backend unset to take what is there"
         )
-    if not dist.is_nccl_available():
-        raise ValueError(f"backend={backend!r}: this build of torch ({torch.__version__}) has no NCCL")
+    _require_available(backend, wanted or ["nccl", "gloo"])
     if identity.local_world_size > count:
         raise EnvironmentMismatch(
             f"rank {identity.rank}: {identity.local_world_size} ranks on this machine but {count} visible GPU(s) "
@@ -141,6 +141,12 @@ def _choose_device(backend: str | None, identity: Identity) -> torch.device:
     device = torch.device("cuda", identity.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _require_available(backend: str | None, names: list[str]) -> None:
+    for name in names:
+        if not dist.is_backend_available(name):
+            raise ValueError(f"backend={backend!r}: this build of torch ({torch.__version__}) comes without {name}")
 
 
 def _known_backends() -> list[str]:

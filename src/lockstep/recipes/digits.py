@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep
 
@@ -43,6 +43,25 @@ class DigitNet(nn.Module):
         return scores
 
 
+class Shifted(Dataset[tuple[Tensor, Tensor]]):
+    """Pictures moved at random by up to one pixel up, down, left or right: more to learn from, from the same pictures.
+
+    The sharded loader seeds the random numbers of each sample, so the same pictures are moved in the same way on any
+    number of ranks, and again after a run is resumed.
+    """
+
+    def __init__(self, pictures: TensorDataset) -> None:
+        images, self.labels = pictures.tensors
+        self.padded = nn.functional.pad(images, (1, 1, 1, 1))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        down, right = torch.randint(3, (2,)).tolist()
+        return self.padded[index, :, down : down + 8, right : right + 8], self.labels[index]
+
+
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
     """**Local.** The training and the test set; images [n, 1, 8, 8] float32 in 0..1, labels [n] int64."""
     try:
@@ -63,7 +82,7 @@ def train(world: lockstep.World, options: argparse.Namespace) -> None:
     folder = choose_run(world, options.folder, new=not options.resume)
     model = lockstep.replicate(DigitNet().to(world.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    loader = lockstep.shard(DataLoader(train_set, batch_size=options.batch_size, shuffle=True))
+    loader = lockstep.shard(DataLoader(Shifted(train_set), batch_size=options.batch_size, shuffle=True))
     saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer, loader=loader)
     world.print(f"{world.world_size} replica(s) on {world.device.type}, global batch {options.batch_size} -> {folder}")
 
@@ -167,7 +186,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="lockstep run -n 2 -m lockstep.recipes.digits", description="Train on handwritten digits, in lockstep."
     )
-    parser.add_argument("--epochs", type=int, default=15, help="passes over the training set (default: 15)")
+    parser.add_argument("--epochs", type=int, default=30, help="passes over the training set (default: 30)")
     parser.add_argument("--batch-size", type=int, default=64, help="global batch, over all ranks (default: 64)")
     parser.add_argument("--lr", type=float, default=2e-3, help="AdamW's learning rate (default: 0.002)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and order (default: 0)")

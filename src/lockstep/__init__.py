@@ -28,6 +28,7 @@ _HOMES = {
     "World": "lockstep.comm.world",
     "init": "lockstep.comm.init",
     "shutdown": "lockstep.comm.init",
+    "spawn": "lockstep.launch.spawn",
     "track": "lockstep.progress",
     "world": "lockstep.comm.init",
 }
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from lockstep.errors import RankFailed as RankFailed
     from lockstep.errors import RendezvousError as RendezvousError
     from lockstep.errors import ReplicaMismatch as ReplicaMismatch
+    from lockstep.launch.spawn import spawn as spawn
     from lockstep.progress import track as track
     from lockstep.share import BatchShare as BatchShare
 

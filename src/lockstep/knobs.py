@@ -4,6 +4,9 @@
 ``LOCKSTEP_STORE``     path of the rendezvous file; set by the launcher on one host, so that no
                        port is opened. Absent: ``MASTER_ADDR`` and ``MASTER_PORT`` are used.
 ``LOCKSTEP_JOB_DIR``   the job's private folder (0700), where a rank leaves its failure record.
+``LOCKSTEP_PRELOAD``   modules, with commas between, that the launcher imports once before it forks
+                       the ranks, in place of torch and lockstep; for programs that always need
+                       more (``torch,torchvision``), or less. Empty: none.
 ``LOCKSTEP_TIMEOUT``   seconds a collective may wait; overrides the default of ``lockstep.init``
                        (an explicit ``timeout=`` argument wins).
 =====================  ==========================================================================
@@ -19,6 +22,7 @@ from lockstep.errors import EnvironmentMismatch
 
 STORE = "LOCKSTEP_STORE"
 JOB_DIR = "LOCKSTEP_JOB_DIR"
+PRELOAD = "LOCKSTEP_PRELOAD"
 TIMEOUT = "LOCKSTEP_TIMEOUT"
 
 #: Seconds a collective may wait before it is an error, unless the user says otherwise.
@@ -33,6 +37,12 @@ def store(env: Mapping[str, str] = os.environ) -> str | None:
 def job_dir(env: Mapping[str, str] = os.environ) -> str | None:
     """**Local.** The job's private folder, or None if the launcher gave none."""
     return env.get(JOB_DIR) or None
+
+
+def preload(env: Mapping[str, str] = os.environ) -> tuple[str, ...] | None:
+    """**Local.** What the launcher imports before it forks, or None if the user did not say."""
+    text = env.get(PRELOAD)
+    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def timeout(env: Mapping[str, str] = os.environ) -> float:

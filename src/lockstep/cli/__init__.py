@@ -1,0 +1,17 @@
+"""The ``lockstep`` command. Every command imports what it needs when it is called, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import click
+
+import lockstep
+from lockstep.cli.run import run
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(lockstep.__version__, prog_name="lockstep")
+def main() -> None:
+    """Data-parallel training for PyTorch: N replicas that train the same model as one."""
+
+
+main.add_command(run)

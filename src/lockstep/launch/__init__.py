@@ -1,0 +1,22 @@
+"""Start processes, watch them, and leave none behind.
+
+::
+
+    watcher (no torch)  ──control socket──  zygote (imported torch once)  ──fork──  rank 0, rank 1, …
+    supervisor.py                           zygote.py                               rank.py
+
+The watcher decides (policy.py), the zygote does: it forks ranks, passes signals on, and tells of deaths. Whichever of
+the two outlives the other ends what is left of the job (processes.py).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from lockstep.errors import LaunchError
+
+if sys.platform != "linux":
+    raise LaunchError(
+        f"lockstep's launcher needs Linux (pidfds, signalfd, child subreapers); this is {sys.platform}. Start the "
+        "ranks with torchrun instead: lockstep.init() reads its environment"
+    )

@@ -1,0 +1,53 @@
+"""``lockstep run``: start a script on N ranks of this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command(
+    context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
+    options_metavar="[-n N] [OPTIONS]",
+)
+@click.option("-n", "ranks", default="auto", metavar="N|auto", help="Ranks; auto: one per GPU, else per two cores.")
+@click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as for python -m.")
+@click.option("--log-dir", type=click.Path(path_type=Path), help="Folder for every rank's log (rank1.log …).")
+@click.option("--all-output", is_flag=True, help="Show every rank's lines, not only rank 0's.")
+@click.option("--grace", default=10.0, show_default=True, metavar="SECONDS", help="Time to stop before being killed.")
+@click.argument("program")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(
+    ranks: str,
+    is_module: bool,
+    log_dir: Path | None,
+    all_output: bool,
+    grace: float,
+    program: str,
+    args: tuple[str, ...],
+) -> None:
+    """Run PROGRAM on N ranks of this machine.
+
+    What follows PROGRAM goes to it as it is. Rank 0 has the terminal; the others write to a log each. If a rank fails,
+    it is named and the others are stopped; the exit code is that rank's.
+    """
+    from lockstep import machine
+    from lockstep.errors import LaunchError
+
+    try:
+        from lockstep.launch import supervisor  # refuses other systems than Linux
+        from lockstep.launch.spec import JobSpec, Output, Program, parse_ranks
+
+        spec = JobSpec(
+            Program(program, args, is_module),
+            nproc=parse_ranks(ranks, cores=machine.cores(), gpus=machine.gpus()),
+            log_dir=log_dir,
+            output=Output.ALL if all_output else Output.FIRST,
+            grace=grace,
+        )
+        sys.exit(supervisor.run(spec))
+    except (ValueError, LaunchError) as error:
+        click.echo(f"lockstep run: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,85 @@
+"""``python -m lockstep.launch``: the command line of ``torch.distributed.launch``, over lockstep's launcher.
+
+Each machine starts its own part with its ``--node_rank``; rank = nproc_per_node * node_rank + local_rank. As with
+torch's, every rank's output goes to the terminal and ``--local_rank=K`` is the script's first argument.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lockstep import machine
+from lockstep.errors import LaunchError
+from lockstep.launch import supervisor
+from lockstep.launch.spec import DEFAULT_GRACE, JobSpec, Output, Program, parse_ranks
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The command line, as click hands it over."""
+
+    nproc_per_node: str
+    nnodes: int
+    node_rank: int
+    master_addr: str | None
+    master_port: int | None
+    use_env: bool
+    module: bool
+    no_python: bool
+    log_dir: Path | None
+    all_output: bool
+    grace: float
+    program: str
+    args: tuple[str, ...]
+
+    def to_spec(self) -> JobSpec:
+        if self.no_python:
+            raise ValueError(
+                "--no_python: the ranks are forked from a Python process and run Python; to start another program, "
+                "call it from a script (subprocess.run)"
+            )
+        cores, gpus = machine.cores(), machine.gpus()
+        return JobSpec(
+            Program(self.program, self.args, self.module),
+            nproc=parse_ranks(self.nproc_per_node, cores=cores, gpus=gpus, option="--nproc_per_node"),
+            nnodes=self.nnodes,
+            node_rank=self.node_rank,
+            master_addr=self.master_addr,
+            master_port=self.master_port,
+            local_rank_argument=not self.use_env,
+            log_dir=self.log_dir,
+            output=Output.ALL if self.all_output else Output.SHARED,
+            grace=self.grace,
+        )
+
+
+@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
+@click.option("--nproc_per_node", "--nproc-per-node", default="1", metavar="N", help="Ranks on this machine (or auto).")
+@click.option("--nnodes", default=1, metavar="N", help="Machines of the job.")
+@click.option("--node_rank", "--node-rank", default=0, metavar="N", help="Which of them this is, from 0.")
+@click.option("--master_addr", "--master-addr", metavar="HOST", help="Machine 0; 127.0.0.1 unless given.")
+@click.option("--master_port", "--master-port", type=int, help="Its port: 29500 with several machines, else any.")
+@click.option("--use_env", "--use-env", is_flag=True, help="Do not pass --local_rank; LOCAL_RANK is set in any case.")
+@click.option("-m", "--module", is_flag=True, help="PROGRAM is a module, as for python -m.")
+@click.option("--no_python", "--no-python", is_flag=True, hidden=True)
+@click.option("--log_dir", "--log-dir", type=click.Path(path_type=Path), help="Folder for the other ranks' logs.")
+@click.option("--all_output", "--all-output", is_flag=True, help="Show every rank's lines with a prefix.")
+@click.option("--grace", default=DEFAULT_GRACE, metavar="SECONDS", help="Time to stop before being killed.")
+@click.argument("program")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def main(**options: Any) -> None:
+    """Run PROGRAM on every rank of this machine, as torch.distributed.launch does."""
+    try:
+        sys.exit(supervisor.run(_Options(**options).to_spec()))
+    except (ValueError, LaunchError) as error:
+        click.echo(f"lockstep.launch: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m lockstep.launch")

@@ -1,0 +1,123 @@
+"""The zygote as its parent sees it: start it, ask it to fork ranks, hear of their deaths, and end it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep import knobs
+from lockstep.launch.channel import Channel, Message
+from lockstep.launch.signals import STOPPING
+
+#: What every rank needs; named, not imported, because the watcher never loads torch.
+_PRELOAD = ("torch", "torch.distributed", "numpy.random", "lockstep.comm.init")
+
+#: lockstep is imported from where it is here, which may be the current folder only; the user's folders come later, so
+#: that a random.py of theirs can't stand in for Python's.
+_BOOT = """\
+import sys
+control, folder, modules, home = sys.argv[1:]
+sys.path[: sys.path[:1] == [""]] = [home]
+import lockstep
+del sys.path[0]
+from lockstep.launch.zygote import main
+main(int(control), folder, [name for name in modules.split(",") if name])
+"""
+
+
+class ZygoteHandle:
+    """A running zygote. Whoever made it must :meth:`close` it."""
+
+    def __init__(self, folder: str) -> None:
+        preload = knobs.preload()
+        ours, theirs = socket.socketpair()
+        home = str(Path(knobs.__file__).parent.parent)
+        # The interpreter's own options (-X, -W, -O …) as multiprocessing passes them on; it has no public name.
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        argv = [
+            sys.executable,
+            *flags,
+            "-c",
+            _BOOT,
+            str(theirs.fileno()),
+            folder,
+            ",".join(_PRELOAD if preload is None else preload),
+            home,
+        ]
+        try:
+            self.pid = os.posix_spawn(
+                sys.executable,
+                argv,
+                os.environ,
+                file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), theirs.fileno())],  # makes it inheritable
+                setsigmask=STOPPING,  # until the zygote ignores them
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._channel = Channel(ours)
+        self._status: int | None = None
+
+    def fileno(self) -> int:
+        """The descriptor to wait on."""
+        return self._channel.fileno()
+
+    def fork(self, rank: int, env: dict[str, str | None], job: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """Ask for a rank; the answer is a ``started`` message."""
+        self._send({"do": "fork", "rank": rank, "env": env, "job": job}, fds)
+
+    def signal(self, ranks: Iterable[int], signum: int) -> None:
+        """Have a signal sent to ranks; those that ended meanwhile are left out."""
+        self._send({"do": "signal", "ranks": list(ranks), "signal": int(signum)})
+
+    def receive(self) -> list[Message]:
+        """Wait for messages. Raises EOFError if the zygote is gone."""
+        return [message for message, _ in self._channel.receive()]
+
+    def finish(self) -> None:
+        """Ask the zygote to end what its ranks left behind, and to leave."""
+        self._send({"do": "finish"})
+
+    def wait(self, limit: float) -> int | None:
+        """The zygote's exit code (negative: a signal), or None if it is still there after ``limit`` seconds."""
+        deadline = time.monotonic() + limit
+        while self._status is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                self._status = 0  # somebody else's waitpid(-1) took it
+                break
+            if pid:
+                self._status = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() >= deadline:
+                break
+            else:
+                time.sleep(0.002)
+        return self._status
+
+    def kill(self) -> None:
+        """End it without a word. Its ranks would die as well, but not what they started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def close(self, limit: float = 3.0) -> None:
+        """End the zygote and, through it, everything below it. Does nothing the second time."""
+        self._channel.close()  # it sees the end of the stream, ends its processes and leaves
+        if self.wait(limit) is None:
+            self.kill()
+            self.wait(limit)
+
+    def _send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        # If the zygote is gone, receive() says so; one place to hear of it is enough.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._channel.send(message, fds)

@@ -1,0 +1,109 @@
+"""One log file per rank: where they are, how many jobs are kept, and what is removed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from lockstep.errors import LaunchError
+
+#: Jobs whose logs stay in the default folder.
+KEPT = 20
+_OURS = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}")
+
+
+class LogFolder:
+    """The logs of one job. Made when the first log is opened; an empty one is removed at the end.
+
+    Args:
+        given: the folder the user named; it is used as it is. None: a new one in the default place.
+        program: a word for the default folder's name.
+    """
+
+    def __init__(self, given: Path | None, *, program: str, env: Mapping[str, str] = os.environ) -> None:
+        self._given = given
+        self._home = default_home(env)
+        self._program = program
+        self._lock: int | None = None
+        self.path: Path | None = None
+
+    def open(self, rank: int) -> int:
+        """A new, empty log for ``rank``, open for appending; the caller closes it.
+
+        Raises:
+            LaunchError: the folder or the file can't be made.
+        """
+        try:
+            if self.path is None:
+                self.path = self._make()
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+            return os.open(self.log(rank), flags, 0o600)
+        except OSError as error:
+            raise LaunchError(
+                f"the ranks' logs can't be written to {self._given or self._home}: {error.strerror or error}; "
+                "name another folder with --log-dir"
+            ) from error
+
+    def log(self, rank: int) -> Path:
+        """The path of a rank's log."""
+        assert self.path is not None, "no log was opened yet"
+        return self.path / f"rank{rank}.log"
+
+    def close(self, ranks: Iterable[int]) -> None:
+        """Remove what stayed empty in a folder of our own, and old jobs beyond the newest ones."""
+        if self.path is not None and self._given is None:
+            for rank in ranks:
+                with contextlib.suppress(OSError):
+                    if self.log(rank).stat().st_size == 0:
+                        self.log(rank).unlink()
+            with contextlib.suppress(OSError):
+                self.path.rmdir()  # fails unless empty, as it should
+            _prune(self._home)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _make(self) -> Path:
+        if self._given is not None:
+            self._given.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return self._given
+        path = self._home / f"{time.strftime('%Y%m%d-%H%M%S')}-{self._program}-{secrets.token_hex(3)}"
+        self._home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700)
+        self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # while it is held, another job does not prune this one
+        return path
+
+
+def default_home(env: Mapping[str, str] = os.environ) -> Path:
+    """**Local.** The folder for the logs of jobs that name none, by the XDG base directory specification."""
+    state = env.get("XDG_STATE_HOME", "")
+    home = env.get("HOME") or os.path.expanduser("~")
+    base = Path(state) if state.startswith("/") else Path(home, ".local", "state")
+    return base / "lockstep" / "logs"
+
+
+def _prune(home: Path) -> None:
+    jobs = sorted((folder.name for folder in home.iterdir() if _OURS.fullmatch(folder.name)), reverse=True)
+    for name in jobs[KEPT:]:
+        with contextlib.suppress(OSError):  # another job may be removing it as well
+            if not _in_use(home / name):
+                shutil.rmtree(home / name)
+
+
+def _in_use(folder: Path) -> bool:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,129 @@
+"""No process left behind: who inherits orphans, who dies with whom, and how a whole tree is ended.
+
+Note [No orphans]
+~~~~~~~~~~~~~~~~~
+Watcher and zygote are child subreapers: a process whose parent dies becomes theirs, so everything a job ever started
+stays below one of them, also what left its process group or session. Then:
+
+- The watcher dies: the zygote sees the control socket close, ends everything below itself, and leaves.
+- The zygote dies: its ranks die by the parent-death signal, the rest becomes the watcher's, which ends it.
+- Both die at once: the ranks die with the zygote, and workers that a rank's main thread forked die with the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def become_subreaper() -> None:
+    """**Local.** Make this process the new parent of orphans below it."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """**Local.** Have the kernel SIGKILL this process when the thread that forked it ends.
+
+    Args:
+        parent: the process that forked this one. If it is gone already, this process ends here and now.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    unused = ctypes.c_ulong(0)
+    if _libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), unused, unused, unused) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}, {value}): {os.strerror(error)}")
+
+
+def descendants(pid: int) -> list[int]:
+    """**Local.** Every process below ``pid`` that is not a zombie, parents before children."""
+    found: list[int] = []
+    level = list(_children(pid))
+    while level:
+        found += level
+        level = [grandchild for child in level for grandchild in _children(child)]
+    return [one for one in found if _state(one) not in ("Z", "X", None)]
+
+
+def sweep(*, patience: float, limit: float = 5.0) -> list[int]:
+    """**Local.** End every process below this one, and reap them.
+
+    Multiprocessing's resource tracker ignores SIGTERM and leaves by itself once its process is gone, after it removed
+    the shared memory left there. So the rest is first asked, and only killed after ``patience``.
+
+    Args:
+        patience: seconds between SIGTERM and SIGKILL.
+        limit: seconds after which to give up on processes that even SIGKILL does not end.
+
+    Returns:
+        the processes that are still there.
+    """
+    start = time.monotonic()
+    asked: set[int] = set()
+    while True:
+        reap()
+        left = descendants(os.getpid())
+        waited = time.monotonic() - start
+        if not left or waited > limit:
+            return left
+        if waited < patience:
+            fresh = [pid for pid in left if pid not in asked]
+            _signal_all(fresh, signal.SIGTERM)
+            asked.update(fresh)
+        else:
+            _signal_all(left, signal.SIGKILL)  # again in each round: a process may have forked meanwhile
+        time.sleep(0.005)
+
+
+def reap() -> list[tuple[int, int]]:
+    """**Local.** Collect dead children; the list of (pid, exit code), negative for a signal."""
+    dead: list[tuple[int, int]] = []
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            dead.append((pid, os.waitstatus_to_exitcode(status)))
+    return dead
+
+
+def _signal_all(pids: list[int], signum: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
+def _children(pid: int) -> Iterator[int]:
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return  # gone
+    for thread in threads:
+        try:
+            text = Path(f"/proc/{pid}/task/{thread}/children").read_text()
+        except OSError:
+            continue  # the thread ended
+        yield from (int(word) for word in text.split())
+
+
+def _state(pid: int) -> str | None:
+    """The letter the kernel gives a process's state, or None if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return stat.rpartition(")")[2].split()[0]

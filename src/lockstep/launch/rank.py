@@ -1,0 +1,265 @@
+"""In a forked rank: become the process that ``python script.py`` would be, run the job, and leave as Python does."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import io
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from typing import Any, NoReturn
+
+from lockstep import knobs
+from lockstep.launch import processes
+from lockstep.launch.records import FailureRecord
+from lockstep.launch.signals import STOPPING
+
+#: What a shell reports for a process that SIGINT ended.
+INTERRUPTED = 128 + signal.SIGINT
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one forked process is to be."""
+
+    rank: int
+    #: Changes to the environment; None unsets.
+    env: dict[str, str | None]
+    #: ``{"kind": "script" | "module", "target": …, "args": […]}`` or ``{"kind": "call", …}``.
+    job: dict[str, Any]
+    #: None, or standard input, output and error, and then what the job needs.
+    fds: list[int]
+    #: The stopping signals that the user's shell had ignored when it started the job.
+    shielded: frozenset[signal.Signals]
+
+
+def live(task: Task) -> NoReturn:
+    """**Local.** Run the task, and end through Python's own finalization: threads, atexit functions, buffers."""
+    _become(task)
+    _run(_program(task), task.rank, silent=task.job["kind"] == "call")
+    raise SystemExit(0)
+
+
+def _become(task: Task) -> None:
+    """Undo what the zygote did to itself, and take this rank's place."""
+    _reset_signals(task.shielded)
+    _take_streams(task.fds)
+    for name, value in task.env.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _reseed()
+    _tie_workers_to_this_process()
+
+
+def _reset_signals(shielded: frozenset[signal.Signals]) -> None:
+    for signum in STOPPING:
+        if signum not in shielded:
+            signal.signal(signum, _interrupt_once if signum == signal.SIGINT else signal.SIG_DFL)
+
+
+def _interrupt_once(_signum: int, _frame: types.FrameType | None) -> None:
+    """Raise KeyboardInterrupt once: a Ctrl-C can come twice, from the terminal and passed on, or from ``timeout``.
+
+    The second would hit the clean-up that the first one started. (SIG_IGN would be inherited by programs started from
+    here on; a function is not.)
+    """
+    signal.signal(signal.SIGINT, lambda _signum, _frame: None)
+    raise KeyboardInterrupt
+
+
+def _take_streams(fds: Sequence[int]) -> None:
+    """Put the first three descriptors in the place of standard input, output and error."""
+    for target, fd in enumerate(fds[:3]):
+        os.dup2(fd, target, inheritable=True)
+        os.close(fd)
+    # What a rank printed is there when it is killed, up to the last whole line, also where it prints into a file.
+    if isinstance(sys.stdout, io.TextIOWrapper) and not os.isatty(1):
+        sys.stdout.reconfigure(line_buffering=True)
+
+
+def _reseed() -> None:
+    """Give this rank random numbers of its own, as a process of its own has. (Python's ``random`` does it by itself.)
+
+    torch is left alone: its generator starts from the same fixed seed in every process.
+    """
+    random.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+def _tie_workers_to_this_process() -> None:
+    """Let workers that multiprocessing forks from the main thread die with this rank, however it dies.
+
+    Only multiprocessing's: they never outlive their parent, while a plain ``os.fork`` may be a daemon on its way out.
+    Only the main thread's: the kernel sends the parent-death signal when the forking *thread* ends.
+    """
+    # Not documented, but what multiprocessing's own modules and torch use to act in a forked worker.
+    from multiprocessing import util
+
+    util.register_after_fork(_tie_workers_to_this_process, _Tie(os.getpid(), threading.get_ident()))
+
+
+@dataclass(frozen=True)
+class _Tie:
+    """Called in a forked worker."""
+
+    parent: int
+    main_thread: int
+
+    def __call__(self, _key: object) -> None:
+        # A forked process keeps its thread's identifier: it tells which thread forked.
+        if threading.get_ident() == self.main_thread and os.getppid() == self.parent:
+            processes.die_with_parent(self.parent)
+
+
+def _program(task: Task) -> Callable[[], None]:
+    job = task.job
+    if job["kind"] == "call":
+        # Only then: it needs torch.multiprocessing, and the watcher's side of it has no business in a script.
+        from lockstep.launch import spawned
+
+        return lambda: spawned.call(task.rank, task.fds[3:], shared_tracker=job["shared_tracker"])
+    if job["kind"] == "module":
+        return lambda: _run_module(job["target"], job["args"])
+    return lambda: _run_script(job["target"], job["args"])
+
+
+def _run_script(path: str, args: list[str]) -> None:
+    """``python path args…``"""
+    _present_as([path, *args])
+    if not _safe_path():
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    absolute = os.path.abspath(path)
+    with io.open_code(absolute) as file:
+        source = file.read()
+    namespace = _new_main(
+        __file__=absolute, __cached__=None, __loader__=importlib.machinery.SourceFileLoader("__main__", absolute)
+    )
+    exec(compile(source, absolute, "exec", dont_inherit=True), namespace)
+
+
+def _run_module(name: str, args: list[str]) -> None:
+    """``python -m name args…``"""
+    _present_as(["-m", *args])
+    if not _safe_path():
+        sys.path.insert(0, os.getcwd())
+    spec = _find_module(name)
+    code = spec.loader.get_code(spec.name) if isinstance(spec.loader, importlib.machinery.SourceFileLoader) else None
+    if code is None:
+        raise ImportError(f"module {name} has no Python code to run", name=name)
+    sys.argv[0] = spec.origin or name
+    namespace = _new_main(
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+    exec(code, namespace)
+
+
+def _find_module(name: str) -> ModuleSpec:
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    return spec if spec.submodule_search_locations is None else _find_module(f"{name}.__main__")
+
+
+def _safe_path() -> bool:
+    return bool(getattr(sys.flags, "safe_path", False))  # since Python 3.11
+
+
+def _present_as(argv: list[str]) -> None:
+    sys.argv[:] = argv
+    sys.orig_argv[:] = [sys.executable, *argv]
+
+
+def _new_main(**attributes: Any) -> dict[str, Any]:
+    """A fresh ``__main__``, which stays: runpy's would be gone while atexit functions and threads still use it.
+
+    Multiprocessing finds it by ``__spec__`` or ``__file__``, so that spawned workers can import it again.
+    """
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    # Scripts see no __builtins__ but the module's, as under python.
+    module.__dict__.update(__builtins__=sys.modules["builtins"], **attributes)
+    return module.__dict__
+
+
+def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
+    """Run ``program``. On an exception: leave a record, print it as Python would, and exit as Python would.
+
+    ``silent``: the record says it all, because whoever reads it raises it as an exception.
+    """
+    this_process = os.getpid()
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # blocked since before the fork
+        program()
+    except SystemExit as stop:
+        if os.getpid() == this_process and stop.code not in (None, 0):
+            _record(stop, rank, stop.code if isinstance(stop.code, int) else 1)
+        raise
+    except BaseException as error:  # noqa: BLE001  (Python's own top level does the same)
+        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        if os.getpid() == this_process:  # and not a child that the program forked
+            _record(error, rank, code)
+        if not silent:
+            _print_exception(error)
+        raise SystemExit(code) from None
+
+
+def _record(error: BaseException, rank: int, exit_code: int) -> None:
+    folder = knobs.job_dir()
+    if folder is None:
+        return
+    if isinstance(error, SystemExit):
+        message, text = ("" if isinstance(error.code, int) else str(error.code)), ""
+    else:
+        error.__traceback__ = _without_own_frames(error.__traceback__)
+        message, text = str(error), "".join(traceback.format_exception(error))
+    kind, home = type(error).__qualname__, type(error).__module__
+    name = kind if home in ("builtins", "__main__", "__mp_main__") else f"{home}.{kind}"
+    record = FailureRecord(rank, time.monotonic(), exit_code, name, message, text)
+    try:
+        record.write(folder)
+    except OSError as trouble:
+        print(f"lockstep: rank {rank}'s failure record can't be written: {trouble}", file=sys.stderr)
+
+
+def _print_exception(error: BaseException) -> None:
+    """What Python's top level does with an uncaught exception, without our frames."""
+    tb = error.__traceback__ = _without_own_frames(error.__traceback__)
+    # For exit functions and debuggers, which look here; last_exc is known to Python 3.12 and later.
+    vars(sys).update(last_type=type(error), last_value=error, last_traceback=tb, last_exc=error)
+    sys.stdout.flush()
+    try:
+        sys.excepthook(type(error), error, tb)
+    except BaseException as another:  # noqa: BLE001  (a broken hook must not hide the error)
+        print("Error in sys.excepthook:", file=sys.stderr)
+        sys.__excepthook__(type(another), another, another.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        sys.__excepthook__(type(error), error, tb)
+
+
+#: The files whose frames come before the program's first one.
+_RUNNERS = frozenset([__file__, os.path.join(os.path.dirname(__file__), "spawned.py")])
+
+
+def _without_own_frames(tb: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback from the program's first frame on."""
+    while tb is not None and tb.tb_frame.f_code.co_filename in _RUNNERS:
+        tb = tb.tb_next
+    return tb

@@ -1,0 +1,281 @@
+"""``lockstep.spawn``: run a function on N ranks from a running program, as ``torch.multiprocessing.spawn`` does."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing import context, reduction, resource_tracker
+from multiprocessing import spawn as multiprocessing_spawn
+from typing import Any
+
+from lockstep.errors import LaunchError, RankFailed
+from lockstep.identity import Identity
+from lockstep.launch import ports, records, report
+from lockstep.launch.handle import ZygoteHandle
+from lockstep.launch.policy import Order, Policy
+from lockstep.launch.spawned import SentDescriptor
+from lockstep.launch.spec import DEFAULT_GRACE, rank_environment
+
+
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> SpawnContext | None:
+    """**Local.** Call ``fn(rank, *args)`` on ``nprocs`` new ranks; the arguments are those of torch's.
+
+    The ranks are forked from a fresh process that imported torch once, so the second rank costs milliseconds. In each,
+    the caller's ``__main__`` is imported again (under the name ``__mp_main__``, so keep ``if __name__ == "__main__":``)
+    and ``lockstep.init()`` finds the rank's place. The ranks share this process's standard output and error.
+
+    Args:
+        fn: a function at the top level of a module, ``__main__`` included.
+        args: what to pass after the rank; anything that multiprocessing can send. CPU tensors arrive as shared memory.
+            A function or class that was typed at a prompt can't be found again by the ranks.
+        nprocs: how many ranks.
+        join: wait for all of them. Otherwise return at once.
+        daemon: what happens to ranks that were not joined when this process ends: True: they are ended, False: they
+            are waited for. (Other than multiprocessing's daemons, they may have children in any case.)
+        start_method: ``"spawn"``; there is no other.
+
+    Returns:
+        None if ``join``, else a :class:`SpawnContext`.
+
+    Raises:
+        RankFailed: a rank raised or died; the others were stopped. The message holds the rank's traceback.
+        LaunchError: the ranks could not be started.
+        ValueError: ``nprocs`` is less than 1, or ``start_method`` is another.
+    """
+    if nprocs < 1:
+        raise ValueError(f"nprocs={nprocs}: expected at least 1")
+    if start_method != "spawn":
+        raise ValueError(
+            f"start_method={start_method!r}: lockstep.spawn has only 'spawn', which forks ranks from a fresh process; "
+            "for another, use torch.multiprocessing.start_processes"
+        )
+    ranks = SpawnContext(fn, args, nprocs, daemon=daemon)
+    if not join:
+        return ranks
+    ranks.join()
+    return None
+
+
+class SpawnContext:
+    """Ranks that run; returned by ``lockstep.spawn(…, join=False)``. To be used by one thread at a time."""
+
+    def __init__(self, fn: Callable[..., object], args: tuple[Any, ...], nprocs: int, *, daemon: bool) -> None:
+        self._daemon = daemon
+        self._world_size = nprocs
+        self._policy = Policy(range(nprocs), grace=DEFAULT_GRACE)
+        self._error: LaunchError | None = None
+        self._closed = False
+        # Raises where a rank is just importing __main__ again, before anything is started.
+        preparation = multiprocessing_spawn.get_preparation_data("rank")
+        self._folder = tempfile.mkdtemp(prefix="lockstep-")
+        try:
+            self._zygote = ZygoteHandle(self._folder)
+        except BaseException:
+            shutil.rmtree(self._folder)
+            raise
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._zygote, selectors.EVENT_READ)
+        try:
+            self._fork(preparation, fn, args)
+        except BaseException:
+            self._zygote.kill()  # it is importing: no rank runs anything yet
+            self._close()
+            raise
+        atexit.register(self._at_exit)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """**Local.** Wait for all ranks.
+
+        Args:
+            timeout: seconds; None: as long as they run.
+
+        Returns:
+            True when all ranks have ended well, False if some still run after ``timeout``.
+
+        Raises:
+            RankFailed: a rank failed; the others were stopped.
+            LaunchError: the process that starts the ranks died.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while not self._closed:
+                if self._policy.done:
+                    self._conclude()
+                elif deadline is not None and time.monotonic() >= deadline:
+                    return False
+                else:
+                    self._turn(deadline)
+        except BaseException:  # Ctrl-C above all: whoever waited for the ranks does so no more
+            self._close()
+            raise
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def pids(self) -> list[int]:
+        """**Local.** The ranks' process ids, in order of rank; waits until all are started.
+
+        Raises:
+            LaunchError: the ranks could not be started.
+        """
+        while any(state.pid is None for state in self._policy.states.values()) and not self._closed:
+            self._turn(None)
+        if self._error is not None and not isinstance(self._error, RankFailed):
+            raise self._error
+        return [state.pid for state in self._policy.states.values() if state.pid is not None]
+
+    def _fork(self, preparation: dict[str, Any], fn: Callable[..., object], args: tuple[Any, ...]) -> None:
+        master = _master()
+        for rank in range(self._world_size):
+            identity = Identity(rank, self._world_size, rank, self._world_size, 0, launched=True)
+            env = rank_environment(
+                identity,
+                nnodes=1,
+                master=master,
+                folder=self._folder,
+                loopback=ports.is_loopback(master[0]) and "GLOO_SOCKET_IFNAME" not in os.environ,
+            )
+            with _Parcel({**preparation, "name": f"rank-{rank}"}, fn, args) as parcel:
+                job = {"kind": "call", "shared_tracker": parcel.tracker is not None}
+                self._zygote.fork(rank, env, job, parcel.descriptors())
+
+    def _turn(self, deadline: float | None) -> None:
+        """Wait for the zygote to say something, or for the time to act."""
+        now = time.monotonic()
+        limits = [limit for limit in (deadline, self._policy.deadline) if limit is not None]
+        if self._selector.select(max(0.0, min(limits) - now) if limits else None):
+            try:
+                for message in self._zygote.receive():
+                    self._on_message(message)
+            except EOFError:
+                self._on_zygote_gone()
+        self._apply(self._policy.tick(time.monotonic()))
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        if message["is"] == "started":
+            self._policy.started(message["rank"], message["pid"])
+        elif message["is"] == "exited":
+            self._apply(self._policy.exited(message["rank"], message["code"], message["at"]))
+        elif message["is"] == "broken":
+            self._error = LaunchError(f"the ranks could not be started:\n{message['error']}")
+
+    def _on_zygote_gone(self) -> None:
+        if self._error is None:
+            code = self._zygote.wait(limit=1.0)
+            self._error = LaunchError(
+                f"the process that starts the ranks (process {self._zygote.pid}) ended with exit code {code}"
+            )
+        self._close()
+
+    def _apply(self, orders: Iterable[Order]) -> None:
+        for order in orders:
+            self._zygote.signal(order.ranks, order.signum)
+
+    def _conclude(self) -> None:
+        """All ranks have ended: how?"""
+        states = self._policy.states
+        endings = [report.Ending(states[rank], records.read(self._folder, rank)) for rank in states]
+        first = report.first_failure(endings)
+        if first is not None:
+            self._error = RankFailed(
+                report.describe(endings, first, world_size=self._world_size),
+                rank=first.rank,
+                exit_code=first.exit_code,
+                traceback=(first.record.traceback or None) if first.record is not None else None,
+            )
+        self._close()
+
+    def _close(self) -> None:
+        """End what is left and give everything back. Does nothing the second time."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self._selector.close()
+        if self._policy.alive:
+            self._zygote.signal(self._policy.alive, signal.SIGKILL)
+        self._zygote.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _at_exit(self) -> None:
+        if self._daemon:
+            self._close()
+            return
+        try:
+            self.join()
+        except LaunchError as error:
+            print(f"lockstep.spawn: {error}", file=sys.stderr)
+
+
+class _Parcel:
+    """The function and its arguments, pickled for one rank, with the descriptors that belong to them.
+
+    It plays the part of multiprocessing's Popen while the arguments are pickled: tensors, queues and locks ask it to
+    carry their descriptors over.
+    """
+
+    def __init__(self, preparation: dict[str, Any], fn: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self._carried: list[int] = []
+        self._streams = [os.open(os.devnull, os.O_RDONLY), os.dup(1), os.dup(2)]
+        self._packed = os.memfd_create("lockstep-spawn")  # a memory file: has no name, blocks nobody, leaves no trace
+        try:
+            self._pack(preparation, (fn, tuple(args)))
+        except BaseException:
+            self.__exit__()
+            raise
+        # Not documented; multiprocessing's spawn hands its tracker on in the same way.
+        self.tracker: int | None = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]
+
+    def __enter__(self) -> _Parcel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in (*self._carried, *self._streams, self._packed):
+            os.close(fd)
+
+    def descriptors(self) -> list[int]:
+        """The rank's standard streams, and what ``spawned.call`` takes."""
+        tracker = [] if self.tracker is None else [self.tracker]
+        return [*self._streams, self._packed, *tracker, *self._carried]
+
+    def duplicate_for_child(self, fd: int) -> int:
+        """Called by multiprocessing.reduction.DupFd: the descriptor's place among those carried."""
+        self._carried.append(os.dup(fd))
+        return len(self._carried) - 1
+
+    #: Called with that place; what it returns is pickled in the descriptor's stead.
+    DupFd = SentDescriptor
+
+    def _pack(self, *parts: object) -> None:
+        if "torch" in sys.modules:  # else there are no tensors among the arguments
+            importlib.import_module("torch.multiprocessing")  # teaches ForkingPickler to send them
+        context.set_spawning_popen(self)  # type: ignore[arg-type]  # it plays that part
+        try:
+            with os.fdopen(os.dup(self._packed), "wb") as file:
+                for part in parts:
+                    reduction.ForkingPickler(file, pickle.HIGHEST_PROTOCOL).dump(part)
+        finally:
+            context.set_spawning_popen(None)
+
+
+def _master() -> tuple[str, int]:
+    """Where a function that opens torch's process group meets: as the caller set it, or any free port."""
+    if "RANK" not in os.environ and "MASTER_PORT" in os.environ:
+        return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ["MASTER_PORT"])
+    return "127.0.0.1", ports.free_port()

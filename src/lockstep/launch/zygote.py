@@ -1,0 +1,177 @@
+"""The zygote: imports torch once, then forks ranks from itself on request. Mechanism only; the watcher decides.
+
+It reads requests from its control socket and answers on it, one JSON object a line:
+
+==================================================  ================================================
+``{"do": "fork", "rank": …, "env": …, "job": …}``   fork a rank; three descriptors for its standard
+                                                    streams may come along, and more for its job
+``{"do": "signal", "ranks": […], "signal": …}``     pass a signal on
+``{"do": "finish"}``                                end what is left below, and leave
+``{"is": "ready"}``                                 the imports are done
+``{"is": "broken", "error": …}``                    the imports failed
+``{"is": "started", "rank": …, "pid": …}``          a rank runs
+``{"is": "exited", "rank": …, "code": …, "at": …}`` a rank ended; a negative code is a signal
+==================================================  ================================================
+
+Note [Fork before threads]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+Only the forking thread exists in a forked child, so a lock held by any other stays held for ever. The zygote imports
+and never computes: it starts no thread and opens no CUDA context. (NumPy's OpenBLAS starts its threads when loaded, and
+registers fork handlers that stop them first.) That is why the zygote is a process of its own, fresh from exec, and why
+it waits in one loop without a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from typing import Any
+
+from lockstep.launch import processes, rank
+from lockstep.launch.channel import Channel
+from lockstep.launch.signals import STOPPING, SignalQueue, ignored
+
+#: Seconds that processes which outlived their rank have to leave by themselves.
+LEFTOVER_PATIENCE = 0.3
+
+
+def main(control: int, folder: str, modules: list[str]) -> None:
+    """Serve until told to finish. In a forked rank: run its job, and leave as Python does.
+
+    Args:
+        control: the inherited descriptor of the control socket.
+        folder: the job's private folder, removed here if the watcher is gone.
+        modules: what to import before forking.
+    """
+    # The signals arrive blocked, so that none can hit before this line; a signal to the whole process group is the
+    # watcher's business.
+    shielded = ignored()
+    for signum in STOPPING:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    processes.become_subreaper()
+    channel = Channel(socket.socket(fileno=control))
+    try:
+        _preload(modules)
+    except Exception:  # noqa: BLE001  (whatever an import raises, the watcher tells the user)
+        with contextlib.suppress(OSError):
+            channel.send({"is": "broken", "error": traceback.format_exc()})
+        os._exit(1)
+    task = _Zygote(channel, folder, shielded).serve()
+    if task is None:
+        os._exit(0)  # nothing here needs torch's teardown, which takes a third of a second
+    rank.live(task)
+
+
+def _preload(modules: list[str]) -> None:
+    """Import without collecting garbage, then keep what is there out of the collector's sight for good.
+
+    A collection would write to the memory of every object, and so un-share it from the ranks.
+    """
+    gc.disable()
+    for name in modules:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+
+
+class _Zygote:
+    def __init__(self, channel: Channel, folder: str, shielded: frozenset[signal.Signals]) -> None:
+        self._channel = channel
+        self._folder = folder
+        self._shielded = shielded
+        self._ranks: dict[int, int] = {}  # pid -> rank
+        self._requests: deque[tuple[dict[str, Any], list[int]]] = deque()
+        self._deaths = SignalQueue([signal.SIGCHLD])
+        # A process that the watcher forked meanwhile may hold the watcher's end of the socket open; this can't be held.
+        self._watcher = os.pidfd_open(os.getppid())
+        self._selector = selectors.DefaultSelector()
+        for source in (self._channel, self._deaths, self._watcher):
+            self._selector.register(source, selectors.EVENT_READ)
+
+    def serve(self) -> rank.Task | None:
+        """Work until told to finish (None), or until this process is a forked rank (its task)."""
+        try:
+            self._channel.send({"is": "ready"})
+            while True:
+                ready = [key.fileobj for key, _ in self._selector.select()]
+                if self._deaths in ready:
+                    self._deaths.read()
+                    self._report_deaths()
+                if self._channel in ready:
+                    self._requests.extend(self._channel.receive())
+                while self._requests:
+                    request, fds = self._requests.popleft()
+                    if request["do"] == "finish":
+                        processes.sweep(patience=LEFTOVER_PATIENCE)
+                        return None
+                    task = self._handle(request, fds)
+                    if task is not None:
+                        return task
+                if self._watcher in ready and self._channel not in ready:
+                    raise EOFError
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self._end_abandoned_job()
+            return None
+
+    def _handle(self, request: dict[str, Any], fds: list[int]) -> rank.Task | None:
+        if request["do"] == "fork":
+            return self._fork(request, fds)
+        pids = {number: pid for pid, number in self._ranks.items()}
+        for number in request["ranks"]:
+            if number in pids:  # else it ended while the request was on its way
+                os.kill(pids[number], request["signal"])
+        return None
+
+    def _fork(self, request: dict[str, Any], fds: list[int]) -> rank.Task | None:
+        zygote = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A signal that comes before the rank has its own handlers waits until then.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        pid = os.fork()
+        if pid == 0:
+            processes.die_with_parent(zygote)
+            self._leave_to_the_zygote()
+            return rank.Task(request["rank"], request["env"], request["job"], fds, self._shielded)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        for fd in fds:
+            os.close(fd)
+        self._ranks[pid] = request["rank"]
+        self._channel.send({"is": "started", "rank": request["rank"], "pid": pid})
+        return None
+
+    def _leave_to_the_zygote(self) -> None:
+        """In a forked rank: let go of everything that is the zygote's, other ranks' descriptors included."""
+        self._selector.close()
+        self._deaths.close()
+        self._channel.close()
+        os.close(self._watcher)
+        for _, fds in self._requests:
+            for fd in fds:
+                os.close(fd)
+
+    def _report_deaths(self) -> None:
+        at = time.monotonic()
+        for pid, code in processes.reap():
+            number = self._ranks.pop(pid, None)
+            if number is not None:  # else it was somebody's orphan
+                self._channel.send({"is": "exited", "rank": number, "code": code, "at": at})
+
+    def _end_abandoned_job(self) -> None:
+        """The watcher is gone: nobody waits for the ranks any more. See Note [No orphans]."""
+        for pid in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        processes.sweep(patience=LEFTOVER_PATIENCE)
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,136 @@
+"""Start real jobs with the launcher, in a session of their own, and look at what they leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from lockstep import knobs
+from lockstep.launch.processes import descendants
+
+#: Generous: it only ends a test that hangs.
+LIMIT = 60.0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A job that ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Running:
+    """A job in a session of its own, so that signals to its process group reach nobody else."""
+
+    def __init__(self, argv: list[str], *, cwd: Path, env: dict[str, str], stdin: str | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *argv],
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        if stdin is not None:
+            assert self.process.stdin is not None
+            self.process.stdin.write(stdin)
+            self.process.stdin.close()
+            self.process.stdin = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate(timeout=LIMIT)
+
+    def read_line(self) -> str:
+        """The next line on standard output; how a script says where it is."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip("\n")
+
+    def finish(self, limit: float = LIMIT) -> Finished:
+        out, err = self.process.communicate(timeout=limit)
+        return Finished(self.process.returncode, out, err)
+
+    def tree(self) -> list[int]:
+        """Every process of the job but the watcher."""
+        return descendants(self.pid)
+
+
+def environment(tmp_path: Path, **changes: str) -> dict[str, str]:
+    """The environment of a job: logs under ``tmp_path``; no torch in the zygote unless the test asks for it.
+
+    Most tests here are about processes, and importing torch is nine tenths of their time; ``preload=True`` variants
+    run the launcher as users do.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    return env | {"XDG_STATE_HOME": str(tmp_path / "state"), knobs.PRELOAD: ""} | changes
+
+
+def start(argv: list[str], tmp_path: Path, *, torch: bool = False, stdin: str | None = None, **env: str) -> Running:
+    """Start ``python -m <argv>``. ``torch``: with the zygote as users have it."""
+    job_env = environment(tmp_path, **env)
+    if torch:
+        del job_env[knobs.PRELOAD]
+    return Running(argv, cwd=tmp_path, env=job_env, stdin=stdin)
+
+
+def run(argv: list[str], tmp_path: Path, *, torch: bool = False, stdin: str | None = None, **env: str) -> Finished:
+    """Start ``python -m <argv>`` and wait for its end."""
+    with start(argv, tmp_path, torch=torch, stdin=stdin, **env) as job:
+        return job.finish()
+
+
+def gone_within(pids: list[int], seconds: float) -> list[int]:
+    """Those of ``pids`` that are still there after ``seconds``; returns as soon as none is."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = [pid for pid in pids if _is_alive(pid)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.005)
+
+
+def wait_for(condition: Callable[[], object], what: str, limit: float = LIMIT) -> None:
+    """Poll until ``condition()`` is true."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {limit:g} s"
+        time.sleep(0.005)
+
+
+@contextmanager
+def killed_afterwards(pids: list[int]) -> Iterator[None]:
+    """Whatever the test finds, leave none of ``pids`` behind."""
+    try:
+        yield
+    finally:
+        for pid in pids:
+            if _is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")

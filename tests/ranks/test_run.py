@@ -1,0 +1,229 @@
+"""``lockstep run``: a script on N ranks behaves as it does alone under python."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.launching import run, start
+
+_WORLD = """
+import torch, lockstep
+w = lockstep.init()
+total = torch.tensor([1.0, 10.0]) * (w.rank + 1)
+torch.distributed.all_reduce(total)
+print(w.rank, w.local_rank, w.world_size, total.tolist())
+"""
+
+
+def test_ranks_make_a_world(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_WORLD)
+    done = run(["lockstep", "run", "-n", "3", "--all-output", "train.py"], tmp_path, torch=True)
+    lines = sorted(done.out.splitlines())
+    assert lines == ["0 0 3 [6.0, 60.0]", "[1] 1 1 3 [6.0, 60.0]", "[2] 2 2 3 [6.0, 60.0]"], done
+    assert done.code == 0
+    assert done.err == ""
+
+
+_TORCH_WORLD = """
+import os, torch, torch.distributed as dist
+assert int(os.environ["MASTER_PORT"]) < 32768
+dist.init_process_group("gloo")
+total = torch.tensor([1.0]) * (dist.get_rank() + 1)
+dist.all_reduce(total)
+print(total.item())
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_that_opens_torchs_group_itself(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_TORCH_WORLD)
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True)
+    assert (done.code, done.out) == (0, "3.0\n"), done.err
+
+
+_LOADERS = """
+import multiprocessing, sys, threading, atexit, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Squares(Dataset):                       # defined in __main__: spawned workers must find it there
+    def __len__(self): return 6
+    def __getitem__(self, index): return torch.tensor(index * index)
+
+def main():
+    for method in ("fork", "spawn"):
+        loader = DataLoader(Squares(), batch_size=2, num_workers=1, multiprocessing_context=method)
+        print(method, [batch.tolist() for batch in loader])
+    atexit.register(lambda: print("atexit", Squares.__name__, __name__))
+    threading.Thread(target=lambda: (threading.main_thread().join(), print("thread", len(Squares())))).start()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_loader_workers_threads_and_exit_functions(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_LOADERS)
+    done = run(["lockstep", "run", "-n", "1", "train.py"], tmp_path, torch=True)
+    batches = "[[0, 1], [4, 9], [16, 25]]"
+    assert done.out.splitlines() == [f"fork {batches}", f"spawn {batches}", "thread 6", "atexit Squares __main__"], done
+    assert (done.code, done.err) == (0, "")
+
+
+_SELF_PORTRAIT = """
+import json, os, random, sys, __main__
+print(json.dumps({
+    "argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__, "package": __package__,
+    "spec": __spec__ and __spec__.name, "main": __main__.__dict__ is globals(), "cwd": os.getcwd(),
+    "doc": __doc__, "annotations": "annotations" in globals(), "threads": os.listdir("/proc/self/task").__len__(),
+    "umask": os.umask(0o22), "session": os.getpgid(0) == os.getpgid(os.getppid()),
+}))
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "module", "package"])
+def test_a_script_sees_what_python_would_show_it(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "pkg"
+    folder.mkdir()
+    for name in ("__init__.py", "sub.py", "__main__.py"):
+        (folder / name).write_text(_SELF_PORTRAIT if name != "__init__.py" else "")
+    program = {"script": ["pkg/sub.py"], "module": ["-m", "pkg.sub"], "package": ["-m", "pkg"]}[how]
+    arguments = ["-n", "5", "--", "--log-dir", "-x", "--help", ""]
+    alone = _python([*program, *arguments], tmp_path)
+    done = run(["lockstep", "run", "-n", "1", *program, *arguments], tmp_path)
+    assert done.code == 0, done
+    assert json.loads(done.out) == json.loads(alone)
+
+
+def _python(argv: list[str], cwd: Path) -> str:
+    import subprocess
+    import sys
+
+    return subprocess.run([sys.executable, *argv], cwd=cwd, capture_output=True, text=True, check=True).stdout
+
+
+_RANDOM = "import random, numpy; print(random.random(), numpy.random.rand(), flush=True)"
+
+
+def test_ranks_draw_different_random_numbers(tmp_path: Path) -> None:
+    (tmp_path / "draw.py").write_text(_RANDOM)
+    done = run(
+        ["lockstep", "run", "-n", "3", "--all-output", "draw.py"], tmp_path, LOCKSTEP_PRELOAD="numpy.random,random"
+    )
+    draws = done.out.replace("[1]", "").replace("[2]", "").split()
+    assert len(draws) == len(set(draws)) == 6, done
+
+
+def test_only_rank_0_reads_standard_input(tmp_path: Path) -> None:
+    (tmp_path / "ask.py").write_text("import os, sys; print(os.environ['RANK'], repr(sys.stdin.read()))")
+    done = run(["lockstep", "run", "-n", "2", "--all-output", "ask.py"], tmp_path, stdin="yes\nno\n")
+    assert sorted(done.out.splitlines()) == ["0 'yes\\nno\\n'", "[1] 1 ''"], done
+
+
+def test_a_debugger_on_rank_0(tmp_path: Path) -> None:
+    (tmp_path / "debug.py").write_text("import os\nanswer = 6 * 7\nif os.environ['RANK'] == '0': breakpoint()\n")
+    done = run(["lockstep", "run", "-n", "2", "debug.py"], tmp_path, stdin="p answer\nc\n")
+    assert "42" in done.out, done
+    assert done.code == 0
+
+
+_LEAVE = """
+import os, sys
+rank = int(os.environ["RANK"])
+if rank == {rank}: {how}
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "text"),
+    [
+        ("sys.exit(7)", 7, "rank 1 of 2 failed: exit code 7"),
+        ("sys.exit('no data here')", 1, "rank 1 of 2 failed: exit code 1\n  no data here"),
+        ("os._exit(9)", 9, "rank 1 of 2 failed: exit code 9"),
+        ("sys.exit(0)", 0, ""),
+        ("sys.exit()", 0, ""),
+    ],
+)
+def test_the_exit_code_is_the_ranks(tmp_path: Path, how: str, code: int, text: str) -> None:
+    (tmp_path / "leave.py").write_text(_LEAVE.format(rank=1, how=how))
+    done = run(["lockstep", "run", "-n", "2", "leave.py"], tmp_path)
+    assert done.code == code, done
+    assert text in done.err
+    assert text or not done.err
+
+
+def test_a_rank_that_is_done_early_stops_nobody(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "train.py").write_text(
+        "import os, sys\n"
+        "if os.environ['RANK'] == '1': sys.exit(0)\n"
+        "print('waiting', flush=True)\n"
+        f"print(open({str(fifo)!r}).read())\n"
+    )
+    with start(["lockstep", "run", "-n", "2", "train.py"], tmp_path) as job:
+        assert job.read_line() == "waiting"
+        fifo.write_text("went on")
+        done = job.finish()
+    assert (done.code, done.out) == (0, "went on\n"), done
+
+
+def test_auto_is_one_rank_for_two_cores(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os; print(os.environ['WORLD_SIZE'])")
+    cores = len(os.sched_getaffinity(0))
+    done = run(["lockstep", "run", "-n", "auto", "train.py"], tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert 1 <= int(done.out) <= max(1, cores // 2), done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["-n", "2", "nosuch.py"], "script not found: nosuch.py"),
+        (["-n", "2", "-m", "no.such"], "module not found: no.such"),
+        (["-n", "2", "."], ". is a folder"),
+        (["-n", "0", "train.py"], "-n 0: expected a whole number of ranks"),
+        (["-n", "-1", "train.py"], "-n -1: expected a whole number of ranks"),
+        (["-n", "two", "train.py"], "-n two: expected a whole number of ranks"),
+        (["-n", "2", "--grace", "-1", "train.py"], "--grace=-1"),
+        (["-n", "2", "--log-dir", "train.py/logs", "train.py"], "logs can't be written to train.py/logs"),
+        (["-n", "2", "--nosuch", "train.py"], "No such option"),
+        (["-n", "2"], "Missing argument"),
+    ],
+)
+def test_bad_input_is_one_line_and_starts_nothing(tmp_path: Path, arguments: list[str], text: str) -> None:
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    done = run(["lockstep", "run", *arguments], tmp_path)
+    assert done.code == 2, done
+    assert text in done.err.splitlines()[-1]
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "started").exists()
+
+
+def test_an_import_that_fails_before_the_ranks_is_told(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, LOCKSTEP_PRELOAD="no_such_module")
+    assert done.code == 1
+    assert "the ranks could not be started" in done.err
+    assert "No module named 'no_such_module'" in done.err
+    assert not (tmp_path / "started").exists()
+
+
+def test_nothing_stays_in_the_temporary_folder(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    (tmp_path / "look.py").write_text(
+        "import os\nfolder = os.environ['LOCKSTEP_JOB_DIR']\nprint(oct(os.stat(folder).st_mode & 0o777), folder)\n"
+    )
+    done = run(["lockstep", "run", "-n", "2", "look.py"], tmp_path, TMPDIR=str(temporary))
+    mode, folder = done.out.split()
+    assert mode == "0o700"
+    assert Path(folder).parent == temporary
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_version_and_the_help(tmp_path: Path) -> None:
+    assert run(["lockstep", "--version"], tmp_path).out.startswith("lockstep, version 0.")
+    assert "--all-output" in run(["lockstep", "run", "--help"], tmp_path).out

@@ -1,0 +1,151 @@
+"""When a rank fails: the first is shown, in full, and everyone is gone within a second."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launching import gone_within, run, start
+
+_PEER_FAILS = """
+import sys, torch, lockstep
+
+def step(rank):
+    if rank == {failing}:
+        raise ValueError("bad batch on rank {failing}")
+    torch.distributed.all_reduce(torch.ones(1))
+
+w = lockstep.init()
+w.barrier()
+step(w.rank)
+"""
+
+
+def test_the_first_failure_is_shown_with_its_own_traceback(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_PEER_FAILS.format(failing=1))
+    done = run(["lockstep", "run", "-n", "3", "train.py"], tmp_path, torch=True)
+    assert done.code == 1
+    report = done.err[done.err.index("lockstep: ") :].splitlines()
+    assert report[0] == "lockstep: rank 1 of 3 failed: exit code 1"
+    assert report[1:4] == [
+        "Traceback (most recent call last):",
+        f'  File "{tmp_path}/train.py", line 11, in <module>',
+        "    step(w.rank)",
+    ]
+    assert "ValueError: bad batch on rank 1" in report
+    (log,) = [line for line in report if line.startswith("rank 1's log: ")]
+    assert "ValueError: bad batch on rank 1" in Path(log.removeprefix("rank 1's log: ")).read_text()
+    for rank in (0, 2):
+        assert any(
+            line.startswith((f"rank {rank}: stopped because rank 1 failed", f"rank {rank} failed too"))
+            for line in report
+        )
+
+
+def test_a_traceback_on_the_terminal_is_not_repeated(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os\nif os.environ['RANK'] == '0': 1 / 0\n")
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path)
+    assert done.err.count("Traceback") == 1
+    assert (
+        "lockstep: rank 0 of 2 failed: exit code 1\nZeroDivisionError: division by zero (its traceback is above)"
+        in done.err
+    )
+    own = done.err.index("Traceback (most recent call last):\n" + f'  File "{tmp_path}/train.py", line 2')
+    assert own == 0  # as under python: no frame of the launcher's before it
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("def f(:\n", "SyntaxError"),
+        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def f(): f()\nf()\n", "RecursionError"),
+        ("raise KeyboardInterrupt\n", "KeyboardInterrupt"),
+        ("import sys\nsys.excepthook = lambda *a: print('mine', file=sys.stderr)\n1 / 0\n", "ZeroDivisionError"),
+    ],
+)
+def test_every_kind_of_error_is_told(tmp_path: Path, source: str, text: str) -> None:
+    (tmp_path / "train.py").write_text(source)
+    done = run(["lockstep", "run", "-n", "1", "train.py"], tmp_path)
+    assert done.code == (130 if "Interrupt" in text else 1)
+    assert text in done.err
+    assert "/launch/" not in done.err
+    if "excepthook" in source:
+        assert done.err.startswith("mine\n")
+
+
+_WAIT = """
+import os, signal, sys
+rank = int(os.environ["RANK"])
+if {stubborn}: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0: signal.pause()       # a child that nobody waits for
+open(f"ready-{{rank}}", "w").write(str(os.getpid()))
+print("ready", rank, flush=True)
+while True: signal.pause()
+"""
+
+
+def _pids_when_ready(tmp_path: Path, ranks: int) -> list[int]:
+    files = [tmp_path / f"ready-{rank}" for rank in range(ranks)]
+    deadline = time.monotonic() + 30
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return [int(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_killed_rank_is_named_and_everyone_is_gone_within_a_second(tmp_path: Path, stubborn: bool) -> None:
+    (tmp_path / "train.py").write_text(_WAIT.format(stubborn=stubborn))
+    with start(["lockstep", "run", "-n", "3", "train.py"], tmp_path) as job:
+        pids = _pids_when_ready(tmp_path, 3)
+        everyone = [job.pid, *job.tree()]
+        assert len(everyone) == 8  # watcher, zygote, three ranks and a child of each
+        os.kill(pids[1], signal.SIGKILL)
+        # 0.5 s to leave by themselves, 0.3 s for what ranks left behind, and then nobody asks any more
+        left = gone_within([pid for pid in everyone if pid != job.pid], 1.0)
+        done = job.finish()
+    assert left == []
+    assert done.code == 128 + signal.SIGKILL
+    assert "lockstep: rank 1 of 3 failed: killed by signal 9 (SIGKILL)" in done.err
+    assert "out-of-memory" in done.err
+    assert "rank 0: stopped because rank 1 failed" in done.err
+    assert "rank 2: stopped because rank 1 failed" in done.err
+
+
+_HANGS_AFTER_FAILING = """
+import os, signal, threading
+if os.environ["RANK"] == "1":
+    threading.Thread(target=signal.sigwait, args=([signal.SIGUSR1],)).start()   # keeps the process from leaving
+    raise ValueError("cause")
+while True: signal.pause()
+"""
+
+
+def test_a_failed_rank_that_can_not_leave_does_not_hold_up_the_job(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_HANGS_AFTER_FAILING)
+    done = run(["lockstep", "run", "-n", "2", "--grace", "0.2", "train.py"], tmp_path)
+    assert done.code == 1
+    assert "rank 1 of 2 failed: exit code 1" in done.err
+    assert "ValueError: cause" in done.err
+    assert "rank 0: stopped because rank 1 failed" in done.err
+
+
+def test_several_ranks_that_fail_by_themselves_are_all_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+        "rank = int(os.environ['RANK'])\n"
+        "open(f'here-{rank}', 'w').close()\n"
+        "while not all(os.path.exists(f'here-{r}') for r in range(2)): pass\n"
+        "raise ValueError(f'on rank {rank}')\n"
+    )
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path)
+    assert done.code == 1
+    assert done.err.count("of 2 failed: exit code 1") == 1
+    assert "ValueError: on rank 0" in done.err
+    assert "failed too: ValueError: on rank" in done.err or "stopped because rank" in done.err

@@ -1,0 +1,105 @@
+"""No process left behind: watcher or zygote killed in mid-training, with loader workers and a program of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launching import gone_within, killed_afterwards, start, wait_for
+
+_TRAIN = """
+import os, subprocess, sys, torch, lockstep
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self): return 1_000_000
+    def __getitem__(self, index): return torch.tensor(float(index))
+
+def main():
+    w = lockstep.init()
+    subprocess.Popen(["sleep", "1000"])
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    loaders = [DataLoader(Numbers(), num_workers=1, multiprocessing_context=m) for m in ("fork", "spawn")]
+    for step, batches in enumerate(zip(*loaders)):
+        total = sum(batches)
+        torch.distributed.all_reduce(total)
+        if step == 3: open(f"training-{w.rank}", "w").close()
+
+if __name__ == "__main__":
+    main()
+"""
+
+#: The zygote, two ranks; of each rank two programs, a forked and a spawned worker, and the spawn's resource tracker.
+_PROCESSES = 1 + 2 + 2 * 5
+
+
+@pytest.mark.parametrize("victim", ["watcher", "watcher again", "watcher once more", "zygote"])
+def test_nobody_outlives_a_killed_launcher(tmp_path: Path, victim: str) -> None:
+    (tmp_path / "train.py").write_text(_TRAIN)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    with start(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True, TMPDIR=str(temporary)) as job:
+        wait_for(lambda: all((tmp_path / f"training-{rank}").exists() for rank in range(2)), "training")
+        everyone = job.tree()
+        with killed_afterwards(everyone):
+            assert len(everyone) == _PROCESSES
+            os.kill(everyone[0] if victim == "zygote" else job.pid, signal.SIGKILL)
+            assert gone_within(everyone, 1.0) == []
+        done = job.finish()
+    if victim == "zygote":
+        assert done.code == 128 + signal.SIGKILL
+        assert "the process that starts the ranks" in done.err
+        assert "killed by signal 9 (SIGKILL); all ranks were stopped" in done.err
+    assert [path.name for path in temporary.iterdir() if path.name.startswith("lockstep-")] == []
+
+
+def test_workers_die_with_their_rank_even_if_nobody_is_left_to_see_to_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import multiprocessing, os, signal\n"
+        "worker = multiprocessing.get_context('fork').Process(target=signal.pause)\n"
+        "worker.start()\n"
+        "open('ready', 'w').write(str(worker.pid))\n"
+        "signal.pause()\n"
+    )
+    with start(["lockstep", "run", "-n", "1", "train.py"], tmp_path) as job:
+        wait_for(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text(), "the worker")
+        everyone = job.tree()
+        with killed_afterwards(everyone):
+            assert len(everyone) == 3
+            os.kill(job.pid, signal.SIGSTOP)  # neither can do anything any more
+            os.kill(everyone[0], signal.SIGSTOP)
+            os.kill(everyone[1], signal.SIGKILL)
+            assert gone_within(everyone[2:], 1.0) == []
+            os.kill(everyone[0], signal.SIGKILL)
+            os.kill(job.pid, signal.SIGKILL)
+
+
+def test_what_a_finished_rank_left_running_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import subprocess\nprint(subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=2).pid)\n"
+    )
+    with start(["lockstep", "run", "-n", "1", "train.py"], tmp_path) as job:
+        sleeper = int(job.read_line())
+        with killed_afterwards([sleeper]):
+            assert job.finish().code == 0
+            assert gone_within([sleeper], 0.0) == []
+
+
+def test_shared_memory_of_killed_ranks_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, signal\n"
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        "memory = SharedMemory(create=True, size=1000)\n"
+        "print(memory.name, flush=True)\n"
+        "signal.pause()\n"
+    )
+    with start(["lockstep", "run", "-n", "1", "train.py"], tmp_path) as job:
+        name = job.read_line()
+        assert Path("/dev/shm", name).exists()
+        everyone = job.tree()
+        job.process.kill()
+        assert gone_within(everyone, 1.0) == []
+    assert not Path("/dev/shm", name).exists()

@@ -1,0 +1,161 @@
+"""What ranks print: where it goes, and that nothing of it is lost or mixed."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import LIMIT, environment, run
+
+_TALK = """
+import os, sys
+rank = os.environ["RANK"]
+for number in range({lines}):
+    print(f"out {{rank}} {{number}}")
+    if number % 100 == 0: print(f"err {{rank}} {{number}}", file=sys.stderr)
+"""
+
+
+def _expected(rank: int, lines: int) -> list[str]:
+    return [
+        text
+        for number in range(lines)
+        for text in [f"out {rank} {number}", *([f"err {rank} {number}"] if number % 100 == 0 else [])]
+    ]
+
+
+def _logs(tmp_path: Path) -> dict[str, list[str]]:
+    return {log.name: log.read_text().splitlines() for log in (tmp_path / "state").rglob("*.log")}
+
+
+def test_rank_0_has_the_terminal_and_the_others_a_log_each(tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(_TALK.format(lines=10_000))
+    done = run(["lockstep", "run", "-n", "4", "talk.py"], tmp_path)
+    assert done.out.splitlines() == [line for line in _expected(0, 10_000) if line.startswith("out")]
+    assert done.err.splitlines() == [line for line in _expected(0, 10_000) if line.startswith("err")]
+    assert _logs(tmp_path) == {f"rank{rank}.log": _expected(rank, 10_000) for rank in (1, 2, 3)}
+
+
+def test_all_output_is_prefixed_whole_and_complete(tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(_TALK.format(lines=10_000))
+    done = run(["lockstep", "run", "-n", "4", "--all-output", "talk.py"], tmp_path)
+    lines = done.out.splitlines()
+    assert [line for line in lines if not line.startswith("[")] == [
+        line for line in _expected(0, 10_000) if line.startswith("out")
+    ]
+    for rank in (1, 2, 3):
+        assert [line[4:] for line in lines if line.startswith(f"[{rank}] ")] == _expected(rank, 10_000)
+    assert _logs(tmp_path) == {f"rank{rank}.log": _expected(rank, 10_000) for rank in (1, 2, 3)}
+    assert done.err.splitlines() == [line for line in _expected(0, 10_000) if line.startswith("err")]
+
+
+def test_a_log_folder_has_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(_TALK.format(lines=200))
+    done = run(["lockstep", "run", "-n", "2", "--log-dir", "logs", "talk.py"], tmp_path)
+    assert done.out.splitlines() == [line for line in _expected(0, 200) if line.startswith("out")]
+    # Standard output and error of rank 0 are two pipes to the terminal: each is in order, not one with the other.
+    assert sorted((tmp_path / "logs/rank0.log").read_text().splitlines()) == sorted(_expected(0, 200))
+    assert (tmp_path / "logs/rank1.log").read_text().splitlines() == _expected(1, 200)
+    assert not (tmp_path / "state").exists()
+
+
+_BYTES = """
+import os, sys
+rank = int(os.environ["RANK"])
+os.write(1, bytes(range(11, 256)) * 2000)
+if rank: os.write(1, b"the end without a newline")
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--all-output"], ["--log-dir", "state"]])
+def test_bytes_that_are_no_text_arrive_as_they_are(tmp_path: Path, options: list[str]) -> None:
+    (tmp_path / "noise.py").write_text(_BYTES)
+    command = [sys.executable, "-m", "lockstep", "run", "-n", "2", *options, "noise.py"]
+    out = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, check=True).stdout
+    noise = bytes(range(11, 256)) * 2000
+    (log,) = (tmp_path / "state").rglob("rank1.log")
+    assert log.read_bytes() == noise + b"the end without a newline"
+    assert out.count(noise[:245]) >= 2000
+    if options != ["--all-output"]:
+        assert out == noise
+
+
+def test_a_killed_rank_has_logged_every_whole_line(tmp_path: Path) -> None:
+    (tmp_path / "die.py").write_text(
+        "import os\nif os.environ['RANK'] == '1':\n  for n in range(1000): print(n)\n  os.kill(os.getpid(), 9)\n"
+    )
+    run(["lockstep", "run", "-n", "2", "die.py"], tmp_path)
+    assert _logs(tmp_path) == {"rank1.log": [str(n) for n in range(1000)]}
+
+
+def test_a_reader_that_leaves_early_ends_rank_0_as_it_would_end_python(tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(_TALK.format(lines=100_000))
+    command = f"{sys.executable} -m lockstep run -n 2 talk.py | head -n 1"
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.stdout == "out 0 0\n"
+    assert "BrokenPipeError" in done.stderr
+
+
+_TERMINAL = """
+import os, shutil, sys
+print(os.environ["RANK"], sys.stdout.isatty(), sys.stderr.isatty(), shutil.get_terminal_size().columns)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], ["0 True True 93"]),
+        (["--all-output"], ["0 True True 93", "[1] 1 False False 80"]),
+        (["--log-dir", "logs"], ["0 True True 93"]),
+    ],
+)
+def test_rank_0_knows_that_it_has_a_terminal(tmp_path: Path, options: list[str], expected: list[str]) -> None:
+    (tmp_path / "look.py").write_text(_TERMINAL)
+    shown = _in_a_terminal(["lockstep", "run", "-n", "2", *options, "look.py"], tmp_path, columns=93)
+    assert sorted(shown.replace("\r\n", "\n").splitlines()) == expected
+    if "--log-dir" in options:
+        assert (tmp_path / "logs/rank0.log").read_bytes() == b"0 True True 93\n"
+
+
+def _in_a_terminal(argv: list[str], tmp_path: Path, *, columns: int) -> str:
+    """Run ``python -m argv`` on a terminal of its own, and return what is on the screen at the end."""
+    import fcntl
+    import struct
+    import termios
+
+    screen, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+    env = {k: v for k, v in environment(tmp_path).items() if k != "COLUMNS"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", *argv],
+        cwd=tmp_path,
+        env=env,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while select.select([screen], [], [], LIMIT)[0]:
+            try:
+                data = os.read(screen, 65536)
+            except OSError:
+                break  # everybody has closed it
+            shown += data
+    finally:
+        process.kill() if process.poll() is None else None
+        process.wait(LIMIT)
+        os.close(screen)
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())

@@ -1,0 +1,185 @@
+"""Ctrl-C, SIGTERM, SIGHUP: passed on, waited for, and enforced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launching import LIMIT, Running, environment, gone_within, start, wait_for
+
+_TRAIN = """
+import os, signal, sys
+rank = os.environ["RANK"]
+def on_term(signum, frame): raise SystemExit("asked to stop")
+if {handles_term}: signal.signal(signal.SIGTERM, on_term)
+try:
+    open(f"ready-{{rank}}", "w").close()
+    while True: signal.pause()
+except KeyboardInterrupt:
+    with open(f"interrupted-{{rank}}", "a") as file: file.write("once ")
+    if {stubborn}:
+        while True: signal.pause()
+    raise
+finally:
+    open(f"cleaned-{{rank}}", "w").close()
+"""
+
+
+def _training(tmp_path: Path, *options: str, handles_term: bool = False, stubborn: bool = False) -> Running:
+    (tmp_path / "train.py").write_text(_TRAIN.format(handles_term=handles_term, stubborn=stubborn))
+    job = start(["lockstep", "run", "-n", "2", *options, "train.py"], tmp_path)
+    _wait_until_ready(tmp_path)
+    return job
+
+
+def _wait_until_ready(tmp_path: Path) -> None:
+    wait_for(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)), "training")
+
+
+def _marks(tmp_path: Path, kind: str) -> list[str]:
+    return [(tmp_path / f"{kind}-{rank}").read_text() for rank in range(2) if (tmp_path / f"{kind}-{rank}").exists()]
+
+
+@pytest.mark.parametrize("to_group", [False, True])
+def test_one_interrupt_stops_everyone_cleanly(tmp_path: Path, to_group: bool) -> None:
+    with _training(tmp_path) as job:
+        (os.killpg if to_group else os.kill)(job.pid, signal.SIGINT)
+        done = job.finish()
+    assert done.code == 130
+    assert _marks(tmp_path, "interrupted") == ["once ", "once "]
+    assert len(_marks(tmp_path, "cleaned")) == 2
+    assert done.err.splitlines()[-1] == "lockstep: stopped by SIGINT"
+
+
+def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
+    with _training(tmp_path, "--grace", "60", stubborn=True) as job:
+        os.kill(job.pid, signal.SIGINT)
+        wait_for(lambda: len(_marks(tmp_path, "interrupted")) == 2, "the first interrupt")
+        time.sleep(0.3)  # two signals within a quarter of a second are taken for one
+        os.kill(job.pid, signal.SIGINT)
+        done = job.finish(limit=10)
+    assert done.code == 130
+    assert _marks(tmp_path, "cleaned") == []
+    assert "rank 0, 1 did not leave in time" in done.err
+
+
+def test_who_does_not_leave_within_the_grace_period_is_killed(tmp_path: Path) -> None:
+    with _training(tmp_path, "--grace", "0.3", stubborn=True) as job:
+        os.kill(job.pid, signal.SIGINT)
+        done = job.finish(limit=10)
+    assert done.code == 130
+    assert _marks(tmp_path, "cleaned") == []
+
+
+def test_sigterm_is_passed_on(tmp_path: Path) -> None:
+    with _training(tmp_path, handles_term=True) as job:
+        os.kill(job.pid, signal.SIGTERM)
+        done = job.finish()
+    assert done.code == 143
+    assert len(_marks(tmp_path, "cleaned")) == 2
+    assert "asked to stop" in done.err
+
+
+def test_sighup_ends_a_job(tmp_path: Path) -> None:
+    with _training(tmp_path) as job:
+        os.kill(job.pid, signal.SIGHUP)
+        assert job.finish().code == 129
+
+
+def test_a_job_under_nohup_outlives_a_hangup(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "train.py").write_text(
+        "import os, signal\n"
+        "assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN\n"
+        "open('ready-' + os.environ['RANK'], 'w').close()\n"
+        "if os.environ['RANK'] == '0': print(open('fifo').read())\n"
+    )
+    process = subprocess.Popen(
+        ["nohup", sys.executable, "-m", "lockstep", "run", "-n", "2", "train.py"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _wait_until_ready(tmp_path)
+        os.killpg(process.pid, signal.SIGHUP)
+        fifo.write_text("went on")
+        out, err = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+        process.communicate()
+    assert (process.returncode, out) == (0, "went on\n"), err
+
+
+def test_ctrl_c_at_the_terminal_reaches_each_rank_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_TRAIN.format(handles_term=False, stubborn=False))
+    keyboard, code = _at_a_terminal(["lockstep", "run", "-n", "2", "train.py"], tmp_path)
+    try:
+        _wait_until_ready(tmp_path)
+        os.write(keyboard, b"\x03")
+        assert code() == 130
+    finally:
+        os.close(keyboard)
+    assert _marks(tmp_path, "interrupted") == ["once ", "once "]
+
+
+def test_ctrl_c_before_the_ranks_run_leaves_nothing(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "slow_import.py").write_text("import os\nopen('importing', 'w').close()\nopen('fifo').read()\n")
+    (tmp_path / "train.py").write_text("import signal\nsignal.pause()\n")
+    with start(
+        ["lockstep", "run", "-n", "2", "train.py"], tmp_path, LOCKSTEP_PRELOAD="slow_import", PYTHONPATH=_path(tmp_path)
+    ) as job:
+        wait_for((tmp_path / "importing").exists, "the import")
+        os.killpg(job.pid, signal.SIGINT)
+        everyone = job.tree()
+        fifo.write_text("")
+        done = job.finish()
+    assert done.code == 130
+    assert gone_within(everyone, 1.0) == []
+
+
+def _path(tmp_path: Path) -> str:
+    return os.pathsep.join([str(tmp_path), *([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])])
+
+
+def _at_a_terminal(argv: list[str], tmp_path: Path) -> tuple[int, WaitForCode]:
+    """Start ``python -m argv`` in the foreground of a terminal; its keyboard, and a way to wait for its exit code."""
+    import pty
+
+    env = environment(tmp_path)
+    os.sched_yield()
+    pid, keyboard = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execve(sys.executable, [sys.executable, "-m", *argv], env)
+    return keyboard, WaitForCode(pid)
+
+
+class WaitForCode:
+    """Waits for a forked process within the limit."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def __call__(self) -> int:
+        deadline = time.monotonic() + LIMIT
+        while True:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > deadline:
+                os.kill(self._pid, signal.SIGKILL)
+            time.sleep(0.005)

@@ -1,0 +1,257 @@
+"""``lockstep.spawn``: torch.multiprocessing.spawn's meaning, with lockstep's reports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import get_context, resource_sharer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep
+from lockstep import knobs
+from tests.launching import LIMIT, gone_within, wait_for
+from tests.ranks import functions
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A zygote without torch, for tests of processes alone."""
+    monkeypatch.setenv(knobs.PRELOAD, "")
+
+
+def _sum_with_lockstep(rank: int, total: torch.Tensor) -> None:
+    w = lockstep.init()
+    assert (w.rank, w.local_rank, w.world_size) == (rank, rank, 3)
+    value = torch.tensor([10.0**rank])
+    dist.all_reduce(value)
+    total[rank] += value.item()
+
+
+def test_ranks_make_a_world_and_tensors_are_shared() -> None:
+    total = torch.arange(3.0)
+    assert lockstep.spawn(_sum_with_lockstep, (total,), nprocs=3) is None
+    assert total.tolist() == [111.0, 112.0, 113.0]
+
+
+def _as_the_documents_do(rank: int, world_size: int, port: str, total: torch.Tensor) -> None:
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = port
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    value = torch.tensor([rank + 1.0])
+    dist.all_reduce(value)
+    total[rank] = value.item()
+    dist.destroy_process_group()
+
+
+def test_a_function_that_opens_torchs_group_itself() -> None:
+    from lockstep.launch import ports
+
+    total = torch.zeros(2)
+    lockstep.spawn(_as_the_documents_do, (2, str(ports.free_port()), total), 2)
+    assert total.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.usefixtures("bare")
+def test_functions_get_their_rank_and_arguments(tmp_path: Path) -> None:
+    lockstep.spawn(functions.write, (str(tmp_path), "ü"), nprocs=2)
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["ü 0 2 ''", "ü 1 2 ''"]
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize(
+    ("how", "code", "text"),
+    [
+        ("raise", 1, "KeyError: 'no such sample'"),
+        ("exit", 7, "rank 1 of 3 failed: exit code 7"),
+        ("kill", 137, "rank 1 of 3 failed: killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_the_first_failure_is_raised_here(how: str, code: int, text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(lockstep.RankFailed) as raised:
+        lockstep.spawn(functions.fail, (how,), nprocs=3)
+    error = raised.value
+    assert (error.rank, error.exit_code) == (1, code)
+    assert text in str(error)
+    assert "rank 0: stopped because rank 1 failed" in str(error)
+    if how == "raise":
+        assert error.traceback is not None
+        lines = error.traceback.splitlines()
+        assert lines[0] == "Traceback (most recent call last):"
+        assert lines[1].startswith(f'  File "{functions.__file__}"')  # no frame of the launcher's
+    else:
+        assert error.traceback is None
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("bare")
+def test_without_join_there_is_a_context(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    ranks = lockstep.spawn(functions.wait, (str(fifo),), nprocs=2, join=False)
+    assert ranks is not None
+    pids = ranks.pids()
+    assert len(set(pids)) == 2
+    assert ranks.join(timeout=0.05) is False
+    fifo.write_text("go")
+    assert ranks.join() is True
+    assert ranks.join() is True
+    assert gone_within(pids, 0.0) == []
+
+
+@pytest.mark.usefixtures("bare")
+def test_a_failure_is_raised_again_by_every_join() -> None:
+    ranks = lockstep.spawn(functions.fail, ("exit",), nprocs=2, join=False)
+    assert ranks is not None
+    for _ in range(2):
+        with pytest.raises(lockstep.RankFailed, match="exit code 7"):
+            ranks.join()
+
+
+@pytest.mark.usefixtures("bare")
+def test_from_a_thread(tmp_path: Path) -> None:
+    thread = threading.Thread(target=lockstep.spawn, args=(functions.write, (str(tmp_path), "t"), 2))
+    thread.start()
+    thread.join(LIMIT)
+    assert {path.name for path in tmp_path.iterdir()} == {"rank0", "rank1"}
+
+
+def _use_primitives(rank: int, queue: Any, lock: Any, tensors: dict[str, torch.Tensor]) -> None:
+    with lock:
+        queue.put((rank, float(sum(float(tensor[rank]) for tensor in tensors.values()))))
+
+
+def test_queues_locks_and_many_tensors() -> None:
+    context = get_context("spawn")
+    queue, lock = context.Queue(), context.Lock()
+    tensors = {f"parameter {n}": torch.full((2,), float(n)) for n in range(300)}  # a descriptor each
+    lockstep.spawn(_use_primitives, (queue, lock, tensors), nprocs=2)
+    assert sorted(queue.get(timeout=LIMIT) for _ in range(2)) == [(0, 44850.0), (1, 44850.0)]
+    queue.close()
+    queue.join_thread()
+    resource_sharer.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"nprocs": 0}, "nprocs=0: expected at least 1"), ({"start_method": "fork"}, "lockstep.spawn has only 'spawn'")],
+)
+def test_arguments_that_make_no_sense(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        lockstep.spawn(functions.write, ("", ""), **options)
+
+
+def test_a_function_that_can_not_be_sent_is_refused_here() -> None:
+    with pytest.raises((AttributeError, TypeError), match="lambda"):
+        lockstep.spawn(lambda rank: None, nprocs=2)  # noqa: ARG005
+
+
+@pytest.mark.usefixtures("bare")
+def test_a_dead_zygote_is_an_error() -> None:
+    ranks = lockstep.spawn(functions.fail, ("wait",), nprocs=1, join=False)
+    assert ranks is not None
+    (pid,) = ranks.pids()
+    os.kill(ranks._zygote.pid, signal.SIGKILL)
+    with pytest.raises(lockstep.LaunchError, match="the process that starts the ranks"):
+        ranks.join()
+    assert gone_within([pid], 1.0) == []
+
+
+def _program(tmp_path: Path, text: str) -> subprocess.Popen[str]:
+    (tmp_path / "main.py").write_text(text)
+    env = os.environ | {knobs.PRELOAD: ""}
+    return subprocess.Popen(
+        [sys.executable, "main.py"],
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+_IN_MAIN = """
+import os, sys, lockstep
+class Thing:
+    def __init__(self, n): self.n = n
+def work(rank, thing, outer=None):
+    print(rank, thing.n, __name__, os.environ["RANK"], flush=True)
+    if outer: lockstep.spawn(work, (Thing(3),), nprocs=1)
+if __name__ == "__main__":
+    lockstep.spawn(work, (Thing(5), True), nprocs=2)
+"""
+
+
+def test_functions_and_classes_of_main_and_ranks_that_spawn(tmp_path: Path) -> None:
+    with _program(tmp_path, _IN_MAIN) as process:
+        out, err = process.communicate(timeout=LIMIT)
+    assert sorted(out.splitlines()) == ["0 3 __mp_main__ 0"] * 2 + ["0 5 __mp_main__ 0", "1 5 __mp_main__ 1"], err
+
+
+def test_a_script_without_the_main_guard_is_told_so(tmp_path: Path) -> None:
+    with _program(tmp_path, "import lockstep\ndef f(rank): pass\nlockstep.spawn(f, nprocs=2)\n") as process:
+        _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1
+    assert "if __name__ == '__main__':" in err
+
+
+_ENDLESS = """
+import os, signal, subprocess, lockstep
+def work(rank):
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    open(f"ready-{rank}", "w").close()
+    while True: signal.pause()
+if __name__ == "__main__":
+    lockstep.spawn(work, nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_do_not_outlive_their_caller(tmp_path: Path, signum: signal.Signals) -> None:
+    from lockstep.launch.processes import descendants
+
+    with _program(tmp_path, _ENDLESS) as process:
+        wait_for(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)), "the ranks")
+        everyone = descendants(process.pid)
+        assert len(everyone) == 5
+        if signum == signal.SIGINT:
+            os.killpg(process.pid, signum)
+        else:
+            process.kill()
+        assert gone_within(everyone, 1.0) == []
+        _, err = process.communicate(timeout=LIMIT)
+    if signum == signal.SIGINT:
+        assert err.count("KeyboardInterrupt") == 1  # the caller's own
+
+
+_LEAVES = """
+import time, lockstep
+def work(rank, fifo):
+    open(f"ready-{{rank}}", "w").close()
+    open(fifo).read()
+    print("done", flush=True)
+if __name__ == "__main__":
+    lockstep.spawn(work, ("fifo",), nprocs=1, join=False, daemon={daemon}).pids()
+"""
+
+
+@pytest.mark.parametrize("daemon", [False, True])
+def test_a_caller_that_leaves_waits_for_ranks_unless_they_are_daemons(tmp_path: Path, daemon: bool) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with _program(tmp_path, _LEAVES.format(daemon=daemon)) as process:
+        if not daemon:
+            wait_for((tmp_path / "ready-0").exists, "the rank")
+            time.sleep(0.05)  # nothing to wait for: the caller must still be there
+            assert process.poll() is None
+            (tmp_path / "fifo").write_text("go")
+        out, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, out) == (0, "" if daemon else "done\n"), err

@@ -1,0 +1,82 @@
+"""Messages and descriptors between two ends of a socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+
+from lockstep.launch.channel import Channel, Message
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    one, other = (Channel(end) for end in socket.socketpair())
+    yield one, other
+    one.close()
+    other.close()
+
+
+def _receive(channel: Channel, count: int) -> list[tuple[Message, list[int]]]:
+    got: list[tuple[Message, list[int]]] = []
+    while len(got) < count:
+        got += channel.receive()
+    return got
+
+
+def test_messages_arrive_in_order_and_whole(ends: tuple[Channel, Channel]) -> None:
+    sent: list[Message] = [{"n": n, "text": "ü\udcff\n" * n} for n in (0, 1, 50_000, 2)]
+    thread = threading.Thread(target=lambda: deque(map(ends[0].send, sent)))
+    thread.start()
+    assert [message for message, _ in _receive(ends[1], 4)] == sent
+    thread.join()
+
+
+def test_each_message_has_its_own_descriptors(ends: tuple[Channel, Channel]) -> None:
+    reader, writer = os.pipe()
+    null = os.open(os.devnull, os.O_RDONLY)
+    ends[0].send({"a": 1}, [null])
+    ends[0].send({"b": 2})
+    ends[0].send({"c": 3}, [writer, null])
+    (_, one), (_, none), (_, two) = _receive(ends[1], 3)
+    assert (len(one), len(none), len(two)) == (1, 0, 2)
+    os.write(two[0], b"through")
+    assert os.read(reader, 100) == b"through"
+    for fd in (reader, writer, null, *one, *two):
+        os.close(fd)
+
+
+def test_more_descriptors_than_the_kernel_takes_at_once(ends: tuple[Channel, Channel]) -> None:
+    memory = [os.memfd_create(f"{n}") for n in range(300)]
+    for n, fd in enumerate(memory):
+        os.write(fd, f"{n}".encode())
+    ends[0].send({"x": 1}, memory)
+    ((message, fds),) = _receive(ends[1], 1)
+    assert message["x"] == 1
+    assert [int(os.pread(fd, 10, 0)) for fd in fds] == list(range(300))
+    for fd in (*memory, *fds):
+        os.close(fd)
+
+
+def test_the_end_is_an_error(ends: tuple[Channel, Channel]) -> None:
+    ends[0].send({"last": True})
+    ends[0].close()
+    assert _receive(ends[1], 1) == [({"last": True}, [])]
+    with pytest.raises(EOFError):
+        ends[1].receive()
+
+
+def test_descriptors_that_nobody_claimed_are_closed() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    left, right = (Channel(end) for end in socket.socketpair())
+    null = os.open(os.devnull, os.O_RDONLY)
+    socket.send_fds(left._socket, [b"half a message"], [null])
+    assert right.receive() == []
+    for closing in (left, right):
+        closing.close()
+    os.close(null)
+    assert set(os.listdir("/proc/self/fd")) == before

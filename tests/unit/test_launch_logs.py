@@ -1,0 +1,80 @@
+"""Where logs are, and how many jobs are kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import LaunchError
+from lockstep.launch.logs import KEPT, LogFolder, default_home
+
+
+def _write(folder: LogFolder, rank: int, data: bytes) -> None:
+    fd = folder.open(rank)
+    os.write(fd, data)
+    os.close(fd)
+
+
+def test_the_default_place_follows_the_xdg_specification() -> None:
+    assert default_home({"XDG_STATE_HOME": "/state"}) == Path("/state/lockstep/logs")
+    assert default_home({"HOME": "/home/me"}) == Path("/home/me/.local/state/lockstep/logs")
+    assert default_home({"HOME": "/home/me", "XDG_STATE_HOME": "relative"}) == Path(
+        "/home/me/.local/state/lockstep/logs"
+    )
+
+
+def test_logs_are_private_and_empty_ones_vanish(tmp_path: Path) -> None:
+    logs = LogFolder(None, program="train", env={"XDG_STATE_HOME": str(tmp_path)})
+    _write(logs, 1, b"hello\n")
+    _write(logs, 2, b"")
+    assert logs.path is not None
+    assert logs.path.stat().st_mode & 0o777 == 0o700
+    assert logs.log(1).stat().st_mode & 0o777 == 0o600
+    logs.close([1, 2])
+    assert [file.name for file in logs.path.iterdir()] == ["rank1.log"]
+
+
+def test_a_job_that_wrote_nothing_leaves_no_folder(tmp_path: Path) -> None:
+    logs = LogFolder(None, program="train", env={"XDG_STATE_HOME": str(tmp_path)})
+    _write(logs, 1, b"")
+    logs.close([1])
+    assert list(default_home({"XDG_STATE_HOME": str(tmp_path)}).iterdir()) == []
+
+
+def test_the_newest_jobs_are_kept_and_the_running_ones(tmp_path: Path) -> None:
+    env = {"XDG_STATE_HOME": str(tmp_path)}
+    home = default_home(env)
+    for number in range(KEPT + 5):
+        (home / f"20200101-0000{number:02}-old-abcdef").mkdir(parents=True)
+    (home / "mine").mkdir()
+    running = LogFolder(None, program="running", env=env)
+    _write(running, 1, b"x")
+    assert running.path is not None
+    oldest = home / "20190101-000000-running-abcdef"
+    running.path.rename(oldest)
+    running.path = oldest
+    new = LogFolder(None, program="new", env=env)
+    _write(new, 1, b"x")
+    new.close([1])
+    left = sorted(folder.name for folder in home.iterdir())
+    assert "20200101-000005-old-abcdef" not in left
+    assert "20200101-000006-old-abcdef" in left
+    assert "mine" in left
+    assert oldest.name in left
+    assert len(left) == KEPT + 2
+    running.close([1])
+
+
+def test_a_given_folder_is_used_as_it_is(tmp_path: Path) -> None:
+    logs = LogFolder(tmp_path / "a" / "b", program="train")
+    _write(logs, 0, b"")
+    logs.close([0])
+    assert (tmp_path / "a" / "b" / "rank0.log").exists()
+
+
+def test_a_place_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(LaunchError, match=f"logs can't be written to {tmp_path}/file/logs: .*--log-dir"):
+        LogFolder(tmp_path / "file" / "logs", program="train").open(1)

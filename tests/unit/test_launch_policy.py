@@ -1,0 +1,97 @@
+"""How a job ends: every path of the policy, with made-up events and times."""
+
+from __future__ import annotations
+
+import signal
+from signal import SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM
+
+import pytest
+
+from lockstep.launch.policy import FAILURE_GRACE, Order, Policy
+
+
+def test_a_job_is_done_when_every_rank_ended_well() -> None:
+    policy = Policy(range(2), grace=10)
+    assert policy.exited(0, 0, at=1.0) == []
+    assert not policy.done
+    assert policy.exited(1, 0, at=2.0) == []
+    assert policy.done
+    assert policy.deadline is None
+
+
+def test_the_first_failure_stops_the_others_and_then_kills_them() -> None:
+    policy = Policy(range(3), grace=10)
+    assert policy.exited(1, 1, at=5.0) == [Order(SIGTERM, (0, 2))]
+    assert policy.deadline == 5.0 + FAILURE_GRACE
+    assert policy.exited(2, -SIGTERM, at=5.1) == []
+    assert policy.tick(5.4) == []
+    assert policy.tick(5.5) == [Order(SIGKILL, (0,))]
+    policy.exited(0, -SIGKILL, at=5.6)
+    assert policy.done
+    assert [policy.states[rank].stopped_at for rank in range(3)] == [5.0, None, 5.0]
+
+
+def test_a_failure_of_the_only_rank_has_nobody_to_stop() -> None:
+    policy = Policy([0], grace=10)
+    assert policy.exited(0, 3, at=5.0) == []
+    assert policy.done
+
+
+@pytest.mark.parametrize("signum", [SIGINT, SIGTERM, SIGHUP])
+def test_a_signal_is_passed_on_once_and_the_grace_period_kept(signum: signal.Signals) -> None:
+    policy = Policy(range(2), grace=10)
+    assert policy.signalled(signum, delivered=False, now=1.0) == [Order(signum, (0, 1))]
+    assert policy.stopped_by == signum
+    policy.exited(0, 130, at=1.5)
+    assert policy.tick(10.9) == []
+    assert policy.tick(11.0) == [Order(SIGKILL, (1,))]
+
+
+def test_a_signal_from_the_terminal_is_there_already() -> None:
+    policy = Policy(range(2), grace=10)
+    assert policy.signalled(SIGINT, delivered=True, now=1.0) == []
+    assert policy.deadline == 11.0
+
+
+def test_the_second_signal_kills_at_once() -> None:
+    policy = Policy(range(2), grace=10)
+    policy.signalled(SIGINT, delivered=True, now=1.0)
+    assert policy.signalled(SIGINT, delivered=True, now=1.5) == [Order(SIGKILL, (0, 1))]
+
+
+def test_an_echo_of_the_first_signal_is_not_a_second_one() -> None:
+    policy = Policy(range(2), grace=10)
+    policy.signalled(SIGINT, delivered=False, now=1.0)
+    assert policy.signalled(SIGINT, delivered=False, now=1.1) == []
+    assert policy.signalled(SIGINT, delivered=False, now=1.6) == [Order(SIGKILL, (0, 1))]
+
+
+def test_sigquit_is_never_polite() -> None:
+    assert Policy([0], grace=10).signalled(SIGQUIT, delivered=True, now=1.0) == [Order(SIGKILL, (0,))]
+
+
+def test_a_failure_while_stopping_changes_nothing() -> None:
+    policy = Policy(range(2), grace=10)
+    policy.signalled(SIGTERM, delivered=False, now=1.0)
+    assert policy.exited(0, 1, at=1.1) == []
+    assert policy.deadline == 11.0
+    assert not policy.failing
+
+
+def test_an_impatient_user_need_not_wait_for_a_failed_job() -> None:
+    policy = Policy(range(2), grace=10)
+    policy.exited(1, 1, at=1.0)
+    assert policy.signalled(SIGINT, delivered=True, now=1.1) == []
+    assert policy.signalled(SIGINT, delivered=True, now=1.4) == [Order(SIGKILL, (0,))]
+    assert policy.failing  # so the failure is what the user is told
+
+
+def test_ranks_that_can_not_even_be_killed_are_given_up() -> None:
+    policy = Policy([0], grace=1)
+    policy.signalled(SIGTERM, delivered=False, now=0.0)
+    policy.tick(1.0)
+    assert not policy.done
+    assert policy.deadline is not None
+    policy.tick(policy.deadline)
+    assert policy.done
+    assert policy.alive == (0,)

@@ -1,0 +1,129 @@
+"""Which rank is shown as the first to fail, and what is said of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from signal import SIGKILL, SIGSEGV, SIGTERM
+
+from lockstep.launch import records
+from lockstep.launch.policy import RankState
+from lockstep.launch.records import FailureRecord
+from lockstep.launch.report import Ending, describe, first_failure
+
+
+def _ending(
+    rank: int,
+    code: int,
+    at: float,
+    *,
+    raised: str | None = None,
+    raised_at: float = 0.0,
+    stopped_at: float | None = None,
+) -> Ending:
+    record = None
+    if raised is not None:
+        kind, _, message = raised.partition(": ")
+        record = FailureRecord(rank, raised_at, 1, kind, message, f"Traceback of rank {rank}\n{raised}\n")
+    return Ending(RankState(rank, 1000 + rank, code, at, stopped_at), record, log=Path(f"/logs/rank{rank}.log"))
+
+
+def _first(*endings: Ending) -> int:
+    first = first_failure(endings)
+    assert first is not None
+    return first.rank
+
+
+def test_nobody_failed() -> None:
+    assert first_failure([_ending(0, 0, 1.0), _ending(1, 0, 2.0)]) is None
+
+
+def test_the_exception_counts_from_when_it_was_raised() -> None:
+    slow = _ending(1, 1, 9.0, raised="ValueError: cause", raised_at=5.0)
+    quick = _ending(0, 1, 5.2, raised="KeyError: later", raised_at=5.1)
+    assert _first(quick, slow) == 1
+
+
+def test_a_rank_that_was_stopped_while_its_exception_was_on_the_way_out_failed_by_itself() -> None:
+    cause = _ending(1, -SIGTERM, 5.3, raised="ValueError: cause", raised_at=5.0, stopped_at=5.2)
+    echo = _ending(0, 1, 5.2, raised="RuntimeError: [gloo] Connection closed by peer [127.0.0.1]", raised_at=5.1)
+    assert _first(echo, cause) == 1
+    assert cause.exit_code == 1
+
+
+def test_an_echo_that_was_written_first_is_still_an_echo() -> None:
+    cause = _ending(1, 1, 5.3, raised="ValueError: cause", raised_at=5.15)
+    echo = _ending(0, 1, 5.2, raised="lockstep.errors.PeerLost: rank 1 is gone", raised_at=5.1)
+    assert _first(echo, cause) == 1
+
+
+def test_a_death_by_signal_comes_before_what_it_caused() -> None:
+    killed = _ending(1, -SIGSEGV, 5.05)
+    echo = _ending(0, 1, 5.1, raised="RuntimeError: peer left", raised_at=5.0)
+    assert _first(echo, killed) == 1
+
+
+def test_ranks_that_were_stopped_did_not_fail() -> None:
+    assert _first(_ending(0, -SIGTERM, 5.2, stopped_at=5.1), _ending(1, 3, 5.1)) == 1
+    assert _first(_ending(0, 1, 5.2, raised="RuntimeError: x", raised_at=5.15, stopped_at=5.1), _ending(1, 3, 5.1)) == 1
+
+
+def test_the_report_of_an_exception() -> None:
+    endings = [
+        _ending(0, -SIGTERM, 5.2, stopped_at=5.1),
+        _ending(1, 1, 5.1, raised="ValueError: bad batch", raised_at=5.0),
+        _ending(2, 1, 5.1, raised="KeyError: 'x'\nmore", raised_at=5.05),
+        _ending(3, 0, 1.0),
+    ]
+    assert describe(endings, endings[1], world_size=8).splitlines() == [
+        "rank 1 of 8 failed: exit code 1",
+        "Traceback of rank 1",
+        "ValueError: bad batch",
+        "rank 1's log: /logs/rank1.log",
+        "rank 0: stopped because rank 1 failed",
+        "rank 2 failed too: KeyError: 'x'",
+    ]
+
+
+def test_a_traceback_that_was_on_the_terminal_is_not_repeated() -> None:
+    shown = _ending(0, 1, 5.1, raised="ValueError: bad batch", raised_at=5.0)
+    shown = Ending(shown.state, shown.record, log=None, shown=True)
+    text = describe([shown], shown, world_size=1)
+    assert text == "rank 0 of 1 failed: exit code 1\nValueError: bad batch (its traceback is above)"
+
+
+def test_the_report_of_a_kill_names_the_signal_and_a_suspect() -> None:
+    killed = _ending(1, -SIGKILL, 5.1)
+    text = describe([killed], killed, world_size=2)
+    assert text.startswith("rank 1 of 2 failed: killed by signal 9 (SIGKILL)\n")
+    assert "out-of-memory killer" in text
+    assert killed.exit_code == 137
+
+
+def test_sys_exit_with_a_text() -> None:
+    left = _ending(1, 1, 5.1, raised="SystemExit: no data", raised_at=5.0)
+    assert describe([left], left, world_size=2).splitlines()[:2] == ["rank 1 of 2 failed: exit code 1", "  no data"]
+
+
+def test_a_rank_stuck_in_the_kernel_is_named() -> None:
+    failed = _ending(1, 1, 5.1)
+    stuck = Ending(RankState(0, 1000, None, None, 5.2), None)
+    assert "rank 0: still there (process 1000)" in describe([stuck, failed], failed, world_size=2)
+
+
+def test_records_survive_the_disk(tmp_path: Path) -> None:
+    record = FailureRecord(3, 1.5, 1, "ValueError", "naïve\nmessage", "Traceback …\n")
+    record.write(str(tmp_path))
+    assert records.read(tmp_path, 3) == record
+    assert records.read(tmp_path, 2) is None
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert record.summary == "ValueError: naïve"
+
+
+def test_a_huge_traceback_is_cut_in_the_middle(tmp_path: Path) -> None:
+    FailureRecord(0, 1.0, 1, "RecursionError", "deep", "a" * 100_000 + "end").write(str(tmp_path))
+    record = records.read(tmp_path, 0)
+    assert record is not None
+    assert len(record.traceback) < 60_000
+    assert record.traceback.endswith("end")
+    assert "characters left out" in record.traceback

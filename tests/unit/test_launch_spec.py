@@ -1,0 +1,118 @@
+"""What a job is, before anything runs: ranks, environment, arguments, and programs that are not there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep import knobs
+from lockstep.identity import Identity
+from lockstep.launch import program
+from lockstep.launch.spec import JobSpec, Program, parse_ranks, rank_environment
+
+
+@pytest.mark.parametrize(
+    ("text", "cores", "gpus", "ranks"),
+    [("3", 64, 8, 3), ("auto", 64, 8, 8), ("auto", 7, 0, 3), ("auto", 1, 0, 1)],
+)
+def test_the_number_of_ranks(text: str, cores: int, gpus: int, ranks: int) -> None:
+    assert parse_ranks(text, cores=cores, gpus=gpus) == ranks
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "", "1.5"])
+def test_a_number_of_ranks_that_makes_no_sense(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a whole number of ranks, at least 1, or 'auto'"):
+        parse_ranks(text, cores=4, gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"nproc": 0}, "at least 1"),
+        ({"nnodes": 0}, "--nnodes=0"),
+        ({"node_rank": 2, "nnodes": 2}, "expected 0 to 1"),
+        ({"node_rank": -1}, "expected 0 to 0"),
+        ({"master_port": 0}, "--master_port=0"),
+        ({"master_port": 70000}, "--master_port=70000"),
+        ({"grace": -1.0}, "--grace=-1"),
+        ({"grace": float("nan")}, "--grace=nan"),
+    ],
+)
+def test_a_job_that_makes_no_sense(options: dict[str, float], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        JobSpec(Program("train.py"), **{"nproc": 2, **options})  # type: ignore[arg-type]
+
+
+def test_every_node_gives_its_ranks_the_numbers_that_follow() -> None:
+    spec = JobSpec(Program("train.py"), nproc=3, nnodes=2, node_rank=1)
+    assert spec.identity(2) == Identity(5, 6, 2, 3, 1, launched=True)
+
+
+def test_the_local_rank_is_the_first_argument_if_asked_for() -> None:
+    program = Program("train.py", ("--lr", "1"))
+    assert JobSpec(program, nproc=2, local_rank_argument=True).arguments(1) == ["--local_rank=1", "--lr", "1"]
+    assert JobSpec(program, nproc=2).arguments(1) == ["--lr", "1"]
+
+
+def test_what_a_rank_reads_is_what_the_launcher_wrote() -> None:
+    identity = Identity(5, 6, 2, 3, 1, launched=True)
+    env = rank_environment(identity, nnodes=2, master=("node0", 1234), folder="/job", loopback=False)
+    assert Identity.from_environment({k: v for k, v in env.items() if v is not None}) == identity
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("node0", "1234")
+    assert env[knobs.STORE] is None  # unset: the nodes meet at the port
+    assert env[knobs.JOB_DIR] == "/job"
+    assert "GLOO_SOCKET_IFNAME" not in env
+    assert "OMP_NUM_THREADS" not in env
+
+
+def test_one_machine_meets_in_a_file_over_the_loopback_device() -> None:
+    identity = Identity(0, 2, 0, 2, 0, launched=True)
+    env = rank_environment(identity, nnodes=1, master=("127.0.0.1", 1234), folder="/job", loopback=True)
+    assert env[knobs.STORE] == "/job/store"
+    assert env["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+@pytest.mark.parametrize(
+    ("target", "is_module", "word"), [("dir/train it.py", False, "train_it"), ("pkg.train", True, "pkg.train")]
+)
+def test_a_program_has_a_word_for_a_folder(target: str, is_module: bool, word: str) -> None:
+    assert Program(target, is_module=is_module).name == word
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with modules that must not be run by looking for them."""
+    for name in ("pkg/__init__.py", "pkg/train.py", "pkg/sub/__init__.py", "pkg/sub/__main__.py", "bare/script.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("raise SystemExit('the launcher ran the user\\'s code')\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["pkg.train", "pkg.sub", "pkg.sub.__main__", "bare.script", "json.tool", "this"])
+def test_modules_are_found_without_running_them(packages: Path, name: str) -> None:
+    before = set(sys.modules)
+    program.check(Program(name, is_module=True))
+    assert not {module for module in set(sys.modules) - before if module.startswith(("pkg", "bare"))}
+    assert packages.exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "is_module", "text"),
+    [
+        ("nosuch.py", False, "script not found: nosuch.py"),
+        ("pkg.train", False, "to run the module pkg.train, say -m pkg.train"),
+        ("pkg", False, "pkg is a folder"),
+        ("nosuch", True, "module not found: nosuch"),
+        ("pkg.nosuch", True, "module not found: pkg.nosuch"),
+        ("pkg.train.deeper", True, "module not found: pkg.train.deeper"),
+        ("pkg", True, "a package without a __main__ module"),
+        ("train.py/", True, "not a module's name"),
+    ],
+)
+def test_programs_that_are_not_there(packages: Path, target: str, is_module: bool, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        program.check(Program(target, is_module=is_module))
+    assert packages.exists()

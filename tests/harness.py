@@ -30,10 +30,13 @@ _PRELOAD = [
     "torch.distributed",
     "torch.distributed.algorithms.join",
     "torch.nn.parallel",
+    "torch.utils.checkpoint",
     "torch.utils.data",
+    "torch._dynamo",  # the first optimizer of a process imports it: a second for each rank of each test
     "numpy",
     "pytest",
     "lockstep.comm.init",
+    "lockstep.ddp.wrapper",
     "tests.harness",
 ]
 

@@ -17,6 +17,7 @@ _HOMES = {
     "CheckpointError": "lockstep.errors",
     "CheckpointMismatch": "lockstep.errors",
     "CollectiveTimeout": "lockstep.errors",
+    "DistributedDataParallel": "lockstep.ddp.wrapper",
     "EnvironmentMismatch": "lockstep.errors",
     "LaunchError": "lockstep.errors",
     "LockstepError": "lockstep.errors",
@@ -26,7 +27,13 @@ _HOMES = {
     "RendezvousError": "lockstep.errors",
     "ReplicaMismatch": "lockstep.errors",
     "World": "lockstep.comm.world",
+    "bf16_compress_hook": "lockstep.ddp.compress",
+    "fp16_compress_hook": "lockstep.ddp.compress",
     "init": "lockstep.comm.init",
+    "join": "lockstep.ddp.api",
+    "no_sync": "lockstep.ddp.api",
+    "register_comm_hook": "lockstep.ddp.api",
+    "replicate": "lockstep.ddp.api",
     "shutdown": "lockstep.comm.init",
     "spawn": "lockstep.launch.spawn",
     "track": "lockstep.progress",
@@ -38,6 +45,13 @@ if TYPE_CHECKING:
     from lockstep.comm.init import shutdown as shutdown
     from lockstep.comm.init import world as world
     from lockstep.comm.world import World as World
+    from lockstep.ddp.api import join as join
+    from lockstep.ddp.api import no_sync as no_sync
+    from lockstep.ddp.api import register_comm_hook as register_comm_hook
+    from lockstep.ddp.api import replicate as replicate
+    from lockstep.ddp.compress import bf16_compress_hook as bf16_compress_hook
+    from lockstep.ddp.compress import fp16_compress_hook as fp16_compress_hook
+    from lockstep.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
     from lockstep.errors import CheckpointCorrupt as CheckpointCorrupt
     from lockstep.errors import CheckpointError as CheckpointError
     from lockstep.errors import CheckpointMismatch as CheckpointMismatch

@@ -16,24 +16,31 @@ _HOMES = {
     "CheckpointCorrupt": "lockstep.errors",
     "CheckpointError": "lockstep.errors",
     "CheckpointMismatch": "lockstep.errors",
+    "Checkpointer": "lockstep.checkpoint.api",
     "CollectiveTimeout": "lockstep.errors",
     "DistributedDataParallel": "lockstep.ddp.wrapper",
+    "DistributedSampler": "lockstep.sampling.sampler",
     "EnvironmentMismatch": "lockstep.errors",
     "LaunchError": "lockstep.errors",
+    "LoadedWeights": "lockstep.checkpoint.weights",
     "LockstepError": "lockstep.errors",
     "NonFiniteGradient": "lockstep.errors",
     "PeerLost": "lockstep.errors",
     "RankFailed": "lockstep.errors",
     "RendezvousError": "lockstep.errors",
     "ReplicaMismatch": "lockstep.errors",
+    "Restored": "lockstep.checkpoint.api",
+    "ShardedLoader": "lockstep.sampling.loader",
     "World": "lockstep.comm.world",
     "bf16_compress_hook": "lockstep.ddp.compress",
     "fp16_compress_hook": "lockstep.ddp.compress",
     "init": "lockstep.comm.init",
     "join": "lockstep.ddp.api",
+    "load_weights": "lockstep.checkpoint.weights",
     "no_sync": "lockstep.ddp.api",
     "register_comm_hook": "lockstep.ddp.api",
     "replicate": "lockstep.ddp.api",
+    "shard": "lockstep.sampling.loader",
     "shutdown": "lockstep.comm.init",
     "spawn": "lockstep.launch.spawn",
     "track": "lockstep.progress",
@@ -41,6 +48,10 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.api import Checkpointer as Checkpointer
+    from lockstep.checkpoint.api import Restored as Restored
+    from lockstep.checkpoint.weights import LoadedWeights as LoadedWeights
+    from lockstep.checkpoint.weights import load_weights as load_weights
     from lockstep.comm.init import init as init
     from lockstep.comm.init import shutdown as shutdown
     from lockstep.comm.init import world as world
@@ -66,6 +77,9 @@ if TYPE_CHECKING:
     from lockstep.errors import ReplicaMismatch as ReplicaMismatch
     from lockstep.launch.spawn import spawn as spawn
     from lockstep.progress import track as track
+    from lockstep.sampling.loader import ShardedLoader as ShardedLoader
+    from lockstep.sampling.loader import shard as shard
+    from lockstep.sampling.sampler import DistributedSampler as DistributedSampler
     from lockstep.share import BatchShare as BatchShare
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 (the keys are strings; ruff does not see it)

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import socket
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,17 @@ def _weighted_mean() -> tuple[float, float, float]:
 
 def test_mean_is_over_samples_not_over_ranks() -> None:
     assert run_ranks(_weighted_mean, 3) == [(7 / 4, 10 / 5, 1.0)] * 3
+
+
+def _mean_of_a_loss() -> float:
+    w = lockstep.init()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns when a tensor that requires grad becomes a number
+        return w.mean(torch.tensor(w.rank + 1.0, requires_grad=True))
+
+
+def test_mean_takes_a_loss_as_it_is() -> None:
+    assert run_ranks(_mean_of_a_loss, 2) == [1.5, 1.5]
 
 
 def _main_first(path: str) -> str:

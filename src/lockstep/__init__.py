@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from lockstep.version import __version__
 
 #: Public name -> the module that defines it. The type checker reads the block below; a test keeps the two equal.
 _HOMES = {

@@ -18,7 +18,7 @@ Attach = Callable[[nn.Module], nn.Module]
 
 def differentiate(loss: Tensor, *, retain_graph: bool = False) -> None:
     """``loss.backward()``, which torch leaves untyped."""
-    loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+    loss.backward(retain_graph=retain_graph)
 
 
 def mlp(dtype: torch.dtype = torch.float64) -> nn.Sequential:

@@ -93,7 +93,7 @@ def _train(folder: str, optimizer_name: str, workers: int, kill_at: int | None, 
             loss = nn.functional.cross_entropy(model(images), labels)
             losses.append(world.mean(loss))
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             _average_gradients(model, world)
             optimizer.step()
             scheduler.step()

@@ -111,7 +111,7 @@ def test_packing_and_unpacking(numel: int, scale: float | None) -> None:
 
 
 def _backward(param: nn.Parameter, value: float) -> None:
-    (param * value).sum().backward()  # type: ignore[no-untyped-call]
+    (param * value).sum().backward()
 
 
 def _accumulate(weights: AccumulatedWeights, param: nn.Parameter, weight: float, value: float, synced: bool) -> Tensor:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from lockstep import __version__
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.codec import encode
 from lockstep.checkpoint.manifest import MODEL, Manifest
 from lockstep.checkpoint.tensors import file_content
+from lockstep.version import __version__
 
 
 @dataclass(frozen=True)

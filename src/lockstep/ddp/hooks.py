@@ -74,7 +74,7 @@ class BackwardWatch(Generic[Context]):
         for tensor in tensors_in(output):
             # A leaf (forward returned a parameter or its input) would keep the hook for ever.
             if tensor.grad_fn is not None:
-                tensor.register_hook(on_output)  # type: ignore[no-untyped-call]
+                tensor.register_hook(on_output)
 
     def open(self, context: Context) -> None:
         """**Local.** Open a cycle, or join the one that is open; called inside a backward."""

@@ -112,8 +112,7 @@ class Replica(Joinable):
         )
         self._weights = AccumulatedWeights(params)
         self._handles = [
-            param.register_post_accumulate_grad_hook(reducer.ready_hook(i))  # type: ignore[no-untyped-call]
-            for i, param in enumerate(params)
+            param.register_post_accumulate_grad_hook(reducer.ready_hook(i)) for i, param in enumerate(params)
         ]
         reducer.announce = self._announce
         return reducer

@@ -92,4 +92,4 @@ class AccumulatedWeights:
         weigh: Callable[[Tensor], Tensor] = torch.zeros_like if weight == 0 else lambda grad: grad * weight
         for param in self._params:
             if param.requires_grad:
-                self._handles.append(param.register_hook(weigh))  # type: ignore[no-untyped-call]
+                self._handles.append(param.register_hook(weigh))

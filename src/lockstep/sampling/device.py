@@ -12,7 +12,7 @@ from lockstep.sampling.nested import tensors_of, to_device
 
 def on_device(fetched: Iterable[Fetched], device: torch.device) -> Iterator[Fetched]:
     """**Local.** The same batches on ``device``: each is copied on a stream of its own while the one before is used."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device)
     ahead: tuple[Fetched, torch.cuda.Event] | None = None
     for item in fetched:
         following = _send(item, device, stream)
@@ -26,7 +26,7 @@ def on_device(fetched: Iterable[Fetched], device: torch.device) -> Iterator[Fetc
 def _send(item: Fetched, device: torch.device, stream: torch.cuda.Stream) -> tuple[Fetched, torch.cuda.Event]:
     with torch.cuda.stream(stream):
         moved = item._replace(batch=to_device(item.batch, device))
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied = torch.cuda.Event()
         copied.record(stream)
     return moved, copied
 

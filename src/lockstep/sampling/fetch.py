@@ -101,7 +101,7 @@ class StreamDataset(IterableDataset[Fetched]):
         self._seeded = seeded
         #: mix(seed, epoch), int64 of shape (1,), owned here and shared with the workers: a worker that persists is
         #: told of a new epoch by nothing else.
-        self._epoch_key = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._epoch_key = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def begin(self, epoch_key: int) -> None:
         """**Local.** Choose the epoch of the next pass; called in the main process before it begins."""

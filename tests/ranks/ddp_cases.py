@@ -26,6 +26,12 @@ def mlp(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
 
 
+def wide() -> nn.Module:
+    """With parameters that are large enough to be packed one by one."""
+    torch.manual_seed(8)
+    return nn.Sequential(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 3)).double()
+
+
 def batch(rank: int, step: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)

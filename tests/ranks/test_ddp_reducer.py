@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.ddp.bucket import Bucket
+from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.reducer import Reducer
 from tests.harness import run_ranks
 
@@ -27,6 +27,7 @@ def _reducer(*, overlap: bool = True, as_view: bool = True, sizes: tuple[int, ..
     )
 
 
+@torch.no_grad()  # as inside a backward
 def _deliver(reducer: Reducer, order: list[int], step: int) -> list[int]:
     """Give each parameter a gradient unique to rank, step and element; how many buckets were launched after each."""
     launched = []
@@ -154,6 +155,47 @@ def _late_portion() -> None:
 
 def test_a_portion_that_comes_too_late_is_an_error() -> None:
     run_ranks(_late_portion, 2)
+
+
+def _large() -> None:
+    """Large gradients go into their bucket as they come, from the second step on, and are averaged all the same."""
+    lockstep.init()
+    reducer = _reducer(sizes=(2, SMALL, SMALL + 1, 5))
+    for step in range(3):
+        for param in reducer._params:
+            param.grad = None
+        reducer.begin(sync=True, keep={})
+        _deliver(reducer, [2], step)
+        early = reducer._params[2].grad is reducer._buckets[1].views[0]
+        assert early == (step > 0)
+        _deliver(reducer, [0, 1, 3], step)
+        reducer.finish()
+        _assert_averages(reducer, step)
+
+
+def test_large_gradients_are_packed_as_they_come() -> None:
+    run_ranks(_large, 2)
+
+
+def _late_portion_of_a_large_one() -> None:
+    lockstep.init()
+    reducer = _reducer(sizes=(2, SMALL, SMALL, 5))
+    for step in range(2):
+        for param in reducer._params:
+            param.grad = None
+        reducer.begin(sync=True, keep={})
+        _deliver(reducer, [2], step)
+        if step == 1:
+            _deliver(reducer, [2, 1, 3, 0], step)  # the first portion was packed, and its bucket has not been sent
+            with pytest.raises(lockstep.LockstepError, match="'p2' received more"):
+                reducer.finish()
+        else:
+            _deliver(reducer, [1, 3, 0], step)
+            reducer.finish()
+
+
+def test_a_portion_that_comes_after_packing_is_an_error() -> None:
+    run_ranks(_late_portion_of_a_large_one, 2)
 
 
 def _abandoned() -> None:

@@ -18,6 +18,7 @@ from tests.ranks.ddp_cases import (
     name_of,
     replicate_at_end,
     replicate_tiny,
+    wide,
     wrap_tiny,
 )
 
@@ -35,7 +36,7 @@ def mean_of_squares(model: nn.Module, samples: Tensor) -> Tensor:
 
 
 def by_one_process(plans: Sequence[Sequence[int]]) -> list[Tensor]:
-    model = mlp()
+    model = wide()
     for step, counts in enumerate(plans):
         samples = torch.cat([batch(rank, step, count, 5) for rank, count in enumerate(counts)])
         differentiate(mean_of_squares(model, samples))
@@ -58,7 +59,7 @@ def assert_equal_gradients(model: nn.Module, expected: Sequence[Tensor]) -> None
 
 def _accumulate(attach: Attach, plans: Sequence[Sequence[int]], rounds: int, set_to_none: bool) -> None:
     lockstep.init()
-    model = attach(mlp())
+    model = attach(wide())
     for _ in range(rounds):
         model.zero_grad(set_to_none=set_to_none)
         with lockstep.no_sync(model):
@@ -94,7 +95,7 @@ def test_it_is_exact_in_gradients_that_are_kept_and_zeroed() -> None:
 def _accumulate_in_sync() -> None:
     """Every backward averages, and the next adds to the average."""
     lockstep.init()
-    model = replicate_tiny(mlp())
+    model = replicate_tiny(wide())
     plans = [UNEQUAL, EMPTY, OTHERS, EQUAL]
     for step, counts in enumerate(plans):
         backward(model, step, counts)
@@ -108,7 +109,7 @@ def test_it_is_exact_when_averages_are_added_up() -> None:
 def _average_then_accumulate() -> None:
     """An average is in grad already when unequal micro-batches are added to it."""
     lockstep.init()
-    model = replicate_tiny(mlp())
+    model = replicate_tiny(wide())
     plans = [UNEQUAL, OTHERS, EMPTY, EQUAL]
     backward(model, 0, plans[0])
     with lockstep.no_sync(model):

@@ -33,17 +33,15 @@ def test_every_parameter_is_in_one_bucket_of_its_kind(params: list[ParameterSpec
 
 
 @given(specs, caps, caps)
-def test_a_bucket_exceeds_its_cap_only_with_a_single_parameter(
-    params: list[ParameterSpec], cap: int, first: int
-) -> None:
-    begun = set()
+def test_a_bucket_is_closed_as_soon_as_it_holds_its_cap(params: list[ParameterSpec], cap: int, first: int) -> None:
     plan = plan_buckets(params, cap_bytes=cap, first_cap_bytes=first)
-    for bucket in sorted(plan, key=max, reverse=True):
-        kind = params[bucket[0]].kind
-        limit = cap if kind in begun else min(first, cap)
-        begun.add(kind)
-        filled = sum(params[i].nbytes for i in bucket)
-        assert filled <= limit or sum(params[i].nbytes > 0 for i in bucket) == 1 or params[bucket[-1]].nbytes == filled
+    for kind in {param.kind for param in params}:
+        buckets = sorted((bucket for bucket in plan if params[bucket[0]].kind == kind), key=max, reverse=True)
+        for number, bucket in enumerate(buckets):
+            limit = cap if number else min(first, cap)
+            sizes = [params[i].nbytes for i in bucket]
+            assert sum(sizes[:-1]) < limit
+            assert sum(sizes) >= limit or number == len(buckets) - 1
 
 
 @given(specs, caps, caps)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 #: Below this many elements for each parameter, the cost of a copy is the call and not the memory.
-_SMALL = 32 * 1024
+SMALL = 32 * 1024
 
 
 class Bucket:
@@ -56,7 +56,11 @@ class Bucket:
         self.views = [
             _shaped(part, param) for part, param in zip(self.values.split_with_sizes(sizes), params, strict=True)
         ]
-        self._small = total < _SMALL * count
+        self._small = total < SMALL * count
+        #: Slots that are packed already, before the others have come.
+        self.packed: set[int] = set()
+        #: What is all-reduced: ``flat``, as real numbers if it is complex, since backends know no others.
+        self.message = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
 
     def __len__(self) -> int:
         return len(self.params)
@@ -80,14 +84,29 @@ class Bucket:
             torch._foreach_copy_(views, grads)  # as above
 
     def pack_some(self, grads: Sequence[Tensor | None], scale: Tensor | None) -> None:
-        """**Local.** As :meth:`pack`, with zeros where there is no gradient."""
-        for grad, view in zip(grads, self.views, strict=True):
+        """**Local.** As :meth:`pack`, with zeros where there is no gradient, and without what is packed already."""
+        for slot, grad in enumerate(grads):
+            if slot in self.packed:
+                continue
             if grad is None:
-                view.zero_()
-            elif scale is not None:
-                torch.mul(grad, scale, out=view)
+                self.views[slot].zero_()
             else:
-                view.copy_(grad)
+                self._pack_one(slot, grad, scale)
+
+    def pack_early(self, slot: int, scale: Tensor | None, *, as_view: bool) -> None:
+        """**Local.** Pack one gradient while it is in the cache, and give its memory back if ``as_view``."""
+        param = self.params[slot]
+        if param.grad is not None and param.grad.layout == torch.strided:
+            self._pack_one(slot, param.grad, scale)
+            self.packed.add(slot)
+            if as_view:
+                param.grad = self.views[slot]
+
+    def _pack_one(self, slot: int, grad: Tensor, scale: Tensor | None) -> None:
+        if scale is not None:
+            torch.mul(grad, scale, out=self.views[slot])
+        else:
+            self.views[slot].copy_(grad)
 
     def unpack_as_views(self) -> None:
         """**Local.** Make every parameter's ``grad`` its view of the bucket."""

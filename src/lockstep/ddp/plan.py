@@ -26,9 +26,9 @@ def plan_buckets(specs: Sequence[ParameterSpec], *, cap_bytes: int, first_cap_by
     """**Local.** Cut the parameters into buckets, in the order in which the buckets are to be reduced.
 
     Gradients come roughly in the reverse of the order in which parameters were registered, so buckets are filled from
-    the last parameter to the first. Each holds one dtype on one device. The first bucket of each kind is small
-    (``first_cap_bytes``), so that communication starts early; the others hold up to ``cap_bytes``. A parameter larger
-    than its cap has a bucket to itself.
+    the last parameter to the first. Each holds one dtype on one device, and is closed as soon as it holds its cap, so
+    it exceeds the cap by less than its last parameter. The first bucket of each kind has a small cap
+    (``first_cap_bytes``), so that communication starts early; the others have ``cap_bytes``.
 
     Returns:
         Indices into ``specs``, each exactly once. Buckets are ordered by their last member to arrive: the plan depends
@@ -36,24 +36,15 @@ def plan_buckets(specs: Sequence[ParameterSpec], *, cap_bytes: int, first_cap_by
     """
     open_buckets: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
+    caps: dict[Hashable, int] = {}
     closed: list[list[int]] = []
-    kinds_begun: set[Hashable] = set()
-
-    def close(kind: Hashable) -> None:
-        closed.append(open_buckets.pop(kind))
-        filled[kind] = 0
-        kinds_begun.add(kind)
-
     for index in reversed(range(len(specs))):
-        spec = specs[index]
-        cap = cap_bytes if spec.kind in kinds_begun else min(first_cap_bytes, cap_bytes)
-        if spec.kind in open_buckets and filled[spec.kind] + spec.nbytes > cap:
-            close(spec.kind)
-            cap = cap_bytes
-        open_buckets.setdefault(spec.kind, []).append(index)
-        filled[spec.kind] = filled.get(spec.kind, 0) + spec.nbytes
-        if filled[spec.kind] >= cap:
-            close(spec.kind)
+        kind = specs[index].kind
+        open_buckets.setdefault(kind, []).append(index)
+        filled[kind] = filled.get(kind, 0) + specs[index].nbytes
+        if filled[kind] >= caps.get(kind, min(first_cap_bytes, cap_bytes)):
+            closed.append(open_buckets.pop(kind))
+            filled[kind], caps[kind] = 0, cap_bytes
     closed.extend(open_buckets.values())
     # A bucket is complete when its lowest index has arrived.
     return [tuple(bucket) for bucket in sorted(closed, key=min, reverse=True)]

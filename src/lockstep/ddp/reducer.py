@@ -15,8 +15,9 @@ Note [More than one event]
 Under re-entrant activation checkpointing a parameter can receive its gradient in several portions, with an event for
 each, and nothing says which is the last. So the first synchronised backward launches nothing before its end, and every
 bucket that saw a parameter twice stays with that for good; so does a bucket that is found to be incomplete although it
-counted enough events. A portion that arrives for a bucket that is on its way already (a graph that changed later on) is
-an error: what was sent was not the gradient. ``overlap=False`` launches every bucket at the end, always.
+counted enough events. From then on large gradients are copied into their bucket as they come: they are in the cache
+still, and their memory is free for the next. A portion that arrives for a gradient that was copied or sent already (a
+graph that changed later on) is an error: that was not the whole gradient. ``overlap=False`` always does all at the end.
 
 Note [Unused parameters]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -37,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.ddp.bucket import Bucket
+from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.compress import CommHook, GradBucket
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.sparse import SparseSlot
@@ -108,6 +109,7 @@ class Reducer:
         self._reset()
         self._sync, self._weight, self._kept = sync, weight, keep
         self._divisor = self._world_size if divisor is None else divisor
+        self._packs_early = sync and self._learned and self._sends and weight != 0
         self.is_open = True
 
     def require_sync(self) -> None:
@@ -138,7 +140,20 @@ class Reducer:
             if len(arrived) >= expected:
                 self._launch_full_buckets()
 
-        return on_gradient
+        if bucket is None or self._params[position].numel() < SMALL:
+            return on_gradient
+        large_in, slot = bucket, bucket.positions.index(position)
+
+        def on_large_gradient(_: object = None) -> None:
+            if not self.is_open:
+                self.announce()
+            append(position)
+            if self._packs_early and large_in.index not in self._late_for_good and not torch.is_grad_enabled():
+                large_in.pack_early(slot, self._scale(large_in), as_view=self._as_view)
+            if len(arrived) >= expected:
+                self._launch_full_buckets()
+
+        return on_large_gradient
 
     def finish(self) -> None:
         """**Collective** if the backward is synchronised. The backward has ended: send the rest, write the averages.
@@ -205,6 +220,9 @@ class Reducer:
         self._sync, self._weight, self._divisor = False, 1.0, self._world_size
         self._kept = {}
         self._next = 0
+        self._packs_early = False
+        for bucket in self._buckets:
+            bucket.packed.clear()
         self._counted = [0] * len(self._buckets)
         self._missing: list[list[int]] = [[] for _ in self._buckets]
         self._waits: list[Callable[[], object] | None] = [None] * len(self._buckets)
@@ -253,8 +271,8 @@ class Reducer:
             future = hook(state, GradBucket(bucket, is_last=index == len(self._buckets) - 1))
             self._waits[index], self._results[index] = future.wait, future.value
         elif self._world_size > 1:
-            work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
-            self._waits[index] = work.wait
+            # The group's own method: dist.all_reduce does the same with checks that take longer than a small bucket.
+            self._waits[index] = self._group.allreduce([bucket.message]).wait
 
     def _find_missing(self, index: int) -> list[int]:
         bucket, arrived = self._buckets[index], set(self._arrived[index])
@@ -281,7 +299,7 @@ class Reducer:
             self._keep_views(bucket, range(len(bucket)))
             bucket.values.zero_()
             missing = list(range(len(bucket)))
-        elif missing:
+        elif missing or bucket.packed:
             self._keep_views(bucket, missing)
             bucket.pack_some(grads, scale)
         else:
@@ -421,13 +439,21 @@ class Reducer:
     def _check_late_portions(self) -> None:
         for index in range(self._next):
             late = self._arrived[index][self._counted[index] :]
-            if late:
-                raise LockstepError(
-                    f"{self._whoami()}: parameter '{self._names[late[0]]}' received more of its gradient after its "
-                    f"bucket had been sent, so the average would be wrong. The graph changed since the first step "
-                    "(re-entrant checkpointing of a parameter that is used several times): pass overlap=False to "
-                    "lockstep.replicate or DistributedDataParallel, or checkpoint with use_reentrant=False"
-                )
+            self._refuse(late)
+        for index, arrived in enumerate(self._arrived):
+            bucket = self._buckets[index]
+            if bucket.packed and len(set(arrived)) < len(arrived):
+                packed = {bucket.positions[slot] for slot in bucket.packed}
+                self._refuse([position for position in packed if arrived.count(position) > 1])
+
+    def _refuse(self, late: list[int]) -> None:
+        if late:
+            raise LockstepError(
+                f"{self._whoami()}: parameter '{self._names[late[0]]}' received more of its gradient after its "
+                f"bucket was sent or filled, so the average would be wrong. The graph changed since the first step "
+                "(re-entrant checkpointing of a parameter that is used several times): pass overlap=False to "
+                "lockstep.replicate or DistributedDataParallel, or checkpoint with use_reentrant=False"
+            )
 
     def _learn(self) -> None:
         """See Note [More than one event]."""

@@ -22,6 +22,7 @@ try:
     open(f"ready-{{rank}}", "w").close()
     while True: signal.pause()
 except KeyboardInterrupt:
+    os.kill(os.getpid(), signal.SIGINT)      # a Ctrl-C that comes twice must not hit the clean-up
     with open(f"interrupted-{{rank}}", "a") as file: file.write("once ")
     if {stubborn}:
         while True: signal.pause()

@@ -181,6 +181,19 @@ class Odd(Sampler[int]):
         return 10
 
 
+class Dice(Sampler[int]):
+    """Draws from a generator of its own that no one can seed, another on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        self._generator = random.Random(rank)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._generator.choices(range(20), k=10))
+
+    def __len__(self) -> int:
+        return 10
+
+
 def _sampled(kind: str) -> list[list[int]]:
     world = lockstep.init()
     random.seed(world.rank)
@@ -192,6 +205,7 @@ def _sampled(kind: str) -> list[list[int]]:
         "fewer": RandomSampler(range(20), num_samples=5, generator=torch.Generator().manual_seed(3)),
         "subset": SubsetRandomSampler([3, 5, 7, 11]),
         "custom": Odd(),
+        "dice": Dice(world.rank),
     }
     loader = lockstep.shard(_numbers(20, 5, sampler=samplers[kind]))
     epochs = [[n for (batch,) in loader for n in batch.tolist()] for _ in range(2)]
@@ -207,6 +221,7 @@ def _sampled(kind: str) -> list[list[int]]:
         ("fewer", 5, set(range(20))),
         ("subset", 4, {3, 5, 7, 11}),
         ("custom", 10, set(range(1, 20, 2))),
+        ("dice", 10, set(range(20))),
     ],
 )
 def test_other_samplers_are_drawn_once_for_all_ranks(kind: str, count: int, allowed: set[int]) -> None:

@@ -30,10 +30,13 @@ _PRELOAD = [
     "torch.distributed",
     "torch.distributed.algorithms.join",
     "torch.nn.parallel",
+    "torch.utils.checkpoint",
     "torch.utils.data",
+    "torch._dynamo",  # the first optimizer of a process imports it: a second for each rank of each test
     "numpy",
     "pytest",
     "lockstep.comm.init",
+    "lockstep.ddp.wrapper",
     "tests.harness",
 ]
 
@@ -139,6 +142,9 @@ def _rank_main(
         os.environ.update(identity.to_environment())
         os.environ[knobs.STORE] = f"{folder}/store"
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        # A child of a fork server would start its own children (DataLoader workers) through fresh servers, at a second
+        # and a half each; a rank under the launcher has the platform's default start method, and so have these.
+        multiprocessing.set_start_method(None, force=True)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # lockstep.init() leaves the choice alone
         try:

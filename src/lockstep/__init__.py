@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from lockstep.version import __version__
 
 #: Public name -> the module that defines it. The type checker reads the block below; a test keeps the two equal.
 _HOMES = {
@@ -16,27 +16,53 @@ _HOMES = {
     "CheckpointCorrupt": "lockstep.errors",
     "CheckpointError": "lockstep.errors",
     "CheckpointMismatch": "lockstep.errors",
+    "Checkpointer": "lockstep.checkpoint.api",
     "CollectiveTimeout": "lockstep.errors",
+    "DistributedDataParallel": "lockstep.ddp.wrapper",
+    "DistributedSampler": "lockstep.sampling.sampler",
     "EnvironmentMismatch": "lockstep.errors",
     "LaunchError": "lockstep.errors",
+    "LoadedWeights": "lockstep.checkpoint.weights",
     "LockstepError": "lockstep.errors",
     "NonFiniteGradient": "lockstep.errors",
     "PeerLost": "lockstep.errors",
     "RankFailed": "lockstep.errors",
     "RendezvousError": "lockstep.errors",
     "ReplicaMismatch": "lockstep.errors",
+    "Restored": "lockstep.checkpoint.api",
+    "ShardedLoader": "lockstep.sampling.loader",
     "World": "lockstep.comm.world",
+    "bf16_compress_hook": "lockstep.ddp.compress",
+    "fp16_compress_hook": "lockstep.ddp.compress",
     "init": "lockstep.comm.init",
+    "join": "lockstep.ddp.api",
+    "load_weights": "lockstep.checkpoint.weights",
+    "no_sync": "lockstep.ddp.api",
+    "register_comm_hook": "lockstep.ddp.api",
+    "replicate": "lockstep.ddp.api",
+    "shard": "lockstep.sampling.loader",
     "shutdown": "lockstep.comm.init",
     "spawn": "lockstep.launch.spawn",
+    "track": "lockstep.progress",
     "world": "lockstep.comm.init",
 }
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.api import Checkpointer as Checkpointer
+    from lockstep.checkpoint.api import Restored as Restored
+    from lockstep.checkpoint.weights import LoadedWeights as LoadedWeights
+    from lockstep.checkpoint.weights import load_weights as load_weights
     from lockstep.comm.init import init as init
     from lockstep.comm.init import shutdown as shutdown
     from lockstep.comm.init import world as world
     from lockstep.comm.world import World as World
+    from lockstep.ddp.api import join as join
+    from lockstep.ddp.api import no_sync as no_sync
+    from lockstep.ddp.api import register_comm_hook as register_comm_hook
+    from lockstep.ddp.api import replicate as replicate
+    from lockstep.ddp.compress import bf16_compress_hook as bf16_compress_hook
+    from lockstep.ddp.compress import fp16_compress_hook as fp16_compress_hook
+    from lockstep.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
     from lockstep.errors import CheckpointCorrupt as CheckpointCorrupt
     from lockstep.errors import CheckpointError as CheckpointError
     from lockstep.errors import CheckpointMismatch as CheckpointMismatch
@@ -50,6 +76,10 @@ if TYPE_CHECKING:
     from lockstep.errors import RendezvousError as RendezvousError
     from lockstep.errors import ReplicaMismatch as ReplicaMismatch
     from lockstep.launch.spawn import spawn as spawn
+    from lockstep.progress import track as track
+    from lockstep.sampling.loader import ShardedLoader as ShardedLoader
+    from lockstep.sampling.loader import shard as shard
+    from lockstep.sampling.sampler import DistributedSampler as DistributedSampler
     from lockstep.share import BatchShare as BatchShare
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 (the keys are strings; ruff does not see it)

@@ -2,7 +2,8 @@
 
 lockstep's own launcher, torchrun and ``torch.distributed.launch`` describe a rank with the same variables:
 ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK`` (torchrun's word for the node rank),
-``MASTER_ADDR`` and ``MASTER_PORT``. With none of them set, the process is alone.
+``MASTER_ADDR`` and ``MASTER_PORT``. Where these are not set, the variables of MPI's launchers are read, so that
+``mpirun -n 4 python train.py`` is one job of four and not four jobs of one. With none of them, the process is alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.errors import EnvironmentMismatch
+
+#: What other launchers call our variables: Open MPI's mpirun, then MPICH's and Intel MPI's (hydra).
+_MPI_DIALECTS: tuple[dict[str, str], ...] = (
+    {
+        "RANK": "OMPI_COMM_WORLD_RANK",
+        "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+        "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+        "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    },
+    {
+        "RANK": "PMI_RANK",
+        "WORLD_SIZE": "PMI_SIZE",
+        "LOCAL_RANK": "MPI_LOCALRANKID",
+        "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS",
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +66,8 @@ class Identity:
             EnvironmentMismatch: only some of the variables are there, or they contradict each other.
         """
         if "RANK" not in env and "WORLD_SIZE" not in env:
+            env = _translate_mpi(env)
+        if "RANK" not in env and "WORLD_SIZE" not in env:
             return cls()
         for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
             if name not in env:
@@ -77,6 +96,14 @@ class Identity:
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
             "GROUP_RANK": str(self.node_rank),
         }
+
+
+def _translate_mpi(env: Mapping[str, str]) -> Mapping[str, str]:
+    """``env`` in our words, if an MPI launcher wrote it; else as it is."""
+    for dialect in _MPI_DIALECTS:
+        if dialect["RANK"] in env and dialect["WORLD_SIZE"] in env:
+            return {ours: env[theirs] for ours, theirs in dialect.items() if theirs in env}
+    return env
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:

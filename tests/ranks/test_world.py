@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import os
 import random
+import socket
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import lockstep
+from lockstep import knobs, machine
 from tests.harness import collect_outcomes, run_ranks
 
 
@@ -64,6 +68,17 @@ def _weighted_mean() -> tuple[float, float, float]:
 
 def test_mean_is_over_samples_not_over_ranks() -> None:
     assert run_ranks(_weighted_mean, 3) == [(7 / 4, 10 / 5, 1.0)] * 3
+
+
+def _mean_of_a_loss() -> float:
+    w = lockstep.init()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns when a tensor that requires grad becomes a number
+        return w.mean(torch.tensor(w.rank + 1.0, requires_grad=True))
+
+
+def test_mean_takes_a_loss_as_it_is() -> None:
+    assert run_ranks(_mean_of_a_loss, 2) == [1.5, 1.5]
 
 
 def _main_first(path: str) -> str:
@@ -163,11 +178,120 @@ def _init_with(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "text"), [("carrier-pigeon", "unknown; torch knows"), ("nccl", "sees no CUDA device")]
+    ("backend", "text"),
+    [
+        ("carrier-pigeon", "unknown; torch knows"),
+        ("nccl", "sees no CUDA device"),
+        ("mpi", "comes without mpi"),
+    ],
 )
 def test_a_backend_that_can_not_be_is_refused_on_every_rank(backend: str, text: str) -> None:
-    if backend == "nccl" and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device here")
+    if (backend == "nccl" and torch.cuda.is_available()) or (backend == "mpi" and dist.is_mpi_available()):
+        pytest.skip(f"{backend} is available here")
     for outcome in collect_outcomes(_init_with, 2, backend):
         assert outcome.error == "ValueError"
         assert text in str(outcome.message)
+
+
+def _init_by_port(port: int) -> None:
+    del os.environ[knobs.STORE]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    lockstep.init(timeout=3)
+
+
+def test_a_port_in_use_is_named_and_no_rank_hangs() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        first, second = collect_outcomes(_init_by_port, 2, port, timeout=40)
+    assert first.error == "RendezvousError"
+    assert f"Port {port} is taken by another process" in str(first.message)
+    assert second.error == "RendezvousError"
+    assert f"rank 1 of 2 could not join the world at 127.0.0.1:{port}" in str(second.message)
+
+
+def _init_alone_of_two() -> None:
+    if os.environ["RANK"] == "1":
+        return
+    lockstep.init(timeout=2)
+
+
+def test_a_rank_that_never_comes_ends_the_wait_at_the_limit() -> None:
+    outcome = collect_outcomes(_init_alone_of_two, 2, timeout=30)[0]
+    assert outcome.error == "RendezvousError"
+    assert "rank 0 of 2 could not join the world" in str(outcome.message)
+
+
+def _init_twice() -> str:
+    lockstep.init()
+    with pytest.raises(lockstep.LockstepError, match="already called"):
+        lockstep.init()
+    lockstep.shutdown()
+    with pytest.raises(lockstep.LockstepError, match="no world yet"):
+        lockstep.world()
+    return repr(lockstep.init())
+
+
+def test_init_after_shutdown_makes_a_new_world() -> None:
+    assert run_ranks(_init_twice, 2) == [f"World(rank={r}, world_size=2, device='cpu')" for r in (0, 1)]
+
+
+def _take_the_open_group() -> tuple[int, int]:
+    rank, world_size = int(os.environ.pop("RANK")), int(os.environ.pop("WORLD_SIZE"))
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{os.environ[knobs.STORE]}", rank=rank, world_size=world_size
+    )
+    w = lockstep.init()
+    total = w.all_reduce(w.rank)
+    lockstep.shutdown()
+    assert torch.distributed.is_initialized(), "shutdown closes only what init opened"
+    torch.distributed.destroy_process_group()
+    return w.world_size, total
+
+
+def test_a_group_that_the_script_opened_is_used_and_left_open() -> None:
+    assert run_ranks(_take_the_open_group, 2) == [(2, 1)] * 2
+
+
+def _threads() -> tuple[int, int]:
+    del os.environ["OMP_NUM_THREADS"]
+    w = lockstep.init()
+    return torch.get_num_threads(), max(1, machine.cores() // w.local_world_size)
+
+
+def test_cores_are_divided_among_local_ranks() -> None:
+    for threads, expected in run_ranks(_threads, 2):
+        assert threads == expected
+
+
+def test_a_users_omp_num_threads_is_left_alone() -> None:
+    assert run_ranks(_threads_as_set, 2, threads=3) == [3, 3]
+
+
+def _threads_as_set() -> int:
+    lockstep.init()
+    return torch.get_num_threads()
+
+
+def _more_gpu_ranks_than_gpus() -> None:
+    torch.cuda.device_count = lambda: 1  # a machine with one GPU, as far as counting goes
+    dist.is_backend_available = lambda backend: True  # noqa: ARG005
+    lockstep.init("nccl")
+
+
+def test_more_gpu_ranks_than_gpus_are_refused_on_every_rank() -> None:
+    for outcome in collect_outcomes(_more_gpu_ranks_than_gpus, 2):
+        assert outcome.error == "EnvironmentMismatch"
+        assert "2 ranks on this machine but 1 visible GPU(s)" in str(outcome.message)
+
+
+def _without_an_address() -> None:
+    del os.environ[knobs.STORE]
+    lockstep.init(timeout=3)
+
+
+def test_no_address_and_no_rendezvous_file_is_named() -> None:
+    for outcome in collect_outcomes(_without_an_address, 2):
+        assert outcome.error == "EnvironmentMismatch"
+        assert "MASTER_ADDR and MASTER_PORT not set" in str(outcome.message)

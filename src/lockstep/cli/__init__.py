@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-import lockstep
 from lockstep.cli.run import run
+from lockstep.version import __version__
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(lockstep.__version__, prog_name="lockstep")
+@click.version_option(__version__, prog_name="lockstep")
 def main() -> None:
     """Data-parallel training for PyTorch: N replicas that train the same model as one."""
 

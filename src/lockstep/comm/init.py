@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import atexit
 import os
+import queue
 import random
 import secrets
 import sys
+import threading
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
+from torch.distributed.rendezvous import rendezvous
 
 from lockstep import knobs, machine
 from lockstep.comm.exchange import all_gather_records
@@ -118,6 +121,7 @@ def _choose_device(backend: str | None, identity: Identity) -> torch.device:
         if name not in names:
             raise ValueError(f"backend={backend!r}: unknown; torch knows {', '.join(names)}")
     if wanted is not None and "nccl" not in wanted:
+        _require_available(backend, wanted)
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if wanted is None and count == 0:
@@ -127,8 +131,7 @@ def _choose_device(backend: str | None, identity: Identity) -> torch.device:
             f"backend={backend!r} needs CUDA, and torch {torch.__version__} sees no CUDA device on this machine; "
             "use backend='gloo' for the CPU, or leave backend unset to take what is there"
         )
-    if not dist.is_nccl_available():
-        raise ValueError(f"backend={backend!r}: this build of torch ({torch.__version__}) has no NCCL")
+    _require_available(backend, wanted or ["nccl", "gloo"])
     if identity.local_world_size > count:
         raise EnvironmentMismatch(
             f"rank {identity.rank}: {identity.local_world_size} ranks on this machine but {count} visible GPU(s) "
@@ -138,6 +141,12 @@ def _choose_device(backend: str | None, identity: Identity) -> torch.device:
     device = torch.device("cuda", identity.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _require_available(backend: str | None, names: list[str]) -> None:
+    for name in names:
+        if not dist.is_backend_available(name):
+            raise ValueError(f"backend={backend!r}: this build of torch ({torch.__version__}) comes without {name}")
 
 
 def _known_backends() -> list[str]:
@@ -175,13 +184,14 @@ def _open_group(backend: str, identity: Identity, timeout: float, device: torch.
         dist.init_process_group(
             backend,
             store=store,
-            init_method=None if store is not None else "env://",
             rank=identity.rank,
             world_size=identity.world_size,
             timeout=limit,
             device_id=device if device.type == "cuda" else None,
         )
-    except (RuntimeError, ValueError) as error:
+    except LockstepError:
+        raise
+    except (RuntimeError, ValueError, TimeoutError) as error:
         where = knobs.store() or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RendezvousError(
             f"rank {identity.rank} of {identity.world_size} could not join the world at {where} "
@@ -189,10 +199,10 @@ def _open_group(backend: str, identity: Identity, timeout: float, device: torch.
         ) from error
 
 
-def _rendezvous_store(identity: Identity, timeout: timedelta) -> Store | None:
-    """Where the ranks meet; None means ``MASTER_ADDR`` and ``MASTER_PORT``."""
+def _rendezvous_store(identity: Identity, timeout: timedelta) -> Store:
+    """Where the ranks meet: memory for a world of one, a file on one host, else ``MASTER_ADDR:MASTER_PORT``."""
     if not identity.launched:
-        return HashStore()  # a world of one meets itself in memory
+        return HashStore()
     path = knobs.store()
     if path is not None:
         store = FileStore(path, identity.world_size)
@@ -204,7 +214,35 @@ def _rendezvous_store(identity: Identity, timeout: timedelta) -> Store | None:
             f"rank {identity.rank} of {identity.world_size}: {' and '.join(missing)} not set, so the ranks can't "
             "find each other: start with lockstep run or torchrun, which set them"
         )
-    return None
+    return _connect(identity, timeout)
+
+
+def _connect(identity: Identity, timeout: timedelta) -> Store:
+    """torch's own ``env://`` rendezvous, under a limit that holds.
+
+    A client of torch's TCPStore that reaches some other program's port waits for an answer without any limit, so it
+    waits in a thread of its own, which is left behind if it does not come back: the caller is told and will end.
+    """
+    answer: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
+
+    def meet() -> None:
+        try:
+            answer.put(next(iter(rendezvous("env://", identity.rank, identity.world_size, timeout=timeout)))[0])
+        except Exception as error:  # noqa: BLE001  (handed to the caller, whatever it is)
+            answer.put(error)
+
+    threading.Thread(target=meet, name="lockstep-rendezvous", daemon=True).start()
+    try:
+        # torch's own limit comes first wherever it works; its errors say more.
+        store = answer.get(timeout=timeout.total_seconds() + 2.0)
+    except queue.Empty:
+        raise TimeoutError(
+            "no answer from that port: nothing that listens there is a rendezvous of this job; "
+            "does another program use the port, or did rank 0 fail to start?"
+        ) from None
+    if isinstance(store, Exception):
+        raise store
+    return store
 
 
 def _hint(error: Exception) -> str:

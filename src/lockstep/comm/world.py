@@ -163,7 +163,8 @@ class World:
         count = samples if samples is not None else 1 if self.share is None else self.share.local_samples
         if count < 0:
             raise ValueError(f"samples={count}: expected 0 or more")
-        number = float(value) * count if count else 0.0
+        own = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        number = own * count if count else 0.0
         sums = torch.tensor([number, float(count)], dtype=torch.float64, device=group_device(self.group))
         dist.all_reduce(sums, group=self.group)
         total, samples_in_all = sums.tolist()

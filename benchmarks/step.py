@@ -1,0 +1,201 @@
+"""Step time of a replica: lockstep against torch's DDP over the same backend, and against no communication.
+
+Two ranks with one thread each train the same model in all four ways within one run. The ways alternate in rounds, so
+that whatever else the machine does meets all of them; medians over the rounds, of the slower rank, are shown.
+
+    python benchmarks/step.py [--quick] [--write] [--ranks 2] [--backend gloo] [--only TEXT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import multiprocessing
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lockstep
+from benchmarks.models import WORKLOADS, Workload
+from lockstep import knobs, machine
+from lockstep.identity import Identity
+
+_RESULTS = Path(__file__).parent / "results"
+
+Suspend = Callable[[], AbstractContextManager[None]]
+
+
+def _alone(model: nn.Module) -> tuple[nn.Module, Suspend]:
+    return model, nullcontext
+
+
+def _replicate(model: nn.Module) -> tuple[nn.Module, Suspend]:
+    replica = lockstep.replicate(model)
+    return replica, lambda: lockstep.no_sync(replica)
+
+
+def _lockstep_ddp(model: nn.Module) -> tuple[nn.Module, Suspend]:
+    wrapped = lockstep.DistributedDataParallel(model)
+    return wrapped, wrapped.no_sync
+
+
+def _torch_ddp(model: nn.Module) -> tuple[nn.Module, Suspend]:
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return wrapped, wrapped.no_sync
+
+
+def _torch_ddp_views(model: nn.Module) -> tuple[nn.Module, Suspend]:
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return wrapped, wrapped.no_sync
+
+
+WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Suspend]]] = {
+    "no communication": _alone,
+    "torch DDP": _torch_ddp,
+    "torch DDP, views": _torch_ddp_views,
+    "lockstep DDP": _lockstep_ddp,
+    "lockstep replicate": _replicate,
+}
+
+
+def _stepper(workload: Workload, way: str) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model, suspend = WAYS[way](workload.build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch: Tensor = workload.batch()
+    targets = torch.zeros(len(batch), dtype=torch.int64)
+    loss_of = nn.CrossEntropyLoss()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for micro_batch in range(workload.accumulate):
+            last = micro_batch == workload.accumulate - 1
+            with nullcontext() if last else suspend():
+                loss_of(model(batch), targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def _measure(workload: Workload, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step, for each way and round."""
+    steppers = {way: _stepper(workload, way) for way in WAYS}
+    for stepper in steppers.values():
+        for _ in range(3):
+            stepper()
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for number in range(rounds):
+        ways = list(WAYS)
+        for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+            dist.barrier()
+            begun = time.perf_counter()
+            for _ in range(workload.steps):
+                steppers[way]()
+            seconds[way].append((time.perf_counter() - begun) / workload.steps)
+    return seconds
+
+
+def _rank_main(
+    identity: Identity, folder: str, backend: str, workloads: list[int], rounds: int, pipe: Connection
+) -> None:
+    os.environ.update({**identity.to_environment(), "OMP_NUM_THREADS": "1", knobs.STORE: f"{folder}/store"})
+    torch.set_num_threads(1)
+    lockstep.init(backend)
+    for index in workloads:
+        pipe.send(_measure(WORKLOADS[index], rounds))
+    lockstep.shutdown()
+
+
+def _run(ranks: int, backend: str, workloads: list[int], rounds: int) -> list[dict[str, list[float]]]:
+    """For each workload: seconds of a step on the slower rank, for each way and round."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        pipes, processes = [], []
+        for rank in range(ranks):
+            receiving, sending = context.Pipe(duplex=False)
+            identity = Identity(rank, ranks, rank, ranks, 0, launched=True)
+            process = context.Process(
+                target=_rank_main, args=(identity, folder, backend, workloads, rounds, sending), daemon=True
+            )
+            process.start()
+            sending.close()
+            pipes.append(receiving)
+            processes.append(process)
+        results = []
+        for _ in workloads:
+            by_rank: list[dict[str, list[float]]] = [pipe.recv() for pipe in pipes]
+            results.append({way: [max(each) for each in zip(*(r[way] for r in by_rank), strict=True)] for way in WAYS})
+        for process in processes:
+            process.join()
+        return results
+
+
+def _table(workloads: list[int], results: list[dict[str, list[float]]]) -> str:
+    lines = [
+        "| model | " + " | ".join(f"{way} (ms)" for way in WAYS) + " | replicate / torch | DDP / torch |",
+        "|---|" + "---:|" * (len(WAYS) + 2),
+    ]
+    for index, seconds in zip(workloads, results, strict=True):
+        medians = {way: statistics.median(each) for way, each in seconds.items()}
+        cells = [f"{medians[way] * 1e3:.2f}" for way in WAYS]
+        # Ratios within each round, so that a slow minute does not count for one way only.
+        views = _ratio(seconds["lockstep replicate"], seconds["torch DDP, views"])
+        copies = _ratio(seconds["lockstep DDP"], seconds["torch DDP"])
+        lines.append(f"| {WORKLOADS[index].name} | " + " | ".join(cells) + f" | {views:.2f} | {copies:.2f} |")
+    return "\n".join(lines)
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def _machine_name() -> str:
+    model = "unknown processor"
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return (
+        f"{model}, {machine.cores()} cores, {platform.system()} {platform.release()}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--quick", action="store_true", help="few rounds: does it run, roughly how fast")
+    parser.add_argument("--only", default="", help="only models with this text in their name")
+    parser.add_argument("--write", action="store_true", help="write the table to benchmarks/results/<date>-step.md")
+    options = parser.parse_args()
+    rounds = 5 if options.quick else options.rounds
+    chosen = [index for index, workload in enumerate(WORKLOADS) if options.only in workload.name]
+    table = _table(chosen, _run(options.ranks, options.backend, chosen, rounds))
+    report = (
+        f"# Step time (forward, backward, SGD)\n\n{_machine_name()}.\n{options.ranks} ranks with 1 thread each, "
+        f"backend {options.backend}, {rounds} rounds; medians of the slower rank, in milliseconds. Ratios are "
+        "medians of the rounds' ratios: replicate against torch's DDP with gradient_as_bucket_view=True, lockstep's "
+        f"DDP against torch's, both with default arguments. Below 1.00 lockstep is faster.\n\n{table}\n"
+    )
+    print(report)
+    if options.write:
+        _RESULTS.mkdir(exist_ok=True)
+        path = _RESULTS / f"{datetime.date.today().isoformat()}-step.md"
+        path.write_text(report)
+        print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

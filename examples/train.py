@@ -1,0 +1,24 @@
+"""The whole of a training script. Start it with ``lockstep run -n 2 examples/train.py``, or alone with ``python``."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lockstep
+from lockstep.recipes.digits import DigitNet, load_digits
+
+train_set, test_set = load_digits()
+
+world = lockstep.init()  # rank, world size, device; a world of one if not launched
+model = lockstep.replicate(DigitNet().to(world.device))  # the same module back: no wrapper, no "module." in its keys
+optimizer = torch.optim.AdamW(model.parameters())
+loader = lockstep.shard(DataLoader(train_set, batch_size=64, shuffle=True))  # 64 is the global batch
+saved = lockstep.Checkpointer("runs/train", model=model, optimizer=optimizer, loader=loader)
+
+for epoch in saved.epochs(3):  # goes on where the last run stopped
+    for images, labels in lockstep.track(loader, f"epoch {epoch}"):
+        loss = nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    saved.save()

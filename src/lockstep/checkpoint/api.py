@@ -1,0 +1,296 @@
+"""Checkpointer: save a training run, find it again, and go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.checkpoint import rng, storage
+from lockstep.checkpoint.codec import encode
+from lockstep.checkpoint.load import Contents, read
+from lockstep.checkpoint.match import bare
+from lockstep.checkpoint.together import together
+from lockstep.checkpoint.training import Stateful, Training
+from lockstep.checkpoint.write import Snapshot, prune, write
+from lockstep.comm.init import current_world
+from lockstep.errors import CheckpointCorrupt, CheckpointError, LockstepError
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The checkpoint that training goes on from."""
+
+    #: Its folder.
+    folder: Path
+    #: Optimizer steps taken.
+    step: int
+    #: The epoch to go on with, and whether some of it is done.
+    epoch: int
+    in_epoch: bool
+    #: Ranks of the job that wrote it.
+    world_size: int
+    #: Newer checkpoints that are damaged: file, what was expected and what was found.
+    skipped: tuple[str, ...]
+
+
+class Checkpointer:
+    """**Collective.** The checkpoints of a run, in one folder: ``step-00000042/`` and so on.
+
+    Each is a folder that appears whole or not at all: ``model.safetensors`` (which any tool opens), the optimizer, the
+    scheduler, the loader's position, every rank's random number generators, and a manifest with a digest of each file.
+    Nothing is pickled. A run that is interrupted and resumed at the same world size ends with the same bits as one
+    that is not.
+
+    Rank 0 writes; all ranks read, so they must see the same folder.
+
+    Args:
+        folder: where the checkpoints are; made (0700) if it is not there.
+        model: the model; a wrapper around it (DistributedDataParallel, torch.compile) leaves no trace in the names.
+        optimizer: its steps are counted: :attr:`step`.
+        scheduler: a learning-rate scheduler.
+        loader: the training loader, whose position is saved. :func:`lockstep.shard` makes one that resumes in
+            mid-epoch; anything with ``state_dict`` and ``load_state_dict`` is taken.
+        extra: more objects with a state, by name: ``{"scaler": scaler, "ema": ema}``. The same on all ranks.
+        keep: how many checkpoints to keep; None keeps all.
+
+    Raises:
+        CheckpointError: the folder can't be written; on every rank.
+        LockstepError: ``lockstep.init()`` has not been called.
+        TypeError, ValueError: an argument is of no use.
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Stateful | None = None,
+        loader: Stateful | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+        keep: int | None = 3,
+    ) -> None:
+        self._training = Training(model, optimizer, scheduler, loader, dict(extra or {}))
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep={keep}: expected at least 1, or None to keep all checkpoints")
+        world = current_world()
+        if world is None:
+            raise LockstepError("lockstep.Checkpointer: no world yet; call lockstep.init() first")
+        self._world = world
+        #: Where the checkpoints are.
+        self.folder = Path(folder).absolute()
+        self._keep = keep
+        #: Optimizer steps taken, which name the checkpoints. Without an optimizer it is yours to count up; a save at
+        #: the step of the last one then counts one up by itself.
+        self.step = 0
+        self._last_saved: int | None = None
+        #: The epoch to go on with, between epochs; within epochs(), the one under way.
+        self._epoch = 0
+        self._in_body = False
+        #: True once this run owns the folder: it went on from what is there, or has saved.
+        self._owns_folder = False
+        together(world, lambda: storage.prepare_root(self.folder) if world.is_main else None, lambda _: None)
+        if optimizer is not None:
+            optimizer.register_step_post_hook(self._count_step)
+
+    def _count_step(self, *_: object) -> None:
+        self.step += 1
+
+    def epochs(self, count: int, *, resume: bool = True) -> Iterator[int]:
+        """**Collective.** The epochs still to do out of ``count``: ``for epoch in saved.epochs(10)``.
+
+        Restores the newest checkpoint first, unless :meth:`restore` or :meth:`save` was called before. An epoch that
+        was interrupted (a save within the loader's loop) comes again, and the loader goes on inside it; one that
+        was saved behind the loader's loop is over.
+
+        Args:
+            count: epochs of the whole run, those before the interruption included.
+            resume: False: begin anew, in a folder that must hold no checkpoints.
+
+        Raises:
+            CheckpointError: as :meth:`restore`; or the folder holds checkpoints and ``resume`` is False.
+        """
+        if count < 0:
+            raise ValueError(f"epochs({count}): expected 0 or more")
+        if not self._owns_folder and resume:
+            self.restore()
+        elif not self._owns_folder:
+            together(self._world, self._refuse_foreign_folder, lambda _: None)
+        try:
+            while self._epoch < count:
+                self._in_body = True
+                yield self._epoch
+                self._in_body = False
+                self._epoch += 1
+        finally:
+            self._in_body = False
+
+    # Saving.
+
+    def save(self, *, epoch_done: bool | None = None) -> Path:
+        """**Collective.** Write a checkpoint to the disk itself; its folder. Older ones are pruned behind it.
+
+        If it fails, the checkpoints before it are as they were, and training may go on.
+
+        Args:
+            epoch_done: within :meth:`epochs`: whether a resumed run goes on with the next epoch, or with this one.
+                None: with the next one, unless the loader is in the middle of its pass. What your loop does *after*
+                a save behind the loader's loop is not done again.
+
+        Raises:
+            CheckpointError: it could not be written (disk full, permissions, a value that can't be written down), or
+                the ranks are at different steps, or the folder holds another run; the same error on every rank.
+        """
+        if self._training.optimizer is None and self.step == self._last_saved:
+            self.step += 1
+        mine, records = together(self._world, self._own_record, lambda record: record)
+        steps = [record["step"] for record in records]
+        if any(step != mine["step"] for step in steps):
+            raise CheckpointError(
+                f"the ranks are not at the same step, so their states do not belong together; by rank: {steps}"
+            )
+        epoch, in_epoch = self._place(epoch_done)
+
+        def attempt() -> str:
+            if not self._world.is_main:
+                return ""
+            self._refuse_foreign_folder()
+            trees = self._training.trees([record["loader"] for record in records])
+            snapshot = Snapshot(
+                step=self.step,
+                epoch=epoch,
+                in_epoch=in_epoch,
+                world_size=self._world.world_size,
+                model=bare(self._training.model).state_dict(),
+                parts={"rng": [record["rng"] for record in records], **trees},
+            )
+            whole = write(self.folder, snapshot)
+            prune(self.folder, whole, self._keep)
+            return whole.name
+
+        _, names = together(self._world, attempt, lambda name: name)
+        self._owns_folder = True
+        self._last_saved = self.step
+        return self.folder / str(names[0])
+
+    def _own_record(self) -> dict[str, Any]:
+        """What only this rank knows."""
+        loader = self._training.loader
+        state = None if loader is None else encode(loader.state_dict(), None, where="loader")
+        return {"step": self.step, "rng": rng.capture(self._world.device), "loader": state}
+
+    def _place(self, epoch_done: bool | None) -> tuple[int, bool]:
+        """The epoch to go on with, and whether some of it is done."""
+        loader = self._training.loader
+        in_epoch = bool(getattr(loader, "in_epoch", False)) if epoch_done is None else not epoch_done
+        if self._in_body:
+            return (self._epoch, True) if in_epoch else (self._epoch + 1, False)
+        epoch = getattr(loader, "epoch", None)  # the user counts epochs; a sharded loader knows which one it is in
+        return (epoch if isinstance(epoch, int) else self._epoch), in_epoch
+
+    def _refuse_foreign_folder(self) -> None:
+        """Rank 0 looks for checkpoints that this run has nothing to do with."""
+        if self._owns_folder or not self._world.is_main:
+            return
+        there = storage.checkpoints(self.folder)
+        if there:
+            raise CheckpointError(
+                f"{self.folder} holds the checkpoints of an earlier run (the newest is {there[0].name}), which this "
+                "run has not gone on from: call restore() or epochs() first to go on from it, or choose another folder"
+            )
+
+    # Restoring.
+
+    def restore(self, *, strict: bool = False) -> Restored | None:
+        """**Collective.** Go on from the newest whole checkpoint; None if there is none.
+
+        Everything is verified and compared on every rank before anything is changed on any. Damaged checkpoints are
+        skipped with a warning on rank 0.
+
+        Args:
+            strict: refuse a damaged checkpoint instead of skipping it.
+
+        Raises:
+            CheckpointCorrupt: no checkpoint there is whole (with ``strict``: the newest is not).
+            CheckpointMismatch: the checkpoint is of another model, optimizer, scheduler or dataset.
+            CheckpointError: the ranks do not see the same folder.
+        """
+        listing = [folder.name for folder in storage.checkpoints(self.folder)] if self._world.is_main else []
+        _, listings = together(self._world, lambda: listing, lambda names: names)
+        damaged: list[str] = []
+        for name in listings[0]:
+            try:
+                contents, digests = together(
+                    self._world,
+                    lambda name=name: self._read_and_compare(self.folder / name),  # type: ignore[misc]
+                    lambda read_: read_.manifest.to_json().decode(),
+                )
+            except CheckpointCorrupt as error:
+                if strict:
+                    raise
+                damaged.append(str(error))
+                continue
+            if any(digest != digests[0] for digest in digests):
+                raise CheckpointError(f"the ranks see different checkpoints in {self.folder / name}: is it shared?")
+            return self._apply(contents, tuple(damaged))
+        if damaged:
+            raise CheckpointCorrupt(f"{self.folder}: no checkpoint there is whole: {'; '.join(damaged)}")
+        self._owns_folder = True
+        return None
+
+    def _read_and_compare(self, folder: Path) -> Contents:
+        contents = read(folder)
+        self._training.refuse_other(contents, world_size=self._world.world_size)
+        return contents
+
+    def _apply(self, contents: Contents, damaged: tuple[str, ...]) -> Restored:
+        manifest, parts = contents.manifest, contents.parts
+        undo: list[tuple[Stateful, Any]] = []
+        try:
+            together(self._world, lambda: self._training.load_small(parts, undo), lambda _: None)
+            together(self._world, lambda: self._training.load_loader(parts, self._world.rank), lambda _: None)
+        except CheckpointError:
+            for thing, before in reversed(undo):
+                thing.load_state_dict(before)
+            raise
+        together(self._world, lambda: self._training.load_tensors(contents), lambda _: None)
+        self.step = self._last_saved = manifest.step
+        self._epoch = manifest.epoch
+        self._owns_folder = True
+        if self._world.is_main:
+            self._say_what_is_not_as_it_was(contents, damaged)
+        if manifest.world_size == self._world.world_size:
+            rng.restore(parts["rng"][self._world.rank], self._world.device)
+        return Restored(
+            folder=contents.folder,
+            step=manifest.step,
+            epoch=manifest.epoch,
+            in_epoch=manifest.in_epoch,
+            world_size=manifest.world_size,
+            skipped=damaged,
+        )
+
+    def _say_what_is_not_as_it_was(self, contents: Contents, damaged: tuple[str, ...]) -> None:
+        words = []
+        if damaged:
+            words.append(f"skipped damaged checkpoints: {'; '.join(damaged)}")
+        saved, now = contents.manifest.world_size, self._world.world_size
+        if saved != now:
+            words.append(
+                f"it was written by {saved} rank(s) and there are {now} now: everything is restored but the random "
+                "number generators, so dropout will not repeat bit for bit"
+            )
+        elif (contents.parts["rng"][0]["cuda"] is None) != (self._world.device.type != "cuda"):
+            words.append("it was written on another kind of device: the GPU's random number generator is not restored")
+        unused = self._training.unused(contents)
+        if unused:
+            words.append(f"it also holds {', '.join(unused)}, for which nothing was given here")
+        if words:
+            warnings.warn(f"going on from {contents.folder}: " + "; ".join(words), RuntimeWarning, stacklevel=4)

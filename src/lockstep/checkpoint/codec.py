@@ -1,0 +1,145 @@
+"""Trees of plain values as JSON, exactly: what goes in comes out with the same types and the same bits.
+
+JSON has no tuples, no keys but strings, no infinities and no tensors. A value that JSON would bend is written as an
+object with the key ``"$"``, which names its type; tensors are put aside under a name and written by
+:mod:`lockstep.checkpoint.tensors`. Nothing is ever pickled: what can't be said is an error that names the place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.errors import CheckpointCorrupt, CheckpointError
+
+#: Deeper trees are refused: they are circular, or an attack on the parser.
+_MAX_DEPTH = 64
+
+_DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128,
+    )
+}  # fmt: skip
+
+
+def encode(tree: Any, tensors: dict[str, torch.Tensor] | None, *, where: str) -> Any:
+    """**Local.** ``tree`` as JSON can say it.
+
+    Args:
+        tree: dicts, lists, tuples, None, bool, int, float, str, bytes, NumPy arrays and scalars, and tensors.
+        tensors: receives the tensors by name. None: they are written into the JSON itself, for small ones.
+        where: the tree's name, the beginning of the path that an error or a tensor's name says.
+
+    Raises:
+        CheckpointError: something in the tree is of another type.
+    """
+    return _Encoder(tensors).encode(tree, where, 0)
+
+
+class _Encoder:
+    def __init__(self, tensors: dict[str, torch.Tensor] | None) -> None:
+        self._tensors = tensors
+
+    def encode(self, value: Any, where: str, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise CheckpointError(f"{where[:200]}…: nested more than {_MAX_DEPTH} deep; does it contain itself?")
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+        if kind is list:
+            return [self.encode(item, f"{where}.{i}", depth + 1) for i, item in enumerate(value)]
+        if kind is tuple:
+            return {"$": "tuple", "items": self.encode(list(value), where, depth)}
+        if kind in (dict, OrderedDict, Counter):
+            return self._mapping(value, where, depth)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, where)
+        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+            array = torch.from_numpy(np.array(value))
+            return {"$": "ndarray" if kind is np.ndarray else "numpy", "value": self._tensor(array, where)}
+        if kind is bytes:
+            return {"$": "bytes", "hex": value.hex()}
+        raise CheckpointError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint can't hold without running code "
+            "to load it: let its state_dict() return dicts, lists, tuples, numbers, strings and tensors"
+        )
+
+    def _mapping(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
+        if type(value) is dict and all(type(key) is str and key != "$" for key in value):
+            return {key: self.encode(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+        items = [
+            [self.encode(key, f"{where} (a key)", depth + 1), self.encode(item, f"{where}.{key}", depth + 1)]
+            for key, item in value.items()
+        ]
+        return {"$": type(value).__name__, "items": items}
+
+    def _tensor(self, value: torch.Tensor, where: str) -> Any:
+        if self._tensors is None:
+            if value.layout != torch.strided or str(value.dtype).removeprefix("torch.") not in _DTYPES:
+                raise CheckpointError(f"{where}: a tensor of {value.dtype}, {value.layout} can't be written here")
+            flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            content = flat.view(torch.uint8).numpy().tobytes().hex()
+            dtype = str(value.dtype).removeprefix("torch.")
+            return {"$": "tensor", "dtype": dtype, "shape": list(value.shape), "hex": content}
+        name, number = where, 1
+        while name in self._tensors:  # the key "a.b", and the key "b" in "a"
+            number += 1
+            name = f"{where}#{number}"
+        self._tensors[name] = value
+        return {"$": "tensor", "name": name}
+
+
+def decode(data: Any, tensors: Mapping[str, torch.Tensor], *, where: str) -> Any:
+    """**Local.** The tree that :func:`encode` was given.
+
+    Raises:
+        CheckpointCorrupt: this was not written by :func:`encode`, or a tensor is missing.
+    """
+    try:
+        return _decode(data, tensors, 0)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointCorrupt(f"{where}: not what lockstep writes ({type(error).__name__}: {error})") from None
+
+
+def _decode(data: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+    if depth > 2 * _MAX_DEPTH:
+        raise ValueError("nested too deep")
+    if isinstance(data, list):
+        return [_decode(item, tensors, depth + 1) for item in data]
+    if not isinstance(data, dict):
+        return data
+    kind = data.get("$")
+    if kind is None:
+        return {key: _decode(item, tensors, depth + 1) for key, item in data.items()}
+    if kind == "float":
+        return float(data["value"])
+    if kind == "bytes":
+        return bytes.fromhex(data["hex"])
+    if kind == "tensor":
+        return tensors[data["name"]] if "name" in data else _inline_tensor(data)
+    if kind in ("ndarray", "numpy"):
+        array = _decode(data["value"], tensors, depth + 1).numpy()
+        return array if kind == "ndarray" else array[()]
+    items = _decode(data["items"], tensors, depth + 1)
+    if kind == "tuple":
+        return tuple(items)
+    factories: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict}
+    if kind == "Counter":
+        return Counter(dict(items))
+    return factories[kind](items)
+
+
+def _inline_tensor(data: dict[str, Any]) -> torch.Tensor:
+    content = bytearray.fromhex(data["hex"])
+    dtype = _DTYPES[data["dtype"]]
+    flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    return flat.reshape(data["shape"])

@@ -1,0 +1,40 @@
+"""The random number generators of one rank: Python's, NumPy's, torch's on the CPU and on this rank's GPU."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """**Local.** The state of every generator, as JSON can say it."""
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, np.array(words, dtype="<u4").tobytes().hex(), gauss],
+        "numpy": [np.asarray(keys, dtype="<u4").tobytes().hex(), int(position), int(has_gauss), float(cached)],
+        "torch": _hex(torch.get_rng_state()),
+        "cuda": _hex(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
+    }
+
+
+def restore(state: dict[str, Any], device: torch.device) -> None:
+    """**Local.** Put every generator back; the GPU's only if the state has one and this rank has a GPU."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(int(word) for word in np.frombuffer(bytes.fromhex(words), dtype="<u4")), gauss))
+    keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", np.frombuffer(bytes.fromhex(keys), dtype="<u4"), position, has_gauss, cached))
+    torch.set_rng_state(_bytes(state["torch"]))
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(_bytes(state["cuda"]), device)
+
+
+def _hex(state: torch.Tensor) -> str:
+    return bytes(state.numpy()).hex()
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

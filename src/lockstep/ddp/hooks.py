@@ -1,0 +1,145 @@
+"""Autograd's events, turned into the reducer's.
+
+Note [When a backward begins and ends]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A hook on the tensors that ``forward`` returned fires when a backward reaches the module, before any of its parameters
+has a gradient. It opens the cycle and asks autograd to call back when the whole backward has ended. So
+
+- a rank takes part even if none of its parameters gets a gradient;
+- a nested backward (re-entrant checkpointing) does not end the cycle: the callback belongs to the outer one;
+- a second backward through the same graph is a cycle of its own;
+- forward leaves nothing behind: an exception between forward and backward has nothing to clean up;
+- ``torch.autograd.grad``, which accumulates nothing, is told apart and sends nothing.
+
+If forward returned no tensor that can be found, or the gradients do not come through its outputs (another method of the
+module was called, or the loss has a term of the parameters alone), the first gradient opens the cycle. Then, under
+re-entrant checkpointing, the cycle ends with the nested backward, and there may be several: right, but slower.
+
+If a backward ends with an error, autograd drops the callback without calling it. We hold it weakly and see it die, so
+the next backward starts from a clean state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
+
+Context = TypeVar("Context")
+
+
+class _Cycle(Protocol):
+    """What :class:`BackwardWatch` drives."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+
+class BackwardWatch(Generic[Context]):
+    """Tells when a backward begins and ends; see Note [When a backward begins and ends]."""
+
+    def __init__(
+        self,
+        cycle: _Cycle,
+        params: Sequence[Parameter],
+        *,
+        begin: Callable[[Context], None],
+        join_in: Callable[[Context], None],
+        end: Callable[[], None],
+        abandon: Callable[[], None],
+    ) -> None:
+        self._cycle = cycle
+        self._begin, self._join_in, self._end, self._abandon = begin, join_in, end, abandon
+        # Reversed: the last parameters are the likeliest to be reached, and the first one that is ends the search.
+        self._nodes = [get_gradient_edge(param).node for param in reversed(params)]
+        self._callback: weakref.ref[_EndOfBackward] | None = None
+        self._lock = threading.Lock()
+
+    def watch(self, output: Any, context: Context) -> None:
+        """**Local.** Look out for a backward through ``output``; ``context`` is what its forward knew."""
+
+        def on_output(_: Tensor) -> None:
+            if self._cycle.is_open or self._accumulates():
+                self.open(context)
+
+        for tensor in tensors_in(output):
+            # A leaf (forward returned a parameter or its input) would keep the hook for ever.
+            if tensor.grad_fn is not None:
+                tensor.register_hook(on_output)
+
+    def open(self, context: Context) -> None:
+        """**Local.** Open a cycle, or join the one that is open; called inside a backward."""
+        with self._lock:
+            if self._cycle.is_open:
+                self._join_in(context)
+                return
+            self._begin(context)
+            callback = _EndOfBackward(self._end)
+            self._callback = weakref.ref(callback, self._on_dead_callback)
+            # Private, and the only way to run code at the end of a backward; FSDP2 ends its backward with it as well.
+            Variable._execution_engine.queue_callback(callback)
+
+    def _accumulates(self) -> bool:
+        """Whether the backward under way will accumulate into parameters: false inside torch.autograd.grad."""
+        # Private, and the only way to ask; torch.autograd.graph.register_multi_grad_hook rests on it.
+        will_execute = torch._C._will_engine_execute_node
+        try:
+            return any(will_execute(node) for node in self._nodes)
+        except RuntimeError:  # its answer for a leaf whose gradient torch.autograd.grad returns
+            return False
+
+    def _on_dead_callback(self, callback: weakref.ref[_EndOfBackward]) -> None:
+        if callback is self._callback and self._cycle.is_open:
+            self._abandon()
+
+
+class _EndOfBackward:
+    """What autograd calls when a backward has ended. An object of its own, so that it can be held weakly."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end()
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """**Local.** The tensors in what a module returned: in mappings, sequences, sets, dataclasses and plain objects."""
+    if isinstance(output, Tensor):
+        yield output
+    elif output is not None and not isinstance(output, (str, bytes, int, float, complex)):
+        yield from _nested_tensors(output, set())
+
+
+def _nested_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if (
+        value is None
+        or isinstance(value, (str, bytes, int, float, complex, type, torch.nn.Module))
+        or id(value) in seen
+    ):
+        return
+    seen.add(id(value))
+    for part in _parts(value):
+        yield from _nested_tensors(part, seen)
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, AbstractSet)):
+        return list(value)
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return list(getattr(value, "__dict__", {}).values())

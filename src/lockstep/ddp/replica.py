@@ -1,0 +1,311 @@
+"""One module's place in a group of replicas: its reducer, its buffers, and what each forward and backward does."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from lockstep.comm.init import current_world
+from lockstep.ddp.bucket import Bucket
+from lockstep.ddp.buffers import broadcast_tensors
+from lockstep.ddp.compare import compare_replicas
+from lockstep.ddp.compress import CommHook
+from lockstep.ddp.finite import FiniteCheck
+from lockstep.ddp.hooks import BackwardWatch
+from lockstep.ddp.join import ReplicaJoinHook, shake_hands
+from lockstep.ddp.options import ReplicaOptions
+from lockstep.ddp.plan import ParameterSpec, plan_buckets
+from lockstep.ddp.reducer import Reducer
+from lockstep.ddp.sparse import SparseSlot
+from lockstep.ddp.weighting import AccumulatedWeights
+from lockstep.errors import LockstepError
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _run_eagerly(method: Method) -> Method:
+    """Keep torch.compile from tracing ``method``: what it does belongs to each call and not into a graph."""
+    # This private mark is what torch.compiler.disable leaves on a function; calling that here would import the
+    # compiler, a second for every process, also for those that never compile anything.
+    method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return method
+
+
+class ForwardContext(NamedTuple):
+    """What a forward knew, for the backward that comes through it."""
+
+    #: Whether its backward averages: not inside no_sync.
+    sync: bool
+    #: The weight of this rank's batch; see Note [Exact mean].
+    weight: float
+    #: Whether buffers go to all ranks at the end of its backward.
+    sends_buffers: bool
+    #: What the sum of gradients is divided by; None: the world size.
+    divisor: int | None = None
+
+
+class Replica(Joinable):
+    """Keeps one module equal to its replicas on the other ranks. Made by :func:`lockstep.replicate`."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, options: ReplicaOptions) -> None:
+        Joinable.__init__(self)
+        self._module = weakref.ref(module)
+        self._group, self._options = group, options
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._syncs = True
+        self._divides_by_initial_world_size = True
+        self._latest: ForwardContext | None = None
+        self._current: ForwardContext | None = None
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        _refuse_uninitialized(module)
+        compare_replicas(module, options.agreement(), group)
+        if options.init_sync:
+            buffers = module.buffers() if options.broadcast_buffers else ()
+            self._broadcast([*module.parameters(), *buffers], 0, "sending rank 0's parameters")
+        self._reducer = self._lay_out(module)
+        if not options.find_unused_parameters and self._rank == 0:
+            self._reducer.on_never_used = _warn_never_used
+
+    # Layout ---------------------------------------------------------------------------------------------------------
+
+    def _lay_out(self, module: nn.Module) -> Reducer:
+        """Plan the buckets for the parameters that are trained now, and listen to them."""
+        named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+        names, params = [name for name, _ in named], [param for _, param in named]
+        self._frozen = [param for param in module.parameters() if not param.requires_grad]
+        finite = (
+            None if self._options.check_finite == "off" else FiniteCheck(stops=self._options.check_finite == "raise")
+        )
+        sparse_ids = _sparse_parameters(module)
+        sparse = [i for i, param in enumerate(params) if id(param) in sparse_ids]
+        dense = [i for i, param in enumerate(params) if id(param) not in sparse_ids]
+        plan = plan_buckets(
+            [_spec(params[i]) for i in dense],
+            cap_bytes=self._options.bucket_cap_bytes,
+            first_cap_bytes=self._options.first_bucket_bytes,
+        )
+        positions = [[dense[i] for i in bucket] for bucket in plan]
+        flags_bad = finite is not None and finite.stops
+        reducer = Reducer(
+            params,
+            names,
+            buckets=[
+                Bucket(index, chosen, [params[i] for i in chosen], flag_finite=flags_bad)
+                for index, chosen in enumerate(positions)
+            ],
+            sparse=[SparseSlot(i, params[i], names[i], self._group) for i in sparse],
+            group=self._group,
+            as_view=self._options.gradient_as_bucket_view,
+            overlap=self._options.overlap,
+            finite=finite,
+        )
+        self._watch: BackwardWatch[ForwardContext] = BackwardWatch(
+            reducer, params, begin=self._begin, join_in=self._join_in, end=self._end, abandon=self._abandon
+        )
+        self._weights = AccumulatedWeights(params)
+        self._handles = [
+            param.register_post_accumulate_grad_hook(reducer.ready_hook(i)) for i, param in enumerate(params)
+        ]
+        reducer.announce = self._announce
+        return reducer
+
+    def _lay_out_again(self, module: nn.Module) -> None:
+        """Parameters that were frozen are trained now: they need a place in the buckets."""
+        compare_replicas(module, self._options.agreement(), self._group)
+        old = self._reducer
+        for handle in self._handles:
+            handle.remove()
+        waiting = self._weights
+        self._reducer = self._lay_out(module)
+        self._reducer.take_over(old)
+        self._weights.take_over(waiting)
+
+    def manages(self, param: nn.Parameter) -> bool:
+        """**Local.** Whether this replica averages the gradient of ``param``."""
+        module = self._module()
+        return module is not None and any(param is other for other in module.parameters())
+
+    # Forward --------------------------------------------------------------------------------------------------------
+
+    @_run_eagerly
+    def before_forward(self, module: nn.Module) -> None:
+        """**Collective** in training, outside no_sync, if there are buffers to send or inside join; else **Local**."""
+        if self._reducer.is_open:
+            return  # checkpointing repeats a forward inside backward: nothing is sent twice
+        for param in self._frozen:
+            if param.requires_grad:
+                self._lay_out_again(module)
+                break
+        averages = self._syncs and torch.is_grad_enabled()
+        sends_buffers = averages and module.training and self._options.broadcast_buffers
+        source, divisor = 0, None
+        if self._join_config.enable:
+            Join.notify_join_context(self)
+            step = shake_hands(self._group, active=True, sends_buffers=sends_buffers, averages=averages)
+            source = step.active[0]
+            divisor = None if self._divides_by_initial_world_size else len(step.active)
+        if sends_buffers:
+            self._send_buffers(module, source)
+        self._latest = ForwardContext(self._syncs, self._weight(), sends_buffers, divisor)
+
+    @_run_eagerly
+    def after_forward(self, output: Any) -> None:
+        """**Local.** Look out for the backward through ``output``."""
+        if torch.is_grad_enabled():
+            context = self._latest
+            self._watch.watch(output, context if context is not None else self._context_now())
+
+    def _send_buffers(self, module: nn.Module, source: int) -> None:
+        self._broadcast(module.buffers(), source, "sending the buffers")
+
+    def _context_now(self) -> ForwardContext:
+        module = self._module()
+        training = module is not None and module.training
+        return ForwardContext(self._syncs, self._weight(), self._syncs and training and self._options.broadcast_buffers)
+
+    def _weight(self) -> float:
+        """See Note [Exact mean]; 1 where no sharded batch is in hand, or in a group that is not the whole world."""
+        world = current_world()
+        if world is None or world.share is None or world.world_size != self._world_size:
+            return 1.0
+        return world.share.weight(self._world_size)
+
+    # Backward -------------------------------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        self._watch.open(self._latest if self._latest is not None else self._context_now())
+
+    def _begin(self, context: ForwardContext) -> None:
+        weight, kept = self._weights.enter(context.weight, self._reducer.pending)
+        self._current = context
+        self._reducer.begin(sync=context.sync, weight=weight, divisor=context.divisor, keep=kept)
+
+    def _join_in(self, context: ForwardContext) -> None:
+        current = self._current
+        if current is None or context is current:
+            return
+        if context.weight != current.weight:
+            raise LockstepError(
+                f"rank {self._rank} of {self._world_size}: one backward goes through forwards of batches with "
+                f"different shares (weights {current.weight:g} and {context.weight:g}), so no mean of them is exact: "
+                "call backward once for each batch (inside lockstep.no_sync for all but the last)"
+            )
+        if context.sync and not current.sync:
+            self._reducer.require_sync()
+            self._current = context
+
+    def _end(self) -> None:
+        context = self._current
+        assert context is not None  # _begin set it
+        self._current = self._latest = None
+        self._weights.leave(synced=context.sync)
+        self._reducer.finish()
+        module = self._module()
+        # Once more, so that replicas are equal after every step: an evaluation or a checkpoint that follows sees the
+        # same buffers on every rank and needs no communication. See Note [Buffers] in api.py.
+        if context.sends_buffers and module is not None and not self._join_config.enable:
+            self._send_buffers(module, 0)
+
+    def _abandon(self) -> None:
+        self._current = self._latest = None
+        self._weights.leave(synced=False)
+        self._reducer.abandon()
+
+    # What users ask for ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """**Local.** See :func:`lockstep.no_sync`."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """**Local.** See :func:`lockstep.register_comm_hook`."""
+        if not callable(hook):
+            raise TypeError(f"a comm hook must be callable, not {type(hook).__name__}")
+        self._reducer.register_comm_hook(state, hook)
+
+    # Join -----------------------------------------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """**Local.** Called by :class:`torch.distributed.algorithms.Join`."""
+        self._divides_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+        return ReplicaJoinHook(self, divide_by_initial_world_size=self._divides_by_initial_world_size)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device on which ranks tell each other that they have run out of data."""
+        module = self._module()
+        first = None if module is None else next(module.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The replicas' process group."""
+        return self._group
+
+    def answer_step(self, *, divide_by_initial_world_size: bool) -> None:
+        """**Collective.** Take part in one step of the ranks that still have data; see Note [Join handshake]."""
+        step = shake_hands(self._group, active=False, sends_buffers=False, averages=False)
+        if step.sends_buffers:
+            self._send_buffers(self._living_module(), step.active[0])
+        if step.averages:
+            divisor = self._world_size if divide_by_initial_world_size else len(step.active)
+            self._reducer.match_without_gradients(divisor)
+
+    def adopt_final_state(self, *, is_last_joiner: bool) -> None:
+        """**Collective.** Take the parameters and buffers of the first rank among those that trained to the end."""
+        step = shake_hands(self._group, active=is_last_joiner, sends_buffers=False, averages=False)
+        module = self._living_module()
+        buffers = module.buffers() if self._options.broadcast_buffers else ()
+        self._broadcast([*module.parameters(), *buffers], step.active[0], "sending the final parameters")
+
+    def _living_module(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise LockstepError("the replicated module no longer exists: keep a reference to it inside join")
+        return module
+
+    def _broadcast(self, tensors: Any, source: int, what: str) -> None:
+        say: Callable[[], str] = lambda: f"rank {self._rank} of {self._world_size}: {what}"  # noqa: E731
+        broadcast_tensors(tensors, group=self._group, source=source, what=say)
+
+
+def _spec(param: Tensor) -> ParameterSpec:
+    return ParameterSpec(param.numel(), param.element_size(), (param.dtype, param.device))
+
+
+def _sparse_parameters(module: nn.Module) -> set[int]:
+    """Ids of the parameters whose gradients will be sparse."""
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    return {id(part.weight) for part in module.modules() if isinstance(part, embeddings) and part.sparse}
+
+
+def _refuse_uninitialized(module: nn.Module) -> None:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise ValueError(f"'{name}' has no shape yet: run one batch through the lazy module before replicating it")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"'{name}' has layout {tensor.layout}; replicas can be made of dense tensors only")
+
+
+def _warn_never_used(names: list[str]) -> None:
+    shown = ", ".join(f"'{name}'" for name in names[:10])
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    warnings.warn(
+        f"no rank used the parameter(s) {shown}{more} in the first backward. That is fine for the gradients of the "
+        "others; if it is what you mean, find_unused_parameters=True ends this warning",
+        UserWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,41 @@
+"""Wait for a collective, and say something useful if it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
+
+
+def wait_for(wait: Callable[[], object], what: Callable[[], str]) -> None:
+    """**Local.** Call ``wait``, which ends within the process group's timeout, and name ``what`` failed if it does.
+
+    Args:
+        wait: the ``wait`` method of a work or a future.
+        what: describes this rank, its step and the operation; called only after a failure.
+
+    Raises:
+        CollectiveTimeout: a rank did not arrive within the process group's timeout.
+        PeerLost: a rank is gone.
+    """
+    try:
+        wait()
+    except LockstepError:
+        raise
+    except RuntimeError as error:
+        raise failure(error, what()) from error
+
+
+def failure(error: RuntimeError, what: str) -> LockstepError:
+    """**Local.** The lockstep error for a backend's error."""
+    # Backends tell a late peer from a lost one only by their words: gloo "Timed out waiting", NCCL "timeout".
+    text = str(error)
+    if "timed out" in text.lower() or "timeout" in text.lower():
+        return CollectiveTimeout(
+            f"{what}: a rank did not arrive in time. If some ranks had no backward in this step, see lockstep.join. "
+            f"The backend says: {text}"
+        )
+    return PeerLost(
+        f"{what}: a rank is gone, or sent something else. Look at the first rank that failed for the cause. "
+        f"The backend says: {text}"
+    )

@@ -1,0 +1,81 @@
+"""Where a loader stands: one position in the global order, the same on every rank and at every world size."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep.errors import CheckpointMismatch
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A place in the sequence of all epochs."""
+
+    epoch: int = 0
+    #: Samples of this epoch that the user's loop has been given, over all ranks.
+    samples: int = 0
+    #: Global batches of this epoch that the user's loop has been given.
+    batches: int = 0
+    #: Whether a pass over this epoch is under way, be it behind its last batch; False between passes.
+    in_epoch: bool = False
+
+
+@dataclass(frozen=True)
+class LoaderState:
+    """What is saved: the cursor, and what must hold for it to mean the same again."""
+
+    cursor: Cursor
+    seed: int
+    order: str
+    length: int | None
+    batch_size: int
+    drop_last: bool
+    num_workers: int | None
+    #: Digest of the order that the user's sampler drew for the epoch under way, or None.
+    drawn: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """**Local.** As JSON can say it."""
+        return {"format": 1, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, state: Any) -> LoaderState:
+        """**Local.** Read back what :meth:`to_json` wrote.
+
+        Raises:
+            CheckpointMismatch: it is no such thing.
+        """
+        try:
+            fields = dict(state)
+            if fields.pop("format") != 1:
+                raise ValueError(f"format {state['format']!r} is unknown to this version of lockstep")
+            cursor = Cursor(**fields.pop("cursor"))
+            restored = cls(cursor=cursor, **fields)
+            numbers = (cursor.epoch, cursor.samples, cursor.batches, restored.seed, restored.batch_size)
+            if any(type(number) is not int or number < 0 for number in numbers):
+                raise ValueError(f"expected whole numbers of 0 or more, got {numbers}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointMismatch(
+                f"this is not the state of a sharded loader ({type(error).__name__}: {error}): {str(state)[:200]}"
+            ) from None
+        return restored
+
+    def refuse_unless_continued_by(self, mine: LoaderState) -> None:
+        """**Local.** Check that a loader with the state ``mine`` can go on from here.
+
+        Raises:
+            CheckpointMismatch: the data or its order is another, so that the position means nothing.
+        """
+        names = ["order", "length"]
+        if self.cursor.in_epoch:
+            names += ["drop_last"]
+            # A position in a list of samples can be reached with any batch size; a stream is counted in batches.
+            names += ["batch_size", "num_workers"] if self.order == "stream" else []
+        for name in names:
+            if getattr(self, name) != getattr(mine, name):
+                raise CheckpointMismatch(
+                    f"the saved loader has {name}={getattr(self, name)!r}, this one {getattr(mine, name)!r}: its "
+                    f"position (epoch {self.cursor.epoch}, sample {self.cursor.samples}) means nothing here. "
+                    "Give the loader the data it was saved with, or leave loader= out to begin with new data"
+                )

@@ -1,0 +1,42 @@
+"""Batches on their way to the device: one copy ahead of the one in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from lockstep.sampling.fetch import Fetched
+from lockstep.sampling.nested import tensors_of, to_device
+
+
+def on_device(fetched: Iterable[Fetched], device: torch.device) -> Iterator[Fetched]:
+    """**Local.** The same batches on ``device``: each is copied on a stream of its own while the one before is used."""
+    stream = torch.cuda.Stream(device)
+    ahead: tuple[Fetched, torch.cuda.Event] | None = None
+    for item in fetched:
+        following = _send(item, device, stream)
+        if ahead is not None:
+            yield _receive(*ahead, device)
+        ahead = following
+    if ahead is not None:
+        yield _receive(*ahead, device)
+
+
+def _send(item: Fetched, device: torch.device, stream: torch.cuda.Stream) -> tuple[Fetched, torch.cuda.Event]:
+    with torch.cuda.stream(stream):
+        moved = item._replace(batch=to_device(item.batch, device))
+        copied = torch.cuda.Event()
+        copied.record(stream)
+    return moved, copied
+
+
+def _receive(item: Fetched, copied: torch.cuda.Event, device: torch.device) -> Fetched:
+    current = torch.cuda.current_stream(device)
+    current.wait_event(copied)  # the event, not the stream: the next copy is already queued behind it
+    for tensor in tensors_of(item.batch):
+        if tensor.is_cuda:
+            # The memory was taken on the copying stream; without this its allocator could hand it out again while the
+            # user's stream still reads it.
+            tensor.record_stream(current)
+    return item

@@ -1,0 +1,338 @@
+"""shard(): a DataLoader whose batch size is that of all ranks together, and each rank's slices of its batches.
+
+Note [Streams]
+~~~~~~~~~~~~~~
+An iterable dataset can't be indexed, so every rank reads the whole stream and keeps its contiguous slice of each
+global batch: exact, at the price of reading everything on each rank (only the slice is collated and sent on). With
+worker processes torch gives each worker a copy of the dataset, which the dataset splits by ``get_worker_info()``; the
+number of workers then decides which samples meet in a batch. So it is not divided among the ranks: W workers on each
+rank take the same batches as W workers in one process. The ranks compare their first global batch, because a stream
+that splits itself by rank as well (as some libraries do) would otherwise be split twice, silently.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep.comm.exchange import all_gather_records
+from lockstep.comm.init import current_world
+from lockstep.comm.world import World
+from lockstep.errors import CheckpointMismatch, LockstepError
+from lockstep.sampling.agree import agreed
+from lockstep.sampling.cursor import Cursor, LoaderState
+from lockstep.sampling.device import on_device
+from lockstep.sampling.drawn import digest_of, draw_order
+from lockstep.sampling.fetch import Fetched, StreamDataset
+from lockstep.sampling.inner import Keys, inner_loader, slice_keys
+from lockstep.sampling.order import batch_count, epoch_order, mix
+from lockstep.sampling.seeding import can_be_random
+from lockstep.sampling.source import Source, read_source
+from lockstep.share import BatchShare
+
+_log = logging.getLogger(__name__)
+
+
+def shard(
+    loader: DataLoader[Any], *, seed: int | None = None, seed_samples: bool = True, to_device: bool = True
+) -> ShardedLoader:
+    """**Collective.** A loader that gives this rank its slice of each batch of ``loader``.
+
+    The DataLoader's ``batch_size`` becomes the *global* batch size: that of all ranks together. Each global batch is
+    cut into contiguous slices, sizes differing by at most one. Every sample comes exactly once per epoch, the last
+    small batch included (unless ``drop_last``); nothing is padded or repeated. The order is the same for every world
+    size and is shuffled anew for each epoch by itself; there is no ``set_epoch``. While your loop holds a batch,
+    ``world.share`` says how many of the global batch's samples are this rank's, which makes means over unequal slices
+    exact. Where the last global batch has fewer samples than there are ranks, some ranks get a batch of zero samples
+    (of the right dtypes and trailing shapes), so that every rank takes every step.
+
+    The DataLoader itself is left as it was. Its workers are divided among the ranks of a machine (rounded down, at
+    least one each if there were any), except for an iterable dataset: see Note [Streams] in ``sampling/loader.py``.
+
+    Samplers: ``shuffle=True`` and no shuffling are ordered by lockstep. Any other sampler is asked by rank 0 at the
+    beginning of each epoch, with its generator seeded from (seed, epoch), and all ranks get that order; beginning a
+    pass is then **Collective**. So is the first batch of a stream.
+
+    Args:
+        loader: the DataLoader to share among the ranks.
+        seed: of the shuffling and of the samples' seeds, the same on all ranks. None: the initial seed of the
+            ``generator=`` that the DataLoader was given, or else the world's seed.
+        seed_samples: seed the generators of torch, Python and NumPy before each sample, so that random augmentation is
+            the same at every world size and after a resume: Note [Sample seeds] in ``sampling/seeding.py``. Costs
+            about 15 µs a sample; skipped for datasets that can't be random (TensorDataset). With it a dataset that can
+            fetch a whole batch at once (``__getitems__``) is asked sample by sample; turn it off where that is slow
+            and nothing is random.
+        to_device: on a CUDA rank, pin the memory and copy each batch to ``world.device`` while the one before it is in
+            use. On a CPU rank batches are handed over as they are.
+
+    Raises:
+        LockstepError: ``lockstep.init()`` has not been called.
+        TypeError: ``loader`` is no DataLoader, or its dataset has no length.
+        ValueError: the batch is smaller than the world; the DataLoader has its own batch sampler, a
+            DistributedSampler, no batching, or in_order=False; or the ranks differ in dataset length, batch size or
+            seed. On every rank.
+    """
+    world = current_world()
+    if world is None:
+        raise LockstepError("lockstep.shard: no world yet; call lockstep.init() first")
+    source = agreed(
+        world,
+        "lockstep.shard",
+        lambda: read_source(loader, world_size=world.world_size, default_seed=world.seed, seed=seed),
+        Source.facts,
+    )
+    device = world.device if to_device and world.device.type == "cuda" else None
+    return ShardedLoader(source, world, device=device, seeded=seed_samples and can_be_random(loader.dataset))
+
+
+class ShardedLoader:
+    """This rank's slices of a DataLoader's batches. Made by :func:`shard`; iterates, counts and resumes.
+
+    Each ``iter()`` is a pass over the next epoch. Leaving the loop early gives the pass up, and the next one is over
+    the next epoch; a state saved *before* leaving the loop continues inside the epoch.
+    """
+
+    def __init__(self, source: Source, world: World, *, device: torch.device | None, seeded: bool) -> None:
+        self._source = source
+        self._world = world
+        self._device = device
+        #: The seed of the order and of the samples.
+        self.seed = source.seed
+        self._cursor = Cursor()
+        #: True from load_state_dict to the next pass: that pass continues the cursor's epoch.
+        self._resuming = False
+        #: Digest of the order that the next pass must have if the user's sampler is to continue an epoch.
+        self._drawn: str | None = None
+        #: The pass under way; a newer one supersedes it.
+        self._pass: object | None = None
+        #: What the world's share was before the pass, a loop around this one's perhaps.
+        self._outer_share: BatchShare | None = None
+        self._keys = Keys()
+        # The workers' base seed is drawn from here and not from the global generator, which a resumed run would then
+        # find in another state.
+        self._generator = torch.Generator()
+        self._inner = inner_loader(source, world, self._keys, self._generator, pinned=device is not None, seeded=seeded)
+        self._say_who_is_left_out()
+
+    # What a DataLoader has.
+
+    @property
+    def dataset(self) -> Any:
+        """The DataLoader's dataset."""
+        return self._source.loader.dataset
+
+    @property
+    def sampler(self) -> Any:
+        """The DataLoader's sampler; lockstep orders the samples itself where it is torch's random or sequential one."""
+        return self._source.loader.sampler
+
+    @property
+    def collate_fn(self) -> Any:
+        """The DataLoader's collate_fn."""
+        return self._source.loader.collate_fn
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a global batch: of all ranks together."""
+        return self._source.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether a last global batch of fewer samples is dropped."""
+        return self._source.drop_last
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of this rank."""
+        return self._inner.num_workers
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, the same on every rank. As in torch, an estimate for a stream with a length."""
+        length = self._source.length
+        if length is None:
+            raise TypeError(f"a stream of {type(self.dataset).__name__} has no length")
+        return batch_count(length, batch_size=self.batch_size, drop_last=self.drop_last)
+
+    # Where it stands.
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way or, between passes, the one that comes next; from 0."""
+        return self._cursor.epoch
+
+    @property
+    def in_epoch(self) -> bool:
+        """Whether a pass is under way, or was when the state was saved that this loader continues from."""
+        return self._cursor.in_epoch
+
+    @property
+    def batches_left(self) -> int:
+        """Batches that the pass under way, or the next one, still has to give."""
+        length = self._source.length
+        if length is None:
+            raise TypeError(f"a stream of {type(self.dataset).__name__} has no length")
+        done = self._cursor.samples
+        return batch_count(length, batch_size=self.batch_size, drop_last=self.drop_last, start=done)
+
+    @property
+    def ranks_left_out(self) -> int:
+        """How many ranks get a batch of zero samples at the end of each epoch; 0 where the length is unknown."""
+        last = (self._source.length or 0) % self.batch_size
+        return max(0, self._world.world_size - last) if last and not self.drop_last else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """**Local.** Where the loop stands, as JSON can say it; the same on every rank, and good for any world size.
+
+        The batch in your hands counts as done, batches fetched ahead do not. Between passes it is the beginning of
+        the next epoch.
+        """
+        return self._state().to_json()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """**Collective.** Go on from a saved state: the next pass continues its epoch behind its last batch.
+
+        The seed of the state is taken over. ``len()`` stays that of a whole epoch; :attr:`batches_left` says what
+        remains of this one. On an error this loader stays as it was.
+
+        Raises:
+            CheckpointMismatch: the state is of another dataset length or kind of order, or is no state at all.
+            ValueError: the ranks loaded different states.
+        """
+
+        def check() -> LoaderState:
+            saved = LoaderState.from_json(state)
+            saved.refuse_unless_continued_by(self._state())
+            return saved
+
+        saved = agreed(self._world, "ShardedLoader.load_state_dict", check, LoaderState.to_json)
+        self.seed = saved.seed
+        self._cursor = saved.cursor
+        self._resuming = saved.cursor.in_epoch
+        self._drawn = saved.drawn
+        self._pass = None
+
+    def _state(self) -> LoaderState:
+        return LoaderState(
+            cursor=self._cursor,
+            seed=self.seed,
+            order=self._source.order,
+            length=self._source.length,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            num_workers=self.num_workers if self._source.order == "stream" else None,
+            drawn=self._drawn if self._cursor.in_epoch else None,
+        )
+
+    # A pass.
+
+    def __iter__(self) -> Iterator[Any]:
+        """**Local** (see :func:`shard` for the exceptions). A pass over the next epoch, or over the rest of a loaded
+        one."""
+        mine = self._begin_pass()
+        world, share = self._world, None
+        try:
+            for fetched in self._fetch():
+                share = BatchShare(fetched.samples, fetched.global_samples)
+                world.share = share
+                self._advance(fetched)
+                yield fetched.batch
+                if self._pass is not mine:
+                    raise LockstepError(
+                        f"rank {world.rank}: another pass over this loader has begun, or a state was loaded, and "
+                        "it has but one position; shard a second DataLoader to iterate over the data twice at a time"
+                    )
+            self._end_pass(mine)
+        except GeneratorExit:  # the loop was left early
+            self._end_pass(mine)
+            raise
+        finally:
+            if world.share is share:
+                world.share = self._outer_share
+
+    def _begin_pass(self) -> object:
+        if self._cursor.in_epoch and not self._resuming:
+            self._cursor = Cursor(self._cursor.epoch + 1)
+        if not self._resuming:
+            self._drawn = None
+        self._resuming = False
+        self._cursor = replace(self._cursor, in_epoch=True)
+        if self._pass is None:  # else a pass that is superseded, whose own share must not come back
+            self._outer_share = self._world.share
+        self._pass = object()
+        return self._pass
+
+    def _advance(self, fetched: Fetched) -> None:
+        samples, batches = self._cursor.samples + fetched.global_samples, self._cursor.batches + 1
+        self._cursor = replace(self._cursor, samples=samples, batches=batches)
+
+    def _end_pass(self, mine: object) -> None:
+        if self._pass is mine:
+            self._pass = None
+            self._cursor = Cursor(self._cursor.epoch + 1)
+
+    def _fetch(self) -> Iterable[Fetched]:
+        """This rank's slices from the cursor to the end of its epoch."""
+        epoch_key = mix(self.seed, self._cursor.epoch)
+        self._generator.manual_seed(mix(epoch_key, self._world.rank))
+        stream = self._inner.dataset
+        if isinstance(stream, StreamDataset):
+            stream.begin(epoch_key)
+            slices: Iterable[Fetched] = self._compared(self._inner, skip=self._cursor.batches)
+        else:
+            place = (self._world.rank, self._world.world_size)
+            self._keys.keys = slice_keys(
+                self._order(), self._source, start=self._cursor.samples, place=place, epoch_key=epoch_key
+            )
+            slices = self._inner
+        return slices if self._device is None else on_device(slices, self._device)
+
+    def _order(self) -> torch.Tensor:
+        """The order of the cursor's epoch."""
+        source, epoch = self._source, self._cursor.epoch
+        if source.order == "sampler":
+            order = draw_order(source.loader.sampler, self._world, seed=self.seed, epoch=epoch)
+            drawn = digest_of(order)
+            if self._drawn is not None and drawn != self._drawn:
+                raise CheckpointMismatch(
+                    f"rank {self._world.rank}: the sampler {type(source.loader.sampler).__name__} drew another order "
+                    f"for epoch {epoch} than before it was interrupted, so the {self._cursor.samples} samples already "
+                    "used are not known: let it draw from its `generator` or from torch's, Python's or NumPy's global "
+                    "generators, which are seeded for each epoch"
+                )
+            self._drawn = drawn
+            return order
+        length = source.length or 0
+        if source.order == "shuffled":
+            return epoch_order(length, seed=self.seed, epoch=epoch)
+        return torch.arange(length)
+
+    def _compared(self, fetched: Iterable[Fetched], skip: int) -> Iterator[Fetched]:
+        """A stream, once its first global batch proved to be the same on every rank; without its first ``skip``."""
+        for number, item in enumerate(fetched):
+            if number == 0:
+                prints = all_gather_records(item.fingerprint, self._world.group)
+                if any(print_ != prints[0] for print_ in prints):
+                    raise LockstepError(
+                        f"rank {self._world.rank}: the ranks read different streams: the first global batch of epoch "
+                        f"{self._cursor.epoch} is not the same everywhere (fingerprints by rank: {prints}). "
+                        "lockstep.shard needs every rank to read the whole stream; if yours splits itself by rank, "
+                        "use the DataLoader without lockstep.shard, or switch its splitting off"
+                    )
+            if number >= skip:
+                yield item
+
+    def _say_who_is_left_out(self) -> None:
+        if self._world.is_main and self.ranks_left_out:
+            _log.info(
+                "the last of %d global batches has %d samples for %d ranks: %d rank(s) get a batch of zero samples "
+                "there, which counts with weight 0",
+                len(self),
+                (self._source.length or 0) % self.batch_size,
+                self._world.world_size,
+                self.ranks_left_out,
+            )

@@ -1,0 +1,140 @@
+"""What a DataLoader says about its data, read and checked in one place before anything is built from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+from torch.utils.data import DistributedSampler as TorchDistributedSampler
+
+#: How an epoch is ordered: by us, shuffled or not; by the user's sampler on rank 0; or by the stream itself.
+Order = Literal["shuffled", "sequential", "sampler", "stream"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A DataLoader that can be sharded."""
+
+    loader: DataLoader[Any]
+    order: Order
+    #: Samples of a global batch.
+    batch_size: int
+    seed: int
+
+    @property
+    def drop_last(self) -> bool:
+        return bool(self.loader.drop_last)
+
+    @property
+    def length(self) -> int | None:
+        """Samples of an epoch, or None if only the end of the stream tells."""
+        counted = self.loader.sampler if self.order == "sampler" else self.loader.dataset
+        if self.order == "stream" and not hasattr(counted, "__len__"):
+            return None
+        return len(counted)  # type: ignore[arg-type]  # checked by read_source
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on every rank."""
+        return {
+            "the kind of order": self.order,
+            "the length of the dataset": self.length,
+            "the batch size": self.batch_size,
+            "drop_last": self.drop_last,
+            "the seed": self.seed,
+            # A stream is split by its workers, so their number decides which samples make a batch.
+            "num_workers": self.loader.num_workers if self.order == "stream" else None,
+        }
+
+
+def read_source(loader: object, *, world_size: int, default_seed: int, seed: int | None) -> Source:
+    """**Local.** What ``loader`` says, if it can be sharded.
+
+    Raises:
+        TypeError: it is no DataLoader, or its dataset has no length.
+        ValueError: it asks for something that can't be cut into slices; the message says what to do instead.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"lockstep.shard takes a torch.utils.data.DataLoader, not {type(loader).__name__}"
+            + ("; this one is sharded already" if hasattr(loader, "batches_left") else "")
+        )
+    _refuse_what_cannot_be_cut(loader)
+    batch_size = int(loader.batch_size or 0)
+    if batch_size < world_size:
+        raise ValueError(
+            f"batch_size={batch_size} is smaller than the world of {world_size} ranks, so some rank would never get "
+            "a sample: lockstep.shard takes the batch size of all ranks together; use at least "
+            f"batch_size={world_size}, or fewer ranks"
+        )
+    order = _order(loader)
+    given = getattr(loader.sampler, "generator", None) if order == "shuffled" else loader.generator
+    if seed is None:
+        seed = given.initial_seed() if isinstance(given, torch.Generator) else default_seed
+    elif not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63")
+    return Source(loader, order, batch_size, seed)
+
+
+def _refuse_what_cannot_be_cut(loader: DataLoader[Any]) -> None:
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise ValueError(
+            f"{type(loader).__name__} iterates in its own way (it overrides DataLoader.__iter__), which lockstep.shard "
+            "would bypass: pass a plain DataLoader over the same dataset"
+        )
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        raise ValueError(
+            f"this DataLoader has its own batch_sampler ({type(loader.batch_sampler).__name__}), so its batches have "
+            "no size to cut into slices: pass batch_size= (of all ranks together) with shuffle= or sampler= to the "
+            "DataLoader and let lockstep.shard cut the batches; or keep the batch_sampler, make it rank-aware and use "
+            "the DataLoader without lockstep.shard"
+        )
+    if loader.batch_size is None:
+        raise ValueError(
+            "this DataLoader has batch_size=None (no batching), so there is nothing to cut into slices: pass "
+            "batch_size= (of all ranks together)"
+        )
+    if isinstance(loader.sampler, TorchDistributedSampler):
+        raise ValueError(
+            "this DataLoader has a DistributedSampler, which splits the data among the ranks already; lockstep.shard "
+            "would split each part again. Drop the sampler (use shuffle=True) and pass the global batch size, or use "
+            "the DataLoader as it is, without lockstep.shard"
+        )
+    if not getattr(loader, "in_order", True):
+        raise ValueError(
+            "this DataLoader has in_order=False: the ranks would hold slices of different global batches; "
+            "leave in_order at True"
+        )
+
+
+def _order(loader: DataLoader[Any]) -> Order:
+    dataset, sampler = loader.dataset, loader.sampler
+    if isinstance(dataset, IterableDataset):
+        return "stream"
+    if not hasattr(dataset, "__len__") and isinstance(sampler, (RandomSampler, SequentialSampler)):
+        raise TypeError(f"the dataset {type(dataset).__name__} has no length; a map-style dataset needs __len__")
+    if type(sampler) is SequentialSampler and _covers(sampler, dataset):
+        return "sequential"
+    if (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and _covers(sampler, dataset)
+        and sampler.num_samples == len(dataset)  # type: ignore[arg-type]  # checked above
+    ):
+        return "shuffled"
+    if not hasattr(sampler, "__len__"):
+        raise ValueError(
+            f"the sampler {type(sampler).__name__} has no length, so an epoch of it has no end that all ranks could "
+            "agree on: give it a __len__ (the number of samples of an epoch)"
+        )
+    return "sampler"
+
+
+def _covers(sampler: RandomSampler | SequentialSampler, dataset: Any) -> bool:
+    return len(sampler.data_source) == len(dataset)

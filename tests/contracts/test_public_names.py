@@ -1,0 +1,42 @@
+"""What `import lockstep` offers, name by name: a change of it is a decision, not an accident."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import lockstep
+
+SOURCE = Path(lockstep.__file__)
+
+
+def _typed_names() -> dict[str, str]:
+    """Name -> module, from the block that type checkers read."""
+    tree = ast.parse(SOURCE.read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def test_the_type_checker_sees_the_names_that_python_loads() -> None:
+    assert _typed_names() == lockstep._HOMES
+
+
+@pytest.mark.parametrize("name", sorted(lockstep._HOMES))
+def test_every_public_name_loads_and_is_documented(name: str) -> None:
+    value = getattr(lockstep, name)
+    assert value is getattr(importlib.import_module(lockstep._HOMES[name]), name)
+    assert inspect.getdoc(value), f"lockstep.{name} has no docstring"
+    if inspect.isfunction(value):
+        doc = inspect.getdoc(value) or ""
+        assert any(word in doc for word in ("**Collective.**", "**Local.**", "**Rank 0.**")), name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'sharrd'"):
+        lockstep.sharrd  # noqa: B018
+    assert "init" in dir(lockstep)

@@ -1,0 +1,85 @@
+"""The README's and the docs' code blocks are run as a reader would run them.
+
+Blocks of one document run in order, in one folder that also holds ``examples/``. A Python block is saved first, under
+the name in its first line (``# train.py``) if it has one, so that later commands can start it. A block that can't be
+run here stands under a comment that says why: ``<!-- not run: the reason -->``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md"])
+FENCE = re.compile(
+    r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```(?P<language>python|bash)\n(?P<code>.*?)```", re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    code: str
+    reason: str | None
+    line: int
+
+
+def blocks(document: Path) -> list[Block]:
+    text = document.read_text()
+    return [
+        Block(m["language"], m["code"], m["reason"], text[: m.start("code")].count("\n") + 1)
+        for m in FENCE.finditer(text)
+    ]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_block_runs(document: Path, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    ran = 0
+    for block in blocks(document):
+        if block.reason is None:
+            run(block, document, tmp_path)
+            ran += 1
+    print(f"{document.name}: {ran} block(s) ran")
+
+
+def run(block: Block, document: Path, folder: Path) -> None:
+    if block.language == "python":
+        name = re.match(r"# (\S+\.py)\n", block.code)
+        script = folder / (name[1] if name else f"block_{block.line}.py")
+        script.write_text(block.code)
+        command = [sys.executable, str(script)]
+    else:
+        command = ["bash", "-euo", "pipefail", "-c", block.code]
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "XDG_STATE_HOME": str(folder / "state"),
+    }
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, (
+        f"{document.name}, line {block.line}: exit code {done.returncode}\n{block.code}\n{done.stdout}\n{done.stderr}"
+    )
+
+
+def test_the_documents_have_blocks_and_every_one_not_run_says_why() -> None:
+    assert blocks(ROOT / "README.md")
+    for document in DOCUMENTS:
+        fences = re.findall(r"^```(?:python|bash)$", document.read_text(), re.MULTILINE)
+        assert len(fences) == len(blocks(document)), f"{document.name}: a block is not recognised"
+
+
+def test_the_readme_shows_the_example_as_it_is() -> None:
+    script = (ROOT / "examples" / "train.py").read_text().split('"""\n\n', 1)[1]
+    assert script in [block.code for block in blocks(ROOT / "README.md")]

@@ -1,0 +1,251 @@
+"""The reducer, driven by made-up events: no autograd, but real ranks and a real backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.ddp.bucket import SMALL, Bucket
+from lockstep.ddp.reducer import Reducer
+from tests.harness import run_ranks
+
+
+def _reducer(*, overlap: bool = True, as_view: bool = True, sizes: tuple[int, ...] = (2, 3, 4, 5)) -> Reducer:
+    """Parameters 0, 1, 2, 3; buckets (3,), (2, 1), (0,)."""
+    params = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    plan = [(3,), (2, 1), (0,)]
+    buckets = [Bucket(index, chosen, [params[i] for i in chosen]) for index, chosen in enumerate(plan)]
+    return Reducer(
+        params,
+        [f"p{i}" for i in range(4)],
+        buckets=buckets,
+        group=lockstep.world().group,
+        overlap=overlap,
+        as_view=as_view,
+    )
+
+
+@torch.no_grad()  # as inside a backward
+def _deliver(reducer: Reducer, order: list[int], step: int) -> list[int]:
+    """Give each parameter a gradient unique to rank, step and element; how many buckets were launched after each."""
+    launched = []
+    for position in order:
+        param = reducer._params[position]
+        new = torch.arange(float(param.numel())) + 100 * position + 1000 * lockstep.world().rank + 10_000 * step
+        param.grad = new if param.grad is None else param.grad + new
+        reducer.ready_hook(position)(None)
+        launched.append(reducer._next)
+    return launched
+
+
+def _assert_averages(reducer: Reducer, step: int, times: int = 1) -> None:
+    world_size = lockstep.world().world_size
+    for position, param in enumerate(reducer._params):
+        ranks = torch.arange(float(world_size)).mean() * 1000
+        expected = (torch.arange(float(param.numel())) + 100 * position + ranks + 10_000 * step) * times
+        assert param.grad is not None
+        assert torch.allclose(param.grad, expected), (position, param.grad, expected)
+
+
+def _orders() -> list[list[int]]:
+    w = lockstep.init()
+    reducer = _reducer()
+    orders = [[3, 2, 1, 0], [3, 2, 1, 0], [0, 1, 2, 3], [2, 0, 3, 1], [1, 3, 0, 2]]
+    launches = []
+    for step, order in enumerate(orders):
+        for param in reducer._params:
+            param.grad = None
+        mine = order if w.rank == 0 else list(reversed(order))  # another order on another rank
+        reducer.begin(sync=True, keep={})
+        launches.append(_deliver(reducer, mine, step))
+        assert reducer.is_open
+        reducer.finish()
+        assert not reducer.is_open
+        assert reducer.step == step + 1
+        _assert_averages(reducer, step)
+    return launches
+
+
+def test_buckets_are_launched_in_order_whatever_the_order_of_gradients() -> None:
+    first, second = run_ranks(_orders, 2)
+    assert first == [
+        [0, 0, 0, 0],  # the first step only learns
+        [1, 1, 2, 2],  # the last bucket waits for the end
+        [0, 0, 0, 2],
+        [0, 0, 1, 2],
+        [0, 1, 1, 2],
+    ]
+    assert second == [[0, 0, 0, 0], [0, 0, 0, 2], [1, 1, 2, 2], [0, 1, 1, 2], [0, 0, 1, 2]]
+
+
+def _no_overlap() -> list[list[int]]:
+    lockstep.init()
+    reducer = _reducer(overlap=False)
+    launches = []
+    for step in range(2):
+        for param in reducer._params:
+            param.grad = None
+        reducer.begin(sync=True, keep={})
+        launches.append(_deliver(reducer, [3, 2, 1, 0], step))
+        reducer.finish()
+        _assert_averages(reducer, step)
+    return launches
+
+
+def test_without_overlap_everything_is_launched_at_the_end() -> None:
+    assert run_ranks(_no_overlap, 2) == [[[0, 0, 0, 0], [0, 0, 0, 0]]] * 2
+
+
+def _portions() -> list[list[int]]:
+    """Parameter 2 gets its gradient in two portions from the first step on."""
+    lockstep.init()
+    reducer = _reducer()
+    launches = []
+    for step in range(3):
+        for param in reducer._params:
+            param.grad = None
+        reducer.begin(sync=True, keep={})
+        launches.append(_deliver(reducer, [3, 2, 1], step) + _deliver(reducer, [2, 0], step))
+        reducer._params[2].grad /= 2  # type: ignore[operator, assignment]
+        reducer.finish()
+        _assert_averages(reducer, step)
+    return launches
+
+
+def test_a_parameter_with_several_portions_is_sent_at_the_end_from_then_on() -> None:
+    assert run_ranks(_portions, 2) == [[[0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]] * 2
+
+
+def _incomplete_but_counted() -> None:
+    """As many events as parameters, but one parameter twice and one not yet: the bucket must not be sent."""
+    lockstep.init()
+    reducer = _reducer()
+    for step, order in enumerate([[3, 2, 1, 0], [3, 2, 2, 1, 0]]):
+        for param in reducer._params:
+            param.grad = None
+        reducer.begin(sync=True, keep={})
+        launched = _deliver(reducer, order, step)
+        if step == 1:
+            assert launched == [1, 1, 1, 1, 1]
+            reducer._params[2].grad /= 2  # type: ignore[operator, assignment]
+        reducer.finish()
+        _assert_averages(reducer, step)
+
+
+def test_a_bucket_that_only_counts_enough_events_is_not_sent() -> None:
+    run_ranks(_incomplete_but_counted, 2)
+
+
+def _late_portion() -> None:
+    lockstep.init()
+    reducer = _reducer()
+    for step in range(2):
+        reducer.begin(sync=True, keep={})
+        _deliver(reducer, [3, 2, 1, 0], step)
+        if step == 1:
+            _deliver(reducer, [3], step)  # its bucket is on its way
+            with pytest.raises(lockstep.LockstepError, match=r"'p3' received more .* pass overlap=False"):
+                reducer.finish()
+            assert not reducer.is_open
+        else:
+            reducer.finish()
+
+
+def test_a_portion_that_comes_too_late_is_an_error() -> None:
+    run_ranks(_late_portion, 2)
+
+
+def _large() -> None:
+    """Large gradients go into their bucket as they come, from the second step on, and are averaged all the same."""
+    lockstep.init()
+    reducer = _reducer(sizes=(2, SMALL, SMALL + 1, 5))
+    for step in range(3):
+        for param in reducer._params:
+            param.grad = None
+        reducer.begin(sync=True, keep={})
+        _deliver(reducer, [2], step)
+        early = reducer._params[2].grad is reducer._buckets[1].views[0]
+        assert early == (step > 0)
+        _deliver(reducer, [0, 1, 3], step)
+        reducer.finish()
+        _assert_averages(reducer, step)
+
+
+def test_large_gradients_are_packed_as_they_come() -> None:
+    run_ranks(_large, 2)
+
+
+def _late_portion_of_a_large_one() -> None:
+    lockstep.init()
+    reducer = _reducer(sizes=(2, SMALL, SMALL, 5))
+    for step in range(2):
+        for param in reducer._params:
+            param.grad = None
+        reducer.begin(sync=True, keep={})
+        _deliver(reducer, [2], step)
+        if step == 1:
+            _deliver(reducer, [2, 1, 3, 0], step)  # the first portion was packed, and its bucket has not been sent
+            with pytest.raises(lockstep.LockstepError, match="'p2' received more"):
+                reducer.finish()
+        else:
+            _deliver(reducer, [1, 3, 0], step)
+            reducer.finish()
+
+
+def test_a_portion_that_comes_after_packing_is_an_error() -> None:
+    run_ranks(_late_portion_of_a_large_one, 2)
+
+
+def _abandoned() -> None:
+    lockstep.init()
+    reducer = _reducer()
+    for step in range(3):
+        for param in reducer._params:
+            param.grad = None
+        reducer.begin(sync=True, keep={})
+        if step == 1:
+            _deliver(reducer, [3, 2], step)
+            reducer.abandon()
+            for param in reducer._params:
+                param.grad = None
+            reducer.begin(sync=True, keep={})
+        _deliver(reducer, [3, 2, 1, 0], step)
+        reducer.finish()
+        _assert_averages(reducer, step)
+
+
+def test_an_abandoned_backward_leaves_a_clean_state() -> None:
+    run_ranks(_abandoned, 2)
+
+
+def _unannounced() -> None:
+    lockstep.init()
+    reducer = _reducer()
+    with pytest.raises(lockstep.LockstepError, match="a gradient arrived, but no backward began"):
+        reducer.ready_hook(0)(None)
+
+
+def test_an_event_outside_a_backward_is_an_error() -> None:
+    run_ranks(_unannounced, 1)
+
+
+def _copies() -> None:
+    """Not as views: grad stays the tensor it was, and the bucket is not shared with it."""
+    lockstep.init()
+    reducer = _reducer(as_view=False)
+    mine = [torch.zeros(param.numel()) for param in reducer._params]
+    for param, grad in zip(reducer._params, mine, strict=True):
+        param.grad = grad
+    reducer.begin(sync=True, keep={})
+    for position in (3, 2, 1, 0):
+        mine[position] += torch.arange(float(len(mine[position]))) + 100 * position + 1000 * lockstep.world().rank
+        reducer.ready_hook(position)(None)
+    reducer.finish()
+    _assert_averages(reducer, 0)
+    assert all(param.grad is grad for param, grad in zip(reducer._params, mine, strict=True))
+
+
+def test_without_views_grad_stays_the_same_tensor() -> None:
+    run_ranks(_copies, 2)

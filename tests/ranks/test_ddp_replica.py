@@ -1,0 +1,690 @@
+"""What else a replica does: agreement at construction, buffers, join, comm hooks, checks, copies, errors."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+
+import lockstep
+from tests.harness import Outcome, collect_outcomes, run_ranks
+from tests.ranks.ddp_cases import (
+    Attach,
+    assert_averaged,
+    averages,
+    batch,
+    differentiate,
+    gradients,
+    mlp,
+    name_of,
+    replicate_tiny,
+    squares,
+    wrap_tiny,
+)
+
+BOTH: list[Attach] = [replicate_tiny, wrap_tiny]
+
+# Construction -------------------------------------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """Parameters and buffers of several dtypes, all different on every rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.full((3, 2), 1.0 + rank, dtype=torch.float64))
+        self.b = nn.Parameter(torch.full((5,), 2.0 + rank, dtype=torch.bfloat16))
+        self.c = nn.Parameter(torch.full((), 3.0 + rank), requires_grad=False)
+        self.register_buffer("count", torch.tensor(4 + rank))
+        self.register_buffer("mask", torch.tensor([True, rank == 0]))
+        self.register_buffer("phase", torch.tensor([1j * rank, 2.0]))
+        self.register_buffer("nothing", torch.zeros(0, 3))
+        self.register_buffer("flipped", torch.arange(6.0).add(rank).view(2, 3).T)
+
+
+def _equal_at_start(attach: Attach) -> list[Any]:
+    w = lockstep.init()
+    model = attach(Everything(w.rank))
+    return [value.tolist() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("attach", BOTH, ids=name_of)
+def test_all_ranks_start_with_rank_0s_parameters_and_buffers(attach: Attach) -> None:
+    for got in run_ranks(_equal_at_start, 3, attach):
+        assert got == [value.tolist() for value in Everything(0).state_dict().values()]
+
+
+def _no_init_sync() -> float:
+    w = lockstep.init()
+    model = lockstep.replicate(Everything(w.rank), init_sync=False)
+    return float(model.c)
+
+
+def test_init_sync_false_sends_nothing() -> None:
+    assert run_ranks(_no_init_sync, 2) == [3.0, 4.0]
+
+
+def _in_place() -> None:
+    lockstep.init()
+    net = mlp()
+    names = list(net.state_dict())
+    assert lockstep.replicate(net) is net
+    assert list(net.state_dict()) == names
+    wrapped = lockstep.DistributedDataParallel(mlp())
+    assert list(wrapped.state_dict()) == ["module." + name for name in names]
+    assert isinstance(wrapped.module, nn.Sequential)
+
+
+def test_replicate_returns_the_module_itself_and_the_wrapper_adds_a_prefix() -> None:
+    run_ranks(_in_place, 1)
+
+
+def _named(rank: int, kind: str) -> nn.Module:
+    odd = rank == 1
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    if odd and kind == "shape":
+        model[1] = nn.Linear(7, 4)
+    elif odd and kind == "dtype":
+        model[1].double()
+    elif odd and kind == "name":
+        model = nn.Sequential()
+        model.add_module("0", nn.Linear(5, 7))
+        model.add_module("last", nn.Linear(7, 3))
+    elif odd and kind == "count":
+        model.append(nn.Linear(3, 3))
+    elif odd and kind == "frozen":
+        model[0].bias.requires_grad_(False)
+    elif odd and kind == "buffer":
+        model.register_buffer("extra", torch.zeros(2))
+    return model
+
+
+def _mismatch(kind: str, attach: Attach) -> None:
+    w = lockstep.init()
+    model = _named(w.rank, kind)
+    if kind == "option":
+        lockstep.replicate(model, bucket_cap_mb=25 - w.rank)
+    else:
+        attach(model)
+
+
+@pytest.mark.parametrize("attach", BOTH, ids=name_of)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            "shape",
+            "parameter 2, '1.weight': rank 0 has '1.weight' of shape (3, 7), torch.float32, rank 1 has '1.weight'",
+        ),
+        ("dtype", "parameter 2, '1.weight': rank 0 has '1.weight' of shape (3, 7), torch.float32"),
+        (
+            "name",
+            "parameter 2, '1.weight': rank 0 has '1.weight' of shape (3, 7), torch.float32, rank 1 has 'last.weig",
+        ),
+        ("count", "parameter 4, '2.weight': rank 0 has none at this place, rank 1 has '2.weight' of shape (3, 3)"),
+        ("frozen", "parameter 1, '0.bias'"),
+        ("buffer", "buffer 0, 'extra'"),
+        ("option", "option 1, 'bucket_cap_mb': rank 0 has bucket_cap_mb=25, rank 1 has bucket_cap_mb=24"),
+    ],
+)
+def test_different_replicas_are_an_error_on_every_rank(kind: str, text: str, attach: Attach) -> None:
+    for rank, outcome in enumerate(collect_outcomes(_mismatch, 3, kind, attach)):
+        assert outcome.error == "ReplicaMismatch", outcome.traceback
+        assert text in str(outcome.message)
+        assert f"rank {rank} of 3" in str(outcome.message)
+
+
+def _refusals() -> None:
+    lockstep.init()
+    net = mlp()
+    with pytest.raises(ValueError, match="expected one device"):
+        lockstep.DistributedDataParallel(net, device_ids=[0, 1])
+    with pytest.raises(ValueError, match="start a process for each"):
+        lockstep.DistributedDataParallel(net, device_ids=[0, 1])
+    with pytest.raises(ValueError, match="the module is on the CPU"):
+        lockstep.DistributedDataParallel(net, device_ids=[0], output_device=[0])
+    with pytest.raises(ValueError, match="output_device=0 without device_ids"):
+        lockstep.DistributedDataParallel(net, output_device=0)
+    with pytest.raises(ValueError, match="expected one device"):
+        lockstep.DistributedDataParallel(net, output_device=[0, 1])
+    with pytest.raises(RuntimeError, match="is not needed when a module doesn't have any parameter"):
+        lockstep.DistributedDataParallel(nn.ReLU())
+    with pytest.raises(ValueError, match="bucket_cap_mb=0"):
+        lockstep.replicate(net, bucket_cap_mb=0)
+    with pytest.raises(ValueError, match="check_finite='always'"):
+        lockstep.replicate(net, check_finite="always")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has no shape yet"):
+        lockstep.replicate(nn.LazyLinear(3))
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, not list"):
+        lockstep.replicate([net])  # type: ignore[type-var]
+    with pytest.raises(ValueError, match=r"is not a replica: call lockstep\.replicate"):
+        lockstep.no_sync(net)
+    lockstep.replicate(net)
+    with pytest.raises(ValueError, match="belongs to a replica already"):
+        lockstep.replicate(net)
+    with pytest.raises(ValueError, match="'weight' belongs to a replica already"):
+        lockstep.DistributedDataParallel(net[0])
+    with pytest.raises(TypeError, match="a comm hook must be callable, not int"):
+        lockstep.register_comm_hook(net, None, 3)  # type: ignore[arg-type]
+    lockstep.register_comm_hook(net, None, lockstep.bf16_compress_hook)
+    with pytest.raises(lockstep.LockstepError, match="a comm hook is registered already"):
+        lockstep.register_comm_hook(net, None, lockstep.bf16_compress_hook)
+    with pytest.warns(UserWarning, match="dim and check_reduction without effect"):
+        lockstep.DistributedDataParallel(mlp(), dim=1, check_reduction=True)
+
+
+def test_arguments_that_make_no_sense_are_refused() -> None:
+    run_ranks(_refusals, 1)
+
+
+def _no_group() -> None:
+    lockstep.replicate(mlp())
+
+
+def test_without_a_process_group_the_error_names_init() -> None:
+    (outcome,) = collect_outcomes(_no_group, 1)
+    assert outcome.error == "LockstepError"
+    assert "call lockstep.init() first" in str(outcome.message)
+
+
+def _with_torchs_group(folder: str) -> None:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    model = lockstep.DistributedDataParallel(mlp())
+    differentiate(squares(model, rank, 0))
+    expected = averages(mlp, squares, 2, [0])
+    for name, grad in gradients(model).items():
+        assert grad is not None
+        assert torch.allclose(grad, expected[name])  # type: ignore[arg-type]
+    del model
+    dist.destroy_process_group()
+
+
+def test_a_group_that_torch_opened_will_do(tmp_path: object) -> None:
+    run_ranks(_with_torchs_group, 2, str(tmp_path))
+
+
+def _subgroup() -> list[float]:
+    w = lockstep.init()
+    w.share = lockstep.BatchShare(w.rank + 1, 6)  # of the world, not of the group: it must not count
+    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+    model = lockstep.replicate(nn.Linear(1, 1, bias=False), process_group=pairs[w.rank // 2])
+    model(torch.full((1, 1), float(w.rank))).sum().backward()
+    assert model.weight.grad is not None
+    return [float(model.weight.grad)]
+
+
+def test_replicas_in_a_subgroup() -> None:
+    assert run_ranks(_subgroup, 3) == [[0.5], [0.5], [2.0]]
+
+
+def _without_parameters() -> float:
+    w = lockstep.init()
+    model = lockstep.replicate(nn.Sequential(nn.ReLU(), nn.Flatten()))
+    x = torch.full((1, 2), float(w.rank), requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    return float(x.grad.sum())
+
+
+def test_a_module_without_parameters_works() -> None:
+    assert run_ranks(_without_parameters, 2) == [0.0, 2.0]
+
+
+# Buffers ------------------------------------------------------------------------------------------------------------
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm = nn.BatchNorm1d(5, dtype=torch.float64)
+        self.net = mlp()
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.at_forward = float(self.norm.running_mean.sum())  # type: ignore[union-attr]
+        if self.training:
+            self.seen += len(x)
+        scores: Tensor = self.net(self.norm(x))
+        return scores
+
+
+def _buffers(attach: Attach) -> list[list[float]]:
+    w = lockstep.init()
+    model = attach(Normalised())
+    inner: Normalised = getattr(model, "module", model)  # type: ignore[arg-type]
+    history = []
+    for step in range(3):
+        if step == 1:
+            inner.norm.running_mean.fill_(100.0 + w.rank)  # type: ignore[union-attr]
+        differentiate(squares(model, w.rank, step))
+        history.append([inner.at_forward, float(inner.norm.running_mean.sum()), float(inner.seen)])  # type: ignore[union-attr]
+    model.eval()
+    if w.is_main:  # nothing is sent in evaluation: one rank may do it alone
+        model(batch(0, 0, 2, 5))
+    return history
+
+
+@pytest.mark.parametrize("attach", BOTH, ids=name_of)
+def test_buffers_are_rank_0s_before_each_forward_and_after_each_backward(attach: Attach) -> None:
+    first, second = run_ranks(_buffers, 2, attach)
+    assert first == second
+    assert first[1][0] == 500.0
+    alone = Normalised()
+    squares(alone, 0, 0)
+    assert first[0][1] == pytest.approx(float(alone.norm.running_mean.sum()))  # type: ignore[union-attr]
+
+
+def _own_buffers() -> float:
+    w = lockstep.init()
+    model = lockstep.replicate(Normalised(), broadcast_buffers=False)
+    differentiate(squares(model, w.rank, 0))
+    return float(model.norm.running_mean.sum())  # type: ignore[union-attr]
+
+
+def test_buffers_stay_each_ranks_own_if_asked() -> None:
+    first, second = run_ranks(_own_buffers, 2)
+    assert first != second
+
+
+def _two_forwards_with_buffers() -> None:
+    """Two forwards, one backward, and it again: sending buffers must not spoil what autograd saved."""
+    w = lockstep.init()
+    model = lockstep.replicate(Normalised())
+    loss = squares(model, w.rank, 0) + squares(model, w.rank, 1)
+    differentiate(loss, retain_graph=True)
+    differentiate(loss)
+
+
+def test_sending_buffers_does_not_spoil_a_second_backward() -> None:
+    run_ranks(_two_forwards_with_buffers, 2)
+
+
+# Join ---------------------------------------------------------------------------------------------------------------
+
+
+def _uneven(attach: Attach, divide_by_initial: bool, build: Callable[[], nn.Module]) -> list[list[float]]:
+    w = lockstep.init(timeout=20)
+    model = attach(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    history = []
+    with lockstep.join(model, divide_by_initial_world_size=divide_by_initial):
+        for step in range(2 + w.rank):
+            optimizer.zero_grad()
+            with lockstep.no_sync(model):
+                differentiate(squares(model, w.rank, 100 + step))
+            differentiate(squares(model, w.rank, step))
+            optimizer.step()
+            history.append([float(p.grad.sum()) for p in model.parameters() if p.grad is not None])
+    history.append([float(value.double().sum()) for value in model.state_dict().values()])
+    return history
+
+
+def _uneven_by_hand(world_size: int, divide_by_initial: bool) -> list[list[float]]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    history = []
+    for step in range(1 + world_size):
+        ranks = [rank for rank in range(world_size) if step < 2 + rank]
+        optimizer.zero_grad()
+        for rank in ranks:
+            loss = squares(model, rank, step) + squares(model, rank, 100 + step)
+            differentiate(loss / (world_size if divide_by_initial else len(ranks)))
+        optimizer.step()
+        history.append([float(p.grad.sum()) for p in model.parameters() if p.grad is not None])
+    history.append([float(value.sum()) for value in model.state_dict().values()])
+    return history
+
+
+@pytest.mark.parametrize("divide_by_initial", [True, False])
+@pytest.mark.parametrize("attach", BOTH, ids=name_of)
+def test_join_answers_for_ranks_that_have_run_out(attach: Attach, divide_by_initial: bool) -> None:
+    (expected,) = run_ranks(_uneven_by_hand, 1, 3, divide_by_initial)
+    for rank, history in enumerate(run_ranks(_uneven, 3, attach, divide_by_initial, mlp)):
+        assert len(history) == 2 + rank + 1
+        for got, by_hand in zip(history[:-1], expected, strict=False):
+            assert got == pytest.approx(by_hand, rel=1e-12)
+        assert history[-1] == pytest.approx(expected[-1], rel=1e-12)
+
+
+def test_join_with_buffers_and_many_buckets() -> None:
+    states = [history[-1] for history in run_ranks(_uneven, 3, replicate_tiny, True, Normalised)]
+    assert states[0] == states[1] == states[2]
+
+
+def _join_with_zero() -> list[float]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    w = lockstep.init(timeout=20)
+    model = lockstep.DistributedDataParallel(mlp())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with Join([model, optimizer]):
+        for step in range(1 + w.rank):
+            optimizer.zero_grad()
+            differentiate(squares(model, w.rank, step))
+            optimizer.step()
+    return [float(value.sum()) for value in model.state_dict().values()]
+
+
+def test_join_together_with_another_joinable() -> None:
+    first, second = run_ranks(_join_with_zero, 2)
+    assert first == second
+
+
+def _join_and_throw() -> None:
+    w = lockstep.init(timeout=20)
+    model = lockstep.replicate(mlp())
+    with lockstep.join(model, throw_on_early_termination=True):
+        for step in range(1 + w.rank):
+            differentiate(squares(model, w.rank, step))
+
+
+def test_join_can_stop_all_ranks_instead() -> None:
+    first, second = collect_outcomes(_join_and_throw, 2)
+    assert "Rank 0 exhausted all inputs" in str(first.message)
+    assert "at least one rank that exhausted inputs" in str(second.message)
+
+
+# Comm hooks ---------------------------------------------------------------------------------------------------------
+
+
+def _with_hook(attach: Attach, hook: str, tolerance: float) -> None:
+    w = lockstep.init()
+    model = attach(mlp(torch.float32))
+
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        scores: Tensor = model(batch(rank, step, 4, 5, dtype=torch.float32)).square().mean()
+        return scores
+
+    lockstep.register_comm_hook(model, None, _hook_named(hook))
+    for step in range(3):
+        model.zero_grad()
+        differentiate(loss(model, w.rank, step))
+        assert_averaged(model, lambda: mlp(torch.float32), loss, [step], tolerance=tolerance)
+
+
+@pytest.mark.parametrize("attach", BOTH, ids=name_of)
+@pytest.mark.parametrize(
+    ("hook", "tolerance"),
+    [
+        ("fp16_compress_hook", 1e-2),
+        ("bf16_compress_hook", 3e-2),
+        ("torch.allreduce_hook", 1e-6),
+        ("torch.fp16_compress_hook", 1e-2),
+        ("torch.fp16_compress_wrapper", 1e-2),
+    ],
+)
+def test_comm_hooks(attach: Attach, hook: str, tolerance: float) -> None:
+    run_ranks(_with_hook, 2, attach, hook, tolerance)
+
+
+def _hook_named(name: str) -> Any:
+    """lockstep's hooks by their names, torch's by theirs after "torch."."""
+    if not name.startswith("torch."):
+        return getattr(lockstep, name)
+    # Here and not above: importing torch's hooks warns of torch.jit's end.
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    if name == "torch.fp16_compress_wrapper":
+        return default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+    return getattr(default_hooks, name.removeprefix("torch."))
+
+
+def _what_a_hook_sees() -> list[Any]:
+    w = lockstep.init()
+    model = replicate_tiny(mlp())
+    seen: list[Any] = []
+
+    def hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        seen.append([state, bucket.index(), bucket.is_last(), bucket.buffer().numel()])
+        assert [g.shape for g in bucket.gradients()] == [p.shape for p in bucket.parameters()]
+        assert torch.equal(torch.cat([g.reshape(-1) for g in bucket.gradients()]), bucket.buffer())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(torch.full_like(bucket.buffer(), 10.0 + bucket.index()))
+        return future
+
+    lockstep.register_comm_hook(model, "a state", hook)
+    differentiate(squares(model, w.rank, 0))
+    assert {float(p.grad.min()) for p in model.parameters() if p.grad is not None} == {
+        10.0 + i for i in range(len(seen))
+    }
+    return seen
+
+
+def test_a_hook_sees_buckets_in_order_and_its_result_is_the_gradient() -> None:
+    first, second = run_ranks(_what_a_hook_sees, 2)
+    assert first == second
+    assert [entry[1] for entry in first] == list(range(len(first)))
+    assert [entry[2] for entry in first] == [False] * (len(first) - 1) + [True]
+    assert sum(entry[3] for entry in first) == sum(param.numel() for param in mlp().parameters())
+
+
+def _power_sgd() -> list[float]:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    w = lockstep.init()
+    model = lockstep.replicate(mlp(torch.float32))
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    lockstep.register_comm_hook(model, state, powerSGD_hook)
+    for step in range(4):
+        model.zero_grad()
+        model(batch(w.rank, step, 4, 5, dtype=torch.float32)).square().mean().backward()
+    return [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
+
+
+def test_torchs_power_sgd_runs_on_lockstep() -> None:
+    first, second = run_ranks(_power_sgd, 2)
+    assert first == second
+
+
+def _hook_and_unused() -> None:
+    from tests.ranks.test_ddp_gradients import Branches, branching
+
+    w = lockstep.init()
+    model = lockstep.replicate(Branches(), find_unused_parameters=True)
+    lockstep.register_comm_hook(model, None, _hook_named("torch.allreduce_hook"))
+    for step in range(2):
+        model.zero_grad()
+        differentiate(branching(model, w.rank, step))
+        assert_averaged(model, Branches, branching, [step])
+
+
+def test_unused_parameters_with_a_comm_hook() -> None:
+    run_ranks(_hook_and_unused, 2)
+
+
+# Non-finite gradients -----------------------------------------------------------------------------------------------
+
+
+def _non_finite(check: Any, hooked: bool) -> list[str]:
+    w = lockstep.init(timeout=20)
+    model = lockstep.replicate(mlp(), first_bucket_mb=1e-5, bucket_cap_mb=3e-4, check_finite=check)
+    if hooked:
+        lockstep.register_comm_hook(model, None, _hook_named("torch.allreduce_hook"))
+    differentiate(squares(model, w.rank, 0))
+    model.zero_grad()
+    poisoned = model(batch(w.rank, 1, 4, 5)).square().mean()
+    if w.rank == 1:
+        *_, last_bias = model.parameters()
+        last_bias.register_hook(lambda grad: grad * float("nan"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        poisoned.backward()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_rank_warns_of_its_own_non_finite_gradient() -> None:
+    first, second = run_ranks(_non_finite, 2, "warn", False)
+    assert first == []
+    assert len(second) == 1
+    assert "rank 1 of 2, step 1: the gradient of '4.bias' is infinite or NaN on this rank" in second[0]
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_all_ranks_stop_at_a_non_finite_gradient(hooked: bool) -> None:
+    first, second = collect_outcomes(_non_finite, 2, "raise", hooked)
+    assert (first.error, second.error) == ("NonFiniteGradient", "NonFiniteGradient"), first.traceback
+    assert "rank 0 of 2, step 1: the gradient of '4.bias' is infinite or NaN on another rank" in str(first.message)
+    assert "rank 1 of 2, step 1: the gradient of '4.bias' is infinite or NaN on this rank" in str(second.message)
+
+
+# Frozen, copied, failed ---------------------------------------------------------------------------------------------
+
+
+def _freeze_and_thaw() -> None:
+    w = lockstep.init()
+
+    def build() -> nn.Sequential:
+        model = mlp()
+        model[0].requires_grad_(False)
+        return model
+
+    model = lockstep.replicate(build(), bucket_cap_mb=3e-4)
+    differentiate(squares(model, w.rank, 0))
+    assert_averaged(model, build, squares, [0])
+    model.zero_grad()
+    model[0].requires_grad_(True)
+    for step in (1, 2):
+        model.zero_grad()
+        differentiate(squares(model, w.rank, step))
+        assert_averaged(model, mlp, squares, [step])
+    model[0].requires_grad_(False)
+    model.zero_grad()
+    differentiate(squares(model, w.rank, 3))
+    assert_averaged(model, build, squares, [3])
+
+
+def test_parameters_may_be_frozen_and_thawed() -> None:
+    run_ranks(_freeze_and_thaw, 2)
+
+
+def _copies() -> None:
+    w = lockstep.init(timeout=10)
+    model = replicate_tiny(mlp())
+    differentiate(squares(model, w.rank, 0))
+    for plain in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301  (our own bytes)
+        if w.is_main:  # a copy is a plain module: rank 0 may train it alone
+            plain.zero_grad()
+            differentiate(squares(plain, 5, 5))
+    file = io.BytesIO()
+    torch.save(model, file)
+    model.zero_grad()
+    differentiate(squares(model, w.rank, 1))
+    assert_averaged(model, mlp, squares, [1])
+
+
+def test_a_copy_of_a_replica_is_a_plain_module() -> None:
+    run_ranks(_copies, 2)
+
+
+def _copied_wrapper() -> None:
+    w = lockstep.init()
+    model = wrap_tiny(mlp())
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301  (our own bytes)
+        assert isinstance(again, lockstep.DistributedDataParallel)
+        differentiate(squares(again, w.rank, 2))
+        assert_averaged(again, mlp, squares, [2])
+    other = lockstep.DistributedDataParallel(mlp(), process_group=dist.new_group([0, 1]))
+    with pytest.raises(RuntimeError, match="only if it uses the default process group"):
+        pickle.dumps(other)
+
+
+def test_a_copy_of_the_wrapper_is_a_replica_as_in_torch() -> None:
+    run_ranks(_copied_wrapper, 2)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(*_: Any) -> Any:
+        raise ZeroDivisionError("in backward")
+
+
+def _errors_in_between() -> None:
+    w = lockstep.init()
+    model = lockstep.replicate(mlp(), first_bucket_mb=1e-5, bucket_cap_mb=3e-4)
+    for step in range(3):
+        squares(model, w.rank, 50)  # a forward whose backward never comes
+        model.zero_grad()
+        hidden = model[:3](batch(w.rank, step, 4, 5))
+        failing = model[3:](Fails.apply(hidden))  # type: ignore[no-untyped-call]
+        with pytest.raises(ZeroDivisionError):
+            failing.square().mean().backward()
+        model.zero_grad()
+        differentiate(squares(model, w.rank, step))
+        assert_averaged(model, mlp, squares, [step])
+
+
+def test_an_error_in_forward_or_backward_leaves_nothing_behind() -> None:
+    run_ranks(_errors_in_between, 2)
+
+
+def _peer_dies() -> None:
+    w = lockstep.init(timeout=30)
+    model = replicate_tiny(mlp())
+    differentiate(squares(model, w.rank, 0))
+    if w.rank == 1:
+        os._exit(7)
+    differentiate(squares(model, w.rank, 1))
+
+
+def test_a_lost_peer_is_named_with_step_and_bucket() -> None:
+    outcomes: list[Outcome] = collect_outcomes(_peer_dies, 2)
+    assert outcomes[0].error == "PeerLost", outcomes[0].traceback
+    assert "rank 0 of 2, step 1: averaging bucket 0 of" in str(outcomes[0].message)
+    assert "'4.bias'" in str(outcomes[0].message)
+    assert outcomes[1].exit_code == 7
+
+
+def _late_peer(fifo: str) -> None:
+    w = lockstep.init(timeout=1)
+    model = replicate_tiny(mlp())
+    if w.rank == 1:
+        with open(fifo) as wait_for_rank_0:
+            wait_for_rank_0.read()
+        return
+    try:
+        differentiate(squares(model, w.rank, 1))
+    finally:
+        with open(fifo, "w"):
+            pass
+
+
+def test_a_late_peer_is_a_timeout(tmp_path: Any) -> None:
+    fifo = tmp_path / "rank-0-is-done"
+    os.mkfifo(fifo)
+    outcome = collect_outcomes(_late_peer, 2, str(fifo))[0]
+    assert outcome.error == "CollectiveTimeout", outcome.traceback
+    assert "rank 0 of 2, step 0: averaging bucket 0 of" in str(outcome.message)
+
+
+def _world_of_one() -> None:
+    lockstep.init()
+    model = lockstep.replicate(mlp())
+    loss = squares(model, 0, 0)
+    differentiate(loss)
+    alone = mlp()
+    differentiate(squares(alone, 0, 0))
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_a_world_of_one_gets_exactly_its_own_gradients() -> None:
+    run_ranks(_world_of_one, 1)

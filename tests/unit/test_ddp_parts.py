@@ -1,0 +1,149 @@
+"""The parts of a replica that need no other rank."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.ddp.bucket import Bucket
+from lockstep.ddp.compare import first_difference
+from lockstep.ddp.hooks import tensors_in
+from lockstep.ddp.options import ReplicaOptions
+from lockstep.ddp.transfer import move_to
+from lockstep.ddp.waiting import failure
+from lockstep.ddp.weighting import AccumulatedWeights
+from lockstep.errors import CollectiveTimeout, PeerLost
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Nested:
+    inner: Any
+    number: int = 3
+
+
+def test_tensors_are_found_in_whatever_a_module_returns() -> None:
+    a, b, c, d = (torch.tensor(float(i)) for i in range(4))
+    holder = type("Holder", (), {})()
+    holder.tensor, holder.itself = d, holder
+    found = list(tensors_in({"x": [a, None, "text"], "y": Pair(b, Nested((c,))), "z": holder, "n": 1.5}))
+    assert [float(t) for t in found] == [0.0, 1.0, 2.0, 3.0]
+    assert list(tensors_in(None)) == []
+    assert list(tensors_in("text")) == []
+
+
+def test_move_to_keeps_the_form() -> None:
+    meta = torch.device("meta")
+    moved = move_to(meta, {"a": (torch.ones(2), [torch.ones(1), 3]), "b": Pair(torch.ones(1), "text")})
+    assert moved["a"][0].device == moved["a"][1][0].device == moved["b"].left.device == meta
+    assert moved["a"][1][1] == 3
+    assert type(moved["b"]) is Pair
+    assert type(move_to(meta, OrderedDict(x=torch.ones(1)))) is OrderedDict
+
+
+@pytest.mark.parametrize(
+    ("lists", "expected"),
+    [
+        ([[1, 2], [1, 2]], None),
+        ([[1, 2], [1, 3]], (1, 1)),
+        ([[1, 2], [1, 2, 3]], (2, 1)),
+        ([[1, 2, 3], [1, 2, 3], [1, 2], [9, 2, 3]], (0, 3)),
+        ([[]], None),
+        ([[], [1]], (0, 1)),
+    ],
+)
+def test_first_difference(lists: list[list[int]], expected: tuple[int, int] | None) -> None:
+    assert first_difference(lists) == expected
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="first_bucket_mb=-1: expected a positive number"):
+        ReplicaOptions(first_bucket_mb=-1)
+    assert ReplicaOptions(bucket_cap_mb=0.5).bucket_cap_bytes == 512 * 1024
+    assert "find_unused_parameters" not in ReplicaOptions().agreement()
+
+
+def test_a_bucket_keeps_shapes_and_strides() -> None:
+    params = [
+        nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)),
+        nn.Parameter(torch.randn(())),
+        nn.Parameter(torch.randn(6, 4)[:, ::2].detach()),
+        nn.Parameter(torch.randn(4, 3).T.detach()),
+    ]
+    bucket = Bucket(0, range(4), params)
+    assert [view.shape for view in bucket.views] == [param.shape for param in params]
+    assert bucket.views[0].stride() == params[0].stride()
+    assert bucket.views[3].stride() == params[3].stride()
+    assert bucket.views[2].is_contiguous()  # its parameter has gaps, which a bucket has not
+    grads = [torch.randn_like(param) for param in params]
+    bucket.pack(grads, torch.tensor(0.5))
+    for view, grad in zip(bucket.views, grads, strict=True):
+        assert torch.equal(view, grad * 0.5)
+    assert bucket.flat.numel() == bucket.values.numel() + 4
+
+
+@pytest.mark.parametrize("numel", [4, 100_000])
+@pytest.mark.parametrize("scale", [None, 0.25])
+def test_packing_and_unpacking(numel: int, scale: float | None) -> None:
+    params = [nn.Parameter(torch.zeros(numel)) for _ in range(3)]
+    factor = None if scale is None else torch.tensor(scale)
+    grads = [torch.arange(float(numel)) + 1000 * slot for slot in range(3)]
+    expected = [grad * (scale or 1.0) for grad in grads]
+    bucket = Bucket(0, range(3), params)
+    bucket.pack(grads, factor)
+    assert all(torch.equal(view, grad) for view, grad in zip(bucket.views, expected, strict=True))
+    params[1].grad = torch.zeros(numel)
+    bucket.unpack_by_copy()
+    assert all(torch.equal(p.grad, g) for p, g in zip(params, expected, strict=True))  # type: ignore[arg-type]
+    assert params[1].grad is not bucket.views[1]
+    bucket.unpack_as_views()
+    assert all(param.grad is view for param, view in zip(params, bucket.views, strict=True))
+    bucket.pack(list(bucket.views), factor)  # in place
+    assert all(torch.equal(v, g * (scale or 1.0)) for v, g in zip(bucket.views, expected, strict=True))
+    bucket.pack_some([None, grads[1], None], factor)
+    assert [float(view.abs().sum()) > 0 for view in bucket.views] == [False, True, False]
+
+
+def _backward(param: nn.Parameter, value: float) -> None:
+    (param * value).sum().backward()
+
+
+def _accumulate(weights: AccumulatedWeights, param: nn.Parameter, weight: float, value: float, synced: bool) -> Tensor:
+    bucket_weight, _ = weights.enter(weight, {0})
+    _backward(param, value)
+    weights.leave(synced=synced)
+    return torch.zeros(2) if param.grad is None or bucket_weight == 0 else param.grad * bucket_weight
+
+
+def test_accumulated_weights_are_those_of_each_backward() -> None:
+    param = nn.Parameter(torch.ones(2))
+    weights = AccumulatedWeights([param])
+    _accumulate(weights, param, 1.5, 1.0, synced=False)
+    _accumulate(weights, param, 1.5, 10.0, synced=False)
+    _accumulate(weights, param, 0.0, float("nan"), synced=False)
+    total = _accumulate(weights, param, 0.5, 100.0, synced=True)
+    assert total.tolist() == [1.5 + 15.0 + 50.0] * 2
+    param.grad = None
+    assert _accumulate(weights, param, 2.0, 1.0, synced=True).tolist() == [2.0, 2.0]
+    assert not param._backward_hooks
+
+
+def test_an_empty_slice_leaves_grad_as_it_was() -> None:
+    param = nn.Parameter(torch.ones(2))
+    weights = AccumulatedWeights([param])
+    _accumulate(weights, param, 0.0, float("nan"), synced=True)
+    assert param.grad is None
+    param.grad = torch.full((2,), 3.0)
+    _accumulate(weights, param, 0.0, float("nan"), synced=True)
+    assert param.grad.tolist() == [3.0, 3.0]
+
+
+def test_failures_tell_late_from_lost() -> None:
+    assert isinstance(failure(RuntimeError("Timed out waiting 1000ms for recv"), "here"), CollectiveTimeout)
+    assert isinstance(failure(RuntimeError("Connection closed by peer"), "here"), PeerLost)

@@ -1,0 +1,99 @@
+"""Walking, emptying and fingerprinting batches of any shape."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
+from torch.utils.data import default_collate
+
+from lockstep.sampling.nested import fingerprint, map_leaves, nothing_of, tensors_of, to_device
+
+
+class Pair(NamedTuple):
+    image: Any
+    name: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    image: torch.Tensor
+    names: list[str]
+
+
+def _empty(collate: Any, sample: Any) -> Any:
+    return nothing_of(collate([sample]), collate([sample, sample]))
+
+
+def test_default_collate_empties_to_the_right_dtypes_and_shapes() -> None:
+    sample = {"image": torch.ones(3, 4, dtype=torch.float16), "label": 7, "weight": 0.5, "name": "a", "id": np.int32(1)}
+    empty = _empty(default_collate, sample)
+    assert empty["image"].shape == (0, 3, 4)
+    assert empty["image"].dtype == torch.float16
+    assert empty["label"].shape == (0,)
+    assert empty["label"].dtype == torch.int64
+    assert empty["weight"].dtype == torch.float64
+    assert empty["id"].dtype == torch.int32
+    assert empty["name"] == []
+
+
+def test_containers_keep_their_types() -> None:
+    empty = _empty(default_collate, Pair(torch.ones(2), "x"))
+    assert type(empty) is Pair
+    assert empty.image.shape == (0, 2)
+    assert list(empty.name) == []
+    tree: Any = [OrderedDict(a=1), UserDict(b=2), (3,), Record(torch.ones(1), ["n"])]
+    doubled = map_leaves(tree, lambda leaf: leaf * 2)
+    assert [type(part) for part in doubled] == [OrderedDict, UserDict, tuple, Record]
+    assert doubled[1]["b"] == 4
+    assert doubled[3].image.tolist() == [2.0]
+    assert tree[0]["a"] == 1, "the original must stay as it was"
+
+
+def test_custom_layouts_are_emptied_along_the_dimension_that_counts_samples() -> None:
+    def columns(samples: list[Any]) -> Any:
+        """Batch second, lists of per-sample targets, a count, and a constant."""
+        return pad_sequence(samples), [{"box": sample} for sample in samples], len(samples), torch.eye(2), "v1"
+
+    padded, targets, count, constant, version = _empty(columns, torch.ones(5, 3))
+    assert padded.shape == (5, 0, 3)
+    assert targets == []
+    assert count == 0
+    assert torch.equal(constant, torch.eye(2))
+    assert version == "v1"
+
+
+def test_rows_that_are_concatenated_are_emptied_whole() -> None:
+    assert _empty(torch.cat, torch.ones(7, 2)).shape == (0, 2)
+
+
+def test_dataclass_batches_are_emptied() -> None:
+    empty = _empty(lambda samples: Record(torch.stack(samples), ["n"] * len(samples)), torch.ones(2))
+    assert empty.image.shape == (0, 2)
+    assert empty.names == []
+
+
+def test_objects_that_move_themselves_are_asked_to() -> None:
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    moved = to_device({"packed": packed, "n": 3}, torch.device("cpu"))
+    assert isinstance(moved["packed"], PackedSequence)
+    assert moved["n"] == 3
+    assert len(tensors_of([torch.ones(1), {"a": (torch.ones(2), "text")}])) == 2
+
+
+def test_fingerprints_tell_contents_apart() -> None:
+    batch = [torch.arange(4.0), "a", 1, np.arange(3)]
+    assert fingerprint(batch) == fingerprint([torch.arange(4.0), "a", 1, np.arange(3)])
+    different: list[list[Any]] = [
+        [torch.arange(4.0) + 1, "a", 1, np.arange(3)],
+        [torch.arange(4.0), "b", 1, np.arange(3)],
+        [torch.arange(4.0), "a", 2, np.arange(3)],
+        [torch.arange(4.0), "a", 1, np.arange(3) + 1],
+        [torch.arange(4.0).bfloat16(), "a", 1, np.arange(3)],
+    ]
+    assert len({fingerprint(other) for other in [batch, *different]}) == 6
+    assert fingerprint([object()]) == fingerprint([object()]), "addresses must not count"

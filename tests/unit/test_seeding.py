@@ -1,0 +1,60 @@
+"""Generators are seeded from one number and put back as they were."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+
+from lockstep.sampling.seeding import can_be_random, preserved_generators, seed_generators
+
+
+def _draw() -> tuple[float, float, float, float]:
+    return torch.rand(()).item(), random.random(), float(np.random.rand()), torch.randn(()).item()
+
+
+def test_a_seed_decides_all_three_generators() -> None:
+    with preserved_generators():
+        seed_generators(2**63 + 5)
+        first = _draw()
+        seed_generators(7)
+        other = _draw()
+        seed_generators(2**63 + 5)
+        again = _draw()
+    assert first == again
+    assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_generators_are_put_back_even_after_an_error() -> None:
+    def fail() -> None:
+        with preserved_generators():
+            seed_generators(1)
+            _draw()
+            raise KeyError("x")
+
+    with preserved_generators():
+        seed_generators(99)
+        undisturbed = _draw()
+        seed_generators(99)
+        with pytest.raises(KeyError):
+            fail()
+        assert _draw() == undisturbed
+
+
+class _Anything(Dataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+
+def test_only_known_datasets_are_trusted_not_to_be_random() -> None:
+    tensors = TensorDataset(torch.arange(3))
+    assert not can_be_random(tensors)
+    assert not can_be_random(Subset(ConcatDataset([tensors, tensors]), [0]))
+    assert not can_be_random(StackDataset(tensors, tensors))
+    assert not can_be_random([1, 2])
+    assert can_be_random(_Anything())
+    assert can_be_random(ConcatDataset([tensors, _Anything()]))
+    assert can_be_random(StackDataset(a=tensors, b=_Anything()))

@@ -1,8 +1,8 @@
 """The README's and the docs' code blocks are run as a reader would run them.
 
-Blocks of one document run in order, in one folder that also holds ``examples/``. A Python block is saved first, under
-the name in its first line (``# train.py``) if it has one, so that later commands can start it. A block that can't be
-run here stands under a comment that says why: ``<!-- not run: the reason -->``.
+Blocks of one document run in order, in one folder that also holds ``examples/``. A Python block whose first line names
+a file (``# train.py``) is saved under that name; if a command below starts it, it runs there and not before. A block
+that can't be run here stands under a comment that says why: ``<!-- not run: the reason -->``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ class Block:
     reason: str | None
     line: int
 
+    @property
+    def file(self) -> str | None:
+        """The file that the first line names."""
+        name = re.match(r"# (\S+\.py)\n", self.code)
+        return name[1] if name else None
+
 
 def blocks(document: Path) -> list[Block]:
     text = document.read_text()
@@ -44,22 +50,19 @@ def blocks(document: Path) -> list[Block]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_block_runs(document: Path, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    ran = 0
-    for block in blocks(document):
-        if block.reason is None:
-            run(block, document, tmp_path)
-            ran += 1
-    print(f"{document.name}: {ran} block(s) ran")
-
-
-def run(block: Block, document: Path, folder: Path) -> None:
-    if block.language == "python":
-        name = re.match(r"# (\S+\.py)\n", block.code)
-        script = folder / (name[1] if name else f"block_{block.line}.py")
+    chosen = [block for block in blocks(document) if block.reason is None]
+    commands = "".join(block.code for block in chosen if block.language == "bash")
+    for block in chosen:
+        if block.language == "bash":
+            run(["bash", "-euo", "pipefail", "-c", block.code], block, document, tmp_path)
+            continue
+        script = tmp_path / (block.file or f"block_{block.line}.py")
         script.write_text(block.code)
-        command = [sys.executable, str(script)]
-    else:
-        command = ["bash", "-euo", "pipefail", "-c", block.code]
+        if block.file is None or block.file not in commands:
+            run([sys.executable, str(script)], block, document, tmp_path)
+
+
+def run(command: list[str], block: Block, document: Path, folder: Path) -> None:
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,15 +65,13 @@ def write(root: Path, snapshot: Snapshot) -> Path:
 
 
 def _manifest(snapshot: Snapshot, draft: storage.Draft) -> Manifest:
-    # Looked up, not imported: the package names every room, and importing it would tie this room to all of them.
-    version = str(sys.modules["lockstep"].__version__)
     return Manifest(
         step=snapshot.step,
         epoch=snapshot.epoch,
         in_epoch=snapshot.in_epoch,
         world_size=snapshot.world_size,
         written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        versions={"lockstep": version, "torch": str(torch.__version__), "python": platform.python_version()},
+        versions={"lockstep": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         files=dict(draft.files),
     )
 

@@ -26,6 +26,8 @@ from lockstep.identity import Identity
 _world: World | None = None
 #: Whether shutdown() may destroy the default group: not if the user's own code opened it.
 _owns_group = False
+#: Groups opened in this process so far, the same number on every rank.
+_groups_opened = 0
 
 
 def init(backend: str | None = None, *, timeout: float | timedelta | None = None, seed: int | None = 0) -> World:
@@ -178,8 +180,10 @@ def _identity_of_open_group(identity: Identity) -> Identity:
 
 
 def _open_group(backend: str, identity: Identity, timeout: float, device: torch.device) -> None:
+    global _groups_opened
     limit = timedelta(seconds=timeout)
     try:
+        _groups_opened += 1
         store = _rendezvous_store(identity, limit)
         dist.init_process_group(
             backend,
@@ -205,7 +209,9 @@ def _rendezvous_store(identity: Identity, timeout: timedelta) -> Store:
         return HashStore()
     path = knobs.store()
     if path is not None:
-        store = FileStore(path, identity.world_size)
+        # A file of its own for each group: torch removes the file when the last rank lets go of it, which may be after
+        # the first rank has come back for the next group.
+        store = FileStore(f"{path}-{_groups_opened}", identity.world_size)
         store.set_timeout(timeout)
         return store
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]

@@ -28,8 +28,8 @@ format: $(READY)  ## let ruff format the code
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)  ## measure launch and step times against torch (some minutes; nothing else should run meanwhile)
-	$(BIN)/python benchmarks/launch.py
-	$(BIN)/python benchmarks/step.py
+	$(BIN)/python -m benchmarks.launch
+	$(BIN)/python -m benchmarks.step
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build src/*.egg-info

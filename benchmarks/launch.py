@@ -3,7 +3,7 @@
 All ways are measured in turn within one run, so that a slow minute of the machine hits each of them. The clock starts
 when the command is started; rank 0 reads it after its first all-reduce, and the parent after the command has ended.
 
-    python benchmarks/launch.py [--rounds N] [--ranks 2,4] [--write]
+    python -m benchmarks.launch [--rounds N] [--ranks 2,4] [--write]
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Two ranks with one thread each train the same model in all four ways within one run. The ways alternate in rounds, so
 that whatever else the machine does meets all of them; medians over the rounds, of the slower rank, are shown.
 
-    python benchmarks/step.py [--quick] [--write] [--ranks 2] [--backend gloo] [--only TEXT]
+    python -m benchmarks.step [--quick] [--write] [--ranks 2] [--backend gloo] [--only TEXT]
 """
 
 from __future__ import annotations

@@ -229,6 +229,22 @@ def test_another_world_size_is_said(tmp_path: Path) -> None:
     assert ranks[1][2] == []
 
 
+def _restore_from_a_folder_that_went(folder: str) -> None:
+    world = lockstep.init()
+    _, _, _, saved = _bench(folder)
+    world.barrier()
+    if world.is_main:
+        Path(folder).rmdir()
+    saved.restore()
+
+
+def test_a_folder_that_went_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    for outcome in collect_outcomes(_restore_from_a_folder_that_went, 2, str(tmp_path / "run")):
+        assert outcome.error == "CheckpointError", outcome.traceback
+        assert "rank 0: " in str(outcome.message)
+        assert "No such file or directory" in str(outcome.message)
+
+
 def _unwritable(folder: str) -> None:
     lockstep.init()
     _bench(folder)

@@ -122,6 +122,19 @@ class Embeddings(nn.Module):
         return scores
 
 
+class Complex(nn.Module):
+    """Complex parameters in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.net = nn.Linear(5, 3, dtype=torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.net(x.to(torch.complex128)).abs()
+        return scores
+
+
 @dataclass
 class Scores:
     values: Tensor
@@ -218,6 +231,11 @@ def test_gradients_are_averages(attach: Attach, world_size: int) -> None:
 )
 def test_models_of_many_kinds(attach: Attach, build: Build, loss: Loss, tolerance: float) -> None:
     run_ranks(_train_many_kinds, 2, attach, build, loss, tolerance)
+
+
+@pytest.mark.parametrize("attach", [replicate_tiny, wrap_tiny], ids=name_of)
+def test_complex_gradients_keep_their_precision(attach: Attach) -> None:
+    run_ranks(_train_many_kinds, 3, attach, Complex, squares, 1e-12)  # a third is no exact float32
 
 
 def _train_many_kinds(attach: Attach, build: Build, loss: Loss, tolerance: float) -> None:

@@ -173,6 +173,16 @@ def test_a_barrier_after_a_rank_left_says_so_at_once() -> None:
     assert "rank 0 of 2: the barrier failed because a rank is gone" in str(outcome.message)
 
 
+def _meet_at_barrier(backend: str) -> None:
+    w = lockstep.init(backend)
+    w.barrier(timeout=30)
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:gloo,cuda:gloo"])
+def test_a_barrier_of_a_group_with_a_backend_for_each_kind_of_device(backend: str) -> None:
+    run_ranks(_meet_at_barrier, 2, backend)
+
+
 def _init_with(backend: str) -> None:
     lockstep.init(backend)
 

@@ -47,8 +47,22 @@ def test_a_signal_is_passed_on_once_and_the_grace_period_kept(signum: signal.Sig
     assert policy.tick(11.0) == [Order(SIGKILL, (1,))]
 
 
+def _running(ranks: int) -> Policy:
+    policy = Policy(range(ranks), grace=10)
+    for rank in range(ranks):
+        policy.started(rank, 1000 + rank)
+    return policy
+
+
+def test_a_signal_from_the_terminal_reaches_ranks_that_were_not_there_yet() -> None:
+    policy = Policy(range(3), grace=10)
+    policy.started(0, 1000)
+    assert policy.signalled(SIGINT, delivered=True, now=1.0) == [Order(SIGINT, (1, 2))]
+    assert [policy.states[rank].stopped_at for rank in range(3)] == [1.0, 1.0, 1.0]
+
+
 def test_a_signal_from_the_terminal_is_there_already() -> None:
-    policy = Policy(range(2), grace=10)
+    policy = _running(2)
     assert policy.signalled(SIGINT, delivered=True, now=1.0) == []
     assert policy.deadline == 11.0
 
@@ -79,7 +93,7 @@ def test_a_failure_while_stopping_changes_nothing() -> None:
 
 
 def test_an_impatient_user_need_not_wait_for_a_failed_job() -> None:
-    policy = Policy(range(2), grace=10)
+    policy = _running(2)
     policy.exited(1, 1, at=1.0)
     assert policy.signalled(SIGINT, delivered=True, now=1.1) == []
     assert policy.signalled(SIGINT, delivered=True, now=1.4) == [Order(SIGKILL, (0,))]

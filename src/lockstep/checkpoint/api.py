@@ -222,8 +222,7 @@ class Checkpointer:
             CheckpointMismatch: the checkpoint is of another model, optimizer, scheduler or dataset.
             CheckpointError: the ranks do not see the same folder.
         """
-        listing = [folder.name for folder in storage.checkpoints(self.folder)] if self._world.is_main else []
-        _, listings = together(self._world, lambda: listing, lambda names: names)
+        _, listings = together(self._world, self._listing, lambda names: names)
         damaged: list[str] = []
         for name in listings[0]:
             try:
@@ -244,6 +243,10 @@ class Checkpointer:
             raise CheckpointCorrupt(f"{self.folder}: no checkpoint there is whole: {'; '.join(damaged)}")
         self._owns_folder = True
         return None
+
+    def _listing(self) -> list[str]:
+        """Rank 0's names of the checkpoints there, newest first."""
+        return [folder.name for folder in storage.checkpoints(self.folder)] if self._world.is_main else []
 
     def _read_and_compare(self, folder: Path) -> Contents:
         contents = read(folder)

@@ -97,10 +97,12 @@ class World:
         begun = time.monotonic()
         limit = timedelta(seconds=self.timeout if timeout is None else timeout)
         try:
-            if group_device(self.group).type == "cpu":
-                dist.monitored_barrier(self.group, timeout=limit, wait_all_ranks=True)
+            if "cpu:gloo" in dist.get_backend_config(self.group).split(","):
+                # The group's own method: dist.monitored_barrier refuses a group that has NCCL beside gloo.
+                self.group.monitored_barrier(limit, wait_all_ranks=True)  # type: ignore[attr-defined]  # not in the stubs
             else:
-                work = dist.barrier(self.group, async_op=True, device_ids=[torch.cuda.current_device()])
+                devices = [torch.cuda.current_device()] if group_device(self.group).type == "cuda" else None
+                work = dist.barrier(self.group, async_op=True, device_ids=devices)
                 if work is not None:
                     work.wait(limit)
         except RuntimeError as error:

@@ -333,7 +333,7 @@ class Reducer:
         factor = self._weight if self._comm_hook is not None else self._weight / self._divisor
         if factor == 1:
             return None
-        dtype = bucket.flat.dtype if bucket.flat.dtype in (torch.float32, torch.float64) else torch.float32
+        dtype = torch.float64 if bucket.flat.dtype in (torch.float64, torch.complex128) else torch.float32
         scale = self._scales.get((factor, dtype))
         if scale is None:
             if len(self._scales) > 64:

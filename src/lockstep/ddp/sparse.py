@@ -84,7 +84,10 @@ class SparseSlot:
             wait_for(second.wait, self._describe)
         kept_indices = torch.cat([part[:count] for part, count in zip(all_indices, rows, strict=True)])
         kept_values = torch.cat([part[:count] for part, count in zip(all_values, rows, strict=True)])
-        summed = torch.sparse_coo_tensor(kept_indices.unsqueeze(0), kept_values, self._param.shape)
+        # The rows come from gradients that torch made; saying so ends its warning that nothing checks them.
+        summed = torch.sparse_coo_tensor(
+            kept_indices.unsqueeze(0), kept_values, self._param.shape, check_invariants=False
+        )
         return summed.coalesce()
 
     def _describe(self) -> str:

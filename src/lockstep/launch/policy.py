@@ -99,7 +99,7 @@ class Policy:
 
         Args:
             signum: SIGINT, SIGTERM, SIGHUP or SIGQUIT (which is never polite).
-            delivered: the ranks have it already, from the terminal.
+            delivered: the ranks that run have it already, from the terminal.
             now: on the monotonic clock, in seconds.
         """
         again, self._last_signal = now - self._last_signal, now
@@ -108,7 +108,7 @@ class Policy:
             if signum != signal.SIGQUIT:
                 self.deadline = now + self.grace
                 orders = self._order(signum, now)
-                return [] if delivered else orders
+                return self._to_those_not_yet_started(orders) if delivered else orders
         elif again < _SAME_SIGNAL:
             return []
         return self._kill(now)
@@ -126,6 +126,11 @@ class Policy:
         self._killed = True
         self.deadline = now + _UNKILLABLE
         return self._order(signal.SIGKILL, now)
+
+    def _to_those_not_yet_started(self, orders: list[Order]) -> list[Order]:
+        """A rank that is being forked just now was no process yet when the terminal sent the signal."""
+        for_them = [(o.signum, tuple(r for r in o.ranks if self.states[r].pid is None)) for o in orders]
+        return [Order(signum, ranks) for signum, ranks in for_them if ranks]
 
     def _order(self, signum: signal.Signals, now: float) -> list[Order]:
         for rank in self.alive:

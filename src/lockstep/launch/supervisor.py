@@ -192,7 +192,8 @@ class Watcher:
             return
         for message in messages:
             if message["is"] == "ready":
-                self._fork_all()
+                if not self._policy.stopping:  # else a signal came with this message, and there is nothing to start
+                    self._fork_all()
             elif message["is"] == "started":
                 self._policy.started(message["rank"], message["pid"])
             elif message["is"] == "exited":

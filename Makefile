@@ -12,7 +12,7 @@ help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 14
 
 demo: $(READY)  ## train a digit classifier on two replicas and load its checkpoint on one device
-	$(BIN)/lockstep run -n 2 -m lockstep.recipes.digits
+	$(BIN)/lockstep run -n 2 -m lockstep.recipes.digits --backend gloo  # on the CPU: runs on any machine
 
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest

@@ -82,7 +82,12 @@ class Identity:
                 "its device: start with lockstep run or torchrun, or set LOCAL_RANK and LOCAL_WORLD_SIZE"
             )
         local_rank = _integer(env, "LOCAL_RANK", 0)
-        # torch.distributed.launch before torchrun did not set LOCAL_WORLD_SIZE; without a node rank there is one node.
+        if "LOCAL_WORLD_SIZE" not in env and local_rank != rank < world_size:
+            raise EnvironmentMismatch(
+                f"RANK={rank} and LOCAL_RANK={local_rank} differ, so there are several machines, but LOCAL_WORLD_SIZE "
+                "is not set: set it to the number of ranks on each machine (torchrun and lockstep do)"
+            )
+        # torch.distributed.launch before torchrun did not set LOCAL_WORLD_SIZE; equal ranks mean one machine.
         local_world_size = _integer(env, "LOCAL_WORLD_SIZE", world_size)
         node_rank = _integer(env, "GROUP_RANK", (rank - local_rank) // max(1, local_world_size))
         return cls(rank, world_size, local_rank, local_world_size, node_rank, launched=True)

@@ -309,6 +309,22 @@ def test_a_stream_that_splits_itself_by_rank_is_refused() -> None:
         assert "the ranks read different streams" in outcome.message
 
 
+class EmptyOnRankOne(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([torch.zeros(2)] * (4 if lockstep.world().rank == 0 else 0))
+
+
+def _empty_on_one_rank() -> None:
+    lockstep.init(timeout=20)
+    list(lockstep.shard(DataLoader(EmptyOnRankOne(), batch_size=4)))
+
+
+def test_a_stream_that_is_empty_on_one_rank_is_refused_at_once() -> None:
+    for outcome in collect_outcomes(_empty_on_one_rank, 2, timeout=15):
+        assert outcome.error == "LockstepError"
+        assert "None for an empty stream" in str(outcome.message)
+
+
 class OwnIteration(DataLoader[Any]):
     def __iter__(self) -> Any:
         return super().__iter__()

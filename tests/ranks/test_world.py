@@ -183,6 +183,37 @@ def test_a_barrier_of_a_group_with_a_backend_for_each_kind_of_device(backend: st
     run_ranks(_meet_at_barrier, 2, backend)
 
 
+def _leave_before_mean() -> None:
+    w = lockstep.init()
+    if w.rank == 1:
+        os._exit(0)
+    w.mean(1.0)
+
+
+def _late_for_all_reduce(fifo: str) -> None:
+    w = lockstep.init(timeout=1)
+    if w.rank == 1:
+        with open(fifo) as wait_for_rank_0:
+            wait_for_rank_0.read()
+        return
+    try:
+        w.all_reduce(1)
+    finally:
+        with open(fifo, "w"):
+            pass
+
+
+def test_collectives_name_this_rank_and_what_it_was_doing(tmp_path: Path) -> None:
+    gone = collect_outcomes(_leave_before_mean, 2, timeout=20)[0]
+    assert gone.error == "PeerLost"
+    assert "rank 0 of 2: World.mean(): a rank is gone" in str(gone.message)
+    fifo = tmp_path / "rank-0-is-done"
+    os.mkfifo(fifo)
+    late = collect_outcomes(_late_for_all_reduce, 2, str(fifo), timeout=20)[0]
+    assert late.error == "CollectiveTimeout"
+    assert "rank 0 of 2: World.all_reduce(): a rank did not arrive in time" in str(late.message)
+
+
 def _init_with(backend: str) -> None:
     lockstep.init(backend)
 

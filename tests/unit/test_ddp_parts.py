@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.waiting import failure
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.compare import first_difference
 from lockstep.ddp.hooks import tensors_in
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.transfer import move_to
-from lockstep.ddp.waiting import failure
 from lockstep.ddp.weighting import AccumulatedWeights
 from lockstep.errors import CollectiveTimeout, PeerLost
 

@@ -51,6 +51,7 @@ def test_mpirun_makes_one_job_not_many(env: dict[str, str]) -> None:
         ({"RANK": "0"}, "RANK=0 is set but WORLD_SIZE is not"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set but RANK is not"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK is not"),
+        ({"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}, "LOCAL_WORLD_SIZE is not set"),
         ({"RANK": "two", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='two': expected a whole number"),
         ({"RANK": "", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='': expected a whole number"),
         ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=2 does not fit WORLD_SIZE=2: expected 0 to 1"),

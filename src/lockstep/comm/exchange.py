@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.waiting import wait_for
+
 
 def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """**Local.** A device whose tensors ``group`` can carry: the CPU where it can, else the current CUDA device."""
@@ -32,15 +34,26 @@ def all_gather_records(record: Any, group: dist.ProcessGroup | None = None) -> l
     Args:
         record: anything JSON can say; it may differ in length from rank to rank.
         group: the process group; the default group if None.
+
+    Raises:
+        CollectiveTimeout, PeerLost: another rank is late or gone.
     """
     device = group_device(group)
     payload = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
     world_size = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
-    dist.all_gather(sizes, torch.tensor([payload.numel()], dtype=torch.int64, device=device), group=group)
+    rank = dist.get_rank(group)
+
+    def gather(parts: list[torch.Tensor], mine: torch.Tensor) -> None:
+        wait_for(
+            lambda: dist.all_gather(parts, mine, group=group),
+            lambda: f"rank {rank} of {world_size}: exchanging records with the other ranks",
+        )
+
+    gather(sizes, torch.tensor([payload.numel()], dtype=torch.int64, device=device))
     lengths = [int(size) for size in sizes]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: payload.numel()] = payload
     rows = [torch.empty(max(lengths), dtype=torch.uint8, device=device) for _ in range(world_size)]
-    dist.all_gather(rows, padded.to(device), group=group)
+    gather(rows, padded.to(device))
     return [json.loads(row.cpu().numpy().tobytes()[:length]) for row, length in zip(rows, lengths, strict=True)]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.exchange import all_gather_records, group_device
+from lockstep.comm.waiting import wait_for
 from lockstep.errors import CollectiveTimeout, PeerLost
 from lockstep.identity import Identity
 from lockstep.share import BatchShare
@@ -130,6 +131,7 @@ class World:
         Raises:
             ValueError: ``op`` is none of these.
             TypeError: ``value`` is not a number or a tensor.
+            CollectiveTimeout, PeerLost: another rank is late or gone.
         """
         if op not in _REDUCE_OPS:
             raise ValueError(f"op={op!r}: expected one of {', '.join(map(repr, _REDUCE_OPS))}")
@@ -142,7 +144,7 @@ class World:
             raise TypeError(f"all_reduce takes an int, a float or a tensor, not {type(value).__name__}")
         if op == "mean" and not (total.is_floating_point() or total.is_complex()):
             total = total.to(torch.float64)
-        dist.all_reduce(total, op=_REDUCE_OPS[op], group=self.group)
+        self._all_reduce(total, _REDUCE_OPS[op], "all_reduce")
         if op == "mean":
             total /= self.world_size
         if isinstance(value, torch.Tensor):
@@ -161,6 +163,7 @@ class World:
 
         Raises:
             ValueError: ``samples`` is negative, or no rank has any sample.
+            CollectiveTimeout, PeerLost: another rank is late or gone.
         """
         count = samples if samples is not None else 1 if self.share is None else self.share.local_samples
         if count < 0:
@@ -168,17 +171,24 @@ class World:
         own = float(value.detach() if isinstance(value, torch.Tensor) else value)
         number = own * count if count else 0.0
         sums = torch.tensor([number, float(count)], dtype=torch.float64, device=group_device(self.group))
-        dist.all_reduce(sums, group=self.group)
+        self._all_reduce(sums, dist.ReduceOp.SUM, "mean")
         total, samples_in_all = sums.tolist()
         if samples_in_all == 0:
             raise ValueError("mean over no samples: every rank passed samples=0")
         return float(total / samples_in_all)
 
+    def _all_reduce(self, total: torch.Tensor, op: Any, name: str) -> None:
+        wait_for(
+            lambda: dist.all_reduce(total, op=op, group=self.group),
+            lambda: f"rank {self.rank} of {self.world_size}: World.{name}()",
+        )
+
     @contextmanager
     def main_first(self) -> Iterator[None]:
         """**Collective.** Rank 0 runs the block first, the others after it: to prepare a file once, then read it.
 
-        If rank 0 fails in the block, the other ranks raise too instead of running it.
+        If rank 0 fails in the block, the other ranks raise too instead of running it. They wait for it no longer than
+        the world's timeout: raise that for a long download.
         """
         failed = False
         if not self.is_main:

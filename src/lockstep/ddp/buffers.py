@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.ddp.waiting import wait_for
+from lockstep.comm.waiting import wait_for
 
 #: Bytes sent at once: enough to be fast, not so much that the copies fill the memory.
 _CHUNK = 64 * 1024 * 1024

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
 from lockstep.comm.exchange import group_device
-from lockstep.ddp.waiting import wait_for
+from lockstep.comm.waiting import wait_for
 
 
 @dataclass(frozen=True)

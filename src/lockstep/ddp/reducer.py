@@ -38,11 +38,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from lockstep.comm.waiting import wait_for
 from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.compress import CommHook, GradBucket
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.sparse import SparseSlot
-from lockstep.ddp.waiting import wait_for
 from lockstep.errors import LockstepError
 
 _NEVER = 1 << 62

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.ddp.waiting import wait_for
+from lockstep.comm.waiting import wait_for
 
 #: What a rank says instead of its number of rows if it did not use the parameter at all.
 _UNUSED = -1

@@ -56,6 +56,12 @@ class LogFolder:
         assert self.path is not None, "no log was opened yet"
         return self.path / f"rank{rank}.log"
 
+    def unseen(self, ranks: Iterable[int]) -> list[int]:
+        """Those of ``ranks`` whose output went into a folder that the user did not choose, and is there to read."""
+        if self.path is None or self._given is not None:
+            return []
+        return [rank for rank in ranks if self.log(rank).exists() and self.log(rank).stat().st_size > 0]
+
     def close(self, ranks: Iterable[int]) -> None:
         """Remove what stayed empty in a folder of our own, and old jobs beyond the newest ones."""
         if self.path is not None and self._given is None:

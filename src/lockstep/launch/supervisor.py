@@ -126,7 +126,9 @@ class Watcher:
             self._zygote.wait(limit=1.0)  # its exit code, before the sweep reaps it
             processes.sweep(patience=_PATIENCE)  # see Note [No orphans]
         self._drain()
-        return self._conclude()
+        code = self._conclude()
+        self._name_logs()
+        return code
 
     def close(self) -> None:
         """End whatever is left, on any way out."""
@@ -241,6 +243,15 @@ class Watcher:
         if not self._policy.done:
             return self._conclude_without_zygote()
         return 0
+
+    def _name_logs(self) -> None:
+        """Output that nobody has seen must not be lost for want of knowing where it is."""
+        streams = self._streams
+        hidden = [rank for rank, k in self._local_rank.items() if streams.logged(k) and not streams.shown(k)]
+        unseen = self._logs.unseen(hidden)
+        if unseen:
+            ranks = f"rank {unseen[0]}" if len(unseen) == 1 else f"ranks {', '.join(map(str, unseen))}"
+            _say(f"what {ranks} wrote is in {self._logs.path}")
 
     def _conclude_without_zygote(self) -> int:
         code = self._zygote.wait(limit=1.0) or 0

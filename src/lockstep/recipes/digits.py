@@ -107,18 +107,17 @@ def train(world: lockstep.World, options: argparse.Namespace) -> None:
     if losses:
         world.print(f"training loss {sparkline(losses)}  {losses[0]:.3f} -> {losses[-1]:.4f}")
     world.print(f"test accuracy {accuracy:.4f} on {len(test_set)} pictures, over {world.world_size} rank(s)")
-    is_main = world.is_main
     lockstep.shutdown()
-    if is_main:
-        check_alone(folder, test_set, accuracy)
+    if world.is_main:
+        check_alone(folder, test_set, accuracy, world.device)
 
 
-def check_alone(folder: Path, test_set: TensorDataset, expected: float) -> None:
+def check_alone(folder: Path, test_set: TensorDataset, expected: float, device: torch.device) -> None:
     """**Local.** Load the newest checkpoint into a fresh model, as a single device would, and test it again."""
-    model = DigitNet()
+    model = DigitNet().to(device)
     lockstep.load_weights(folder, model)
     images, labels = test_set.tensors
-    guesses = predict(model, images)
+    guesses = predict(model, images.to(device)).cpu()
     accuracy = (guesses == labels).double().mean().item()
     print(f"loaded {folder} in one process: test accuracy {accuracy:.4f}")
     if accuracy != expected:
@@ -189,6 +188,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=30, help="passes over the training set (default: 30)")
     parser.add_argument("--batch-size", type=int, default=64, help="global batch, over all ranks (default: 64)")
     parser.add_argument("--lr", type=float, default=2e-3, help="AdamW's learning rate (default: 0.002)")
+    parser.add_argument("--backend", help="gloo trains on the CPU, nccl on GPUs (default: nccl where there are GPUs)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and order (default: 0)")
     parser.add_argument("--folder", type=Path, default=Path("runs/digits"), help="(default: runs/digits)")
     parser.add_argument("--resume", action="store_true", help="go on with the newest run instead of a new one")
@@ -203,7 +203,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """**Collective.** The recipe."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    world = lockstep.init(seed=options.seed)
+    world = lockstep.init(options.backend, seed=options.seed)
     if not options.evaluate:
         train(world, options)
         return

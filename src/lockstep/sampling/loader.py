@@ -313,18 +313,24 @@ class ShardedLoader:
 
     def _compared(self, fetched: Iterable[Fetched], skip: int) -> Iterator[Fetched]:
         """A stream, once its first global batch proved to be the same on every rank; without its first ``skip``."""
+        number = -1
         for number, item in enumerate(fetched):
             if number == 0:
-                prints = all_gather_records(item.fingerprint, self._world.group)
-                if any(print_ != prints[0] for print_ in prints):
-                    raise LockstepError(
-                        f"rank {self._world.rank}: the ranks read different streams: the first global batch of epoch "
-                        f"{self._cursor.epoch} is not the same everywhere (fingerprints by rank: {prints}). "
-                        "lockstep.shard needs every rank to read the whole stream; if yours splits itself by rank, "
-                        "use the DataLoader without lockstep.shard, or switch its splitting off"
-                    )
+                self._compare_first(item.fingerprint)
             if number >= skip:
                 yield item
+        if number < 0:
+            self._compare_first(None)  # an empty stream here must not leave the others waiting
+
+    def _compare_first(self, fingerprint: str | None) -> None:
+        prints = all_gather_records(fingerprint, self._world.group)
+        if any(print_ != prints[0] for print_ in prints):
+            raise LockstepError(
+                f"rank {self._world.rank}: the ranks read different streams: the first global batch of epoch "
+                f"{self._cursor.epoch} is not the same everywhere (fingerprints by rank, None for an empty stream: "
+                f"{prints}). lockstep.shard needs every rank to read the whole stream; if yours splits itself by "
+                "rank, use the DataLoader without lockstep.shard, or switch its splitting off"
+            )
 
     def _say_who_is_left_out(self) -> None:
         if self._world.is_main and self.ranks_left_out:

@@ -32,8 +32,8 @@ def failure(error: RuntimeError, what: str) -> LockstepError:
     text = str(error)
     if "timed out" in text.lower() or "timeout" in text.lower():
         return CollectiveTimeout(
-            f"{what}: a rank did not arrive in time. If some ranks had no backward in this step, see lockstep.join. "
-            f"The backend says: {text}"
+            f"{what}: a rank did not arrive in time. It may be stuck or slow, in another collective, or out of data "
+            f"(see lockstep.join). The backend says: {text}"
         )
     return PeerLost(
         f"{what}: a rank is gone, or sent something else. Look at the first rank that failed for the cause. "

@@ -16,6 +16,7 @@ _HOMES = {
     "CheckpointCorrupt": "lockstep.errors",
     "CheckpointError": "lockstep.errors",
     "CheckpointMismatch": "lockstep.errors",
+    "CollectiveMismatch": "lockstep.errors",
     "CollectiveTimeout": "lockstep.errors",
     "EnvironmentMismatch": "lockstep.errors",
     "LaunchError": "lockstep.errors",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from lockstep.errors import CheckpointCorrupt as CheckpointCorrupt
     from lockstep.errors import CheckpointError as CheckpointError
     from lockstep.errors import CheckpointMismatch as CheckpointMismatch
+    from lockstep.errors import CollectiveMismatch as CollectiveMismatch
     from lockstep.errors import CollectiveTimeout as CollectiveTimeout
     from lockstep.errors import EnvironmentMismatch as EnvironmentMismatch
     from lockstep.errors import LaunchError as LaunchError

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lockstep.comm.shm.register import register_when_loaded
+
 __version__ = "0.1.0"
 
 #: Public name -> the module that defines it. The type checker reads the block below; a test keeps the two equal.
@@ -68,3 +70,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+register_when_loaded()  # the c10d backend "shm", in whichever order torch and lockstep are imported

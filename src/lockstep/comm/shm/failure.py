@@ -58,6 +58,8 @@ class Failure:
         self._segment.view[start : start + len(text)] = text
 
     def _read(self) -> LockstepError:
+        kind: int
+        length: int
         kind, length = _RECORD.unpack_from(self._segment.view, self._record)
         start = self._record + _RECORD.size
         text = bytes(self._segment.view[start : start + length]).decode(errors="replace")
@@ -66,4 +68,5 @@ class Failure:
 
 def again(error: LockstepError) -> LockstepError:
     """A new exception that says the same: one exception object must not be raised twice, its traceback would grow."""
-    return type(error)(*error.args)
+    copy: LockstepError = type(error)(*error.args)
+    return copy

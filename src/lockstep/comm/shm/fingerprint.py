@@ -52,6 +52,16 @@ _NO_DTYPE = len(_DTYPES)
 _label = threading.local()
 
 
+def dtype_code(dtype: torch.dtype) -> int:
+    """**Local.** A number for the dtype, the same on all ranks (they run one version of torch)."""
+    return _DTYPE_CODE[dtype]
+
+
+def dtype_name(code: int) -> str:
+    """**Local.** The dtype of a number that :func:`dtype_code` gave."""
+    return str(_DTYPES[code]) if 0 <= code < len(_DTYPES) else "no dtype"
+
+
 @contextmanager
 def labelled(text: str) -> Iterator[None]:
     """**Local.** Name the collectives this thread issues in the block, so that ranks whose names differ are told apart.
@@ -107,6 +117,11 @@ def take(
         key = _KEY.pack(0, numel, digest, _OPERATION_CODE[operation], reduce_op, code, root)[8:]
         _keys[facts] = key
     return key + _place(label)
+
+
+def place() -> str:
+    """**Local.** The line of the program that is running, as text."""
+    return _place("").rstrip(b"\0").decode(errors="replace")
 
 
 def _place(label: str) -> bytes:

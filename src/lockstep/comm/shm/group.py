@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
 from lockstep.comm.shm.executor import Executor
 from lockstep.comm.shm.failure import Failure, again
 from lockstep.comm.shm.layout import Layout
+from lockstep.comm.shm.mail import Mail
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.rendezvous import meet
 from lockstep.comm.shm.rounds import Rounds
@@ -42,7 +43,7 @@ class Call:
 class Group:
     """One process group's engine, on one rank."""
 
-    def __init__(self, store: dist.Store, *, rank: int, size: int, timeout: float, chunk: int, name: str) -> None:
+    def __init__(self, store: Store, *, rank: int, size: int, timeout: float, chunk: int, name: str) -> None:
         self.rank = rank
         self.size = size
         #: Seconds a round may wait, unless the call says otherwise.
@@ -56,12 +57,13 @@ class Group:
         self.failure = Failure(segment, layout, rank=rank)
         self._rounds: Rounds | None = Rounds(segment, layout, rank=rank, peers=self.peers, failure=self.failure)
         self._executor = Executor(name)
+        self._mail: Mail | None = None
 
     def issue(self, call: Call) -> ShmWork:
         """**Collective.** Run ``call`` in its turn. Returns complete, or with an error raised, if it is synchronous.
 
         Raises:
-            LockstepError: the group has failed before, was destroyed, or belongs to the process this one was forked from.
+            LockstepError: the group has failed before, was destroyed, or belongs to the process this was forked from.
         """
         self.check(call.name)
         if not call.asynchronous and self._executor.enter():
@@ -75,6 +77,13 @@ class Group:
         if not call.asynchronous:
             work.wait()
         return work
+
+    @property
+    def mail(self) -> Mail:
+        """Its messages, made when first used."""
+        if self._mail is None:
+            self._mail = Mail(self.segment, self.layout, rank=self.rank, peers=self.peers, failure=self.failure)
+        return self._mail
 
     def check(self, name: str) -> None:
         """**Local.** Refuse to begin ``name`` where it can't work."""
@@ -117,6 +126,8 @@ class Group:
         if os.getpid() != self._pid:  # a forked child has a copy of this object, and no part in the group
             return
         self._executor.close()
+        if self._mail is not None:
+            self._mail.close(self.timeout)
         # Order matters not: it is one word that says "don't wait for me" (Note [Memory ordering]).
         self.segment.view[self.layout.presence(self.rank)] = 1
         self._rounds = None

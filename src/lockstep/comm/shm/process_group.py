@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from lockstep.comm.shm import fingerprint, tensors
 from lockstep.comm.shm.collectives import all_reduce as _all_reduce
@@ -28,12 +29,21 @@ from lockstep.comm.shm.rounds import Rounds
 from lockstep.comm.shm.work import ShmWork
 
 Tensors = list[torch.Tensor]
+#: torch.distributed exports the other option types, but not this one.
+_AllgatherOptions: Any = distributed_c10d.AllgatherOptions  # type: ignore[attr-defined]
+
+# Private, but the one cheap way to ask; record_function costs microseconds also when nobody records.
+_profiler_enabled: Any = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-class ProcessGroupShm(dist.ProcessGroup):
+# torch's stubs list these methods with overloads and argument names that change from version to version.
+_Base: Any = dist.ProcessGroup
+
+
+class ProcessGroupShm(_Base):  # type: ignore[misc]
     """A process group whose ranks are processes on one host that share memory."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: timedelta, chunk: int, name: str) -> None:
+    def __init__(self, store: Any, rank: int, size: int, *, timeout: timedelta, chunk: int, name: str) -> None:
         super().__init__(rank, size)  # (the constructor with a store can't be used by Python subclasses)
         self._shm_store = store
         self._group = Group(store, rank=rank, size=size, timeout=timeout.total_seconds(), chunk=chunk, name=name)
@@ -43,7 +53,7 @@ class ProcessGroupShm(dist.ProcessGroup):
 
     # --- who this is -----------------------------------------------------------------------------------------------
 
-    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+    def getBackendName(self) -> str:
         return "shm"
 
     @property
@@ -61,7 +71,7 @@ class ProcessGroupShm(dist.ProcessGroup):
     def supports_coalescing(self) -> bool:
         return False
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Any:
         return self._shm_store
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -203,10 +213,7 @@ class ProcessGroupShm(dist.ProcessGroup):
 
         def move(rounds: Rounds) -> None:
             finishes: list[tensors.Finish] = []
-            if rounds.rank == root:
-                flat = tensors.source(tensor)
-            else:
-                flat = tensors.target(tensor, finishes)
+            flat = tensors.source(tensor) if rounds.rank == root else tensors.target(tensor, finishes)
             _broadcast.broadcast(rounds, flat, root=root)
             _finish(finishes)
 
@@ -215,7 +222,7 @@ class ProcessGroupShm(dist.ProcessGroup):
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork:
         source, targets = _single("allgather", inputs), _single("allgather", outputs)
         tensors.check_sizes("allgather", targets, self._shm_size, like=source)
-        return self._all_gather("all_gather", [(targets, source)], [targets], opts)
+        return self._all_gather("all_gather", [(targets, source)], targets, opts)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork:
         if len(outputs) != self._shm_size or any(len(each) != len(inputs) for each in outputs):
@@ -225,7 +232,7 @@ class ProcessGroupShm(dist.ProcessGroup):
         pairs = [([each[index] for each in outputs], source) for index, source in enumerate(inputs)]
         for targets, source in pairs:
             tensors.check_sizes("allgather_coalesced", targets, self._shm_size, like=source)
-        return self._all_gather("all_gather_coalesced", pairs, outputs, opts)
+        return self._all_gather("all_gather_coalesced", pairs, [t for each in outputs for t in each], opts)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> ShmWork:
         pair = self._split("all_gather_single", output, source), source
@@ -260,7 +267,7 @@ class ProcessGroupShm(dist.ProcessGroup):
             _sync_if_none(rounds, pairs)
             _finish(finishes)
 
-        return self._issue(name, body, move, result, opts or dist.AllgatherOptions())
+        return self._issue(name, body, move, result, opts or _AllgatherOptions())
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork:
         opts = opts or dist.GatherOptions()
@@ -276,7 +283,7 @@ class ProcessGroupShm(dist.ProcessGroup):
             _gather.gather(rounds, flats, tensors.source(source), root=root)
             _finish(finishes)
 
-        return self._issue("gather", body, move, [targets], opts)
+        return self._issue("gather", body, move, targets, opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> ShmWork:
         opts = opts or dist.ScatterOptions()
@@ -340,12 +347,43 @@ class ProcessGroupShm(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> ShmWork:
         return self._issue("barrier", fingerprint.take("barrier"), Rounds.sync, [], opts or dist.BarrierOptions())
 
+    # --- messages --------------------------------------------------------------------------------------------------
+
+    def send(self, tensors_: Tensors, to: int, tag: int = 0) -> ShmWork:
+        tensor = _single("send", tensors_)
+        tensors.check("send", tensors_)
+        self._group.check("send")
+        self._root("send", to)
+        flat = tensors.source(tensor)
+        return self._group.mail.send(flat, to=to, tag=tag, timeout=self._group.timeout, result=tensors_)
+
+    def recv(self, tensors_: Tensors, source: int, tag: int = 0) -> ShmWork:
+        return self._receive("recv", tensors_, self._root("recv", source), tag)
+
+    def recv_anysource(self, tensors_: Tensors, tag: int = 0) -> ShmWork:
+        return self._receive("recv_anysource", tensors_, None, tag)
+
+    def _receive(self, name: str, tensors_: Tensors, source: int | None, tag: int) -> ShmWork:
+        tensor = _single(name, tensors_)
+        tensors.check(name, tensors_)
+        self._group.check(name)
+        finishes: list[tensors.Finish] = []
+        flat = tensors.target(tensor, finishes)
+        return self._group.mail.receive(
+            flat,
+            source=source,
+            tag=tag,
+            timeout=self._group.timeout,
+            finish=lambda: _finish(finishes),
+            result=tensors_,
+        )
+
     # --- shared by the above ---------------------------------------------------------------------------------------
 
     def _issue(self, name: str, body: bytes, move: Move, result: list[Any], opts: Any) -> ShmWork:
         group = self._group
         call = Call(name, body, move, result, seconds(opts.timeout, group.timeout), opts.asyncOp)
-        if torch.autograd._profiler_enabled():  # private, but the one cheap question; torch's wrappers ask it too
+        if _profiler_enabled():
             with torch.profiler.record_function(f"shm:{name}"):
                 return group.issue(call)
         return group.issue(call)

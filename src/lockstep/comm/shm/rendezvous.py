@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
 from lockstep.comm.shm import semaphore
 from lockstep.comm.shm.layout import Layout
@@ -19,7 +19,7 @@ _STEP = timedelta(seconds=1)
 
 
 def meet(
-    store: dist.Store, *, rank: int, size: int, timeout: float, chunk: int
+    store: Store, *, rank: int, size: int, timeout: float, chunk: int
 ) -> tuple[Segment, Layout, list[Whereabouts]]:
     """**Collective.** Map the group's memory on every rank; on failure of any, an error on all.
 
@@ -60,9 +60,7 @@ def meet(
     return opened, layout, whereabouts
 
 
-def _gather(
-    store: dist.Store, meeting: str, rank: int, size: int, limit: float, refusal: str | None
-) -> list[Whereabouts]:
+def _gather(store: Store, meeting: str, rank: int, size: int, limit: float, refusal: str | None) -> list[Whereabouts]:
     """Say that this rank is there (or why it can't be), and hear the same of all others."""
     store.set(f"{meeting}/rank/{rank}", json.dumps({"where": asdict(Whereabouts.mine()), "refusal": refusal}))
     found = []
@@ -75,8 +73,8 @@ def _gather(
     return [Whereabouts(**each["where"]) for each in found]
 
 
-def _get(store: dist.Store, key: str, limit: float, missing: str) -> bytes:
-    """The value of ``key``, when it is there. (A store's own limit may be any; a short wait is asked for repeatedly.)"""
+def _get(store: Store, key: str, limit: float, missing: str) -> bytes:
+    """The value of ``key``, when it is there. (Short waits, repeated: a store's own limit may be any.)"""
     begun = time.monotonic()
     while True:
         try:

@@ -10,8 +10,8 @@ In round k each rank
 
 The tokens make step 3 see step 1 of every rank (Note [Memory ordering] in semaphore.py).
 
-*Reuse.* A rank writes stage ``k % 3`` again in round k + 3. It has then taken every rank's token of round k + 2, which a
-rank posts after its step 3 of round k + 1, and so after its step 3 of round k. Nobody reads the stage any more. With
+*Reuse.* A rank writes stage ``k % 3`` again in round k + 3. It has then taken every rank's token of round k + 2, which
+a rank posts after its step 3 of round k + 1, and so after its step 3 of round k. Nobody reads the stage any more. With
 two rounds of distance a collective may also read the stage of round k until it posts round k + 2: the pipelined
 all-reduce reads the reduced chunk k after the tokens of round k + 1. Two stages would not allow that; three do.
 
@@ -48,7 +48,8 @@ _POLLS = 40
 _YIELDING = 300e-6
 _YIELDING_CROWDED = 2e-3
 
-_STAGES = list[list[torch.Tensor]]
+#: Tensors by buffer, then by rank.
+_Views = list[list[torch.Tensor]]
 
 
 class Rounds:
@@ -72,8 +73,8 @@ class Rounds:
         self._round = 0
         self._buffer = 0
         self._sequence = 0
-        self._stages: dict[torch.dtype, list[_STAGES]] = {}
-        self._slices: dict[tuple[torch.dtype, int], _STAGES] = {}
+        self._stages: dict[torch.dtype, _Views] = {}
+        self._slices: dict[tuple[torch.dtype, int], _Views] = {}
         # Of the collective that runs.
         self._current = b""
         self._fresh = False  # its fingerprint has not been compared yet

@@ -100,7 +100,7 @@ def wait(address: int, seconds: float) -> bool:
 
 
 def _nap(address: int, seconds: float) -> bool:
-    """As :func:`wait` by naps of up to a millisecond. (sem_timedwait would follow the wall clock when it is set back.)"""
+    """As :func:`wait`, by naps of up to a millisecond. (sem_timedwait would follow a wall clock that is set back.)"""
     limit = time.monotonic() + seconds
     pause = 50e-6
     while trywait(address) != 0:

@@ -32,15 +32,17 @@ def target(tensor: torch.Tensor, finishes: list[Finish]) -> torch.Tensor:
     It holds the tensor's elements, so that it can be combined in place.
     """
     tensor = tensor.data
-    if is_flat(tensor):
+    if is_flat(tensor) and not tensor.is_inference():
         return tensor if tensor.dim() == 1 else tensor.view(-1)
-    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = tensor.clone().view(-1) if is_flat(tensor) else tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     finishes.append(lambda: _restore(tensor, flat))
     return flat
 
 
 def _restore(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    tensor.copy_(flat.view(tensor.shape))
+    # Tensors made in inference mode may be written in inference mode only.
+    with torch.inference_mode(tensor.is_inference()):
+        tensor.copy_(flat.view(tensor.shape))
 
 
 def check(name: str, tensors: Sequence[torch.Tensor], *, dtype: torch.dtype | None = None) -> None:

@@ -19,7 +19,8 @@ class ShmWork(dist.Work):
 
     def __init__(self, name: str, run: Callable[[], None] | None, result: list[Any]) -> None:
         super().__init__()
-        self._name = name
+        #: What it is, for messages.
+        self.name = name
         self._run = run
         self._result = result
         self._lock = threading.Lock()
@@ -62,7 +63,7 @@ class ShmWork(dist.Work):
         """
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         if self._done is not None and not self._done.wait(seconds if seconds > 0 else None):
-            raise CollectiveTimeout(f"{self._name} was not complete after {seconds:g} s; it goes on in the background")
+            raise CollectiveTimeout(f"{self.name} was not complete after {seconds:g} s; it goes on in the background")
         if self._error is not None:
             if isinstance(self._error, LockstepError):
                 raise again(self._error) from self._error
@@ -96,7 +97,7 @@ class ShmWork(dist.Work):
             if self._future is not None:
                 return self._future
             future = self._future = torch.futures.Future()
-            done = self.is_completed()
+            done = self._done is None or self._done.is_set()
         if done:
             self._fulfil(future)
         return future
@@ -107,4 +108,4 @@ class ShmWork(dist.Work):
         elif isinstance(self._error, Exception):
             future.set_exception(self._error)
         else:
-            future.set_exception(RuntimeError(f"{self._name}: {type(self._error).__name__}"))
+            future.set_exception(RuntimeError(f"{self.name}: {type(self._error).__name__}"))

@@ -5,8 +5,8 @@ round; each combines all ranks' stages for itself. Bytes per rank: n written, W 
 
 Large: in chunks of one stage. Of each chunk every rank combines the part that it owns, into rank 0's stage, and the
 next round's tokens hand over the result; so one round per chunk, and one more. Copying chunk k out overlaps nothing
-but shares its round with chunk k + 1's way in (Note [Rounds] says why the stages allow it). Bytes per rank: n copied in,
-n combined (read W n/W, in the cache), n copied out.
+but shares its round with chunk k + 1's way in (Note [Rounds] says why the stages allow it). Bytes per rank: n copied
+in, n read and n/W written to combine (in the cache), n copied out.
 """
 
 from __future__ import annotations

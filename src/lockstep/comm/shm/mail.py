@@ -357,9 +357,10 @@ class Mail:
                 return self._report_lost(expected.work.name, min(gone or away), bool(gone))
             if expected.source in away:
                 return self._report_lost(expected.work.name, expected.source, expected.source in gone)
-        for arriving in filter(None, self._arriving):
-            if arriving.claimed is not None and arriving.source in away:
-                return self._report_lost(arriving.claimed.work.name, arriving.source, arriving.source in gone)
+        for source in away:
+            message = self._arriving[source]
+            if message is not None and message.claimed is not None:
+                return self._report_lost(message.claimed.work.name, source, source in gone)
         return None
 
     def _report_lost(self, name: str, peer: int, ended: bool) -> LockstepError:

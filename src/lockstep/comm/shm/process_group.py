@@ -47,6 +47,8 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
         super().__init__(rank, size)  # (the constructor with a store can't be used by Python subclasses)
         self._shm_store = store
         self._group = Group(store, rank=rank, size=size, timeout=timeout.total_seconds(), chunk=chunk, name=name)
+        self._shm_name = name
+        self._shm_description = ""
         self._shm_rank = rank
         self._shm_size = size
         self._reductions: dict[tuple[int, torch.dtype], Reduction] = {}
@@ -55,6 +57,29 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
 
     def getBackendName(self) -> str:
         return "shm"
+
+    # torch keeps a group's name in its C++ backends; this group has none of these, so it keeps its own. C++ calls the
+    # first four methods, Python reads the properties.
+
+    def getGroupName(self) -> str:
+        return self._shm_name
+
+    def setGroupName(self, name: str) -> None:
+        self._shm_name = name
+
+    def getGroupDesc(self) -> str:
+        return self._shm_description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._shm_description = description
+
+    @property
+    def group_name(self) -> str:
+        return self._shm_name
+
+    @property
+    def group_desc(self) -> str:
+        return self._shm_description
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -139,7 +164,8 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
         )
 
         def move(rounds: Rounds) -> None:
-            tensor.data.copy_(_sparse.all_reduce_sparse(rounds, tensor.data.coalesce()))
+            with torch.no_grad():  # (.data of a sparse tensor would be written apart from it)
+                tensor.copy_(_sparse.all_reduce_sparse(rounds, tensor.detach().coalesce()))
 
         return self._issue("all_reduce", body, move, tensors_, opts)
 

@@ -228,10 +228,11 @@ class Mail:
                     self._condition.notify_all()
 
     def _pending(self) -> list[MailWork]:
-        claimed = [message.claimed for message in self._kept if message.claimed is not None]
-        return [each.work for queue in self._outgoing for each in queue] + [
-            each.work for each in self._expected + claimed
-        ]
+        return [each.work for queue in self._outgoing for each in queue] + [each.work for each in self._receives()]
+
+    def _receives(self) -> list[_Expected]:
+        """Receives that are not complete: posted, or claimed by a message of which a part has come."""
+        return self._expected + [message.claimed for message in self._kept if message.claimed is not None]
 
     def _drive(self, work: MailWork | None, until: float | None) -> None:
         """Move fragments and sleep on the bell between, until ``work`` is complete or the time has come."""
@@ -331,12 +332,11 @@ class Mail:
             return
         error = self._failure.known() or self._lost()
         if error is None:
-            late = [each for queue in self._outgoing for each in queue if now >= each.deadline]
-            waiting = [each for each in self._expected if now >= each.deadline]
-            if late or waiting:
-                names = ", ".join(each.work.name for each in (*late, *waiting))
+            late = [each.work.name for queue in self._outgoing for each in queue if now >= each.deadline]
+            late += [each.work.name for each in self._receives() if now >= each.deadline]
+            if late:
                 error = self._failure.report(
-                    CollectiveTimeout(f"rank {self._rank}: no partner within the time limit for {names}")
+                    CollectiveTimeout(f"rank {self._rank}: no partner within the time limit for {', '.join(late)}")
                 )
         if error is not None:
             self._fail_all(error)

@@ -17,14 +17,20 @@ _IDLE = 10.0
 
 
 class Executor:
-    """Runs a group's works one at a time, in order of issue."""
+    """Runs a group's works one at a time, in order of issue.
+
+    What follows a work (a future's callbacks) runs on the thread that ran the work, but after its turn: a callback may
+    issue a collective and wait for it, as PowerSGD does. So there may be several threads, of which one at a time has
+    the turn; a new one is started only if all others are in callbacks.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._condition = threading.Condition(threading.Lock())
         self._queue: deque[ShmWork] = deque()
         self._busy = False
-        self._thread: threading.Thread | None = None
+        self._threads: set[threading.Thread] = set()
+        self._idle = 0
         self._closing = False
 
     def enter(self) -> bool:
@@ -40,40 +46,53 @@ class Executor:
         with self._condition:
             self._busy = False
             if self._queue or self._closing:
-                self._condition.notify_all()
+                self._wake()
 
     def put(self, work: ShmWork) -> None:
         """**Local.** Queue ``work`` behind everything issued before."""
         with self._condition:
             self._queue.append(work)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name=f"shm-{self._name}", daemon=True)
-                self._thread.start()
-            self._condition.notify_all()
+            self._wake()
 
     def close(self) -> None:
-        """**Local.** Wait until all that was issued has run (each has its time limit), and end the thread."""
+        """**Local.** Wait until all that was issued has run (each has its time limit), and end the threads."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
             self._condition.wait_for(lambda: not self._queue and not self._busy)
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+            threads = self._threads - {threading.current_thread()}
+        for thread in threads:
             thread.join()
 
+    def _wake(self) -> None:
+        if self._queue and self._idle == 0:
+            thread = threading.Thread(target=self._loop, name=f"shm-{self._name}", daemon=True)
+            self._threads.add(thread)
+            self._idle += 1  # it is about to wait for its turn
+            thread.start()
+        self._condition.notify_all()
+
     def _loop(self) -> None:
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: not self._busy and (self._queue or self._closing), _IDLE)
-                if self._busy:
-                    continue
-                if not self._queue:
-                    self._thread = None
-                    return
-                work = self._queue.popleft()
-                self._busy = True
+        while (work := self._next()) is not None:
             try:
                 work.execute()
             finally:
-                del work
                 self.leave()
+            work.fulfil()
+            del work
+            with self._condition:
+                self._idle += 1
+
+    def _next(self) -> ShmWork | None:
+        """The next work, with the turn to run it; None if the thread may end: nothing has come for a while."""
+        with self._condition:
+            while True:
+                came = self._condition.wait_for(lambda: not self._busy and (self._queue or self._closing), _IDLE)
+                if came and self._queue:
+                    self._idle -= 1
+                    self._busy = True
+                    return self._queue.popleft()
+                if not self._queue:
+                    self._idle -= 1
+                    self._threads.discard(threading.current_thread())
+                    return None

@@ -50,6 +50,10 @@ class MailWork(ShmWork):
         self._mail.poll()
         return super().is_completed()
 
+    def finish(self, error: BaseException | None) -> None:
+        super().finish(error)
+        self._mail.finished.append(self)
+
     def ready(self) -> bool:
         """As is_completed, without doing any work."""
         return super().is_completed()
@@ -124,6 +128,8 @@ class Mail:
         self._arriving: list[_Message | None] = [None for _ in everyone]
         self._kept: list[_Message] = []
         self._driven = False
+        #: Complete, with futures whose callbacks are still to run; see _flush.
+        self.finished: deque[MailWork] = deque()
         self._thread: threading.Thread | None = None
         self._closing = False
 
@@ -137,6 +143,7 @@ class Mail:
         with self._condition:
             self._outgoing[to].append(_Outgoing(work, to, envelope, content, time.monotonic() + timeout))
             self._begin(work)
+        self._flush()
         return work
 
     def receive(
@@ -157,6 +164,7 @@ class Mail:
             else:
                 self._expected.append(expected)
             self._begin(work)
+        self._flush()
         return work
 
     def poll(self) -> None:
@@ -165,6 +173,7 @@ class Mail:
             self._progress()
             if self._driven:  # it may sleep, for a bell that was heard here
                 semaphore.post(self._bell)
+        self._flush()
 
     def drive(self, work: MailWork, limit: float | None) -> None:
         """**Local.** Work until ``work`` is complete (an error completes it too), or ``limit`` seconds have passed."""
@@ -181,6 +190,7 @@ class Mail:
                 with self._condition:
                     self._driven = False
                     self._condition.notify_all()
+                self._flush()
 
     def close(self, timeout: float) -> None:
         """**Local.** Complete the sends in flight, refuse the receives, and end the thread."""
@@ -193,6 +203,7 @@ class Mail:
             self._fail_all(error)
             self._condition.notify_all()
             thread = self._thread
+        self._flush()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
@@ -226,6 +237,16 @@ class Mail:
                 with self._condition:
                     self._driven = False
                     self._condition.notify_all()
+                self._flush()
+
+    def _flush(self) -> None:
+        """Run the callbacks of what is complete, without holding the lock: they are callers' code."""
+        while self.finished:
+            try:
+                work = self.finished.popleft()
+            except IndexError:  # another thread was faster
+                return
+            work.fulfil()
 
     def _pending(self) -> list[MailWork]:
         return [each.work for queue in self._outgoing for each in queue] + [each.work for each in self._receives()]

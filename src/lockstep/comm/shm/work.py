@@ -27,12 +27,14 @@ class ShmWork(dist.Work):
         self._done: threading.Event | None = threading.Event() if run is not None else None
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
+        #: The future exists and is not complete.
+        self._owed = False
         self._source = -1
 
     # --- for the executor ------------------------------------------------------------------------------------------
 
     def execute(self) -> None:
-        """**Local.** Run it and wake up whoever waits; an error is kept for them."""
+        """**Local.** Run it and wake up whoever waits; an error is kept for them. Call :meth:`fulfil` afterwards."""
         assert self._run is not None  # (for the type checker)
         try:
             self._run()
@@ -42,13 +44,17 @@ class ShmWork(dist.Work):
             self.finish(None)
 
     def finish(self, error: BaseException | None) -> None:
-        """**Local.** Mark it as complete."""
+        """**Local.** Mark it as complete. Call :meth:`fulfil` afterwards, without locks: it runs callers' code."""
         assert self._done is not None  # (for the type checker)
         with self._lock:
             self._error = error
             self._run = None  # lets go of the tensors
             self._done.set()
-            future = self._future
+
+    def fulfil(self) -> None:
+        """**Local.** Complete the future, if anybody asked for one; its callbacks run here."""
+        with self._lock:
+            future, self._owed = self._future if self._owed else None, False
         if future is not None:
             self._fulfil(future)
 
@@ -97,9 +103,10 @@ class ShmWork(dist.Work):
             if self._future is not None:
                 return self._future
             future = self._future = torch.futures.Future()
+            self._owed = True
             done = self._done is None or self._done.is_set()
         if done:
-            self._fulfil(future)
+            self.fulfil()
         return future
 
     def _fulfil(self, future: torch.futures.Future[Any]) -> None:

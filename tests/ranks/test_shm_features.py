@@ -319,6 +319,35 @@ def _tensors() -> None:
     dist.all_reduce(negative_zero, dist.ReduceOp.MIN)
 
 
+def _allocated() -> None:
+    rank, size = _init(chunk=1024)
+    ranks = sum(range(size))
+    group: Any = dist.group.WORLD
+    bucket = group.allocate_tensor(100_001, dtype=torch.float32)
+    assert torch.count_nonzero(bucket) == 0
+    index = torch.arange(100_001.0)
+    bucket.copy_(index + rank)
+    dist.all_reduce(bucket)
+    _same(bucket, index * size + ranks)
+    part = bucket[1000:90_000]
+    part.fill_(float(rank))
+    dist.all_reduce(part, dist.ReduceOp.AVG)
+    _same(part, torch.full((89_000,), ranks / size))
+    _same(bucket[90_000:], index[90_000:] * size + ranks)
+    grid = group.allocate_tensor((3, 5), dtype=torch.int64)
+    grid.fill_(rank)
+    work = dist.all_reduce(grid, async_op=True)
+    assert work is not None
+    work.wait()
+    _same(grid, torch.full((3, 5), ranks))
+    dist.broadcast(bucket, 0)
+    with pytest.raises(lockstep.CollectiveMismatch):
+        dist.all_reduce(bucket[:10] if rank == 0 else bucket[1:11])
+    dist.destroy_process_group()
+    grid.fill_(7)
+    _same(grid, torch.full((3, 5), 7))
+
+
 def _refusals() -> dict[str, str]:
     _, size = _init()
     attempts: dict[str, Any] = {
@@ -344,6 +373,10 @@ def _refusals() -> dict[str, str]:
 
 def test_tensors_of_every_kind() -> None:
     run_ranks(_tensors, 3)
+
+
+def test_tensors_allocated_by_the_group_are_reduced_in_place() -> None:
+    run_ranks(_allocated, 3)
 
 
 def test_wrong_arguments_are_refused_as_gloo_refuses_them() -> None:

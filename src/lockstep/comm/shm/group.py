@@ -17,6 +17,7 @@ from lockstep.comm.shm.mail import Mail
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.rendezvous import meet
 from lockstep.comm.shm.rounds import Rounds
+from lockstep.comm.shm.shared_tensors import SharedTensors
 from lockstep.comm.shm.work import ShmWork
 from lockstep.errors import LockstepError
 
@@ -58,6 +59,8 @@ class Group:
         self._rounds: Rounds | None = Rounds(segment, layout, rank=rank, peers=self.peers, failure=self.failure)
         self._executor = Executor(name)
         self._mail: Mail | None = None
+        #: Tensors in memory that all ranks share.
+        self.shared = SharedTensors(rank=rank)
 
     def issue(self, call: Call) -> ShmWork:
         """**Collective.** Run ``call`` in its turn. Returns complete, or with an error raised, if it is synchronous.
@@ -131,6 +134,7 @@ class Group:
         # Order matters not: it is one word that says "don't wait for me" (Note [Memory ordering]).
         self.segment.view[self.layout.presence(self.rank)] = 1
         self._rounds = None
+        self.shared.close()
         self.peers.close()
 
     def abort(self, reason: str) -> None:

@@ -6,6 +6,7 @@ functional collectives) calls them through torch's PyProcessGroup, by the same n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from lockstep.comm.shm import fingerprint, tensors
 from lockstep.comm.shm.collectives import all_reduce as _all_reduce
+from lockstep.comm.shm.collectives import all_reduce_shared as _all_reduce_shared
 from lockstep.comm.shm.collectives import all_to_all as _all_to_all
 from lockstep.comm.shm.collectives import broadcast as _broadcast
 from lockstep.comm.shm.collectives import gather as _gather
@@ -34,6 +36,9 @@ _AllgatherOptions: Any = distributed_c10d.AllgatherOptions  # type: ignore[attr-
 
 # Private, but the one cheap way to ask; record_function costs microseconds also when nobody records.
 _profiler_enabled: Any = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+_OP_NUMBERS: dict[Any, int] = {kind: kind.value for kind in dist.ReduceOp.RedOpType.__members__.values()}
+_PREMUL_SUM = fingerprint.REDUCE_OPS.index("PREMUL_SUM")
 
 
 # torch's stubs list these methods with overloads and argument names that change from version to version.
@@ -122,14 +127,51 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
             return self._allreduce_sparse(tensors_, opts)
         tensors.check("allreduce", tensors_)
         op, how = self._reduction(opts, tensor.dtype)
-        body = fingerprint.take("all_reduce", dtype=tensor.dtype, numel=tensor.numel(), reduce_op=op, detail=how.factor)
+        shared = self._find_shared(tensor)
+        detail: object = shared[:2] if shared is not None else None
+        if how.factor != 1:
+            detail = (detail, how.factor)
+        body = fingerprint.take("all_reduce", dtype=tensor.dtype, numel=tensor.numel(), reduce_op=op, detail=detail)
 
         def move(rounds: Rounds) -> None:
+            if shared is not None:
+                _all_reduce_shared.all_reduce_shared(rounds, [_as(view, how) for view in shared[2]], how)
+                return
             finishes: list[tensors.Finish] = []
             _all_reduce.all_reduce(rounds, _as(tensors.target(tensor, finishes), how), how)
             _finish(finishes)
 
         return self._issue("all_reduce", body, move, tensors_, opts)
+
+    def allocate_tensor(
+        self, size: int | Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None
+    ) -> torch.Tensor:
+        """**Collective.** A tensor of zeros that the ranks share, so that all-reducing it copies nothing.
+
+        An all-reduce of the whole tensor, or of the same contiguous part of it on every rank, works in place. The
+        tensor may be used after the group is destroyed; it is then a tensor like any other.
+
+        Raises:
+            RendezvousError: some rank has no memory, or can't map another's.
+            RuntimeError: ``device`` is not the CPU.
+        """
+        shape = (size,) if isinstance(size, int) else tuple(size)
+        dtype = dtype or torch.get_default_dtype()
+        if device is not None and torch.device(device).type != "cpu":
+            raise RuntimeError(f'allocate_tensor: the backend "shm" has CPU memory, not {device}')
+        body = fingerprint.take("allocate_tensor", dtype=dtype, numel=math.prod(shape), detail=shape)
+        result: Tensors = []
+
+        def move(rounds: Rounds) -> None:
+            result.append(self._group.shared.allocate(rounds, math.prod(shape), dtype).view(shape))
+
+        self._group.issue(Call("allocate_tensor", body, move, result, self._group.timeout, False))
+        return result[0]
+
+    def _find_shared(self, tensor: torch.Tensor) -> tuple[int, int, Tensors] | None:
+        if not self._group.shared or not tensors.is_flat(tensor):
+            return None
+        return self._group.shared.find(tensor)
 
     def allreduce_coalesced(self, tensors_: Tensors, opts: Any = None) -> ShmWork:
         opts = opts or dist.AllreduceCoalescedOptions()
@@ -460,8 +502,8 @@ def _single(name: str, list_: list[Any]) -> Any:
 def _op(opts: Any) -> tuple[int, float]:
     """The reduce op as torch numbers it, and the factor of PREMUL_SUM (1 for all else)."""
     op = opts.reduceOp
-    state = op.__getstate__()
-    return int(op.op), 1.0 if state[1] is None else float(state[1])
+    kind = _OP_NUMBERS[op.op]
+    return kind, float(op.__getstate__()[1]) if kind == _PREMUL_SUM else 1.0
 
 
 def _as(flat: torch.Tensor, how: Reduction) -> torch.Tensor:

@@ -32,7 +32,7 @@ def target(tensor: torch.Tensor, finishes: list[Finish]) -> torch.Tensor:
     It holds the tensor's elements, so that it can be combined in place.
     """
     tensor = tensor.data
-    if is_flat(tensor) and not tensor.is_inference():
+    if not tensor.is_inference() and is_flat(tensor):
         return tensor if tensor.dim() == 1 else tensor.view(-1)
     flat = tensor.clone().view(-1) if is_flat(tensor) else tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     finishes.append(lambda: _restore(tensor, flat))
@@ -48,6 +48,8 @@ def _restore(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 def check(name: str, tensors: Sequence[torch.Tensor], *, dtype: torch.dtype | None = None) -> None:
     """**Local.** Refuse what this backend can't move, with RuntimeError, as torch's own backends do."""
     for tensor in tensors:
+        if tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized and dtype is None:
+            continue
         if tensor.device.type != "cpu":
             raise RuntimeError(
                 f'{name}: the backend "shm" moves CPU tensors, this one is on {tensor.device}; '

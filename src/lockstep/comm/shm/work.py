@@ -13,9 +13,18 @@ import torch.distributed as dist
 from lockstep.comm.shm.failure import again
 from lockstep.errors import CollectiveTimeout, LockstepError
 
+#: Guards the futures of all works: taken for moments, and only by who asks for a future or completes one.
+_lock = threading.Lock()
+
 
 class ShmWork(dist.Work):
     """One issued operation. It runs once, on whichever thread; any thread may wait for it."""
+
+    _error: BaseException | None = None
+    _future: torch.futures.Future[Any] | None = None
+    #: The future exists and is not complete.
+    _owed = False
+    _source = -1
 
     def __init__(self, name: str, run: Callable[[], None] | None, result: list[Any]) -> None:
         super().__init__()
@@ -23,13 +32,7 @@ class ShmWork(dist.Work):
         self.name = name
         self._run = run
         self._result = result
-        self._lock = threading.Lock()
         self._done: threading.Event | None = threading.Event() if run is not None else None
-        self._error: BaseException | None = None
-        self._future: torch.futures.Future[Any] | None = None
-        #: The future exists and is not complete.
-        self._owed = False
-        self._source = -1
 
     # --- for the executor ------------------------------------------------------------------------------------------
 
@@ -46,14 +49,14 @@ class ShmWork(dist.Work):
     def finish(self, error: BaseException | None) -> None:
         """**Local.** Mark it as complete. Call :meth:`fulfil` afterwards, without locks: it runs callers' code."""
         assert self._done is not None  # (for the type checker)
-        with self._lock:
+        with _lock:
             self._error = error
             self._run = None  # lets go of the tensors
             self._done.set()
 
     def fulfil(self) -> None:
         """**Local.** Complete the future, if anybody asked for one; its callbacks run here."""
-        with self._lock:
+        with _lock:
             future, self._owed = self._future if self._owed else None, False
         if future is not None:
             self._fulfil(future)
@@ -99,7 +102,7 @@ class ShmWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """**Local.** A future with the output tensors as its value."""
-        with self._lock:
+        with _lock:
             if self._future is not None:
                 return self._future
             future = self._future = torch.futures.Future()

@@ -30,6 +30,7 @@ format: $(READY)  ## let ruff format the code
 bench: $(READY)  ## measure launch and step times against torch (some minutes; nothing else should run meanwhile)
 	$(BIN)/python benchmarks/launch.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/collectives.py
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build src/*.egg-info

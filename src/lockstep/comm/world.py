@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.exchange import all_gather_records, group_device
-from lockstep.errors import CollectiveTimeout, PeerLost
+from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
 from lockstep.identity import Identity
 from lockstep.share import BatchShare
 
@@ -97,12 +97,18 @@ class World:
         begun = time.monotonic()
         limit = timedelta(seconds=self.timeout if timeout is None else timeout)
         try:
-            if group_device(self.group).type == "cpu":
+            if dist.get_backend(self.group) == "shm":  # its own errors name the ranks and say where they stand
+                options = dist.BarrierOptions()
+                options.timeout, options.asyncOp = limit, False
+                self.group.barrier(options)
+            elif group_device(self.group).type == "cpu":
                 dist.monitored_barrier(self.group, timeout=limit, wait_all_ranks=True)
             else:
                 work = dist.barrier(self.group, async_op=True, device_ids=[torch.cuda.current_device()])
                 if work is not None:
                     work.wait(limit)
+        except LockstepError:
+            raise
         except RuntimeError as error:
             if time.monotonic() - begun < limit.total_seconds():
                 raise PeerLost(

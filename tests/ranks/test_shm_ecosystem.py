@@ -44,8 +44,8 @@ def _train(backend: str, how: str) -> list[list[float]]:
     torch.manual_seed(0)
     net = _Net()
     model = DistributedDataParallel(net, bucket_cap_mb=0.01)
-    if how == "bf16":
-        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    if how == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     if how == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -71,7 +71,7 @@ def _train(backend: str, how: str) -> list[list[float]]:
     return _plain(model.parameters())
 
 
-@pytest.mark.parametrize("how", ["plain", "bf16", "powersgd", "zero", "join"])
+@pytest.mark.parametrize("how", ["plain", "fp16", "powersgd", "zero", "join"])
 def test_ddp_trains_to_the_same_parameters_as_over_gloo(how: str) -> None:
     over_shm, over_gloo = run_ranks(_train, 2, "shm", how), run_ranks(_train, 2, "gloo", how)
     assert over_shm[0] == over_shm[1]

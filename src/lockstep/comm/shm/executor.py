@@ -14,6 +14,8 @@ from lockstep.comm.shm.work import ShmWork
 
 #: Seconds an idle thread waits for more work before it ends; the next asynchronous collective starts another.
 _IDLE = 10.0
+#: Seconds to wait at the end for callers' callbacks, which may do anything.
+_PARTING = 10.0
 
 
 class Executor:
@@ -26,7 +28,8 @@ class Executor:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._condition = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._condition = threading.Condition(self._lock)
         self._queue: deque[ShmWork] = deque()
         self._busy = False
         self._threads: set[threading.Thread] = set()
@@ -35,7 +38,7 @@ class Executor:
 
     def enter(self) -> bool:
         """**Local.** True if the caller may run its collective right now, on its own thread; it then calls leave()."""
-        with self._condition:
+        with self._lock:  # (the condition's own lock, taken the fast way)
             if self._busy or self._queue:
                 return False
             self._busy = True
@@ -43,7 +46,7 @@ class Executor:
 
     def leave(self) -> None:
         """**Local.** The end of what :meth:`enter` allowed."""
-        with self._condition:
+        with self._lock:
             self._busy = False
             if self._queue or self._closing:
                 self._wake()
@@ -62,7 +65,7 @@ class Executor:
             self._condition.wait_for(lambda: not self._queue and not self._busy)
             threads = self._threads - {threading.current_thread()}
         for thread in threads:
-            thread.join()
+            thread.join(_PARTING)
 
     def _wake(self) -> None:
         if self._queue and self._idle == 0:

@@ -205,7 +205,7 @@ class Mail:
             thread = self._thread
         self._flush()
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(10 * SLICE)
 
     # --- doing the work --------------------------------------------------------------------------------------------
 

@@ -34,10 +34,7 @@ def _plain(tensors: Iterable[torch.Tensor]) -> list[list[float]]:
 
 
 def _train(backend: str, how: str) -> list[list[float]]:
-    # Imported on the ranks only: parts of torch warn about themselves on import, and warnings are errors here.
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-    from torch.distributed.algorithms.join import Join
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+    # Imported where needed: some of these take seconds, and some warn about themselves, and warnings are errors here.
     from torch.nn.parallel import DistributedDataParallel
 
     world = lockstep.init(backend, timeout=30)
@@ -45,12 +42,18 @@ def _train(backend: str, how: str) -> list[list[float]]:
     net = _Net()
     model = DistributedDataParallel(net, bucket_cap_mb=0.01)
     if how == "fp16":
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     if how == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if how == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
     generator = torch.Generator().manual_seed(100 + world.rank)
     steps = 6 + (world.rank if how == "join" else 0)
@@ -64,6 +67,8 @@ def _train(backend: str, how: str) -> list[list[float]]:
             optimizer.step()
 
     if how == "join":
+        from torch.distributed.algorithms.join import Join
+
         with Join([model]):
             run()
     else:

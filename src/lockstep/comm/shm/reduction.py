@@ -57,6 +57,11 @@ class Reduction:
     #: Multiply each rank's input by this (PREMUL_SUM); 1 for all else.
     factor: float = 1
 
+    @property
+    def exact(self) -> bool:
+        """Whether one element's result is the same bits in whatever loop it is computed (Note [Reduction order])."""
+        return self.combine in (torch.add, torch.mul)
+
     def load(self, source: torch.Tensor, stage: torch.Tensor) -> None:
         """Put this rank's elements into its stage."""
         if self.factor == 1:

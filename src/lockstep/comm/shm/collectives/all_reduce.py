@@ -3,10 +3,15 @@
 Small (one stage, and little enough that combining costs less than a second round): each rank stages its elements; one
 round; each combines all ranks' stages for itself. Bytes per rank: n written, W n read.
 
-Large: in chunks of one stage. Of each chunk every rank combines the part that it owns, into rank 0's stage, and the
-next round's tokens hand over the result; so one round per chunk, and one more. Copying chunk k out overlaps nothing
-but shares its round with chunk k + 1's way in (Note [Rounds] says why the stages allow it). Bytes per rank: n copied
-in, n read and n/W written to combine (in the cache), n copied out.
+Two ranks, sums and products: the same in chunks of one stage, one round each. (To combine one's own part only would
+save half a read, and cost a copy and more rounds. IEEE sums and products are the same bits in whatever loop they are
+computed; a minimum of zeros of either sign is not, so that goes the way below.) Bytes per rank: n written, 2 n read and
+n written to combine.
+
+Large otherwise: in chunks of one stage. Of each chunk every rank combines the part that it owns, into rank 0's stage,
+and the next round's tokens hand over the result; so one round per chunk, and one more. Chunk k is copied out in the
+round that brings chunk k + 1 in (Note [Rounds] says why the stages allow it). Bytes per rank: n copied in, n read and
+n/W written to combine (in the cache), n copied out.
 """
 
 from __future__ import annotations
@@ -32,6 +37,25 @@ def all_reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -> None
         rounds.sync()
         reduction.over(stages, flat)
         return
+    if rounds.size == 2 and reduction.exact:
+        _each_for_itself(rounds, flat, reduction)
+    else:
+        _by_parts(rounds, flat, reduction)
+
+
+def _each_for_itself(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -> None:
+    step = rounds.capacity(reduction.dtype)
+    for start in range(0, flat.numel(), step):
+        chunk = flat[start : start + step]
+        stages = rounds.slices(reduction.dtype, chunk.numel())
+        reduction.load(chunk, stages[rounds.rank])
+        rounds.sync()
+        reduction.over(stages, chunk)
+
+
+def _by_parts(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -> None:
+    count = flat.numel()
+    dtype = reduction.dtype
     step = rounds.capacity(dtype)
     result: tuple[torch.Tensor, torch.Tensor] | None = None
     for start in range(0, count, step):

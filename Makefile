@@ -30,6 +30,7 @@ format: $(READY)  ## let ruff format the code
 bench: $(READY)  ## measure launch and step times against torch (some minutes; nothing else should run meanwhile)
 	$(BIN)/python -m benchmarks.launch
 	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.collectives
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build src/*.egg-info

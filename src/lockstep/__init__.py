@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lockstep.comm.shm.register import register_when_loaded
 from lockstep.version import __version__
 
 #: Public name -> the module that defines it. The type checker reads the block below; a test keeps the two equal.
@@ -17,6 +18,7 @@ _HOMES = {
     "CheckpointError": "lockstep.errors",
     "CheckpointMismatch": "lockstep.errors",
     "Checkpointer": "lockstep.checkpoint.api",
+    "CollectiveMismatch": "lockstep.errors",
     "CollectiveTimeout": "lockstep.errors",
     "DistributedDataParallel": "lockstep.ddp.wrapper",
     "DistributedSampler": "lockstep.sampling.sampler",
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from lockstep.errors import CheckpointCorrupt as CheckpointCorrupt
     from lockstep.errors import CheckpointError as CheckpointError
     from lockstep.errors import CheckpointMismatch as CheckpointMismatch
+    from lockstep.errors import CollectiveMismatch as CollectiveMismatch
     from lockstep.errors import CollectiveTimeout as CollectiveTimeout
     from lockstep.errors import EnvironmentMismatch as EnvironmentMismatch
     from lockstep.errors import LaunchError as LaunchError
@@ -96,3 +99,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+register_when_loaded()  # the c10d backend "shm", in whichever order torch and lockstep are imported

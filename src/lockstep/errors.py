@@ -6,6 +6,7 @@
     ├── EnvironmentMismatch        the environment variables do not describe a world
     ├── RendezvousError            the ranks could not meet: port in use, peer missing, backend refused
     ├── CollectiveTimeout          a rank did not arrive in time; the late ranks are named
+    ├── CollectiveMismatch         the ranks are in different collectives, or in one with different arguments
     ├── PeerLost                   a rank is gone while others wait for it
     ├── ReplicaMismatch            the replicas differ: a parameter's name, shape or dtype
     ├── NonFiniteGradient          a rank holds an infinite or NaN gradient before averaging
@@ -35,6 +36,10 @@ class RendezvousError(LockstepError):
 
 class CollectiveTimeout(LockstepError):
     """A rank did not arrive at a collective in time."""
+
+
+class CollectiveMismatch(LockstepError):
+    """The ranks are in different collectives, or in one with different arguments."""
 
 
 class PeerLost(LockstepError):

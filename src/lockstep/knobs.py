@@ -9,6 +9,8 @@
                        more (``torch,torchvision``), or less. Empty: none.
 ``LOCKSTEP_TIMEOUT``   seconds a collective may wait; overrides the default of ``lockstep.init``
                        (an explicit ``timeout=`` argument wins).
+``LOCKSTEP_SHM_CHUNK`` bytes that a rank shares at a time over the backend "shm" (three such
+                       stages per rank); for tests, and for machines whose caches differ much.
 =====================  ==========================================================================
 """
 
@@ -24,9 +26,13 @@ STORE = "LOCKSTEP_STORE"
 JOB_DIR = "LOCKSTEP_JOB_DIR"
 PRELOAD = "LOCKSTEP_PRELOAD"
 TIMEOUT = "LOCKSTEP_TIMEOUT"
+SHM_CHUNK = "LOCKSTEP_SHM_CHUNK"
 
 #: Seconds a collective may wait before it is an error, unless the user says otherwise.
 DEFAULT_TIMEOUT = 600.0
+
+#: Bytes of a stage of the backend "shm": three per rank stay in the L2 cache of common machines.
+DEFAULT_SHM_CHUNK = 512 * 1024
 
 
 def store(env: Mapping[str, str] = os.environ) -> str | None:
@@ -61,3 +67,17 @@ def timeout(env: Mapping[str, str] = os.environ) -> float:
     if not (math.isfinite(seconds) and seconds > 0):
         raise EnvironmentMismatch(f"{TIMEOUT}={text!r}: expected a positive number of seconds, e.g. {TIMEOUT}=600")
     return seconds
+
+
+def shm_chunk(env: Mapping[str, str] = os.environ) -> int:
+    """**Local.** Bytes of a stage of the backend "shm".
+
+    Raises:
+        EnvironmentMismatch: ``LOCKSTEP_SHM_CHUNK`` is not a positive multiple of 64.
+    """
+    text = env.get(SHM_CHUNK)
+    if text is None:
+        return DEFAULT_SHM_CHUNK
+    if not text.isdecimal() or int(text) <= 0 or int(text) % 64:
+        raise EnvironmentMismatch(f"{SHM_CHUNK}={text!r}: expected a positive multiple of 64, e.g. {SHM_CHUNK}=524288")
+    return int(text)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lockstep.comm.exchange import all_gather_records, group_device
 from lockstep.comm.waiting import wait_for
-from lockstep.errors import CollectiveTimeout, PeerLost
+from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
 from lockstep.identity import Identity
 from lockstep.share import BatchShare
 
@@ -101,11 +101,17 @@ class World:
             if "cpu:gloo" in dist.get_backend_config(self.group).split(","):
                 # The group's own method: dist.monitored_barrier refuses a group that has NCCL beside gloo.
                 self.group.monitored_barrier(limit, wait_all_ranks=True)  # type: ignore[attr-defined]  # not in the stubs
+            elif dist.get_backend(self.group) == "shm":  # its own errors name the ranks and say where they stand
+                options = dist.BarrierOptions()
+                options.timeout, options.asyncOp = limit, False
+                self.group.barrier(options)
             else:
                 devices = [torch.cuda.current_device()] if group_device(self.group).type == "cuda" else None
                 work = dist.barrier(self.group, async_op=True, device_ids=devices)
                 if work is not None:
                     work.wait(limit)
+        except LockstepError:
+            raise
         except RuntimeError as error:
             if time.monotonic() - begun < limit.total_seconds():
                 raise PeerLost(

@@ -1,0 +1,101 @@
+"""The order of a group's collectives: that of their issue, whichever threads issue them.
+
+A collective that its caller waits for runs on the caller's own thread if nothing is before it: no hand-over to another
+thread, which would cost more than a small all-reduce. Everything else goes through a queue that one thread per group
+works off; it is started when first needed. Groups share nothing, so one that waits can't hold up another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from lockstep.comm.shm.work import ShmWork
+
+#: Seconds an idle thread waits for more work before it ends; the next asynchronous collective starts another.
+_IDLE = 10.0
+#: Seconds to wait at the end for callers' callbacks, which may do anything.
+_PARTING = 10.0
+
+
+class Executor:
+    """Runs a group's works one at a time, in order of issue.
+
+    What follows a work (a future's callbacks) runs on the thread that ran the work, but after its turn: a callback may
+    issue a collective and wait for it, as PowerSGD does. So there may be several threads, of which one at a time has
+    the turn; a new one is started only if all others are in callbacks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._condition = threading.Condition(self._lock)
+        self._queue: deque[ShmWork] = deque()
+        self._busy = False
+        self._threads: set[threading.Thread] = set()
+        self._idle = 0
+        self._closing = False
+
+    def enter(self) -> bool:
+        """**Local.** True if the caller may run its collective right now, on its own thread; it then calls leave()."""
+        with self._lock:  # (the condition's own lock, taken the fast way)
+            if self._busy or self._queue:
+                return False
+            self._busy = True
+            return True
+
+    def leave(self) -> None:
+        """**Local.** The end of what :meth:`enter` allowed."""
+        with self._lock:
+            self._busy = False
+            if self._queue or self._closing:
+                self._wake()
+
+    def put(self, work: ShmWork) -> None:
+        """**Local.** Queue ``work`` behind everything issued before."""
+        with self._condition:
+            self._queue.append(work)
+            self._wake()
+
+    def close(self) -> None:
+        """**Local.** Wait until all that was issued has run (each has its time limit), and end the threads."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: not self._queue and not self._busy)
+            threads = self._threads - {threading.current_thread()}
+        for thread in threads:
+            thread.join(_PARTING)
+
+    def _wake(self) -> None:
+        if self._queue and self._idle == 0:
+            thread = threading.Thread(target=self._loop, name=f"shm-{self._name}", daemon=True)
+            self._threads.add(thread)
+            self._idle += 1  # it is about to wait for its turn
+            thread.start()
+        self._condition.notify_all()
+
+    def _loop(self) -> None:
+        while (work := self._next()) is not None:
+            try:
+                work.execute()
+            finally:
+                self.leave()
+            work.fulfil()
+            del work
+            with self._condition:
+                self._idle += 1
+
+    def _next(self) -> ShmWork | None:
+        """The next work, with the turn to run it; None if the thread may end: nothing has come for a while."""
+        with self._condition:
+            while True:
+                came = self._condition.wait_for(lambda: not self._busy and (self._queue or self._closing), _IDLE)
+                if came and self._queue:
+                    self._idle -= 1
+                    self._busy = True
+                    return self._queue.popleft()
+                if not self._queue:
+                    self._idle -= 1
+                    self._threads.discard(threading.current_thread())
+                    return None

@@ -1,0 +1,319 @@
+"""Every collective with inputs unique to rank and element, next to what a single process computes it must give.
+
+Used by the conformance suite (each case on each backend) and by the random sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Op = dist.ReduceOp
+OPS: dict[str, Any] = {
+    name: getattr(Op, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+}
+#: What gloo moves and reduces; shm must do these in the same way, and more.
+GLOO_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+MORE_DTYPES = (
+    torch.int16,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective to issue."""
+
+    name: str
+    dtype: torch.dtype
+    count: int
+    op: str = "SUM"
+    root: int = 0
+    asynchronous: bool = False
+
+
+class Wrong(AssertionError):
+    """A collective gave something else than the model."""
+
+
+def issue(case: Case, salt: int = 0, group: Any = None) -> Callable[[], None]:
+    """Issue ``case`` on this rank. The function that is returned waits for it and compares the result.
+
+    Args:
+        salt: makes the values of one call differ from those of another.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    give, expect = _CASES[case.name](case, rank, size, salt, group)
+    work = give()
+
+    def finish() -> None:
+        if case.asynchronous and work is not None:
+            work.wait()
+            if dist.get_backend(group) == "shm" and not work.is_completed():  # gloo's reduce_scatter never says so
+                raise Wrong(f"{case}: not complete after wait()")
+        for what, got, want in expect():
+            _compare(f"{case} on rank {rank} of {size}: {what}", got, want)
+
+    return finish
+
+
+def values(rank: int, case: Case, salt: int = 0, *, count: int | None = None, piece: int = 0) -> torch.Tensor:
+    """The elements rank ``rank`` puts in: small whole numbers, so that sums are exact in every dtype."""
+    count = case.count if count is None else count
+    index = torch.arange(count, dtype=torch.int64)
+    dtype = case.dtype
+    if case.op == "PRODUCT":
+        whole = 1 + (index * 3 + rank * 5 + piece + salt) % 3
+    else:
+        whole = (index * 7 + rank * 13 + piece * 29 + salt * 3) % 59
+    if dtype is torch.bool:
+        return (index + rank + piece + salt) % 3 == 0
+    if dtype.is_complex:
+        return torch.complex(whole.double(), (whole * 2 + 1).double()).to(dtype)
+    if dtype.is_floating_point and dtype.itemsize > 2:
+        whole = whole + index * 64 + rank * 100_003
+        if case.op == "PRODUCT":
+            whole = 1 + (whole % 7)
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        whole = whole % 8
+    return whole.to(dtype)
+
+
+def model(case: Case, contributions: list[torch.Tensor]) -> torch.Tensor:
+    """What reducing the ranks' contributions gives."""
+    dtype = case.dtype
+    if dtype is torch.bool:
+        logic: dict[str, Callable[[Any, Any], Any]] = {
+            "SUM": torch.logical_or,
+            "MAX": torch.logical_or,
+            "BOR": torch.logical_or,
+            "PRODUCT": torch.logical_and,
+            "MIN": torch.logical_and,
+            "BAND": torch.logical_and,
+            "BXOR": torch.logical_xor,
+        }
+        return reduce(logic[case.op], contributions)
+    wide = [each.to(_wide(dtype)) for each in contributions]
+    arithmetic: dict[str, Callable[[Any, Any], Any]] = {
+        "SUM": torch.add,
+        "AVG": torch.add,
+        "PRODUCT": torch.mul,
+        "MIN": torch.minimum,
+        "MAX": torch.maximum,
+        "BAND": torch.bitwise_and,
+        "BOR": torch.bitwise_or,
+        "BXOR": torch.bitwise_xor,
+    }
+    total = reduce(arithmetic[case.op], wide)
+    if case.op == "AVG":
+        total = total / len(contributions)
+    return total.to(dtype)
+
+
+def supported(dtype: torch.dtype, op: str, *, collective: str = "all_reduce") -> bool:
+    """Whether reducing ``dtype`` by ``op`` makes sense, for torch and for this backend."""
+    if dtype.is_complex:
+        return op in ("SUM", "AVG") and collective != "reduce"
+    if dtype.is_floating_point:
+        return dtype.itemsize > 1 and op not in ("BAND", "BOR", "BXOR")
+    if op == "AVG":
+        return False
+    return not (dtype in (torch.uint16, torch.uint32, torch.uint64) and op in ("MIN", "MAX"))
+
+
+# --- the collectives -----------------------------------------------------------------------------------------------
+
+_Checks = list[tuple[str, torch.Tensor, torch.Tensor]]
+_Prepared = tuple[Callable[[], Any], Callable[[], _Checks]]
+
+
+def _all_reduce(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    tensor = values(rank, case, salt)
+    want = model(case, [values(r, case, salt) for r in range(size)])
+    return (
+        lambda: dist.all_reduce(tensor, OPS[case.op], group=group, async_op=case.asynchronous),
+        lambda: [("tensor", tensor, want)],
+    )
+
+
+def _reduce(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    tensor = values(rank, case, salt)
+    want = model(case, [values(r, case, salt) for r in range(size)])
+    return (
+        lambda: dist.reduce(tensor, group_dst=case.root, op=OPS[case.op], group=group, async_op=case.asynchronous),
+        lambda: [("tensor", tensor, want)] if rank == case.root else [],
+    )
+
+
+def _broadcast(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:  # noqa: ARG001
+    tensor = values(rank, case, salt)
+    return (
+        lambda: dist.broadcast(tensor, group_src=case.root, group=group, async_op=case.asynchronous),
+        lambda: [("tensor", tensor, values(case.root, case, salt))],
+    )
+
+
+def _all_gather(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    tensor = values(rank, case, salt)
+    outputs = [torch.zeros_like(tensor) for _ in range(size)]
+    return (
+        lambda: dist.all_gather(outputs, tensor, group=group, async_op=case.asynchronous),
+        lambda: (
+            [(f"output {r}", outputs[r], values(r, case, salt)) for r in range(size)]
+            + [("input", tensor, values(rank, case, salt))]
+        ),
+    )
+
+
+def _all_gather_single(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    output = torch.zeros(size * case.count, dtype=case.dtype)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return (
+        lambda: gather(output, values(rank, case, salt), group=group, async_op=case.asynchronous),
+        lambda: [("output", output, torch.cat([values(r, case, salt) for r in range(size)]))],
+    )
+
+
+def _gather(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    outputs = [torch.zeros(case.count, dtype=case.dtype) for _ in range(size)] if rank == case.root else None
+    return (
+        lambda: dist.gather(
+            values(rank, case, salt), outputs, group_dst=case.root, group=group, async_op=case.asynchronous
+        ),
+        lambda: [(f"output {r}", t, values(r, case, salt)) for r, t in enumerate(outputs or [])],
+    )
+
+
+def _scatter(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    output = torch.zeros(case.count, dtype=case.dtype)
+    inputs = [values(case.root, case, salt, piece=r) for r in range(size)] if rank == case.root else None
+    return (
+        lambda: dist.scatter(output, inputs, group_src=case.root, group=group, async_op=case.asynchronous),
+        lambda: [("output", output, values(case.root, case, salt, piece=rank))],
+    )
+
+
+def _reduce_scatter(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    output = torch.zeros(case.count, dtype=case.dtype)
+    inputs = [values(rank, case, salt, piece=r) for r in range(size)]
+    want = model(case, [values(r, case, salt, piece=rank) for r in range(size)])
+    return (
+        lambda: dist.reduce_scatter(output, inputs, OPS[case.op], group=group, async_op=case.asynchronous),
+        lambda: [("output", output, want)],
+    )
+
+
+def _reduce_scatter_single(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    output = torch.zeros(case.count, dtype=case.dtype)
+    source = torch.cat([values(rank, case, salt, piece=r) for r in range(size)])
+    want = model(case, [values(r, case, salt, piece=rank) for r in range(size)])
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return (
+        lambda: scatter(output, source, OPS[case.op], group=group, async_op=case.asynchronous),
+        lambda: [("output", output, want)],
+    )
+
+
+def _all_to_all(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    outputs = [torch.zeros(case.count, dtype=case.dtype) for _ in range(size)]
+    inputs = [values(rank, case, salt, piece=r) for r in range(size)]
+    return (
+        lambda: dist.all_to_all(outputs, inputs, group=group, async_op=case.asynchronous),
+        lambda: [(f"from {r}", outputs[r], values(r, case, salt, piece=rank)) for r in range(size)],
+    )
+
+
+def _all_to_all_single(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    output = torch.zeros(size * case.count, dtype=case.dtype)
+    source = torch.cat([values(rank, case, salt, piece=r) for r in range(size)])
+    return (
+        lambda: dist.all_to_all_single(output, source, group=group, async_op=case.asynchronous),
+        lambda: [("output", output, torch.cat([values(r, case, salt, piece=rank) for r in range(size)]))],
+    )
+
+
+def _all_to_all_uneven(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    """Rank s sends count + s + 2 r rows of 3 to rank r; rank 0 sends none to the last."""
+
+    def rows(source: int, target: int) -> int:
+        return 0 if source == 0 and target == size - 1 else case.count + source + 2 * target
+
+    def piece(source: int, target: int) -> torch.Tensor:
+        return values(source, case, salt, count=3 * rows(source, target), piece=target).view(-1, 3)
+
+    given = [rows(rank, r) for r in range(size)]
+    taken = [rows(r, rank) for r in range(size)]
+    output = torch.zeros(sum(taken), 3, dtype=case.dtype)
+    source = torch.cat([piece(rank, r) for r in range(size)])
+    return (
+        lambda: dist.all_to_all_single(output, source, taken, given, group=group, async_op=case.asynchronous),
+        lambda: [("output", output, torch.cat([piece(r, rank) for r in range(size)]))],
+    )
+
+
+def _barrier(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:  # noqa: ARG001
+    return lambda: dist.barrier(group=group, async_op=case.asynchronous), list
+
+
+_CASES: dict[str, Callable[[Case, int, int, int, Any], _Prepared]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "all_gather_single": _all_gather_single,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter_single,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all_single,
+    "all_to_all_uneven": _all_to_all_uneven,
+    "barrier": _barrier,
+}
+REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single")
+MOVING = tuple(name for name in _CASES if name not in (*REDUCING, "barrier"))
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else torch.int64
+
+
+def _compare(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    if got.dtype is not want.dtype or got.shape != want.shape:
+        raise Wrong(f"{what}: {got.dtype} {tuple(got.shape)}, expected {want.dtype} {tuple(want.shape)}")
+    if got.dtype is torch.bool:  # gloo adds truth values as bytes; any other byte than 0 is true
+        got = got.view(torch.uint8) != 0
+    if got.dtype.itemsize == 1 and got.dtype.is_floating_point:
+        got, want = got.float(), want.float()
+    same = torch.allclose(got, want, rtol=_TOLERANCE.get(got.dtype, 1e-6), atol=0)
+    if not same:
+        at = int((got != want).nonzero()[0, 0])
+        raise Wrong(f"{what}: element {at} is {got.view(-1)[at].item()}, expected {want.view(-1)[at].item()}")
+
+
+#: An average may round once more or less than the model.
+_TOLERANCE = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float64: 1e-12}

@@ -1,0 +1,52 @@
+"""Random sequences of collectives, sync and async, on several groups, against a single-process model."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import lockstep
+from lockstep import knobs
+from tests.harness import run_ranks
+from tests.ranks.collectives import MOVING, OPS, REDUCING, ROOTED, Case, issue, supported
+
+_DTYPES = (torch.bool, torch.int8, torch.int64, torch.bfloat16, torch.float32, torch.complex64)
+
+
+@st.composite
+def _sequences(draw: st.DrawFn) -> tuple[int, int, list[tuple[Case, int]]]:
+    size = draw(st.integers(1, 4))
+    chunk = draw(st.sampled_from([256, 448, 1024, 65536]))
+    cases = []
+    for _ in range(draw(st.integers(5, 40))):
+        name = draw(st.sampled_from((*REDUCING, *MOVING, "barrier")))
+        dtype = draw(st.sampled_from(_DTYPES))
+        usable = [op for op in OPS if supported(dtype, op, collective=name)]
+        op = draw(st.sampled_from(usable or ["SUM"])) if name in REDUCING and usable else "SUM"
+        if name in REDUCING and not usable:
+            dtype = torch.float32
+        root = draw(st.integers(0, size - 1)) if name in ROOTED else 0
+        case = Case(name, dtype, draw(st.integers(0, 700)), op, root, draw(st.booleans()))
+        cases.append((case, draw(st.integers(0, 1))))
+    return size, chunk, cases
+
+
+def _play(chunk: int, cases: list[tuple[Case, int]]) -> None:
+    os.environ[knobs.SHM_CHUNK] = str(chunk)
+    lockstep.init("shm", timeout=20)
+    groups: list[Any] = [dist.group.WORLD, dist.new_group(backend="shm")]
+    finishes = [issue(case, salt, groups[group]) for salt, (case, group) in enumerate(cases)]
+    for finish in reversed(finishes):
+        finish()
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(_sequences())
+def test_any_sequence_gives_what_one_process_computes(sequence: tuple[int, int, list[tuple[Case, int]]]) -> None:
+    size, chunk, cases = sequence
+    run_ranks(_play, size, chunk, cases, timeout=30)

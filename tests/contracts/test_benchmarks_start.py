@@ -19,7 +19,7 @@ def test_every_benchmark_of_the_makefile_shows_its_help(module: str) -> None:
         [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert "--write" in done.stdout
+    assert "usage:" in done.stdout
 
 
 def test_the_makefile_has_benchmarks() -> None:

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format faults bench clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 14
@@ -26,6 +26,9 @@ check: $(READY)  ## ruff, mypy strict, import-linter
 format: $(READY)  ## let ruff format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+faults: $(READY)  ## the longer campaigns of killed processes; the other tests hold a selection of them
+	$(BIN)/python -m pytest -m campaign
 
 bench: $(READY)  ## measure launch and step times against torch (some minutes; nothing else should run meanwhile)
 	$(BIN)/python -m benchmarks.launch

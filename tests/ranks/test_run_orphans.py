@@ -36,7 +36,16 @@ if __name__ == "__main__":
 _PROCESSES = 1 + 2 + 2 * 5
 
 
-@pytest.mark.parametrize("victim", ["watcher", "watcher again", "watcher once more", "zygote"])
+#: Some of the kills in every run of the tests, all twenty in ``make faults``.
+_VICTIMS = [
+    "watcher",
+    "watcher again",
+    "zygote",
+    *[pytest.param(f"watcher, kill {number}", marks=pytest.mark.campaign) for number in range(3, 21)],
+]
+
+
+@pytest.mark.parametrize("victim", _VICTIMS)
 def test_nobody_outlives_a_killed_launcher(tmp_path: Path, victim: str) -> None:
     (tmp_path / "train.py").write_text(_TRAIN)
     temporary = tmp_path / "tmp"

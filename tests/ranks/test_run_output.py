@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -163,3 +164,36 @@ def _in_a_terminal(argv: list[str], tmp_path: Path, *, columns: int) -> str:
         process.wait(LIMIT)
         os.close(screen)
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+
+
+def test_the_cursor_comes_back_when_a_bar_is_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "bar.py").write_text(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    sys.stderr.write('\\x1b[?25lhalf a bar')\n"
+        "    sys.stderr.flush()\n"
+        "    open('drawn', 'w').close()\n"
+        "    time.sleep(60)\n"
+        "while not os.path.exists('drawn'):\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(3)\n"
+    )
+    ours, theirs = pty.openpty()
+    argv = [sys.executable, "-m", "lockstep", "run", "-n", "2", "bar.py"]
+    job = subprocess.Popen(
+        argv,
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # how Linux says that nobody has the other end open
+        while chunk := os.read(ours, 4096):
+            seen += chunk
+    os.close(ours)
+    assert job.wait(timeout=LIMIT) == 3
+    assert seen.index(b"half a bar") < seen.index(b"\x1b[?25h\r\n") < seen.index(b"rank 1 of 2 failed")

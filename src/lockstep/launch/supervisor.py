@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from lockstep.errors import LaunchError
@@ -229,6 +229,9 @@ class Watcher:
 
     def _conclude(self) -> int:
         """Say what went wrong, if anything did, and return the job's exit code."""
+        codes = {rank: state.exit_code or 0 for rank, state in self._policy.states.items()}
+        if any(codes[rank] < 0 and self._streams.shown(self._local_rank[rank]) for rank in codes):
+            _show_cursor()
         if self._broken is not None:
             _say(f"the ranks could not be started:\n{self._broken.rstrip()}")
             return 1
@@ -274,6 +277,15 @@ class Watcher:
             log=self._logs.log(rank) if self._streams.logged(local_rank) else None,
             shown=self._streams.shown(local_rank),
         )
+
+
+def _show_cursor() -> None:
+    """A rank that a signal ends in the middle of a progress bar leaves the cursor hidden, at the end of the bar."""
+    for fd in (2, 1):
+        if os.isatty(fd):
+            with suppress(OSError):
+                os.write(fd, b"\x1b[?25h\n")
+            return
 
 
 def _say(text: str) -> None:

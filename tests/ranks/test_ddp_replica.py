@@ -540,6 +540,66 @@ def test_all_ranks_stop_at_a_non_finite_gradient(hooked: bool) -> None:
     assert "rank 1 of 2, step 1: the gradient of '4.bias' is infinite or NaN on this rank" in str(second.message)
 
 
+class Bag(nn.Module):
+    """An embedding with sparse gradients, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.words = nn.Embedding(11, 5, sparse=True, dtype=torch.float64)
+        self.last = nn.Linear(5, 3, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scores: Tensor = self.last(self.words(tokens))
+        return scores
+
+
+def _non_finite_sparse(check: Any, world_size: int) -> list[str]:
+    w = lockstep.init(timeout=20)
+    model = lockstep.replicate(Bag(), check_finite=check)
+    tokens = torch.arange(3) + w.rank
+    differentiate(model(tokens).square().mean())
+    model.zero_grad()
+    if w.rank == world_size - 1:
+        # Between the layers: the embedding's gradient is bad, the others' are not.
+        model.words.register_forward_hook(lambda _m, _a, rows: Poison.apply(rows))  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        differentiate(model(tokens).square().mean())
+    return [str(warning.message) for warning in caught]
+
+
+class Poison(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> Any:
+        return grads[0] * float("nan")
+
+
+def test_a_rank_warns_of_its_own_non_finite_sparse_gradient() -> None:
+    first, second = run_ranks(_non_finite_sparse, 2, "warn", 2)
+    assert first == []
+    assert len(second) == 1
+    assert "rank 1 of 2, step 1: the gradient of 'words.weight' is infinite or NaN on this rank" in second[0]
+
+
+def test_all_ranks_stop_at_a_non_finite_sparse_gradient() -> None:
+    first, second = collect_outcomes(_non_finite_sparse, 2, "raise", 2)
+    assert (first.error, second.error) == ("NonFiniteGradient", "NonFiniteGradient"), first.traceback
+    assert "rank 0 of 2, step 1: the gradient of 'words.weight' is infinite or NaN on another rank" in str(
+        first.message
+    )
+    assert "rank 1 of 2, step 1: the gradient of 'words.weight' is infinite or NaN on this rank" in str(second.message)
+
+
+def test_a_world_of_one_stops_at_a_non_finite_sparse_gradient() -> None:
+    (outcome,) = collect_outcomes(_non_finite_sparse, 1, "raise", 1)
+    assert outcome.error == "NonFiniteGradient", outcome.traceback
+
+
 # Frozen, copied, failed ---------------------------------------------------------------------------------------------
 
 

@@ -41,7 +41,7 @@ from torch.nn import Parameter
 from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.compress import CommHook, GradBucket
 from lockstep.ddp.finite import FiniteCheck
-from lockstep.ddp.sparse import SparseSlot
+from lockstep.ddp.sparse import SparseSlot, SparseTransfer
 from lockstep.ddp.waiting import wait_for
 from lockstep.errors import LockstepError
 
@@ -346,7 +346,7 @@ class Reducer:
     @torch.no_grad()
     def _collect(self, *, write: bool = True) -> None:
         flags = self._send_flags() if self._comm_hook is not None and self._world_size > 1 else None
-        sparse = [slot.launch(self._scale_sparse(), slot.position in self._used_sparse()) for slot in self._sparse]
+        sparse = [self._launch_sparse(slot) for slot in self._sparse]
         checked = self._finite is not None and self._finite.stops
         unused: list[int] = []
         for index, bucket in enumerate(self._buckets):
@@ -356,12 +356,13 @@ class Reducer:
         if flags is not None:
             flags()
         if checked and self._finite is not None:
-            self._finite.verdict(self._buckets, self._names, self._whoami)
+            bad = [transfer.name for transfer in sparse if transfer.is_bad()]
+            self._finite.verdict(self._buckets, self._names, bad, self._whoami)
         if write and (checked or flags is not None):
             for bucket in self._buckets:
                 unused += self._write(bucket)
-        for slot, complete in zip(self._sparse, sparse, strict=True):
-            if not complete(write) and write:
+        for slot, transfer in zip(self._sparse, sparse, strict=True):
+            if not transfer.complete(write=write) and write:
                 unused.append(slot.position)
         if write:
             self._note_unused(unused)
@@ -430,11 +431,11 @@ class Reducer:
 
         return complete
 
-    def _scale_sparse(self) -> float:
-        return self._weight / self._divisor
-
-    def _used_sparse(self) -> set[int]:
-        return {*self._sparse_arrived, *self.pending}
+    def _launch_sparse(self, slot: SparseSlot) -> SparseTransfer:
+        used = slot.position in self._sparse_arrived or slot.position in self.pending
+        finite, name = self._finite, self._names[slot.position]
+        inspect = None if finite is None else lambda rows: finite.inspect_rows(rows, name, self._whoami)
+        return slot.launch(self._weight / self._divisor, used, inspect)
 
     def _check_late_portions(self) -> None:
         for index in range(self._next):

@@ -25,6 +25,12 @@ A parameter without an event in this backward, and in the unsynchronised ones be
 sends its ``grad`` as it stands, or zeros, since what it holds already is the same on all ranks, and says "unused" in
 Note [Bucket layout]'s flags. A rank reads the flags after the reduction only if it has an unused parameter itself. If
 another rank used the parameter it gets the average, else its ``grad`` stays as it was, bit by bit, None included.
+
+Note [Taken gradients]
+~~~~~~~~~~~~~~~~~~~~~~
+A user's hook that runs the optimizer inside backward steps with this rank's gradient, before there is an average, and
+sets ``grad`` to None. That can be seen (a parameter with an event but without a gradient), and it is an error. A hook
+that zeroes ``grad`` in place leaves no such trace.
 """
 
 from __future__ import annotations
@@ -92,7 +98,15 @@ class Reducer:
 
     # Events ---------------------------------------------------------------------------------------------------------
 
-    def begin(self, *, sync: bool, weight: float = 1.0, divisor: int | None = None, keep: dict[int, Tensor]) -> None:
+    def begin(
+        self,
+        *,
+        sync: bool,
+        weight: float = 1.0,
+        divisor: int | None = None,
+        keep: dict[int, Tensor],
+        discards: bool = False,
+    ) -> None:
         """**Local.** A backward starts.
 
         Args:
@@ -100,6 +114,7 @@ class Reducer:
             weight: this rank's gradients count this much; see Note [Exact mean]. 0 discards them.
             divisor: what the sum over ranks is divided by; the world size if None.
             keep: copies of gradients, by position, that are to be put back if nobody used the parameter.
+            discards: this backward's own gradients count nothing, so one that is gone at the end is no mistake.
 
         Raises:
             CollectiveTimeout, PeerLost: an earlier backward ended with an error while buckets were under way, and
@@ -108,6 +123,7 @@ class Reducer:
         self._drain()
         self._reset()
         self._sync, self._weight, self._kept = sync, weight, keep
+        self._discards = discards or weight == 0
         self._divisor = self._world_size if divisor is None else divisor
         self._packs_early = sync and self._learned and self._sends and weight != 0
         self.is_open = True
@@ -155,20 +171,28 @@ class Reducer:
 
         return on_large_gradient
 
-    def finish(self) -> None:
+    def finish(self, then: Callable[[], None] = lambda: None) -> None:
         """**Collective** if the backward is synchronised. The backward has ended: send the rest, write the averages.
 
+        A mistake that only this rank can see is raised at the very end, so that the others do not wait for it.
+
+        Args:
+            then: what all ranks do together after a synchronised backward; runs before such a mistake is raised.
+
         Raises:
-            LockstepError: a gradient changed after its bucket had been sent; see Note [More than one event].
+            LockstepError: a gradient changed after its bucket had been sent, see Note [More than one event]; or it was
+                gone, see Note [Taken gradients].
             NonFiniteGradient: with ``check_finite="raise"``, on all ranks.
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
+        mistake: LockstepError | None = None
         try:
             if not self._sync:
                 for arrived in (*self._arrived, self._sparse_arrived):
                     self.pending.update(arrived)
                 return
             self._check_late_portions()
+            mistake = self._find_taken()
             while self._next < len(self._buckets):
                 self._launch(self._next)
             if self._sends or self._finite is not None:
@@ -181,6 +205,9 @@ class Reducer:
             self.step += 1
         finally:
             self._close()
+        then()
+        if mistake is not None:
+            raise mistake
 
     def abandon(self) -> None:
         """**Local.** The backward under way ended with an error; forget it. ``begin`` waits for what was sent."""
@@ -218,6 +245,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self._sync, self._weight, self._divisor = False, 1.0, self._world_size
+        self._discards = False
         self._kept = {}
         self._next = 0
         self._packs_early = False
@@ -294,7 +322,7 @@ class Reducer:
         missing = self._find_missing(bucket.index)
         for slot, grad in enumerate(grads):
             if grad is None and slot not in missing:
-                missing.append(slot)  # an optimizer that runs inside backward has taken it already
+                missing.append(slot)  # discarded, or Note [Taken gradients]
         if self._weight == 0:
             self._keep_views(bucket, range(len(bucket)))
             bucket.values.zero_()
@@ -436,6 +464,21 @@ class Reducer:
         finite, name = self._finite, self._names[slot.position]
         inspect = None if finite is None else lambda rows: finite.inspect_rows(rows, name, self._whoami)
         return slot.launch(self._weight / self._divisor, used, inspect)
+
+    def _find_taken(self) -> LockstepError | None:
+        """See Note [Taken gradients]."""
+        if self._discards or not self._sends:
+            return None
+        for arrived in (*self._arrived, self._sparse_arrived):
+            for position in arrived:
+                if self._params[position].grad is None:
+                    return LockstepError(
+                        f"{self._whoami()}: the gradient of parameter '{self._names[position]}' was gone before the "
+                        "ranks had averaged it. If a hook on the parameter runs the optimizer inside backward, it "
+                        "stepped with this rank's own gradient, and the replicas differ from now on: go back to a "
+                        "checkpoint, and let the optimizer step after backward"
+                    )
+        return None
 
     def _check_late_portions(self) -> None:
         for index in range(self._next):

@@ -191,8 +191,7 @@ class Reducer:
                 for arrived in (*self._arrived, self._sparse_arrived):
                     self.pending.update(arrived)
                 return
-            self._check_late_portions()
-            mistake = self._find_taken()
+            mistake = self._find_late_portion() or self._find_taken()
             while self._next < len(self._buckets):
                 self._launch(self._next)
             if self._sends or self._finite is not None:
@@ -211,7 +210,6 @@ class Reducer:
 
     def abandon(self) -> None:
         """**Local.** The backward under way ended with an error; forget it. ``begin`` waits for what was sent."""
-        self._left_over.extend(wait for wait in self._waits if wait is not None)
         self._close()
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
@@ -258,14 +256,17 @@ class Reducer:
 
     def _close(self) -> None:
         self.is_open = False
+        self._left_over.extend(wait for wait in self._waits if wait is not None)
         self._waits = []
         for arrived in (*self._arrived, self._sparse_arrived):
             arrived.clear()
 
     def _drain(self) -> None:
-        left_over, self._left_over = self._left_over, []
-        for wait in left_over:
-            wait_for(wait, lambda: f"{self._whoami()}: completing what an earlier, failed backward had sent")
+        while self._left_over:
+            wait_for(
+                self._left_over.pop(0),
+                lambda: f"{self._whoami()}: completing what an earlier, failed backward had sent",
+            )
 
     def _launch_full_buckets(self) -> None:
         if not self._sync or not self._learned:
@@ -397,9 +398,9 @@ class Reducer:
 
     def _wait(self, index: int, bucket: Bucket) -> None:
         wait, result = self._waits[index], self._results[index]
+        self._waits[index] = None  # also if it fails: then it is over as well
         if wait is not None:
             wait_for(wait, lambda: f"{self._whoami()}: averaging {self._describe(bucket)}")
-            self._waits[index] = None
         if result is not None:
             value = result()
             tensor = value[0] if isinstance(value, (list, tuple)) else value
@@ -480,24 +481,24 @@ class Reducer:
                     )
         return None
 
-    def _check_late_portions(self) -> None:
-        for index in range(self._next):
-            late = self._arrived[index][self._counted[index] :]
-            self._refuse(late)
+    def _find_late_portion(self) -> LockstepError | None:
+        """See Note [More than one event]."""
+        late: list[int] = []
         for index, arrived in enumerate(self._arrived):
             bucket = self._buckets[index]
+            if index < self._next:
+                late += arrived[self._counted[index] :]
             if bucket.packed and len(set(arrived)) < len(arrived):
                 packed = {bucket.positions[slot] for slot in bucket.packed}
-                self._refuse([position for position in packed if arrived.count(position) > 1])
-
-    def _refuse(self, late: list[int]) -> None:
-        if late:
-            raise LockstepError(
-                f"{self._whoami()}: parameter '{self._names[late[0]]}' received more of its gradient after its "
-                f"bucket was sent or filled, so the average would be wrong. The graph changed since the first step "
-                "(re-entrant checkpointing of a parameter that is used several times): pass overlap=False to "
-                "lockstep.replicate or DistributedDataParallel, or checkpoint with use_reentrant=False"
-            )
+                late += [position for position in packed if arrived.count(position) > 1]
+        if not late:
+            return None
+        return LockstepError(
+            f"{self._whoami()}: parameter '{self._names[late[0]]}' received more of its gradient after its "
+            f"bucket was sent or filled, so the average is wrong. The graph changed since the first step "
+            "(re-entrant checkpointing of a parameter that is used several times): pass overlap=False to "
+            "lockstep.replicate or DistributedDataParallel, or checkpoint with use_reentrant=False"
+        )
 
     def _learn(self) -> None:
         """See Note [More than one event]."""

@@ -8,6 +8,7 @@ from torch import nn
 
 import lockstep
 from lockstep.ddp.bucket import SMALL, Bucket
+from lockstep.ddp.compress import GradBucket
 from lockstep.ddp.reducer import Reducer
 from tests.harness import run_ranks
 
@@ -249,3 +250,56 @@ def _copies() -> None:
 
 def test_without_views_grad_stays_the_same_tensor() -> None:
     run_ranks(_copies, 2)
+
+
+def _late_portion_on_one_rank() -> None:
+    """The rank with the mistake sends the rest all the same, and the next step is as if nothing had happened."""
+    w = lockstep.init(timeout=20)
+    reducer = _reducer()
+    for step in range(3):
+        for param in reducer._params:
+            param.grad = None
+        reducer.begin(sync=True, keep={})
+        _deliver(reducer, [3], step)
+        if step == 1 and w.rank == 1:
+            _deliver(reducer, [3], step)  # its bucket is on its way
+            with pytest.raises(lockstep.LockstepError, match="rank 1 of 2, step 1: parameter 'p3' received more"):
+                reducer.finish()
+            continue
+        _deliver(reducer, [2, 1, 0], step)
+        reducer.finish()
+        if step != 1:
+            _assert_averages(reducer, step)
+
+
+def test_the_other_ranks_finish_a_step_in_which_one_has_a_late_portion() -> None:
+    run_ranks(_late_portion_on_one_rank, 2)
+
+
+def _failure_while_sending() -> None:
+    """What is under way when ``finish`` fails is completed before its bucket is used again."""
+    lockstep.init()
+    reducer = _reducer(overlap=False)
+    futures: list[torch.futures.Future[torch.Tensor]] = []
+
+    def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.is_last():
+            raise ZeroDivisionError("in the hook")
+        futures.append(torch.futures.Future())
+        return futures[-1]
+
+    reducer.register_comm_hook(None, hook)
+    reducer.begin(sync=True, keep={})
+    _deliver(reducer, [3, 2, 1, 0], 0)
+    with pytest.raises(ZeroDivisionError, match="in the hook"):
+        reducer.finish()
+    for future in futures:
+        future.set_exception(RuntimeError("lost on the way"))  # type: ignore[arg-type]
+    for _ in futures:
+        with pytest.raises(lockstep.PeerLost, match=r"completing what an earlier, .* lost on"):
+            reducer.begin(sync=True, keep={})
+    reducer.begin(sync=True, keep={})
+
+
+def test_what_is_under_way_when_finish_fails_is_completed_first() -> None:
+    run_ranks(_failure_while_sending, 1)

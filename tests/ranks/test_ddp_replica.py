@@ -540,6 +540,66 @@ def test_all_ranks_stop_at_a_non_finite_gradient(hooked: bool) -> None:
     assert "rank 1 of 2, step 1: the gradient of '4.bias' is infinite or NaN on this rank" in str(second.message)
 
 
+class Bag(nn.Module):
+    """An embedding with sparse gradients, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.words = nn.Embedding(11, 5, sparse=True, dtype=torch.float64)
+        self.last = nn.Linear(5, 3, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scores: Tensor = self.last(self.words(tokens))
+        return scores
+
+
+def _non_finite_sparse(check: Any, world_size: int) -> list[str]:
+    w = lockstep.init(timeout=20)
+    model = lockstep.replicate(Bag(), check_finite=check)
+    tokens = torch.arange(3) + w.rank
+    differentiate(model(tokens).square().mean())
+    model.zero_grad()
+    if w.rank == world_size - 1:
+        # Between the layers: the embedding's gradient is bad, the others' are not.
+        model.words.register_forward_hook(lambda _m, _a, rows: Poison.apply(rows))  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        differentiate(model(tokens).square().mean())
+    return [str(warning.message) for warning in caught]
+
+
+class Poison(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> Any:
+        return grads[0] * float("nan")
+
+
+def test_a_rank_warns_of_its_own_non_finite_sparse_gradient() -> None:
+    first, second = run_ranks(_non_finite_sparse, 2, "warn", 2)
+    assert first == []
+    assert len(second) == 1
+    assert "rank 1 of 2, step 1: the gradient of 'words.weight' is infinite or NaN on this rank" in second[0]
+
+
+def test_all_ranks_stop_at_a_non_finite_sparse_gradient() -> None:
+    first, second = collect_outcomes(_non_finite_sparse, 2, "raise", 2)
+    assert (first.error, second.error) == ("NonFiniteGradient", "NonFiniteGradient"), first.traceback
+    assert "rank 0 of 2, step 1: the gradient of 'words.weight' is infinite or NaN on another rank" in str(
+        first.message
+    )
+    assert "rank 1 of 2, step 1: the gradient of 'words.weight' is infinite or NaN on this rank" in str(second.message)
+
+
+def test_a_world_of_one_stops_at_a_non_finite_sparse_gradient() -> None:
+    (outcome,) = collect_outcomes(_non_finite_sparse, 1, "raise", 1)
+    assert outcome.error == "NonFiniteGradient", outcome.traceback
+
+
 # Frozen, copied, failed ---------------------------------------------------------------------------------------------
 
 
@@ -688,3 +748,65 @@ def _world_of_one() -> None:
 
 def test_a_world_of_one_gets_exactly_its_own_gradients() -> None:
     run_ranks(_world_of_one, 1)
+
+
+# An optimizer inside backward ---------------------------------------------------------------------------------------
+
+
+def _step_inside_backward(hooked: str) -> None:
+    """Rank 0, which sends the buffers, steps inside backward; the other rank must get all it waits for."""
+    w = lockstep.init(timeout=20)
+    model = Normalised()
+    layer = model.net.get_submodule("2")
+
+    def step_and_clear(param: Tensor) -> None:
+        if w.is_main and steps:
+            with torch.no_grad():
+                param -= 0.1 * param.grad  # type: ignore[operator]
+            param.grad = None
+
+    steps: list[int] = []
+    if hooked == "before":
+        layer.get_parameter("weight").register_post_accumulate_grad_hook(step_and_clear)
+    lockstep.replicate(model, first_bucket_mb=1e-5, bucket_cap_mb=3e-4)
+    if hooked == "after":
+        layer.get_parameter("weight").register_post_accumulate_grad_hook(step_and_clear)
+    differentiate(squares(model, w.rank, 0))
+    steps.append(0)
+    differentiate(squares(model, w.rank, 1))
+
+
+@pytest.mark.parametrize("hooked", ["before", "after"])
+def test_an_optimizer_that_steps_inside_backward_is_an_error(hooked: str) -> None:
+    first, second = collect_outcomes(_step_inside_backward, 2, hooked)
+    assert first.error == "LockstepError", first.traceback
+    assert "rank 0 of 2, step 1: the gradient of parameter 'net.2.weight' was gone" in str(first.message)
+    assert "let the optimizer step after backward" in str(first.message)
+    assert second.ok, second.traceback
+
+
+class OneOrBoth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(1, 1, bias=False)
+        self.other = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        scores: Tensor = self.one(x) + self.other(x) if both else self.one(x)
+        return scores
+
+
+def _discarded_after_accumulation() -> list[Any]:
+    """Rank 1 has an empty batch after one that counted: a first gradient that comes to nothing, and is no mistake."""
+    w = lockstep.init(timeout=20)
+    model = lockstep.replicate(OneOrBoth())
+    w.share = lockstep.BatchShare(1, 2)
+    with lockstep.no_sync(model):
+        differentiate(model(torch.ones(1, 1), False).sum())
+    w.share = lockstep.BatchShare(2 - 2 * w.rank, 2)
+    differentiate(model(torch.ones(1, 1), True).sum())
+    return [None if grad is None else float(grad) for grad in gradients(model).values()]
+
+
+def test_gradients_of_an_empty_batch_after_accumulation_are_no_mistake() -> None:
+    assert run_ranks(_discarded_after_accumulation, 2) == [[2.0, 1.0]] * 2

@@ -25,6 +25,12 @@ A parameter without an event in this backward, and in the unsynchronised ones be
 sends its ``grad`` as it stands, or zeros, since what it holds already is the same on all ranks, and says "unused" in
 Note [Bucket layout]'s flags. A rank reads the flags after the reduction only if it has an unused parameter itself. If
 another rank used the parameter it gets the average, else its ``grad`` stays as it was, bit by bit, None included.
+
+Note [Taken gradients]
+~~~~~~~~~~~~~~~~~~~~~~
+A user's hook that runs the optimizer inside backward steps with this rank's gradient, before there is an average, and
+sets ``grad`` to None. That can be seen (a parameter with an event but without a gradient), and it is an error. A hook
+that zeroes ``grad`` in place leaves no such trace.
 """
 
 from __future__ import annotations
@@ -42,7 +48,7 @@ from lockstep.comm.waiting import wait_for
 from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.compress import CommHook, GradBucket
 from lockstep.ddp.finite import FiniteCheck
-from lockstep.ddp.sparse import SparseSlot
+from lockstep.ddp.sparse import SparseSlot, SparseTransfer
 from lockstep.errors import LockstepError
 
 _NEVER = 1 << 62
@@ -92,7 +98,15 @@ class Reducer:
 
     # Events ---------------------------------------------------------------------------------------------------------
 
-    def begin(self, *, sync: bool, weight: float = 1.0, divisor: int | None = None, keep: dict[int, Tensor]) -> None:
+    def begin(
+        self,
+        *,
+        sync: bool,
+        weight: float = 1.0,
+        divisor: int | None = None,
+        keep: dict[int, Tensor],
+        discards: bool = False,
+    ) -> None:
         """**Local.** A backward starts.
 
         Args:
@@ -100,6 +114,7 @@ class Reducer:
             weight: this rank's gradients count this much; see Note [Exact mean]. 0 discards them.
             divisor: what the sum over ranks is divided by; the world size if None.
             keep: copies of gradients, by position, that are to be put back if nobody used the parameter.
+            discards: this backward's own gradients count nothing, so one that is gone at the end is no mistake.
 
         Raises:
             CollectiveTimeout, PeerLost: an earlier backward ended with an error while buckets were under way, and
@@ -108,6 +123,7 @@ class Reducer:
         self._drain()
         self._reset()
         self._sync, self._weight, self._kept = sync, weight, keep
+        self._discards = discards or weight == 0
         self._divisor = self._world_size if divisor is None else divisor
         self._packs_early = sync and self._learned and self._sends and weight != 0
         self.is_open = True
@@ -155,20 +171,27 @@ class Reducer:
 
         return on_large_gradient
 
-    def finish(self) -> None:
+    def finish(self, then: Callable[[], None] = lambda: None) -> None:
         """**Collective** if the backward is synchronised. The backward has ended: send the rest, write the averages.
 
+        A mistake that only this rank can see is raised at the very end, so that the others do not wait for it.
+
+        Args:
+            then: what all ranks do together after a synchronised backward; runs before such a mistake is raised.
+
         Raises:
-            LockstepError: a gradient changed after its bucket had been sent; see Note [More than one event].
+            LockstepError: a gradient changed after its bucket had been sent, see Note [More than one event]; or it was
+                gone, see Note [Taken gradients].
             NonFiniteGradient: with ``check_finite="raise"``, on all ranks.
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
+        mistake: LockstepError | None = None
         try:
             if not self._sync:
                 for arrived in (*self._arrived, self._sparse_arrived):
                     self.pending.update(arrived)
                 return
-            self._check_late_portions()
+            mistake = self._find_late_portion() or self._find_taken()
             while self._next < len(self._buckets):
                 self._launch(self._next)
             if self._sends or self._finite is not None:
@@ -181,10 +204,12 @@ class Reducer:
             self.step += 1
         finally:
             self._close()
+        then()
+        if mistake is not None:
+            raise mistake
 
     def abandon(self) -> None:
         """**Local.** The backward under way ended with an error; forget it. ``begin`` waits for what was sent."""
-        self._left_over.extend(wait for wait in self._waits if wait is not None)
         self._close()
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
@@ -218,6 +243,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self._sync, self._weight, self._divisor = False, 1.0, self._world_size
+        self._discards = False
         self._kept = {}
         self._next = 0
         self._packs_early = False
@@ -230,14 +256,17 @@ class Reducer:
 
     def _close(self) -> None:
         self.is_open = False
+        self._left_over.extend(wait for wait in self._waits if wait is not None)
         self._waits = []
         for arrived in (*self._arrived, self._sparse_arrived):
             arrived.clear()
 
     def _drain(self) -> None:
-        left_over, self._left_over = self._left_over, []
-        for wait in left_over:
-            wait_for(wait, lambda: f"{self._whoami()}: completing what an earlier, failed backward had sent")
+        while self._left_over:
+            wait_for(
+                self._left_over.pop(0),
+                lambda: f"{self._whoami()}: completing what an earlier, failed backward had sent",
+            )
 
     def _launch_full_buckets(self) -> None:
         if not self._sync or not self._learned:
@@ -294,7 +323,7 @@ class Reducer:
         missing = self._find_missing(bucket.index)
         for slot, grad in enumerate(grads):
             if grad is None and slot not in missing:
-                missing.append(slot)  # an optimizer that runs inside backward has taken it already
+                missing.append(slot)  # discarded, or Note [Taken gradients]
         if self._weight == 0:
             self._keep_views(bucket, range(len(bucket)))
             bucket.values.zero_()
@@ -346,7 +375,7 @@ class Reducer:
     @torch.no_grad()
     def _collect(self, *, write: bool = True) -> None:
         flags = self._send_flags() if self._comm_hook is not None and self._world_size > 1 else None
-        sparse = [slot.launch(self._scale_sparse(), slot.position in self._used_sparse()) for slot in self._sparse]
+        sparse = [self._launch_sparse(slot) for slot in self._sparse]
         checked = self._finite is not None and self._finite.stops
         unused: list[int] = []
         for index, bucket in enumerate(self._buckets):
@@ -356,21 +385,22 @@ class Reducer:
         if flags is not None:
             flags()
         if checked and self._finite is not None:
-            self._finite.verdict(self._buckets, self._names, self._whoami)
+            bad = [transfer.name for transfer in sparse if transfer.is_bad()]
+            self._finite.verdict(self._buckets, self._names, bad, self._whoami)
         if write and (checked or flags is not None):
             for bucket in self._buckets:
                 unused += self._write(bucket)
-        for slot, complete in zip(self._sparse, sparse, strict=True):
-            if not complete(write) and write:
+        for slot, transfer in zip(self._sparse, sparse, strict=True):
+            if not transfer.complete(write=write) and write:
                 unused.append(slot.position)
         if write:
             self._note_unused(unused)
 
     def _wait(self, index: int, bucket: Bucket) -> None:
         wait, result = self._waits[index], self._results[index]
+        self._waits[index] = None  # also if it fails: then it is over as well
         if wait is not None:
             wait_for(wait, lambda: f"{self._whoami()}: averaging {self._describe(bucket)}")
-            self._waits[index] = None
         if result is not None:
             value = result()
             tensor = value[0] if isinstance(value, (list, tuple)) else value
@@ -430,30 +460,45 @@ class Reducer:
 
         return complete
 
-    def _scale_sparse(self) -> float:
-        return self._weight / self._divisor
+    def _launch_sparse(self, slot: SparseSlot) -> SparseTransfer:
+        used = slot.position in self._sparse_arrived or slot.position in self.pending
+        finite, name = self._finite, self._names[slot.position]
+        inspect = None if finite is None else lambda rows: finite.inspect_rows(rows, name, self._whoami)
+        return slot.launch(self._weight / self._divisor, used, inspect)
 
-    def _used_sparse(self) -> set[int]:
-        return {*self._sparse_arrived, *self.pending}
+    def _find_taken(self) -> LockstepError | None:
+        """See Note [Taken gradients]."""
+        if self._discards or not self._sends:
+            return None
+        for arrived in (*self._arrived, self._sparse_arrived):
+            for position in arrived:
+                if self._params[position].grad is None:
+                    return LockstepError(
+                        f"{self._whoami()}: the gradient of parameter '{self._names[position]}' was gone before the "
+                        "ranks had averaged it. If a hook on the parameter runs the optimizer inside backward, it "
+                        "stepped with this rank's own gradient, and the replicas differ from now on: go back to a "
+                        "checkpoint, and let the optimizer step after backward"
+                    )
+        return None
 
-    def _check_late_portions(self) -> None:
-        for index in range(self._next):
-            late = self._arrived[index][self._counted[index] :]
-            self._refuse(late)
+    def _find_late_portion(self) -> LockstepError | None:
+        """See Note [More than one event]."""
+        late: list[int] = []
         for index, arrived in enumerate(self._arrived):
             bucket = self._buckets[index]
+            if index < self._next:
+                late += arrived[self._counted[index] :]
             if bucket.packed and len(set(arrived)) < len(arrived):
                 packed = {bucket.positions[slot] for slot in bucket.packed}
-                self._refuse([position for position in packed if arrived.count(position) > 1])
-
-    def _refuse(self, late: list[int]) -> None:
-        if late:
-            raise LockstepError(
-                f"{self._whoami()}: parameter '{self._names[late[0]]}' received more of its gradient after its "
-                f"bucket was sent or filled, so the average would be wrong. The graph changed since the first step "
-                "(re-entrant checkpointing of a parameter that is used several times): pass overlap=False to "
-                "lockstep.replicate or DistributedDataParallel, or checkpoint with use_reentrant=False"
-            )
+                late += [position for position in packed if arrived.count(position) > 1]
+        if not late:
+            return None
+        return LockstepError(
+            f"{self._whoami()}: parameter '{self._names[late[0]]}' received more of its gradient after its "
+            f"bucket was sent or filled, so the average is wrong. The graph changed since the first step "
+            "(re-entrant checkpointing of a parameter that is used several times): pass overlap=False to "
+            "lockstep.replicate or DistributedDataParallel, or checkpoint with use_reentrant=False"
+        )
 
     def _learn(self) -> None:
         """See Note [More than one event]."""

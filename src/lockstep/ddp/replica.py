@@ -186,7 +186,9 @@ class Replica(Joinable):
     def _begin(self, context: ForwardContext) -> None:
         weight, kept = self._weights.enter(context.weight, self._reducer.pending)
         self._current = context
-        self._reducer.begin(sync=context.sync, weight=weight, divisor=context.divisor, keep=kept)
+        self._reducer.begin(
+            sync=context.sync, weight=weight, divisor=context.divisor, keep=kept, discards=context.weight == 0
+        )
 
     def _join_in(self, context: ForwardContext) -> None:
         current = self._current
@@ -207,7 +209,9 @@ class Replica(Joinable):
         assert context is not None  # _begin set it
         self._current = self._latest = None
         self._weights.leave(synced=context.sync)
-        self._reducer.finish()
+        self._reducer.finish(then=lambda: self._send_buffers_again(context))
+
+    def _send_buffers_again(self, context: ForwardContext) -> None:
         module = self._module()
         # Once more, so that replicas are equal after every step: an evaluation or a checkpoint that follows sees the
         # same buffers on every rank and needs no communication. See Note [Buffers] in api.py.

@@ -1,7 +1,8 @@
 """Sparse gradients (of embeddings with ``sparse=True``): gathered from every rank and added up.
 
-Ranks touch different rows, so there is nothing to line up in a flat bucket. Each rank sends how many rows it has, then
-its row numbers and its rows, padded to the longest; the sum of all is the gradient.
+Ranks touch different rows, so there is nothing to line up in a flat bucket. Each rank announces how many rows it has
+and whether they are finite; then it sends its row numbers and its rows, padded to the longest. The sum of all is the
+gradient.
 """
 
 from __future__ import annotations
@@ -25,49 +26,75 @@ class SparseSlot:
     def __init__(self, position: int, param: Parameter, name: str, group: dist.ProcessGroup) -> None:
         #: The parameter's position in the reducer's list.
         self.position = position
-        self._param, self._name, self._group = param, name, group
-        self._world_size = dist.get_world_size(group)
+        #: The parameter, its name, and the ranks that gather.
+        self.param, self.name, self.group = param, name, group
 
-    def launch(self, scale: float, used: bool) -> Callable[[bool], bool]:
-        """**Collective.** Begin to gather; returns a function that completes it.
+    def launch(self, scale: float, used: bool, inspect: Callable[[Tensor], bool] | None = None) -> SparseTransfer:
+        """**Collective.** Begin to gather.
 
         Args:
             scale: what this rank's gradient is multiplied by; 0 discards it.
             used: whether the parameter got a gradient since the last reduction.
-
-        The returned function takes whether to write the average into ``grad``, and returns whether any rank used the
-        parameter; if none did, ``grad`` is left alone.
+            inspect: looks at this rank's rows and says whether to tell all ranks that they are not finite.
         """
         indices, values = self._contribution(scale)
-        if self._world_size == 1:
-            return lambda _: used
         count = len(indices) if (used and scale != 0) or len(indices) else _UNUSED
-        counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(self._world_size)]
-        mine = torch.tensor([count], dtype=torch.int64, device=values.device)
-        work = dist.all_gather(counts, mine, group=self._group, async_op=True)
-
-        def complete(write: bool) -> bool:
-            wait_for(work.wait, self._describe)
-            rows = [int(each) for each in counts]
-            if all(each == _UNUSED for each in rows):
-                return False
-            gathered = self._gather([max(0, each) for each in rows], indices, values)
-            if write:
-                self._param.grad = gathered
-            return True
-
-        return complete
+        bad = inspect is not None and inspect(values)
+        return SparseTransfer(self, indices, values, count=count, bad=bad)
 
     def _contribution(self, scale: float) -> tuple[Tensor, Tensor]:
         """Row numbers (1-D) and rows (rows x the parameter's trailing shape) of this rank's gradient."""
-        grad = self._param.grad
+        grad = self.param.grad
         if grad is None or scale == 0:
-            rows = self._param.new_zeros((0, *self._param.shape[1:]))
+            rows = self.param.new_zeros((0, *self.param.shape[1:]))
             return torch.zeros(0, dtype=torch.int64, device=rows.device), rows
         if grad.layout == torch.strided:  # the weight is used elsewhere as well, densely
             grad = grad.to_sparse(1)
         grad = grad.coalesce()
         return grad.indices()[0], grad.values() * scale
+
+
+class SparseTransfer:
+    """One reduction of one sparse gradient, under way."""
+
+    def __init__(self, slot: SparseSlot, indices: Tensor, values: Tensor, *, count: int, bad: bool) -> None:
+        #: The parameter's name.
+        self.name = slot.name
+        self._param, self._group = slot.param, slot.group
+        self._world_size = dist.get_world_size(slot.group)
+        self._indices, self._values = indices, values
+        mine = torch.tensor([count, int(bad)], dtype=torch.int64, device=values.device)
+        self._announced = [mine]
+        self._work: dist.Work | None = None
+        if self._world_size > 1:
+            self._announced = [torch.zeros_like(mine) for _ in range(self._world_size)]
+            self._work = dist.all_gather(self._announced, mine, group=slot.group, async_op=True)
+
+    def is_bad(self) -> bool:
+        """**Collective.** Whether any rank said that its rows are not finite."""
+        return any(bad for _, bad in self._announcements())
+
+    def complete(self, *, write: bool) -> bool:
+        """**Collective.** Gather the rows and, if ``write``, make their sum the gradient.
+
+        Returns:
+            Whether any rank used the parameter; if none did, ``grad`` is left alone.
+        """
+        counts = [count for count, _ in self._announcements()]
+        if all(count == _UNUSED for count in counts):
+            return False
+        if self._world_size > 1:
+            gathered = self._gather([max(0, count) for count in counts], self._indices, self._values)
+            if write:
+                self._param.grad = gathered
+        return True
+
+    def _announcements(self) -> list[tuple[int, int]]:
+        """(rows, whether they are bad) of every rank."""
+        if self._work is not None:
+            wait_for(self._work.wait, self._describe)
+            self._work = None
+        return [(int(count), int(bad)) for count, bad in (each.tolist() for each in self._announced)]
 
     def _gather(self, rows: list[int], indices: Tensor, values: Tensor) -> Tensor:
         longest, trailing = max(rows), self._param.shape[1:]
@@ -92,4 +119,4 @@ class SparseSlot:
 
     def _describe(self) -> str:
         rank = dist.get_rank(self._group)
-        return f"rank {rank} of {self._world_size}: gathering the sparse gradient of '{self._name}'"
+        return f"rank {rank} of {self._world_size}: gathering the sparse gradient of '{self.name}'"

@@ -810,3 +810,33 @@ def _discarded_after_accumulation() -> list[Any]:
 
 def test_gradients_of_an_empty_batch_after_accumulation_are_no_mistake() -> None:
     assert run_ranks(_discarded_after_accumulation, 2) == [[2.0, 1.0]] * 2
+
+
+def _changed_after_replicate(how: str) -> None:
+    w = lockstep.init(timeout=20)
+    model = lockstep.replicate(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    if how == "head":
+        model[1] = nn.Linear(4, 3)
+    elif how == "added":
+        model.append(nn.Linear(2, 2))
+    elif how == "parameter":
+        model[0].weight = nn.Parameter(torch.ones(4, 4))
+    else:
+        model.double()
+    dtype = torch.float64 if how == "double" else torch.float32
+    model(torch.full((2, 4), float(w.rank + 1), dtype=dtype)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("head", "parameter '1.weight' was added or replaced after replicate"),
+        ("added", "parameter '2.weight' was added or replaced after replicate"),
+        ("parameter", "parameter '0.weight' was added or replaced after replicate"),
+        ("double", "parameter '0.weight' was torch.float32 and is torch.float64: it was converted after replicate"),
+    ],
+)
+def test_a_model_that_changed_after_replicate_is_refused_on_every_rank(how: str, text: str) -> None:
+    for outcome in collect_outcomes(_changed_after_replicate, 2, how):
+        assert outcome.error == "LockstepError"
+        assert text in str(outcome.message)

@@ -149,3 +149,11 @@ def test_several_ranks_that_fail_by_themselves_are_all_named(tmp_path: Path) -> 
     assert done.err.count("of 2 failed: exit code 1") == 1
     assert "ValueError: on rank 0" in done.err
     assert "failed too: ValueError: on rank" in done.err or "stopped because rank" in done.err
+
+
+def test_more_ranks_than_open_files_allow_are_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text("print('hello')\n")
+    done = run(["lockstep", "run", "-n", "1000000", "hello.py"], tmp_path)
+    assert done.code != 0
+    assert "1000000 ranks on this machine need about 5000032 open files, and the limit is" in done.err
+    assert "Traceback" not in done.err

@@ -73,7 +73,8 @@ def test_workers_die_with_their_rank_even_if_nobody_is_left_to_see_to_it(tmp_pat
         "open('ready', 'w').write(str(worker.pid))\n"
         "signal.pause()\n"
     )
-    with start(["lockstep", "run", "-n", "1", "train.py"], tmp_path) as job:
+    # Nobody is left to remove the job's folder either, so it stands in the test's own.
+    with start(["lockstep", "run", "-n", "1", "train.py"], tmp_path, TMPDIR=str(tmp_path)) as job:
         wait_for(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text(), "the worker")
         everyone = job.tree()
         with killed_afterwards(everyone):

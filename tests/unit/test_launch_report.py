@@ -127,3 +127,13 @@ def test_a_huge_traceback_is_cut_in_the_middle(tmp_path: Path) -> None:
     assert len(record.traceback) < 60_000
     assert record.traceback.endswith("end")
     assert "characters left out" in record.traceback
+
+
+def test_a_rank_that_left_early_is_named_beside_those_that_waited_for_it() -> None:
+    waiting = _ending(0, 1, 5.2, raised="lockstep.errors.PeerLost: a rank is gone", raised_at=5.1)
+    left = _ending(1, 0, 5.3, stopped_at=5.25)
+    text = describe([waiting, left], waiting, world_size=2)
+    assert "rank 1 had ended by itself, with exit code 0" in text
+    assert "stopped because" not in text
+    cause = _ending(0, 1, 5.2, raised="ValueError: my own", raised_at=5.1)
+    assert "rank 1" not in describe([cause, _ending(1, 0, 5.0)], cause, world_size=2)

@@ -39,6 +39,10 @@ def _run_eagerly(method: Method) -> Method:
     return method
 
 
+#: Forwards between two looks at whether the model is still the one that was replicated. (The first two always look.)
+_LOOK_EVERY = 100
+
+
 class ForwardContext(NamedTuple):
     """What a forward knew, for the backward that comes through it."""
 
@@ -62,6 +66,8 @@ class Replica(Joinable):
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._syncs = True
         self._divides_by_initial_world_size = True
+        #: Forwards so far.
+        self._forwards = 0
         self._latest: ForwardContext | None = None
         self._current: ForwardContext | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -81,6 +87,8 @@ class Replica(Joinable):
         named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
         names, params = [name for name, _ in named], [param for _, param in named]
         self._frozen = [param for param in module.parameters() if not param.requires_grad]
+        #: Every parameter's dtype, by its identity.
+        self._known = {id(param): param.dtype for param in module.parameters()}
         finite = (
             None if self._options.check_finite == "off" else FiniteCheck(stops=self._options.check_finite == "raise")
         )
@@ -140,6 +148,9 @@ class Replica(Joinable):
         """**Collective** in training, outside no_sync, if there are buffers to send or inside join; else **Local**."""
         if self._reducer.is_open:
             return  # checkpointing repeats a forward inside backward: nothing is sent twice
+        if self._forwards in (0, 1) or self._forwards % _LOOK_EVERY == 0:
+            self._refuse_changed(module)
+        self._forwards += 1
         for param in self._frozen:
             if param.requires_grad:
                 self._lay_out_again(module)
@@ -162,6 +173,19 @@ class Replica(Joinable):
         if torch.is_grad_enabled():
             context = self._latest
             self._watch.watch(output, context if context is not None else self._context_now())
+
+    def _refuse_changed(self, module: nn.Module) -> None:
+        """A parameter that came after replicate has no place in the buckets: every rank would train its own."""
+        for name, param in module.named_parameters():
+            known = self._known.get(id(param))
+            if known != param.dtype:
+                what = (
+                    "was added or replaced" if known is None else f"was {known} and is {param.dtype}: it was converted"
+                )
+                raise LockstepError(
+                    f"rank {self._rank} of {self._world_size}: parameter '{name}' {what} after replicate, so its "
+                    "gradient would not be averaged over the ranks: change the model first, then replicate it"
+                )
 
     def _send_buffers(self, module: nn.Module, source: int) -> None:
         self._broadcast(module.buffers(), source, "sending the buffers")

@@ -53,7 +53,7 @@ class Ending:
     def when(self) -> float:
         """When it failed; an echo of another's failure comes after everything within the same half second."""
         at = self.record.at if self.record is not None else self._seen - _NOTICED_LATE
-        return at + FAILURE_GRACE if self._is_echo else at
+        return at + FAILURE_GRACE if self.is_echo else at
 
     @property
     def cause(self) -> str:
@@ -74,7 +74,8 @@ class Ending:
         return self.state.ended_at if self.state.ended_at is not None else float("inf")
 
     @property
-    def _is_echo(self) -> bool:
+    def is_echo(self) -> bool:
+        """Whether its exception reads like the consequence of another rank's end."""
         return self.record is not None and any(
             echo in self.record.type or echo in self.record.message for echo in _ECHOES
         )
@@ -97,17 +98,20 @@ def describe(endings: Sequence[Ending], first: Ending, *, world_size: int) -> st
         lines.append(f"{record.summary} (its traceback is above)" if first.shown else record.traceback.rstrip())
     if first.log is not None:
         lines.append(f"rank {first.rank}'s log: {first.log}")
-    lines += [_other(ending, first) for ending in endings if ending is not first and _concerned(ending)]
+    lines += [_other(ending, first) for ending in endings if ending is not first and _concerned(ending, first)]
     return "\n".join(lines)
 
 
-def _concerned(ending: Ending) -> bool:
-    return ending.failed_by_itself or ending.state.stopped_at is not None
+def _concerned(ending: Ending, first: Ending) -> bool:
+    # A rank that left with exit code 0 is of interest if the failure is that of ranks which waited for it.
+    return ending.failed_by_itself or ending.state.stopped_at is not None or first.is_echo
 
 
 def _other(ending: Ending, first: Ending) -> str:
     if ending.state.exit_code is None:
         return f"rank {ending.rank}: still there (process {ending.state.pid}), stuck in the kernel even after SIGKILL"
+    if ending.state.exit_code == 0:
+        return f"rank {ending.rank} had ended by itself, with exit code 0"
     if ending.failed_by_itself:
         return f"rank {ending.rank} failed too: {ending.cause}"
     return f"rank {ending.rank}: stopped because rank {first.rank} failed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import selectors
 import shutil
 import signal
@@ -23,6 +24,9 @@ from lockstep.launch.signals import STOPPING, Arrival, SignalQueue, ignored, nam
 from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, rank_environment
 from lockstep.launch.streams import Streams
 
+#: Open files that a rank needs here while it starts, and that everything else does.
+_DESCRIPTORS_PER_RANK = 5
+_DESCRIPTORS_BESIDE = 32
 #: Seconds between looks for a rank that left a failure record but does not end.
 _HEARTBEAT = 1.0
 #: Seconds that a reader may take for the last output once every process has ended.
@@ -41,6 +45,7 @@ def run(spec: JobSpec) -> int:
         LaunchError: the job can't be started: the port is in use, or the logs can't be written.
     """
     program.check(spec.program)
+    _check_descriptors(spec.nproc)
     master = _master(spec)
     with ExitStack() as undo:
         _open_standard_streams()
@@ -55,6 +60,16 @@ def run(spec: JobSpec) -> int:
         undo.callback(watcher.close)
         watcher.start(master)
         return watcher.watch()
+
+
+def _check_descriptors(nproc: int) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = nproc * _DESCRIPTORS_PER_RANK + _DESCRIPTORS_BESIDE
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        raise LaunchError(
+            f"{nproc} ranks on this machine need about {needed} open files, and the limit is {limit}: start fewer "
+            "ranks with -n, or raise the limit with ulimit -n"
+        )
 
 
 def _master(spec: JobSpec) -> tuple[str, int]:

@@ -540,6 +540,26 @@ def test_all_ranks_stop_at_a_non_finite_gradient(hooked: bool) -> None:
     assert "rank 1 of 2, step 1: the gradient of '4.bias' is infinite or NaN on this rank" in str(second.message)
 
 
+def _non_finite_and_unused() -> None:
+    """The gradient is in its bucket, as after any step; averaging three thirds of it would change its last bits."""
+    from tests.ranks.test_ddp_gradients import Branches, branching
+
+    w = lockstep.init(timeout=20)
+    model = Branches()
+    lockstep.replicate(model, find_unused_parameters=True, check_finite="raise")
+    differentiate(branching(model, w.rank, 0) + model.idle.weight.sum())
+    assert model.idle.weight.grad is not None
+    before = batch(0, 0, 5, 5)
+    model.idle.weight.grad.copy_(before)
+    with pytest.raises(lockstep.NonFiniteGradient):
+        differentiate(branching(model, w.rank, 1) * float("nan" if w.rank == 1 else 1))
+    assert torch.equal(model.idle.weight.grad, before)
+
+
+def test_unused_parameters_keep_their_gradient_when_another_is_not_finite() -> None:
+    run_ranks(_non_finite_and_unused, 3)
+
+
 class Bag(nn.Module):
     """An embedding with sparse gradients, and a dense layer."""
 

@@ -49,7 +49,7 @@ from lockstep.ddp.compress import CommHook, GradBucket
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.sparse import SparseSlot, SparseTransfer
 from lockstep.ddp.waiting import wait_for
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, NonFiniteGradient
 
 _NEVER = 1 << 62
 
@@ -386,7 +386,12 @@ class Reducer:
             flags()
         if checked and self._finite is not None:
             bad = [transfer.name for transfer in sparse if transfer.is_bad()]
-            self._finite.verdict(self._buckets, self._names, bad, self._whoami)
+            try:
+                self._finite.verdict(self._buckets, self._names, bad, self._whoami)
+            except NonFiniteGradient:
+                for bucket in self._buckets if write else ():
+                    self._restore_unused(bucket)
+                raise
         if write and (checked or flags is not None):
             for bucket in self._buckets:
                 unused += self._write(bucket)
@@ -423,18 +428,22 @@ class Reducer:
             else:
                 bucket.unpack_by_copy()
             return []
-        used = (bucket.used.abs() > 0).tolist()
+        unused = self._restore_unused(bucket)
         for slot in range(len(bucket)):
-            if used[slot]:
+            if slot not in unused:
                 bucket.unpack_one(slot, as_view=self._as_view)
-            else:
-                self._restore(bucket, slot)
-        return [bucket.positions[slot] for slot in missing if not used[slot]]
+        return [bucket.positions[slot] for slot in unused]
 
-    def _restore(self, bucket: Bucket, slot: int) -> None:
-        kept, grad = self._kept.get(bucket.positions[slot]), bucket.params[slot].grad
-        if kept is not None and grad is not None:
-            grad.copy_(kept)
+    def _restore_unused(self, bucket: Bucket) -> list[int]:
+        """Leave the gradients that nobody used as they were before the reduction; their slots."""
+        if not self._missing[bucket.index]:
+            return []
+        unused = [slot for slot, used in enumerate((bucket.used.abs() > 0).tolist()) if not used]
+        for slot in unused:
+            kept, grad = self._kept.get(bucket.positions[slot]), bucket.params[slot].grad
+            if kept is not None and grad is not None:
+                grad.copy_(kept)
+        return unused
 
     def _note_unused(self, unused: list[int]) -> None:
         report, self.on_never_used = self.on_never_used, None

@@ -106,6 +106,10 @@ def _named(rank: int, kind: str) -> nn.Module:
         model[0].bias.requires_grad_(False)
     elif odd and kind == "buffer":
         model.register_buffer("extra", torch.zeros(2))
+    elif odd and kind == "device":
+        model[1].to("meta")
+    elif kind == "sparse":
+        model.append(nn.Embedding(4, 3, sparse=odd))
     return model
 
 
@@ -134,6 +138,11 @@ def _mismatch(kind: str, attach: Attach) -> None:
         ("count", "parameter 4, '2.weight': rank 0 has none at this place, rank 1 has '2.weight' of shape (3, 3)"),
         ("frozen", "parameter 1, '0.bias'"),
         ("buffer", "buffer 0, 'extra'"),
+        (
+            "device",
+            "rank 1 has '1.weight' of shape (3, 7), torch.float32, on the module's device 1 (counted from 0). Nothing",
+        ),
+        ("sparse", "rank 1 has '2.weight' of shape (4, 3), torch.float32, with sparse gradients. Nothing was sent"),
         ("option", "option 1, 'bucket_cap_mb': rank 0 has bucket_cap_mb=25, rank 1 has bucket_cap_mb=24"),
     ],
 )
@@ -142,6 +151,18 @@ def test_different_replicas_are_an_error_on_every_rank(kind: str, text: str, att
         assert outcome.error == "ReplicaMismatch", outcome.traceback
         assert text in str(outcome.message)
         assert f"rank {rank} of 3" in str(outcome.message)
+
+
+def _different_buffers() -> list[float]:
+    w = lockstep.init()
+    model = lockstep.replicate(_named(w.rank, "buffer"), broadcast_buffers=False)
+    model(torch.full((1, 5), 1.0 + w.rank)).sum().backward()
+    return [float(param.grad.sum()) for param in model.parameters() if param.grad is not None]
+
+
+def test_buffers_that_are_never_sent_may_differ() -> None:
+    first, second = run_ranks(_different_buffers, 2)
+    assert first == second
 
 
 def _refusals() -> None:
@@ -538,6 +559,26 @@ def test_all_ranks_stop_at_a_non_finite_gradient(hooked: bool) -> None:
     assert (first.error, second.error) == ("NonFiniteGradient", "NonFiniteGradient"), first.traceback
     assert "rank 0 of 2, step 1: the gradient of '4.bias' is infinite or NaN on another rank" in str(first.message)
     assert "rank 1 of 2, step 1: the gradient of '4.bias' is infinite or NaN on this rank" in str(second.message)
+
+
+def _non_finite_and_unused() -> None:
+    """The gradient is in its bucket, as after any step; averaging three thirds of it would change its last bits."""
+    from tests.ranks.test_ddp_gradients import Branches, branching
+
+    w = lockstep.init(timeout=20)
+    model = Branches()
+    lockstep.replicate(model, find_unused_parameters=True, check_finite="raise")
+    differentiate(branching(model, w.rank, 0) + model.idle.weight.sum())
+    assert model.idle.weight.grad is not None
+    before = batch(0, 0, 5, 5)
+    model.idle.weight.grad.copy_(before)
+    with pytest.raises(lockstep.NonFiniteGradient):
+        differentiate(branching(model, w.rank, 1) * float("nan" if w.rank == 1 else 1))
+    assert torch.equal(model.idle.weight.grad, before)
+
+
+def test_unused_parameters_keep_their_gradient_when_another_is_not_finite() -> None:
+    run_ranks(_non_finite_and_unused, 3)
 
 
 class Bag(nn.Module):

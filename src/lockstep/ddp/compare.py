@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -12,25 +13,42 @@ from lockstep.comm.exchange import all_gather_records
 from lockstep.errors import ReplicaMismatch
 
 
-def compare_replicas(module: nn.Module, agreement: dict[str, Any], group: dist.ProcessGroup) -> None:
+def compare_replicas(
+    module: nn.Module,
+    agreement: dict[str, Any],
+    group: dist.ProcessGroup,
+    *,
+    sparse: Set[int] = frozenset(),
+    buffers: bool = True,
+) -> None:
     """**Collective.** Check that every rank has the same parameters, buffers and options.
 
     Args:
-        module: the module to compare, by name, shape, dtype, strides and ``requires_grad`` of its parameters and by
-            name, shape and dtype of its buffers.
+        module: the module to compare, by name, shape, dtype, strides, ``requires_grad`` and kind of gradient of its
+            parameters, by name, shape and dtype of its buffers, and by which of them share a device.
         agreement: options that must be equal.
         group: the ranks that compare.
+        sparse: ids of the parameters whose gradients are expected to be sparse.
+        buffers: whether buffers must be equal; each rank may have its own if they are never sent.
 
     Raises:
         ReplicaMismatch: on every rank, naming the first parameter that differs and the first rank where it does.
     """
+    # A device's number is its place among the module's: "cuda:0" here is "cuda:1" on the next rank.
+    places: dict[torch.device, int] = {}
     mine = {
         "options": sorted([name, str(value)] for name, value in agreement.items()),
-        "parameters": [_describe_parameter(name, param) for name, param in module.named_parameters()],
-        "buffers": [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in module.named_buffers()],
+        "parameters": [
+            _describe_parameter(name, param, places.setdefault(param.device, len(places)), id(param) in sparse)
+            for name, param in module.named_parameters()
+        ],
+        "buffers": [
+            [name, list(tensor.shape), str(tensor.dtype), places.setdefault(tensor.device, len(places))]
+            for name, tensor in (module.named_buffers() if buffers else ())
+        ],
     }
     records = all_gather_records(mine, group)
-    for kind in ("parameters", "buffers", "options"):
+    for kind in ("parameters", "options", "buffers"):
         difference = first_difference([record[kind] for record in records])
         if difference is not None:
             whoami = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
@@ -51,9 +69,9 @@ def first_difference(lists: Sequence[Sequence[Any]]) -> tuple[int, int] | None:
     return min(found, default=None)
 
 
-def _describe_parameter(name: str, param: nn.Parameter) -> list[Any]:
+def _describe_parameter(name: str, param: nn.Parameter, place: int, sparse: bool) -> list[Any]:
     layout = None if param.is_contiguous() else list(param.stride())
-    return [name, list(param.shape), str(param.dtype), param.requires_grad, layout]
+    return [name, list(param.shape), str(param.dtype), place, param.requires_grad, layout, sparse]
 
 
 def _explain(kind: str, records: Sequence[Any], position: int, rank: int) -> str:
@@ -76,7 +94,9 @@ def _say(kind: str, entry: Sequence[Any]) -> str:
     if kind == "options":
         return f"{name}={first}"
     words = f"'{name}' of shape {tuple(first)}, {rest[0]}"
+    words += "" if rest[1] == 0 else f", on the module's device {rest[1]} (counted from 0)"
     if kind == "parameters":
-        words += "" if rest[1] else ", requires_grad=False"
-        words += "" if rest[2] is None else f", strides {tuple(rest[2])}"
+        words += "" if rest[2] else ", requires_grad=False"
+        words += "" if rest[3] is None else f", strides {tuple(rest[3])}"
+        words += ", with sparse gradients" if rest[4] else ""
     return words

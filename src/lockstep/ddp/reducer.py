@@ -8,7 +8,9 @@ Note [Launch order]
 ~~~~~~~~~~~~~~~~~~~
 A backend pairs the ranks' collectives by the order in which each rank starts them, and gradients may arrive in another
 order on every rank. So buckets are launched strictly by index: a full bucket waits for those before it. The last bucket
-is launched at the end of backward; nothing is left to overlap it with.
+is launched at the end of backward; nothing is left to overlap it with. A comm hook may start more collectives from the
+backend's threads as earlier ones end (PowerSGD does). Nothing else is started while a hook's bucket is under way, or the
+ranks' orders would differ: the next bucket waits for its future, and so do the flags and the sparse gradients.
 
 Note [More than one event]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -49,7 +51,7 @@ from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.compress import CommHook, GradBucket
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.sparse import SparseSlot, SparseTransfer
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, NonFiniteGradient
 
 _NEVER = 1 << 62
 
@@ -247,6 +249,8 @@ class Reducer:
         self._kept = {}
         self._next = 0
         self._packs_early = False
+        #: The comm hook's latest future.
+        self._in_hook: torch.futures.Future[Any] | None = None
         for bucket in self._buckets:
             bucket.packed.clear()
         self._counted = [0] * len(self._buckets)
@@ -272,8 +276,11 @@ class Reducer:
         if not self._sync or not self._learned:
             return
         with self._lock:  # a module on several devices has a backward thread for each
-            while self._next < len(self._buckets) - 1 and self._is_full(self._next):
+            while self._next < len(self._buckets) - 1 and self._is_full(self._next) and self._hook_is_done():
                 self._launch(self._next)
+
+    def _hook_is_done(self) -> bool:
+        return self._in_hook is None or self._in_hook.done()
 
     def _is_full(self, index: int) -> bool:
         arrived, expected = self._arrived[index], len(self._buckets[index])
@@ -297,7 +304,9 @@ class Reducer:
             self._finite.inspect(bucket, [self._names[position] for position in bucket.positions], self._whoami)
         if self._comm_hook is not None:
             state, hook = self._comm_hook
-            future = hook(state, GradBucket(bucket, is_last=index == len(self._buckets) - 1))
+            if self._in_hook is not None:
+                wait_for(self._in_hook.wait, lambda: f"{self._whoami()}: averaging the bucket before bucket {index}")
+            future = self._in_hook = hook(state, GradBucket(bucket, is_last=index == len(self._buckets) - 1))
             self._waits[index], self._results[index] = future.wait, future.value
         elif self._world_size > 1:
             # The group's own method: dist.all_reduce does the same with checks that take longer than a small bucket.
@@ -374,20 +383,27 @@ class Reducer:
 
     @torch.no_grad()
     def _collect(self, *, write: bool = True) -> None:
-        flags = self._send_flags() if self._comm_hook is not None and self._world_size > 1 else None
-        sparse = [self._launch_sparse(slot) for slot in self._sparse]
+        hooked = self._comm_hook is not None and self._world_size > 1
         checked = self._finite is not None and self._finite.stops
         unused: list[int] = []
-        for index, bucket in enumerate(self._buckets):
+        for index, bucket in enumerate(self._buckets if hooked else ()):
             self._wait(index, bucket)
-            if write and not checked and flags is None:
+        if hooked:
+            self._exchange_flags()
+        sparse = [self._launch_sparse(slot) for slot in self._sparse]
+        for index, bucket in enumerate(() if hooked else self._buckets):
+            self._wait(index, bucket)
+            if write and not checked:
                 unused += self._write(bucket)
-        if flags is not None:
-            flags()
         if checked and self._finite is not None:
             bad = [transfer.name for transfer in sparse if transfer.is_bad()]
-            self._finite.verdict(self._buckets, self._names, bad, self._whoami)
-        if write and (checked or flags is not None):
+            try:
+                self._finite.verdict(self._buckets, self._names, bad, self._whoami)
+            except NonFiniteGradient:
+                for bucket in self._buckets if write else ():
+                    self._restore_unused(bucket)
+                raise
+        if write and (checked or hooked):
             for bucket in self._buckets:
                 unused += self._write(bucket)
         for slot, transfer in zip(self._sparse, sparse, strict=True):
@@ -423,18 +439,22 @@ class Reducer:
             else:
                 bucket.unpack_by_copy()
             return []
-        used = (bucket.used.abs() > 0).tolist()
+        unused = self._restore_unused(bucket)
         for slot in range(len(bucket)):
-            if used[slot]:
+            if slot not in unused:
                 bucket.unpack_one(slot, as_view=self._as_view)
-            else:
-                self._restore(bucket, slot)
-        return [bucket.positions[slot] for slot in missing if not used[slot]]
+        return [bucket.positions[slot] for slot in unused]
 
-    def _restore(self, bucket: Bucket, slot: int) -> None:
-        kept, grad = self._kept.get(bucket.positions[slot]), bucket.params[slot].grad
-        if kept is not None and grad is not None:
-            grad.copy_(kept)
+    def _restore_unused(self, bucket: Bucket) -> list[int]:
+        """Leave the gradients that nobody used as they were before the reduction; their slots."""
+        if not self._missing[bucket.index]:
+            return []
+        unused = [slot for slot, used in enumerate((bucket.used.abs() > 0).tolist()) if not used]
+        for slot in unused:
+            kept, grad = self._kept.get(bucket.positions[slot]), bucket.params[slot].grad
+            if kept is not None and grad is not None:
+                grad.copy_(kept)
+        return unused
 
     def _note_unused(self, unused: list[int]) -> None:
         report, self.on_never_used = self.on_never_used, None
@@ -446,19 +466,15 @@ class Reducer:
         if unused:
             report([self._names[position] for position in sorted(unused)])
 
-    def _send_flags(self) -> Callable[[], None]:
+    def _exchange_flags(self) -> None:
         """A comm hook sees gradients only, so the flags travel by themselves."""
         flags = torch.cat([bucket.tail.abs().to(torch.float32) for bucket in self._buckets])
         work = dist.all_reduce(flags, group=self._group, async_op=True)
-
-        def complete() -> None:
-            wait_for(work.wait, lambda: f"{self._whoami()}: exchanging which parameters were used")
-            for bucket, part in zip(
-                self._buckets, flags.split_with_sizes([len(bucket.tail) for bucket in self._buckets]), strict=True
-            ):
-                bucket.tail.copy_(part)
-
-        return complete
+        wait_for(work.wait, lambda: f"{self._whoami()}: exchanging which parameters were used")
+        for bucket, part in zip(
+            self._buckets, flags.split_with_sizes([len(bucket.tail) for bucket in self._buckets]), strict=True
+        ):
+            bucket.tail.copy_(part)
 
     def _launch_sparse(self, slot: SparseSlot) -> SparseTransfer:
         used = slot.position in self._sparse_arrived or slot.position in self.pending

@@ -72,13 +72,22 @@ class Replica(Joinable):
         self._current: ForwardContext | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         _refuse_uninitialized(module)
-        compare_replicas(module, options.agreement(), group)
+        self._compare(module)
         if options.init_sync:
             buffers = module.buffers() if options.broadcast_buffers else ()
             self._broadcast([*module.parameters(), *buffers], 0, "sending rank 0's parameters")
         self._reducer = self._lay_out(module)
         if not options.find_unused_parameters and self._rank == 0:
             self._reducer.on_never_used = _warn_never_used
+
+    def _compare(self, module: nn.Module) -> None:
+        compare_replicas(
+            module,
+            self._options.agreement(),
+            self._group,
+            sparse=_sparse_parameters(module),
+            buffers=self._options.broadcast_buffers,
+        )
 
     # Layout ---------------------------------------------------------------------------------------------------------
 
@@ -127,7 +136,7 @@ class Replica(Joinable):
 
     def _lay_out_again(self, module: nn.Module) -> None:
         """Parameters that were frozen are trained now: they need a place in the buckets."""
-        compare_replicas(module, self._options.agreement(), self._group)
+        self._compare(module)
         old = self._reducer
         for handle in self._handles:
             handle.remove()

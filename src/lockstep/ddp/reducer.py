@@ -31,8 +31,9 @@ another rank used the parameter it gets the average, else its ``grad`` stays as 
 Note [Taken gradients]
 ~~~~~~~~~~~~~~~~~~~~~~
 A user's hook that runs the optimizer inside backward steps with this rank's gradient, before there is an average, and
-sets ``grad`` to None. That can be seen (a parameter with an event but without a gradient), and it is an error. A hook
-that zeroes ``grad`` in place leaves no such trace.
+sets ``grad`` to None. That can be seen, and it is an error: an event, but no gradient, and the parameter was changed in
+place since the backward began. (An event without a gradient alone is none: a function may have had none to give.) A
+hook that zeroes ``grad`` in place is not found.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class Reducer:
         self._scales: dict[tuple[float, torch.dtype], Tensor] = {}
         self._left_over: list[Callable[[], object]] = []
         self._kept: dict[int, Tensor] = {}
+        self._versions: list[int] = []
         self._reset()
 
     # Events ---------------------------------------------------------------------------------------------------------
@@ -126,6 +128,9 @@ class Reducer:
         self._reset()
         self._sync, self._weight, self._kept = sync, weight, keep
         self._discards = discards or weight == 0
+        if not self._discards and self._sends:
+            # Private, and the only count of in-place changes; see Note [Taken gradients].
+            self._versions = [param._version for param in self._params]
         self._divisor = self._world_size if divisor is None else divisor
         self._packs_early = sync and self._learned and self._sends and weight != 0
         self.is_open = True
@@ -246,6 +251,7 @@ class Reducer:
     def _reset(self) -> None:
         self._sync, self._weight, self._divisor = False, 1.0, self._world_size
         self._discards = False
+        self._versions = []
         self._kept = {}
         self._next = 0
         self._packs_early = False
@@ -488,7 +494,8 @@ class Reducer:
             return None
         for arrived in (*self._arrived, self._sparse_arrived):
             for position in arrived:
-                if self._params[position].grad is None:
+                param = self._params[position]
+                if param.grad is None and self._versions and param._version != self._versions[position]:
                     return LockstepError(
                         f"{self._whoami()}: the gradient of parameter '{self._names[position]}' was gone before the "
                         "ranks had averaged it. If a hook on the parameter runs the optimizer inside backward, it "

@@ -9,8 +9,8 @@ Note [Launch order]
 A backend pairs the ranks' collectives by the order in which each rank starts them, and gradients may arrive in another
 order on every rank. So buckets are launched strictly by index: a full bucket waits for those before it. The last bucket
 is launched at the end of backward; nothing is left to overlap it with. A comm hook may start more collectives from the
-backend's threads as earlier ones end (PowerSGD does). Nothing else is started while a hook's bucket is under way, or the
-ranks' orders would differ: the next bucket waits for its future, and so do the flags and the sparse gradients.
+backend's threads as earlier ones end (PowerSGD does). Nothing else is started while a hook's bucket is under way, or
+the ranks' orders would differ: the next bucket waits for its future, and so do the flags and the sparse gradients.
 
 Note [More than one event]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~

@@ -289,7 +289,7 @@ def _failure_while_sending() -> None:
     reducer.register_comm_hook(None, hook)
     reducer.begin(sync=True, keep={})
     _deliver(reducer, [3, 2, 1, 0], 0)
-    with pytest.raises(lockstep.PeerLost, match="averaging the bucket before bucket 1.*bucket 0 lost on the way"):
+    with pytest.raises(lockstep.PeerLost, match=r"averaging the bucket before bucket 1.*bucket 0 lost on the way"):
         reducer.finish()
     with pytest.raises(lockstep.PeerLost, match=r"completing what an earlier, .*bucket 0 lost on the way"):
         reducer.begin(sync=True, keep={})

@@ -55,7 +55,7 @@ def test_one_interrupt_stops_everyone_cleanly(tmp_path: Path, to_group: bool) ->
     assert done.code == 130
     assert _marks(tmp_path, "interrupted") == ["once ", "once "]
     assert len(_marks(tmp_path, "cleaned")) == 2
-    assert done.err.splitlines()[-1] == "lockstep: stopped by SIGINT"
+    assert "lockstep: stopped by SIGINT" in done.err.splitlines()
 
 
 def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:

@@ -91,6 +91,8 @@ def current_world() -> World | None:
 def shutdown() -> None:
     """**Local.** Leave the world and close what :func:`init` opened. Leaving the process does the same by itself."""
     global _world, _owns_group
+    if _world is not None:
+        _world.release()
     _world = None
     if _owns_group:
         _owns_group = False

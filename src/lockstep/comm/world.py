@@ -33,14 +33,32 @@ class World:
         self._identity = identity
         #: The device this rank trains on: its own GPU, or the CPU.
         self.device = device
-        #: The process group of all ranks.
-        self.group = group
+        self._group: dist.ProcessGroup | None = group
         #: The seed of the job, the same on every rank.
         self.seed = seed
         #: Seconds a collective may wait.
         self.timeout = timeout
         #: This rank's share of the global batch in hand, set by the sharded loader; see Note [Exact mean].
         self.share: BatchShare | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of all ranks.
+
+        Raises:
+            LockstepError: the world was left, by ``lockstep.shutdown()``.
+        """
+        if self._group is None:
+            raise LockstepError(f"rank {self.rank} of {self.world_size}: lockstep.shutdown() has closed this world")
+        return self._group
+
+    def release(self) -> None:
+        """**Local.** Let go of the process group, for :func:`lockstep.shutdown`.
+
+        A script's own ``world`` variable lives until the interpreter is torn down, and the group must end before that:
+        its threads can't end once Python is gone.
+        """
+        self._group = None
 
     @property
     def rank(self) -> int:

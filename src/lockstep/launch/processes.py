@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -74,11 +75,13 @@ def sweep(*, patience: float, limit: float = 5.0) -> list[int]:
     """
     start = time.monotonic()
     asked: set[int] = set()
+    dead: set[int] = set()
     while True:
-        reap()
+        dead.update(pid for pid, _ in reap())
         left = descendants(os.getpid())
         waited = time.monotonic() - start
         if not left or waited > limit:
+            _remove_shared_memory(dead)
             return left
         if waited < patience:
             fresh = [pid for pid in left if pid not in asked]
@@ -99,6 +102,19 @@ def reap() -> list[tuple[int, int]]:
                 break
             dead.append((pid, os.waitstatus_to_exitcode(status)))
     return dead
+
+
+def _remove_shared_memory(dead: set[int]) -> None:
+    """Remove what a loader worker had named in /dev/shm and not yet unlinked at the moment it was killed.
+
+    torch names such memory ``torch_<process>_<random>_<count>`` and unlinks it a few instructions later.
+    """
+    with contextlib.suppress(OSError):  # no /dev/shm here
+        for name in os.listdir("/dev/shm"):
+            match = re.fullmatch(r"torch_(\d+)_\d+_\d+", name)
+            if match and int(match[1]) in dead:
+                with contextlib.suppress(OSError):
+                    os.unlink(f"/dev/shm/{name}")
 
 
 def _signal_all(pids: list[int], signum: int) -> None:

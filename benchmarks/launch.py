@@ -9,8 +9,6 @@ when the command is started; rank 0 reads it after its first all-reduce, and the
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -18,6 +16,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.naming import machine_name
 
 _LOCKSTEP = """
 import time, torch, lockstep
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table to benchmarks/results/")
     options = parser.parse_args()
     tables = [_table(int(ranks), options.rounds) for ranks in options.ranks.split(",")]
-    text = "\n".join([f"# Time to the first all-reduce, {time.strftime('%Y-%m-%d')}", "", _machine(), "", *tables])
+    text = "\n".join([f"# Time to the first all-reduce, {time.strftime('%Y-%m-%d')}", "", machine_name(), "", *tables])
     print(text)
     if options.write:
         path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-launch.md"
@@ -132,16 +132,6 @@ def _render(ranks: int, rounds: int, times: dict[str, list[tuple[float, float]]]
         ratios = [f"{first / base[0]:.2f}x", f"{total / base[1]:.2f}x"]
         lines.append(f"| {name} | {first:.2f} {spread[0]} | {ratios[0]} | {total:.2f} {spread[1]} | {ratios[1]} |")
     return "\n".join([*lines, ""])
-
-
-def _machine() -> str:
-    import torch
-
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "unknown")
-    cores = len(os.sched_getaffinity(0))
-    versions = f"Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
-    return f"{model}, {cores} cores, {versions}"
 
 
 def _free_port() -> int:

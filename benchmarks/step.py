@@ -12,7 +12,6 @@ import argparse
 import datetime
 import multiprocessing
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -27,7 +26,8 @@ from torch import Tensor, nn
 
 import lockstep
 from benchmarks.models import WORKLOADS, Workload
-from lockstep import knobs, machine
+from benchmarks.naming import machine_name
+from lockstep import knobs
 from lockstep.identity import Identity
 
 _RESULTS = Path(__file__).parent / "results"
@@ -159,18 +159,6 @@ def _ratio(ours: list[float], theirs: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def _machine_name() -> str:
-    model = "unknown processor"
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return (
-        f"{model}, {machine.cores()} cores, {platform.system()} {platform.release()}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -184,7 +172,7 @@ def main() -> None:
     chosen = [index for index, workload in enumerate(WORKLOADS) if options.only in workload.name]
     table = _table(chosen, _run(options.ranks, options.backend, chosen, rounds))
     report = (
-        f"# Step time (forward, backward, SGD)\n\n{_machine_name()}.\n{options.ranks} ranks with 1 thread each, "
+        f"# Step time (forward, backward, SGD)\n\n{machine_name()}.\n{options.ranks} ranks with 1 thread each, "
         f"backend {options.backend}, {rounds} rounds; medians of the slower rank, in milliseconds. Ratios are "
         "medians of the rounds' ratios: replicate against torch's DDP with gradient_as_bucket_view=True, lockstep's "
         f"DDP against torch's, both with default arguments. Below 1.00 lockstep is faster.\n\n{table}\n"

@@ -1,19 +1,22 @@
 """All-reduce over shm, gloo and MPI on one host, interleaved: milliseconds, and the fraction of the copy limit.
 
-``python -m benchmarks.collectives [--ranks 2 4] [--sizes 1KB 4MB] [--seconds 0.5] [--json FILE]``
+``python -m benchmarks.collectives [--ranks 2 4] [--sizes 1KB 4MB] [--seconds 0.5] [--write]``
 
-Each measurement is the median over repeated calls on rank 0 after a warm-up; the backends take turns per size, so that
-a busy moment of the machine hits all of them. MPI (mpi4py with mpich, from the ``bench`` extra) runs in its own
-processes, started by mpirun, right after the other two of the same number of ranks; it is left out where it is not
-installed.
+Each figure is the median over repeated calls on rank 0 after a warm-up; the backends take turns, several times for each
+size, so that a busy moment of the machine hits all of them. MPI (mpi4py with mpich, from the ``bench`` extra) runs in
+its own processes, started by mpirun, right after the other two of the same number of ranks; it is left out where it is
+not installed.
 
 *Copy limit*: the time that one core needs to copy the tensor within memory. An all-reduce of ordinary tensors must read
 and write at least that much on each rank.
+
+*Allocated*: the tensor comes from the group's ``allocate_tensor``, as a replica's buckets do.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import shutil
@@ -32,32 +35,47 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-SIZES = {"1KB": 2**10, "16KB": 2**14, "256KB": 2**18, "4MB": 2**22, "26MB": 26 * 2**20, "67MB": 67 * 10**6 // 4 * 4}
-LARGE = {"256MB": 2**28}
+from benchmarks.naming import machine_name
+
+SIZES = {
+    "1KB": 2**10,
+    "16KB": 2**14,
+    "256KB": 2**18,
+    "4MB": 2**22,
+    "26MB": 26 * 2**20,
+    "67MB": 67 * 10**6 // 4 * 4,
+    "256MB": 2**28,
+}
+#: How often the backends take turns.
+TURNS = 3
+_RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=[*SIZES, *LARGE])
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--seconds", type=float, default=0.5, help="per backend and size")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--write", action="store_true", help="write to benchmarks/results/<date>-collectives.md")
     parser.add_argument("--mpi-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    sizes = {name: {**SIZES, **LARGE}[name] for name in options.sizes}
+    sizes = {name: SIZES[name] for name in options.sizes}
     if options.mpi_rank:
         _measure_mpi(sizes, options.seconds)
         return
-    results = {}
+    report = f"# All-reduce on one host\n\n{machine_name()}.\n"
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_measure, (ranks, folder, sizes, options.seconds), nprocs=ranks)  # type: ignore[attr-defined,no-untyped-call]
             figures = json.loads(Path(folder, "figures").read_text())
         figures |= _run_mpi(ranks, options)
-        results[ranks] = figures
-        _print(ranks, figures, sizes)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+        report += _table(ranks, figures, sizes)
+    print(report)
+    if options.write:
+        _RESULTS.mkdir(exist_ok=True)
+        path = _RESULTS / f"{datetime.date.today().isoformat()}-collectives.md"
+        path.write_text(report)
+        print(f"written to {path}")
 
 
 def _measure(rank: int, ranks: int, folder: str, sizes: dict[str, int], seconds: float) -> None:
@@ -69,29 +87,32 @@ def _measure(rank: int, ranks: int, folder: str, sizes: dict[str, int], seconds:
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     groups = {name: dist.new_group(backend=name) for name in ("gloo", "shm")}
-    allocate = getattr(groups["shm"], "allocate_tensor", None)
+    allocate: Any = groups["shm"].allocate_tensor
     figures: dict[str, dict[str, float]] = {}
     for name, size in sizes.items():
-        tensor = torch.ones(size // 4)
-        times = {
-            backend: _median(partial(dist.all_reduce, tensor, group=group), seconds)
-            for backend, group in groups.items()
+        tensor, copy = torch.ones(size // 4), torch.empty(size // 4)
+        shared = allocate(size // 4, dtype=torch.float32)
+        steps = {
+            "shm": partial(dist.all_reduce, tensor, group=groups["shm"]),
+            "shm, allocated": partial(dist.all_reduce, shared, group=groups["shm"]),
+            "gloo": partial(dist.all_reduce, tensor, group=groups["gloo"]),
         }
-        if allocate is not None:
-            shared = allocate(size // 4, dtype=torch.float32)
-            times["shm, allocated"] = _median(partial(dist.all_reduce, shared, group=groups["shm"]), seconds)
-        copy = torch.empty_like(tensor)
-        times["copy"] = _local_median(partial(copy.copy_, tensor), seconds / 4) if rank == 0 else 0.0
-        dist.barrier(group=groups["shm"])
-        for backend, value in times.items():
-            figures.setdefault(backend, {})[name] = value
+        times: dict[str, list[float]] = {way: [] for way in (*steps, "copy")}
+        for _ in range(TURNS):
+            for way, step in steps.items():
+                times[way] += _times(step, seconds / TURNS)
+            times["copy"] += _local_times(partial(copy.copy_, tensor), seconds / 4 / TURNS) if rank == 0 else [0.0]
+            dist.barrier(group=groups["shm"])
+        for way, values in times.items():
+            figures.setdefault(way, {})[name] = statistics.median(values) * 1e3
+        del shared, steps
     if rank == 0:
         Path(folder, "figures").write_text(json.dumps(figures))
     dist.destroy_process_group()
 
 
-def _median(step: Callable[[], Any], seconds: float) -> float:
-    """Median milliseconds of a collective; every rank makes the same number of calls."""
+def _times(step: Callable[[], Any], seconds: float) -> list[float]:
+    """Seconds of each call of a collective; every rank makes the same number of calls."""
     for _ in range(3):
         step()
     begun = time.perf_counter()
@@ -103,17 +124,17 @@ def _median(step: Callable[[], Any], seconds: float) -> float:
         begun = time.perf_counter()
         step()
         times.append(time.perf_counter() - begun)
-    return statistics.median(times) * 1e3
+    return times
 
 
-def _local_median(step: Callable[[], Any], seconds: float) -> float:
+def _local_times(step: Callable[[], Any], seconds: float) -> list[float]:
     times: list[float] = []
     limit = time.perf_counter() + seconds
     while time.perf_counter() < limit or len(times) < 5:
         begun = time.perf_counter()
         step()
         times.append(time.perf_counter() - begun)
-    return statistics.median(times) * 1e3
+    return times
 
 
 # --- MPI -------------------------------------------------------------------------------------------------------------
@@ -157,18 +178,22 @@ def _measure_mpi(sizes: dict[str, int], seconds: float) -> None:
         print(json.dumps(figures))
 
 
-def _print(ranks: int, figures: dict[str, dict[str, float]], sizes: dict[str, int]) -> None:
-    print(f"\n{ranks} ranks on {len(os.sched_getaffinity(0))} cores, float32 sum, milliseconds (median)")
+def _table(ranks: int, figures: dict[str, dict[str, float]], sizes: dict[str, int]) -> str:
     names = [name for name in ("shm", "shm, allocated", "gloo", "mpi", "copy") if name in figures]
-    print(f"{'size':>8}" + "".join(f"{name:>16}" for name in names) + f"{'shm/gloo':>10}{'shm/mpi':>9}{'of copy':>9}")
+    ratios = ["shm / gloo", "shm / mpi", "copy / shm", "copy / allocated"]
+    lines = [
+        f"\n## {ranks} ranks on {len(os.sched_getaffinity(0))} cores\n",
+        "float32 sum, medians in milliseconds; copy: one core copies the tensor.\n",
+        "| size | " + " | ".join([*names, *ratios]) + " |",
+        "|---" + "|---:" * (len(names) + len(ratios)) + "|",
+    ]
     for size in sizes:
         row = {name: figures[name][size] for name in names}
-        mpi = f"{row['shm'] / row['mpi']:9.2f}" if "mpi" in row else f"{'-':>9}"
-        print(
-            f"{size:>8}"
-            + "".join(f"{row[name]:16.4f}" for name in names)
-            + f"{row['shm'] / row['gloo']:10.3f}{mpi}{row['copy'] / row['shm']:9.0%}"
-        )
+        cells = [f"{row[name]:.4f}" for name in names]
+        cells += [f"{row['shm'] / row['gloo']:.3f}", f"{row['shm'] / row['mpi']:.2f}" if "mpi" in row else "-"]
+        cells += [f"{row['copy'] / row['shm']:.0%}", f"{row['copy'] / row['shm, allocated']:.0%}"]
+        lines.append(f"| {size} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

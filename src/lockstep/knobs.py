@@ -1,17 +1,21 @@
 """Every ``LOCKSTEP_*`` environment variable: its name, its meaning, and the one place that reads it.
 
-=====================  ==========================================================================
+====================== ==========================================================================
 ``LOCKSTEP_STORE``     path of the rendezvous file; set by the launcher on one host, so that no
                        port is opened. Absent: ``MASTER_ADDR`` and ``MASTER_PORT`` are used.
 ``LOCKSTEP_JOB_DIR``   the job's private folder (0700), where a rank leaves its failure record.
 ``LOCKSTEP_PRELOAD``   modules, with commas between, that the launcher imports once before it forks
                        the ranks, in place of torch and lockstep; for programs that always need
                        more (``torch,torchvision``), or less. Empty: none.
+``LOCKSTEP_BACKEND``   the backend for a ``lockstep.init()`` that does not name one, in place of what
+                       the machine suggests.
 ``LOCKSTEP_TIMEOUT``   seconds a collective may wait; overrides the default of ``lockstep.init``
                        (an explicit ``timeout=`` argument wins).
+``LOCKSTEP_KEEP_MEMORY`` 0: leave the C library's allocator alone. By default a rank that trains on
+                       the CPU keeps the memory that it frees, up to a GiB.
 ``LOCKSTEP_SHM_CHUNK`` bytes that a rank shares at a time over the backend "shm" (three such
                        stages per rank); for tests, and for machines whose caches differ much.
-=====================  ==========================================================================
+====================== ==========================================================================
 """
 
 from __future__ import annotations
@@ -25,7 +29,9 @@ from lockstep.errors import EnvironmentMismatch
 STORE = "LOCKSTEP_STORE"
 JOB_DIR = "LOCKSTEP_JOB_DIR"
 PRELOAD = "LOCKSTEP_PRELOAD"
+BACKEND = "LOCKSTEP_BACKEND"
 TIMEOUT = "LOCKSTEP_TIMEOUT"
+KEEP_MEMORY = "LOCKSTEP_KEEP_MEMORY"
 SHM_CHUNK = "LOCKSTEP_SHM_CHUNK"
 
 #: Seconds a collective may wait before it is an error, unless the user says otherwise.
@@ -49,6 +55,23 @@ def preload(env: Mapping[str, str] = os.environ) -> tuple[str, ...] | None:
     """**Local.** What the launcher imports before it forks, or None if the user did not say."""
     text = env.get(PRELOAD)
     return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def backend(env: Mapping[str, str] = os.environ) -> str | None:
+    """**Local.** The backend for who names none, or None."""
+    return env.get(BACKEND) or None
+
+
+def keep_memory(env: Mapping[str, str] = os.environ) -> bool:
+    """**Local.** Whether to keep freed memory.
+
+    Raises:
+        EnvironmentMismatch: ``LOCKSTEP_KEEP_MEMORY`` is neither 0 nor 1.
+    """
+    text = env.get(KEEP_MEMORY, "1")
+    if text not in ("0", "1"):
+        raise EnvironmentMismatch(f"{KEEP_MEMORY}={text!r}: expected 0 or 1")
+    return text == "1"
 
 
 def timeout(env: Mapping[str, str] = os.environ) -> float:

@@ -5,7 +5,7 @@ Used by the conformance suite (each case on each backend) and by the random sequ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -272,6 +272,133 @@ def _all_to_all_uneven(case: Case, rank: int, size: int, salt: int, group: Any) 
     )
 
 
+def _all_to_all_uneven_list(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    """Rank s sends count + s + 2 r elements to rank r, in tensors of their own."""
+
+    def piece(source: int, target: int) -> torch.Tensor:
+        return values(source, case, salt, count=case.count + source + 2 * target, piece=target)
+
+    outputs = [torch.zeros_like(piece(r, rank)) for r in range(size)]
+    inputs = [piece(rank, r) for r in range(size)]
+    return (
+        lambda: dist.all_to_all(outputs, inputs, group=group, async_op=case.asynchronous),
+        lambda: [(f"from {r}", outputs[r], piece(r, rank)) for r in range(size)],
+    )
+
+
+def _exchange(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    """A batch of messages from every rank to every other one, two with each tag."""
+    peers = [r for r in range(size) if r != rank]
+    outputs = [[torch.zeros(case.count + i, dtype=case.dtype) for i in range(2)] for _ in range(size)]
+
+    def message(source: int, target: int, index: int) -> torch.Tensor:
+        return values(source, case, salt, count=case.count + index, piece=2 * target + index)
+
+    def give() -> Any:
+        ops = []
+        for r in peers:
+            for i in range(2):
+                ops.append(dist.P2POp(dist.isend, message(rank, r, i), group=group, group_peer=r))
+                ops.append(dist.P2POp(dist.irecv, outputs[r][i], group=group, group_peer=r))
+        works = dist.batch_isend_irecv(ops) if ops else []
+        if not case.asynchronous:
+            _All(works).wait()
+        return _All(works)
+
+    return give, lambda: [(f"{i} from {r}", outputs[r][i], message(r, rank, i)) for r in peers for i in range(2)]
+
+
+class _All:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+# Coalesced: several tensors of different sizes in one operation.
+
+_SIZES = (0, 3, 1)
+
+
+def _counts(case: Case) -> list[int]:
+    return [case.count + more for more in _SIZES]
+
+
+def _all_reduce_coalesced(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    tensors = [values(rank, case, salt, count=c, piece=i) for i, c in enumerate(_counts(case))]
+    wants = [
+        model(case, [values(r, case, salt, count=c, piece=i) for r in range(size)]) for i, c in enumerate(_counts(case))
+    ]
+
+    def give() -> Any:
+        options = dist.AllreduceCoalescedOptions()
+        options.reduceOp = OPS[case.op]
+        return _issued(case, _group(group).allreduce_coalesced(tensors, options))
+
+    return give, lambda: [(f"tensor {i}", *each) for i, each in enumerate(zip(tensors, wants, strict=True))]
+
+
+def _all_gather_coalesced(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    inputs = [values(rank, case, salt, count=c, piece=i) for i, c in enumerate(_counts(case))]
+    outputs = [[torch.zeros_like(each) for each in inputs] for _ in range(size)]
+    return (
+        lambda: _issued(case, _group(group).allgather_coalesced(outputs, inputs)),
+        lambda: [
+            (f"{i} from {r}", outputs[r][i], values(r, case, salt, count=c, piece=i))
+            for r in range(size)
+            for i, c in enumerate(_counts(case))
+        ],
+    )
+
+
+def _all_gather_single_coalesced(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    inputs = [values(rank, case, salt, count=c, piece=i) for i, c in enumerate(_counts(case))]
+    outputs = [torch.zeros(size * c, dtype=case.dtype) for c in _counts(case)]
+    return (
+        lambda: _issued(case, _group(group).allgather_into_tensor_coalesced(outputs, inputs)),
+        lambda: [
+            (f"{i}", outputs[i], torch.cat([values(r, case, salt, count=c, piece=i) for r in range(size)]))
+            for i, c in enumerate(_counts(case))
+        ],
+    )
+
+
+def _reduce_scatter_coalesced(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
+    def pieces(source: int, index: int, count: int) -> list[torch.Tensor]:
+        return [values(source, case, salt, count=count, piece=2 * r + index) for r in range(size)]
+
+    outputs = [torch.zeros(c, dtype=case.dtype) for c in _counts(case)]
+    inputs = [torch.cat(pieces(rank, i, c)) for i, c in enumerate(_counts(case))]
+
+    def give() -> Any:
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = OPS[case.op]
+        return _issued(case, _group(group).reduce_scatter_tensor_coalesced(outputs, inputs, options))
+
+    return give, lambda: [
+        (f"{i}", outputs[i], model(case, [pieces(r, i, c)[rank] for r in range(size)]))
+        for i, c in enumerate(_counts(case))
+    ]
+
+
+def _group(group: Any) -> Any:
+    return dist.group.WORLD if group is None else group
+
+
+def _issued(case: Case, work: Any) -> Any:
+    """The group's own methods always return a work."""
+    if not case.asynchronous:
+        work.wait()
+    return work
+
+
 def _barrier(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:  # noqa: ARG001
     return lambda: dist.barrier(group=group, async_op=case.asynchronous), list
 
@@ -289,9 +416,22 @@ _CASES: dict[str, Callable[[Case, int, int, int, Any], _Prepared]] = {
     "all_to_all": _all_to_all,
     "all_to_all_single": _all_to_all_single,
     "all_to_all_uneven": _all_to_all_uneven,
+    "all_to_all_uneven_list": _all_to_all_uneven_list,
+    "exchange": _exchange,
+    "all_reduce_coalesced": _all_reduce_coalesced,
+    "all_gather_coalesced": _all_gather_coalesced,
+    "all_gather_single_coalesced": _all_gather_single_coalesced,
+    "reduce_scatter_coalesced": _reduce_scatter_coalesced,
     "barrier": _barrier,
 }
-REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single")
+REDUCING = (
+    "all_reduce",
+    "all_reduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_coalesced",
+)
 MOVING = tuple(name for name in _CASES if name not in (*REDUCING, "barrier"))
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 

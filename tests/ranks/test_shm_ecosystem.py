@@ -22,9 +22,17 @@ class _Net(nn.Module):
         self.first = nn.Linear(20, 64)
         self.norm = nn.BatchNorm1d(64)
         self.last = nn.Linear(64, 5)
+        self.extra = nn.Linear(64, 64)
+        self.skip = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.skip:  # (else some parameters take no part on this rank)
+            return self._whole(x)
         out: torch.Tensor = self.last(torch.relu(self.norm(self.first(x))))
+        return out
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.extra(torch.relu(self.norm(self.first(x)))))
         return out
 
 
@@ -40,17 +48,25 @@ def _train(backend: str, how: str) -> list[list[float]]:
     world = lockstep.init(backend, timeout=30)
     torch.manual_seed(0)
     net = _Net()
-    model = DistributedDataParallel(net, bucket_cap_mb=0.01)
+    how_wrapped: dict[str, Any] = {
+        "static graph": {"static_graph": True},
+        "unused parameters": {"find_unused_parameters": True},
+        "views": {"gradient_as_bucket_view": True},
+    }
+    # (With PowerSGD over gloo and three buckets, torch waits for itself.)
+    model = DistributedDataParallel(net, bucket_cap_mb=1 if how == "powersgd" else 0.01, **how_wrapped.get(how, {}))
     if how == "fp16":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    if how == "powersgd":
+    if how.startswith("powersgd"):
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if how == "post-local SGD":
+        optimizer = _post_local_sgd(model, optimizer)
     if how == "zero":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -61,6 +77,7 @@ def _train(backend: str, how: str) -> list[list[float]]:
     def run() -> None:
         for _ in range(steps):
             x = torch.randn(8, 20, generator=generator)
+            net.skip = how == "unused parameters" and world.rank == 1
             y = torch.randint(0, 5, (8,), generator=generator)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
@@ -76,12 +93,95 @@ def _train(backend: str, how: str) -> list[list[float]]:
     return _plain(model.parameters())
 
 
-@pytest.mark.parametrize("how", ["plain", "fp16", "powersgd", "zero", "join"])
+def _post_local_sgd(model: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Two steps of all-reduced gradients, then steps of each rank's own, averaged every second one."""
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    state = post_localSGD_hook.PostLocalSGDState(
+        process_group=None,
+        subgroup=dist.new_group([dist.get_rank()], use_local_synchronization=True),
+        start_localSGD_iter=2,
+    )
+    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    return PostLocalSGDOptimizer(optimizer, averager=PeriodicModelAverager(period=2, warmup_steps=2))
+
+
+_HOW = [
+    "plain",
+    "static graph",
+    "unused parameters",
+    "views",
+    "fp16",
+    "powersgd",
+    "post-local SGD",
+    "zero",
+    "join",
+]
+
+
+@pytest.mark.parametrize("how", _HOW)
 def test_ddp_trains_to_the_same_parameters_as_over_gloo(how: str) -> None:
     over_shm, over_gloo = run_ranks(_train, 2, "shm", how), run_ranks(_train, 2, "gloo", how)
-    assert over_shm[0] == over_shm[1]
+    if how != "post-local SGD":  # (whose ranks are equal after some steps only)
+        assert over_shm[0] == over_shm[1]
+    for of_shm, of_gloo in zip(over_shm, over_gloo, strict=True):
+        for got, want in zip(of_shm, of_gloo, strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-6)
+
+
+def test_powersgd_with_several_buckets_keeps_the_ranks_equal() -> None:
+    """Its callbacks issue collectives while autograd's thread issues those of the next buckets."""
+    first, second = (run_ranks(_train, 2, "shm", "powersgd, several buckets") for _ in range(2))
+    assert first[0] == first[1] == second[0] == second[1]
+
+
+def _two_dimensions(backend: str) -> list[list[float]]:
+    """A mesh of 2 x 2: a sub-group per row and column."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    lockstep.init(backend, timeout=30)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    whole = torch.arange(48.0).view(8, 6)
+    results: list[Any] = []
+    for there in ([Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(1), Replicate()], [Shard(0), Shard(0)]):
+        each: Any = distribute_tensor(whole, mesh, there)
+        results += [each, (each * 2).redistribute(mesh, [Replicate(), Shard(1)]), each.sum(dim=0)]
+    tensor = torch.full((3,), float(dist.get_rank()))
+    dist.all_reduce(tensor, group=mesh.get_group("data"))
+    return [*_plain(result.full_tensor() for result in results), tensor.tolist()]
+
+
+def test_a_mesh_of_two_dimensions_as_over_gloo() -> None:
+    assert run_ranks(_two_dimensions, 4, "shm") == run_ranks(_two_dimensions, 4, "gloo")
+
+
+def _sparse(backend: str) -> list[list[float]]:
+    """Gradients of an embedding, sparse, through torch's DDP and by hand."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    world = lockstep.init(backend, timeout=30)
+    torch.manual_seed(0)
+    net = DistributedDataParallel(nn.Embedding(20, 3, sparse=True))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        net(torch.tensor([step, world.rank, 5 * world.rank + step])).square().sum().backward()
+        optimizer.step()
+    pair = torch.sparse_coo_tensor(
+        torch.tensor([[0, world.rank], [world.rank, 1]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), (3, 3, 2)
+    )
+    dist.all_reduce(pair)
+    return _plain([*net.parameters(), pair.to_dense()])
+
+
+def test_sparse_gradients_as_over_gloo() -> None:
+    over_shm, over_gloo = run_ranks(_sparse, 2, "shm"), run_ranks(_sparse, 2, "gloo")
     for got, want in zip(over_shm[0], over_gloo[0], strict=True):
-        assert got == pytest.approx(want, rel=1e-5, abs=1e-6)
+        assert got == pytest.approx(want, rel=1e-6)
+    assert over_shm[0] == over_shm[1]
 
 
 def _tensor_parallel(backend: str) -> list[list[float]]:

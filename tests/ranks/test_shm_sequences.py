@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,15 +33,21 @@ def _sequences(draw: st.DrawFn) -> tuple[int, int, list[tuple[Case, int]]]:
             dtype = torch.float32
         root = draw(st.integers(0, size - 1)) if name in ROOTED else 0
         case = Case(name, dtype, draw(st.integers(0, 700)), op, root, draw(st.booleans()))
-        cases.append((case, draw(st.integers(0, 1))))
+        cases.append((case, draw(st.integers(0, 2))))
     return size, chunk, cases
 
 
 def _play(chunk: int, cases: list[tuple[Case, int]]) -> None:
     os.environ[knobs.SHM_CHUNK] = str(chunk)
-    lockstep.init("shm", timeout=20)
-    groups: list[Any] = [dist.group.WORLD, dist.new_group(backend="shm")]
-    finishes = [issue(case, salt, groups[group]) for salt, (case, group) in enumerate(cases)]
+    world = lockstep.init("shm", timeout=20)
+    odd = [rank for rank in range(world.world_size) if rank % 2]
+    groups: list[Any] = [dist.group.WORLD, dist.new_group(backend="shm"), dist.new_group(odd or [0], backend="shm")]
+    finishes = []
+    for salt, (case, number) in enumerate(cases):
+        if number == 2 and world.rank not in (odd or [0]):
+            continue
+        size = dist.get_world_size(groups[number])
+        finishes.append(issue(replace(case, root=case.root % size), salt, groups[number]))
     for finish in reversed(finishes):
         finish()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lockstep import knobs
+from lockstep.comm.labels import labelled
 from lockstep.comm.shm import fingerprint
 from lockstep.comm.shm.layout import (
     BUFFERS,
@@ -32,6 +33,7 @@ def test_nothing_overlaps(world_size: int, chunk: int) -> None:
     spans += [(offset, SEMAPHORE) for offset, _ in layout.semaphores()]
     spans += [(layout.presence(rank), 8) for rank in ranks]
     spans += [(layout.header(rank, buffer), HEADER) for rank in ranks for buffer in range(BUFFERS)]
+    spans += [(layout.errand(rank), HEADER) for rank in ranks]
     spans += [(layout.stage(rank, buffer), chunk) for rank in ranks for buffer in range(BUFFERS)]
     boxes = [(s, d, slot) for s in ranks for d in ranks for slot in range(MAIL_SLOTS)]
     spans += [(layout.box(*box), MAIL_HEADER + chunk) for box in boxes]
@@ -59,7 +61,7 @@ def test_parts_cover_all_elements_once(count: int, world_size: int) -> None:
 
 
 def test_a_fingerprint_says_what_and_where() -> None:
-    with fingerprint.labelled("bucket 3"):
+    with labelled("bucket 3"):
         body = fingerprint.take("all_reduce", dtype=torch.float32, numel=10, reduce_op=0)
     header = (12).to_bytes(8, "little") + body
     assert len(header) == HEADER

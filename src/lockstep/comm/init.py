@@ -9,16 +9,24 @@ import random
 import secrets
 import sys
 import threading
+import warnings
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, HashStore, Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in torch's stubs
+    FileStore,
+    HashStore,
+    PrefixStore,
+    Store,
+)
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep import knobs, machine
+from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.exchange import all_gather_records
+from lockstep.comm.shm.rendezvous import why_apart
 from lockstep.comm.world import World
 from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
 from lockstep.identity import Identity
@@ -34,11 +42,14 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     """**Collective.** Join the job this process was launched in, or make a world of one.
 
     Opens torch's default process group (or takes the one that is open already), gives this rank its device, divides
-    the CPU threads among the ranks of this machine, and seeds the random number generators of Python, NumPy and torch.
+    the CPU threads among the ranks of this machine, lets a rank on the CPU keep the memory that it frees (see
+    lockstep.comm.allocator), and seeds the random number generators of Python, NumPy and torch.
 
     Args:
-        backend: any backend torch knows by name. None: NCCL for CUDA tensors where there is a GPU for every rank of
-            this machine, and gloo for CPU tensors.
+        backend: any backend torch knows by name. None: ``LOCKSTEP_BACKEND``, or if that is not set: NCCL for CUDA
+            tensors and gloo for CPU tensors where there is a GPU for every rank of this machine; else, on the CPU,
+            ``"shm"`` if all ranks can share memory, which they try, and gloo if not (a warning says why, unless the job
+            has several machines).
         timeout: how long a collective may wait before it is an error, in seconds or as a timedelta.
             None: ``LOCKSTEP_TIMEOUT``, or 600 s.
         seed: the seed of the job, the same on all ranks. Rank 0 is seeded with it just as a lone process would be, the
@@ -56,12 +67,15 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
         raise LockstepError("lockstep.init() was already called in this process; lockstep.world() returns its World")
     identity = Identity.from_environment()
     limit = _seconds(timeout)
+    backend = backend or knobs.backend()
     device = _choose_device(backend, identity)
     _divide_threads(identity)
+    if device.type == "cpu":
+        keep_freed_memory()
     if dist.is_initialized():
         identity = _identity_of_open_group(identity)
     else:
-        _open_group(_resolve_backend(backend, device), identity, limit, device)
+        _open_group(backend, identity, limit, device)
         _owns_group = True
         atexit.register(_shutdown_at_exit)
     group = dist.group.WORLD
@@ -157,10 +171,21 @@ def _known_backends() -> list[str]:
     return [name for name in dist.Backend.backend_list if name != "undefined"]
 
 
-def _resolve_backend(backend: str | None, device: torch.device) -> str:
-    if backend is not None:
-        return backend
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+def _resolve_backend(store: Store, identity: Identity, timeout: float, device: torch.device) -> str:
+    """**Collective.** The backend for who does not choose one."""
+    if device.type == "cuda":
+        return "cpu:gloo,cuda:nccl"
+    why = why_apart(PrefixStore("lockstep/host", store), rank=identity.rank, size=identity.world_size, timeout=timeout)
+    if why is None:
+        return "shm"
+    if identity.rank == 0 and identity.local_world_size == identity.world_size:
+        warnings.warn(
+            f"the ranks can't share memory, so gradients go through the network, by gloo, which is slower: {why}. "
+            'lockstep.init("gloo") chooses that, and ends this warning',
+            UserWarning,
+            stacklevel=4,
+        )
+    return "gloo"
 
 
 def _divide_threads(identity: Identity) -> None:
@@ -181,12 +206,13 @@ def _identity_of_open_group(identity: Identity) -> Identity:
     return Identity(rank, world_size, rank, world_size, 0, launched=world_size > 1)
 
 
-def _open_group(backend: str, identity: Identity, timeout: float, device: torch.device) -> None:
+def _open_group(backend: str | None, identity: Identity, timeout: float, device: torch.device) -> None:
     global _groups_opened
     limit = timedelta(seconds=timeout)
     try:
         _groups_opened += 1
         store = _rendezvous_store(identity, limit)
+        backend = backend or _resolve_backend(store, identity, timeout, device)
         dist.init_process_group(
             backend,
             store=store,
@@ -195,13 +221,13 @@ def _open_group(backend: str, identity: Identity, timeout: float, device: torch.
             timeout=limit,
             device_id=device if device.type == "cuda" else None,
         )
-    except LockstepError:
+    except EnvironmentMismatch:
         raise
     except (RuntimeError, ValueError, TimeoutError) as error:
         where = knobs.store() or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RendezvousError(
             f"rank {identity.rank} of {identity.world_size} could not join the world at {where} "
-            f"(backend {backend}, timeout {timeout:g} s): {error}{_hint(error)}"
+            f"(backend {backend or 'not chosen yet'}, timeout {timeout:g} s): {error}{_hint(error)}"
         ) from error
 
 

@@ -20,8 +20,8 @@ def wait_for(wait: Callable[[], object], what: Callable[[], str]) -> None:
     """
     try:
         wait()
-    except LockstepError:
-        raise
+    except LockstepError as error:  # of a backend that knows more than its words: it names ranks and places
+        raise type(error)(f"{what()}: {error}") from error
     except RuntimeError as error:
         raise failure(error, what()) from error
 

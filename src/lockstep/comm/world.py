@@ -110,7 +110,8 @@ class World:
             timeout: seconds to wait; the world's timeout if None.
 
         Raises:
-            CollectiveTimeout: a rank did not arrive in time. Over gloo, rank 0 names the ranks that are missing.
+            CollectiveTimeout: a rank did not arrive in time. The message names the missing ranks: over shm on
+                every rank, over gloo on rank 0.
             PeerLost: a rank is gone.
         """
         begun = time.monotonic()
@@ -128,8 +129,8 @@ class World:
                 work = dist.barrier(self.group, async_op=True, device_ids=devices)
                 if work is not None:
                     work.wait(limit)
-        except LockstepError:
-            raise
+        except LockstepError as error:
+            raise type(error)(f"rank {self.rank} of {self.world_size}: World.barrier(): {error}") from error
         except RuntimeError as error:
             if time.monotonic() - begun < limit.total_seconds():
                 raise PeerLost(

@@ -18,8 +18,10 @@ _GRACE = 0.1
 class Failure:
     """The failure record of a group. See Note [Memory ordering] for how its text is handed over."""
 
-    def __init__(self, segment: Segment, layout: Layout, *, rank: int) -> None:
+    def __init__(self, segment: Segment, layout: Layout, *, rank: int, note: str = "") -> None:
         self._segment = segment
+        #: A line that every error ends with.
+        self._note = note
         self._claim = segment.address + layout.failure_claim
         self._notices = [segment.address + layout.failure_notice(peer) for peer in range(layout.world_size)]
         self._mine = self._notices[rank]
@@ -39,6 +41,8 @@ class Failure:
         """
         if self._known is not None:
             return self._known
+        if self._note:
+            error = type(error)(f"{error}\n{self._note}")
         if semaphore.trywait(self._claim) == 0:
             self._write(error)
             self._known = error

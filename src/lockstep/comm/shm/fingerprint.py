@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import struct
 import sys
-import threading
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import CodeType
 
 import torch
+from typing_extensions import deprecated  # (a dependency of torch)
 
+from lockstep.comm import labels
 from lockstep.comm.shm.layout import HEADER
 
 #: What must be equal on every rank: sequence number, elements, digest of the rest, operation, reduce op, dtype, root.
@@ -49,8 +48,6 @@ _DTYPES = tuple(
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _NO_DTYPE = len(_DTYPES)
 
-_label = threading.local()
-
 
 def dtype_code(dtype: torch.dtype) -> int:
     """**Local.** A number for the dtype, the same on all ranks (they run one version of torch)."""
@@ -62,20 +59,6 @@ def dtype_name(code: int) -> str:
     return str(_DTYPES[code]) if 0 <= code < len(_DTYPES) else "no dtype"
 
 
-@contextmanager
-def labelled(text: str) -> Iterator[None]:
-    """**Local.** Name the collectives this thread issues in the block, so that ranks whose names differ are told apart.
-
-    Two reductions of one shape that some rank issues in the other order look alike; with a label they do not.
-    """
-    before = getattr(_label, "text", "")
-    _label.text = text
-    try:
-        yield
-    finally:
-        _label.text = before
-
-
 # The same few lines issue the same few collectives for hours: both halves are cached. The caches are cleared when they
 # hold more than any training loop needs.
 _CACHE_LIMIT = 4096
@@ -84,8 +67,10 @@ _places: dict[tuple[CodeType, int, str], bytes] = {}
 _ours: dict[CodeType, bool] = {}
 
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+#: torch's older names (all_gather_into_tensor) are called through the wrapper of this decorator.
+_WRAPPERS = deprecated.__call__.__code__.co_filename
 #: Frames in these folders are not the user's program; recipes are.
-_LIBRARY = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _HERE, "<frozen", "<string>")
+_LIBRARY = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _HERE, _WRAPPERS, "<frozen", "<string>")
 _RECIPES = os.path.join(_HERE, "recipes") + os.sep
 
 
@@ -106,7 +91,7 @@ def take(
     Args:
         detail: what else must be equal on every rank (shapes of a list of tensors, a factor); compared by digest.
     """
-    label = getattr(_label, "text", "")
+    label = labels.label()
     facts = (operation, dtype, numel, reduce_op, root, detail, label)
     key = _keys.get(facts)
     if key is None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
+from lockstep.comm.shm import messages
 from lockstep.comm.shm.executor import Executor
 from lockstep.comm.shm.failure import Failure, again
 from lockstep.comm.shm.layout import Layout
@@ -44,7 +45,9 @@ class Call:
 class Group:
     """One process group's engine, on one rank."""
 
-    def __init__(self, store: Store, *, rank: int, size: int, timeout: float, chunk: int, name: str) -> None:
+    def __init__(
+        self, store: Store, *, rank: int, size: int, timeout: float, chunk: int, name: str, members: Sequence[int] = ()
+    ) -> None:
         self.rank = rank
         self.size = size
         #: Seconds a round may wait, unless the call says otherwise.
@@ -55,7 +58,7 @@ class Group:
         self.segment = segment
         self.layout: Layout = layout
         self.peers = Peers(whereabouts, rank=rank)
-        self.failure = Failure(segment, layout, rank=rank)
+        self.failure = Failure(segment, layout, rank=rank, note=messages.numbering(members))
         self._rounds: Rounds | None = Rounds(segment, layout, rank=rank, peers=self.peers, failure=self.failure)
         self._executor = Executor(name)
         self._mail: Mail | None = None

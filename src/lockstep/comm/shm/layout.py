@@ -8,6 +8,7 @@
     tokens          world_size x world_size semaphores: [from][to]
     mail            world_size x world_size x 2 semaphores: [from][to] full and free; one bell per rank
     headers         world_size x BUFFERS fingerprints
+    errands         world_size texts: the last send or receive that the rank waited in
     stages          world_size x BUFFERS x chunk bytes                    for collectives
     boxes           world_size x world_size x MAIL_SLOTS x mail bytes     for send and recv
 
@@ -107,9 +108,12 @@ class Layout:
     def header(self, rank: int, buffer: int) -> int:
         return self._headers + HEADER * (rank * BUFFERS + buffer)
 
+    def errand(self, rank: int) -> int:
+        return self.header(self.world_size, 0) + HEADER * rank
+
     @cached_property
     def _stages(self) -> int:
-        return _page(self.header(self.world_size, 0))
+        return _page(self.errand(self.world_size))
 
     def stage(self, rank: int, buffer: int) -> int:
         return self._stages + self._stage_bytes * (rank * BUFFERS + buffer)

@@ -60,7 +60,7 @@ class Peers:
     def _ended(self, where: Whereabouts) -> bool:
         watch = _watches.get((where.pid, where.started))
         if watch is None or watch.descriptor is None:
-            return started(where.pid) != where.started
+            return _gone(where)
         poll = select.poll()
         poll.register(watch.descriptor, select.POLLIN)
         return bool(poll.poll(0))
@@ -86,7 +86,21 @@ def _open(where: Whereabouts) -> int | None:
         descriptor = os.pidfd_open(where.pid)
     except (OSError, AttributeError):
         return None
-    if started(where.pid) != where.started:  # the number went to another process before the descriptor was opened
+    if _gone(where):  # the number may have gone to another process before the descriptor was opened
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _gone(where: Whereabouts) -> bool:
+    """Without a descriptor that is held. A process that has none left at the moment only asks whether it exists."""
+    try:
+        return started(where.pid) != where.started
+    except OSError:
+        try:
+            os.kill(where.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+        return False

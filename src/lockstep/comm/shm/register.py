@@ -65,4 +65,5 @@ def _create(options: Any, backend_options: Any) -> Any:
         timeout=options.timeout,
         chunk=knobs.shm_chunk(),
         name=options.group_id,
+        members=options.global_ranks_in_group,  # (none for the default group)
     )

@@ -38,6 +38,7 @@ from lockstep.comm.shm.failure import Failure, again
 from lockstep.comm.shm.layout import BUFFERS, HEADER, Layout
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.segment import Segment
+from lockstep.comm.shm.standing import Standing
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
 
 #: Seconds between two looks at the health of the group while a rank sleeps.
@@ -64,6 +65,7 @@ class Rounds:
         self._segment = segment
         self._layout = layout
         self._failure = failure
+        self._standing = Standing(segment, layout, rank=rank, peers=peers)
         others = [peer for peer in range(self.size) if peer != rank]
         self._posts = [segment.address + layout.token(rank, peer) for peer in others]
         self._waits = [(peer, segment.address + layout.token(peer, rank)) for peer in others]
@@ -216,23 +218,19 @@ class Rounds:
                 raise self._end(CollectiveMismatch(messages.mismatch(self.rank, {r: self._seen(r) for r in ranks})))
 
     def _late(self, pending: list[tuple[int, int]]) -> str:
-        late = {peer: (self.peers.pid(peer), self._last(peer)) for peer, _ in pending}
-        return messages.late(self.rank, self._current, self._timeout, late)
+        late = [peer for peer, _ in pending]
+        others = [peer for peer, _ in self._waits if peer not in late]
+        where = self._standing.describe([*late, *others])
+        return messages.late(self.rank, fingerprint.describe(self._current), self._timeout, late, where)
 
     def _lost(self, gone: list[int], left: list[int]) -> str:
-        lost = {peer: (self.peers.pid(peer), self._last(peer)) for peer in (*gone, *left)}
-        return messages.lost(self.rank, self._current, lost, left)
+        where = self._standing.describe([*gone, *left])
+        return messages.lost(self.rank, fingerprint.describe(self._current), gone, left, where)
 
     def _seen(self, rank: int) -> bytes:
         """The header of this round."""
         offset = self._headers[self._buffer][rank][1]
         return bytes(self._segment.view[offset : offset + HEADER])
-
-    def _last(self, rank: int) -> bytes:
-        """The newest header of ``rank``: a hint where it was last (nothing hands it over)."""
-        offsets = [self._layout.header(rank, buffer) for buffer in range(BUFFERS)]
-        headers = [bytes(self._segment.view[offset : offset + HEADER]) for offset in offsets]
-        return max(headers, key=lambda header: int.from_bytes(header[:8], "little"))
 
     def _end(self, error: LockstepError) -> LockstepError:
         """Report ``error`` and return what to raise: the first error that any rank reported."""

@@ -9,10 +9,8 @@ every rank has mapped the memory the descriptor is closed: an open group holds n
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
-import mmap
 import os
 import secrets
 import struct
@@ -20,6 +18,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from lockstep.comm.shm.mapping import Memory, map_shared
 from lockstep.errors import RendezvousError
 
 _REMEDY = 'use the backend "gloo" (or "nccl" for GPUs) for this group'
@@ -53,12 +52,16 @@ class Whereabouts:
 
 
 def started(pid: int) -> int | None:
-    """**Local.** When the process started, in clock ticks since boot; None if it is gone or a zombie."""
+    """**Local.** When the process started, in clock ticks since boot; None if it is gone or a zombie.
+
+    Raises:
+        OSError: it can't be told, for want of a descriptor.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name, in parentheses, may hold anything; the fields follow the last one.
             fields = file.read().rpartition(b")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
@@ -85,14 +88,21 @@ class Offer:
 class Segment:
     """Shared memory mapped into this process. It is unmapped when the last tensor on it is gone."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
+    def __init__(self, memory: Memory) -> None:
         self._memory = memory
         #: Every byte, uint8; whoever holds a view of it keeps the mapping alive.
         self.bytes: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8)
         #: For headers and words.
-        self.view = memoryview(memory)
+        self.view = memoryview(memory).cast("B")
         #: Address of the first byte in this process.
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.address = self.bytes.data_ptr()
+
+    def release(self) -> Memory:
+        """**Local.** Let go of the mapping, and leave it to the tensors on it. The segment can't be used any more."""
+        memory = self._memory
+        self.view.release()
+        del self._memory, self.bytes, self.view
+        return memory
 
     @classmethod
     def create(cls, size: int, *, chunk: int) -> tuple[Segment, Offer]:
@@ -104,18 +114,19 @@ class Segment:
         nonce = secrets.token_hex(16)
         descriptor = -1
         try:
+            where = Whereabouts.mine()
             descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.fchmod(descriptor, 0o600)
             os.ftruncate(descriptor, size)
             # Nobody can cut the memory short under a rank that uses it.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            memory = mmap.mmap(descriptor, size)
+            memory = map_shared(descriptor, size)
         except (OSError, AttributeError) as error:
             if descriptor >= 0:
                 os.close(descriptor)
             raise RendezvousError(f"no shared memory of {size} bytes can be made here ({error}): {_REMEDY}") from error
         _IDENTITY.pack_into(memory, 0, nonce.encode(), size, chunk)
-        return cls(memory), Offer(Whereabouts.mine(), descriptor, nonce, size, chunk)
+        return cls(memory), Offer(where, descriptor, nonce, size, chunk)
 
     @classmethod
     def open(cls, offer: Offer) -> Segment:
@@ -132,10 +143,10 @@ class Segment:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                memory = mmap.mmap(descriptor, offer.size)
+                memory = map_shared(descriptor, offer.size)
             finally:
                 os.close(descriptor)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise RendezvousError(
                 f"the memory that process {there.pid} shares can't be opened through {path} ({error}); "
                 f"do the ranks run as different users, or in different containers? {_REMEDY}"

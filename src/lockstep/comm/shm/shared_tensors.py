@@ -3,18 +3,36 @@
 ``allocate_tensor`` is collective: each rank makes a segment of its own, publishes where it is, and maps those of all
 others. The tensors look ordinary; an all-reduce recognises them by their address and works in place: each rank combines
 the part that it owns over all ranks' memory, and writes the result into all ranks' memory.
+
+Note [Lifetime of shared tensors]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The group does not keep a tensor alive. Its memory is a mapping that nothing but the tensor's storage refers to, and
+the group holds a weak reference to that. When the last tensor on it is gone, this rank lets go of the other ranks'
+memory for the same allocation too, at its next all-reduce. The kernel frees each rank's part when every rank has let
+go, or has ended. A rank that goes on using its tensor while another has dropped its own gets a mismatch at its next
+all-reduce, as it should.
+
+A storage may end in any thread, or in the midst of a collection of garbage. So what is called then does no more than
+put a number on a deque; and an address counts only as long as the memory that lay there lives, since the system gives
+addresses to others.
+
+A forked child has this memory too, and shares it: a child that writes to a gradient writes to its parent's.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+import threading
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from lockstep.comm.shm.collectives.gather import all_gather
+from lockstep.comm.shm.mapping import Memory
 from lockstep.comm.shm.rounds import Rounds
 from lockstep.comm.shm.segment import Offer, Segment
 from lockstep.errors import RendezvousError
@@ -23,23 +41,51 @@ _OFFER_BYTES = 512
 _LENGTH = struct.Struct("<q")
 #: Room before the tensor for the segment's identity; keeps the data on a page boundary.
 _HEAD = 4096
+#: Parts of allocations whose views are kept, since the same buckets come again in every step.
+_KEPT_VIEWS = 256
 
 
 @dataclass(frozen=True)
-class SharedTensor:
-    """One allocation, on one rank: the ranks' memory for it, in order of rank, as 1-d tensors of its dtype."""
+class Part:
+    """The same part of one allocation on all ranks."""
 
+    #: The allocation, counted from 0 in the order of the collective calls that made them.
     number: int
-    views: tuple[torch.Tensor, ...]
+    #: Bytes from the allocation's begin.
+    offset: int
+    #: The other ranks' memory in order of rank (1-d, the dtype that was asked for), and None for this rank's own.
+    others: tuple[torch.Tensor | None, ...]
+    #: This rank's own memory.
+    memory: weakref.ref[Memory]
+
+    def views(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """All ranks' memory, in order of rank."""
+        return [mine if other is None else other for other in self.others]
+
+
+@dataclass(frozen=True)
+class _Allocation:
+    number: int
+    #: Where this rank's own lies: its first byte, and the first byte after it.
+    start: int
+    end: int
+    #: The other ranks' memory, as bytes; None for this rank's own, which belongs to the caller.
+    others: tuple[torch.Tensor | None, ...]
+    #: This rank's own memory, see Note [Lifetime of shared tensors].
+    memory: weakref.ref[Memory]
 
 
 class SharedTensors:
-    """The allocations of one group. Used in the group's turn only."""
+    """The allocations of one group. Made in the group's turn only; looked up from any thread."""
 
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
-        self._allocations: list[SharedTensor] = []
-        self._ranges: list[tuple[int, int, SharedTensor]] = []
+        self._made = 0
+        self._allocations: list[_Allocation] = []
+        self._parts: dict[tuple[int, int, torch.dtype], Part] = {}
+        self._lock = threading.Lock()
+        #: Numbers of allocations whose memory is gone; see Note [Lifetime of shared tensors].
+        self._ended: deque[int] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._allocations)
@@ -50,58 +96,104 @@ class SharedTensors:
         Raises:
             RendezvousError: some rank has no memory, or can't map another's.
         """
-        size = _HEAD + max(1, count * dtype.itemsize)
-        segment, offer = Segment.create(size, chunk=0)
+        nbytes = count * dtype.itemsize
+        segment: Segment | None = None
+        offer: Offer | None = None
+        failed: str | None = None
         try:
+            try:
+                segment, offer = Segment.create(_HEAD + max(1, nbytes), chunk=0)
+            except RendezvousError as error:
+                failed = f"rank {self._rank}: {error}"
             offers = self._exchange(rounds, offer)
-            failed: str | None = None
-            segments = []
-            for rank, each in enumerate(offers):
-                try:
-                    segments.append(segment if rank == self._rank else Segment.open(each))
-                except RendezvousError as error:
-                    failed = f"rank {self._rank}: {error}"
-                    break
+            others: list[torch.Tensor | None] = []
+            if all(each is not None for each in offers):
+                others, failed = self._map([each for each in offers if each is not None])
             outcomes = self._agree(rounds, failed is not None)
         finally:
-            os.close(offer.descriptor)
-        if any(outcomes):
+            if offer is not None:
+                os.close(offer.descriptor)
+        if segment is None or any(outcomes):
             bad = [rank for rank, outcome in enumerate(outcomes) if outcome]
-            raise RendezvousError(failed or f"rank(s) {bad} could not map the memory that the others share")
-        views = tuple(each.bytes[_HEAD : _HEAD + count * dtype.itemsize].view(dtype) for each in segments)
-        allocation = SharedTensor(len(self._allocations), views)
-        self._allocations.append(allocation)
-        start = views[self._rank].data_ptr()
-        self._ranges.append((start, start + count * dtype.itemsize, allocation))
-        return views[self._rank]
+            raise RendezvousError(failed or f"rank(s) {bad} could not make, or map, the memory that the ranks share")
+        mine = segment.bytes[_HEAD : _HEAD + nbytes]
+        start = mine.data_ptr()
+        number, self._made = self._made, self._made + 1
+        allocation = _Allocation(
+            number,
+            start,
+            start + nbytes,
+            tuple(None if other is None else other[_HEAD : _HEAD + nbytes] for other in others),
+            weakref.ref(segment.release(), lambda _, ended=self._ended: ended.append(number)),  # type: ignore[misc]
+        )
+        with self._lock:
+            self._forget_ended()
+            self._allocations.append(allocation)
+        return mine.view(dtype)
 
-    def find(self, flat: torch.Tensor) -> tuple[int, int, list[torch.Tensor]] | None:
-        """**Local.** If ``flat`` lies in an allocation: its number, the offset in it, and the ranks' views of the same.
+    def find(self, flat: torch.Tensor) -> Part | None:
+        """**Local.** The part of an allocation that ``flat`` is, or None if it lies elsewhere.
 
         Every rank must pass the same part of the same allocation; number and offset belong in the fingerprint.
         """
         address = flat.data_ptr()
-        for start, end, allocation in self._ranges:
-            if start <= address < end:
-                mine = allocation.views[self._rank]
-                offset = (address - start) // flat.dtype.itemsize
-                if mine.dtype is not flat.dtype or offset + flat.numel() > mine.numel():
-                    return None
-                return allocation.number, offset, [view[offset : offset + flat.numel()] for view in allocation.views]
-        return None
+        key = (address, flat.numel(), flat.dtype)
+        with self._lock:
+            if self._ended:
+                self._forget_ended()
+            part = self._parts.get(key)
+            if part is None or part.memory() is None:
+                part = self._find(address, flat.numel() * flat.dtype.itemsize, flat.dtype)
+                if part is not None:
+                    if len(self._parts) >= _KEPT_VIEWS:
+                        self._parts.clear()
+                    self._parts[key] = part
+        return part
 
     def close(self) -> None:
         """**Local.** Forget them: the memory of each goes with the last tensor on it."""
-        self._allocations.clear()
-        self._ranges.clear()
+        with self._lock:
+            self._allocations.clear()
+            self._parts.clear()
 
-    def _exchange(self, rounds: Rounds, offer: Offer) -> list[Offer]:
-        text = offer.dumps().encode()
+    def _find(self, address: int, nbytes: int, dtype: torch.dtype) -> Part | None:
+        for allocation in self._allocations:
+            if allocation.start <= address < allocation.end and allocation.memory() is not None:
+                offset = address - allocation.start
+                if offset % dtype.itemsize or address + nbytes > allocation.end:
+                    return None
+                views = (
+                    None if other is None else other[offset : offset + nbytes].view(dtype)
+                    for other in allocation.others
+                )
+                return Part(allocation.number, offset, tuple(views), allocation.memory)
+        return None
+
+    def _forget_ended(self) -> None:
+        ended = set()
+        while self._ended:
+            ended.add(self._ended.popleft())
+        self._allocations = [each for each in self._allocations if each.number not in ended]
+        self._parts = {key: part for key, part in self._parts.items() if part.number not in ended}
+
+    def _map(self, offers: Sequence[Offer]) -> tuple[list[torch.Tensor | None], str | None]:
+        """The other ranks' memory, as bytes; or why it can't be mapped."""
+        others: list[torch.Tensor | None] = []
+        for rank, offer in enumerate(offers):
+            try:
+                others.append(None if rank == self._rank else Segment.open(offer).bytes)
+            except RendezvousError as error:
+                return [], f"rank {self._rank}: {error}"
+        return others, None
+
+    def _exchange(self, rounds: Rounds, offer: Offer | None) -> list[Offer | None]:
+        text = b"" if offer is None else offer.dumps().encode()
         record = bytearray(_OFFER_BYTES)
         _LENGTH.pack_into(record, 0, len(text))
         record[_LENGTH.size : _LENGTH.size + len(text)] = text
         outputs = _gather_bytes(rounds, torch.frombuffer(record, dtype=torch.uint8))
-        return [Offer.loads(each[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(each)[0]]) for each in outputs]
+        texts = [each[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(each)[0]] for each in outputs]
+        return [Offer.loads(each) if each else None for each in texts]
 
     @staticmethod
     def _agree(rounds: Rounds, failed: bool) -> list[bool]:

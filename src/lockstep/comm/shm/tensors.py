@@ -46,7 +46,12 @@ def _restore(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def check(name: str, tensors: Sequence[torch.Tensor], *, dtype: torch.dtype | None = None) -> None:
-    """**Local.** Refuse what this backend can't move, with RuntimeError, as torch's own backends do."""
+    """**Local.** Refuse what this backend can't move, as torch's own backends do.
+
+    Raises:
+        NotImplementedError: a kind of tensor that no backend for the CPU takes here.
+        RuntimeError: a tensor of another device, or of another dtype than the rest.
+    """
     for tensor in tensors:
         if tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized and dtype is None:
             continue
@@ -56,7 +61,7 @@ def check(name: str, tensors: Sequence[torch.Tensor], *, dtype: torch.dtype | No
                 'for GPUs use "nccl" (lockstep.init does by itself)'
             )
         if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise RuntimeError(
+            raise NotImplementedError(
                 f'{name}: the backend "shm" moves dense tensors here, not {tensor.layout} of {tensor.dtype}; '
                 "a sparse COO tensor can be all-reduced with SUM, anything else: to_dense() first"
             )

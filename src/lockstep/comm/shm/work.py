@@ -17,11 +17,34 @@ from lockstep.errors import CollectiveTimeout, LockstepError
 _lock = threading.Lock()
 
 
+class _Future(torch.futures.Future[Any]):
+    """Tells its work when somebody adds a callback, see Note [Callbacks] in executor.py."""
+
+    work: ShmWork | None = None
+
+    def then(self, callback: Any) -> Any:
+        self._follow()
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Any) -> None:
+        self._follow()
+        super().add_done_callback(callback)
+
+    def _follow(self) -> None:
+        work = self.work
+        if work is not None:
+            work.follow()
+
+
 class ShmWork(dist.Work):
     """One issued operation. It runs once, on whichever thread; any thread may wait for it."""
 
+    #: Its future has callbacks that have not run.
+    followed = False
+    #: Whom to tell of the first callback.
+    on_followed: Callable[[ShmWork], None] | None = None
     _error: BaseException | None = None
-    _future: torch.futures.Future[Any] | None = None
+    _future: _Future | None = None
     #: The future exists and is not complete.
     _owed = False
     _source = -1
@@ -60,6 +83,12 @@ class ShmWork(dist.Work):
             future, self._owed = self._future if self._owed else None, False
         if future is not None:
             self._fulfil(future)
+            future.work = None
+
+    def follow(self) -> None:
+        """**Local.** Note that a callback is being added to the future."""
+        if self.on_followed is not None:
+            self.on_followed(self)
 
     # --- torch.distributed.Work ------------------------------------------------------------------------------------
 
@@ -105,7 +134,8 @@ class ShmWork(dist.Work):
         with _lock:
             if self._future is not None:
                 return self._future
-            future = self._future = torch.futures.Future()
+            future = self._future = _Future()
+            future.work = self
             self._owed = True
             done = self._done is None or self._done.is_set()
         if done:

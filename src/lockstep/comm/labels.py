@@ -1,0 +1,35 @@
+"""Names for collectives, so that ranks in different ones can be told apart.
+
+Two all-reduces of one shape that some rank issues in the other order look alike; with labels they do not. The backend
+"shm" compares labels before any data moves, and shows them in its errors; other backends know nothing of them.
+"""
+
+from __future__ import annotations
+
+import threading
+
+
+class _Current(threading.local):
+    label = ""
+
+
+_current = _Current()
+
+
+def label() -> str:
+    """**Local.** The label of the collectives that this thread issues; empty without one."""
+    return _current.label
+
+
+class labelled:  # (used as a verb, like contextlib.suppress)
+    """**Local.** A context: the collectives that this thread issues in it carry ``text``, the same on every rank."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._before = ""
+
+    def __enter__(self) -> None:
+        self._before, _current.label = _current.label, self._text
+
+    def __exit__(self, *_: object) -> None:
+        _current.label = self._before

@@ -1,15 +1,16 @@
-"""Step time of a replica: lockstep against torch's DDP over the same backend, and against no communication.
+"""Step time of a replica: lockstep, torch's DDP over gloo and over lockstep's backend, and no communication at all.
 
-Two ranks with one thread each train the same model in all four ways within one run. The ways alternate in rounds, so
-that whatever else the machine does meets all of them; medians over the rounds, of the slower rank, are shown.
+Two ranks with one thread each train the same model in all ways within one run. The ways alternate in rounds, so that
+whatever else the machine does meets all of them; medians over the rounds, of the slower rank, are shown.
 
-    python -m benchmarks.step [--quick] [--write] [--ranks 2] [--backend gloo] [--only TEXT]
+    python -m benchmarks.step [--quick] [--write] [--ranks 2] [--backend shm] [--only TEXT]
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import multiprocessing
 import os
 import statistics
@@ -50,22 +51,38 @@ def _lockstep_ddp(model: nn.Module) -> tuple[nn.Module, Suspend]:
 
 
 def _torch_ddp(model: nn.Module) -> tuple[nn.Module, Suspend]:
-    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=_gloo())
     return wrapped, wrapped.no_sync
 
 
 def _torch_ddp_views(model: nn.Module) -> tuple[nn.Module, Suspend]:
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=_gloo(), gradient_as_bucket_view=True)
+    return wrapped, wrapped.no_sync
+
+
+def _torch_ddp_here(model: nn.Module) -> tuple[nn.Module, Suspend]:
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     return wrapped, wrapped.no_sync
 
 
-WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Suspend]]] = {
-    "no communication": _alone,
-    "torch DDP": _torch_ddp,
-    "torch DDP, views": _torch_ddp_views,
-    "lockstep DDP": _lockstep_ddp,
-    "lockstep replicate": _replicate,
-}
+@functools.cache
+def _gloo() -> dist.ProcessGroup | None:
+    """A group of all ranks over gloo, whatever backend is measured."""
+    group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
+    return group
+
+
+ALONE, GLOO, GLOO_VIEWS, HERE, DDP, REPLICATE = WAY_NAMES = (
+    "no communication",
+    "torch DDP over gloo",
+    "the same, views",
+    "torch DDP over {backend}, views",
+    "lockstep DDP over {backend}",
+    "replicate over {backend}",
+)
+WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Suspend]]] = dict(
+    zip(WAY_NAMES, (_alone, _torch_ddp, _torch_ddp_views, _torch_ddp_here, _lockstep_ddp, _replicate), strict=True)
+)
 
 
 def _stepper(workload: Workload, way: str) -> Callable[[], None]:
@@ -140,18 +157,25 @@ def _run(ranks: int, backend: str, workloads: list[int], rounds: int) -> list[di
         return results
 
 
-def _table(workloads: list[int], results: list[dict[str, list[float]]]) -> str:
+def _table(workloads: list[int], results: list[dict[str, list[float]]], backend: str) -> str:
     lines = [
-        "| model | " + " | ".join(f"{way} (ms)" for way in WAYS) + " | replicate / torch | DDP / torch |",
-        "|---|" + "---:|" * (len(WAYS) + 2),
+        "| model | "
+        + " | ".join(f"{way.format(backend=backend)} (ms)" for way in WAYS)
+        + " | replicate: more than without communication | of what torch adds over gloo | replicate / torch, views "
+        + "| DDP / torch |",
+        "|---|" + "---:|" * (len(WAYS) + 4),
     ]
     for index, seconds in zip(workloads, results, strict=True):
-        medians = {way: statistics.median(each) for way, each in seconds.items()}
-        cells = [f"{medians[way] * 1e3:.2f}" for way in WAYS]
+        cells = [f"{statistics.median(each) * 1e3:.2f}" for each in seconds.values()]
         # Ratios within each round, so that a slow minute does not count for one way only.
-        views = _ratio(seconds["lockstep replicate"], seconds["torch DDP, views"])
-        copies = _ratio(seconds["lockstep DDP"], seconds["torch DDP"])
-        lines.append(f"| {WORKLOADS[index].name} | " + " | ".join(cells) + f" | {views:.2f} | {copies:.2f} |")
+        more = _ratio(seconds[REPLICATE], seconds[ALONE]) - 1
+        added = statistics.median(
+            (ours - alone) / (torchs - alone)
+            for ours, torchs, alone in zip(seconds[REPLICATE], seconds[GLOO_VIEWS], seconds[ALONE], strict=True)
+        )
+        views, copies = _ratio(seconds[REPLICATE], seconds[GLOO_VIEWS]), _ratio(seconds[DDP], seconds[GLOO])
+        cells += [f"{more:+.0%}", f"{added:.2f}", f"{views:.2f}", f"{copies:.2f}"]
+        lines.append(f"| {WORKLOADS[index].name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -162,7 +186,7 @@ def _ratio(ours: list[float], theirs: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--backend", default="shm")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--quick", action="store_true", help="few rounds: does it run, roughly how fast")
     parser.add_argument("--only", default="", help="only models with this text in their name")
@@ -170,12 +194,14 @@ def main() -> None:
     options = parser.parse_args()
     rounds = 5 if options.quick else options.rounds
     chosen = [index for index, workload in enumerate(WORKLOADS) if options.only in workload.name]
-    table = _table(chosen, _run(options.ranks, options.backend, chosen, rounds))
+    table = _table(chosen, _run(options.ranks, options.backend, chosen, rounds), options.backend)
     report = (
         f"# Step time (forward, backward, SGD)\n\n{machine_name()}.\n{options.ranks} ranks with 1 thread each, "
-        f"backend {options.backend}, {rounds} rounds; medians of the slower rank, in milliseconds. Ratios are "
-        "medians of the rounds' ratios: replicate against torch's DDP with gradient_as_bucket_view=True, lockstep's "
-        f"DDP against torch's, both with default arguments. Below 1.00 lockstep is faster.\n\n{table}\n"
+        f"lockstep over {options.backend}, {rounds} rounds; medians of the slower rank, in milliseconds. The last four "
+        "columns are medians of the rounds' ratios: replicate against no communication; what replicate adds to a step "
+        "against what torch's DDP with gradient_as_bucket_view=True adds over gloo; the whole steps of the two; "
+        "lockstep's DDP against torch's over gloo, both with default arguments. Below 1.00 lockstep is faster.\n\n"
+        f"{table}\n"
     )
     print(report)
     if options.write:

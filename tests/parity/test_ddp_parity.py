@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from tests.backends import each_backend as each_backend
 from tests.harness import run_ranks
 
 STEPS = 20

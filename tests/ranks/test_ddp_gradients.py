@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from tests.backends import each_backend as each_backend
 from tests.harness import run_ranks
 from tests.ranks.ddp_cases import (
     WAYS,

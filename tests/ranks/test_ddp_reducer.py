@@ -37,7 +37,7 @@ def _deliver(reducer: Reducer, order: list[int], step: int) -> list[int]:
         new = torch.arange(float(param.numel())) + 100 * position + 1000 * lockstep.world().rank + 10_000 * step
         param.grad = new if param.grad is None else param.grad + new
         reducer.ready_hook(position)(None)
-        launched.append(reducer._next)
+        launched.append(reducer._cycle.next)
     return launched
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import lockstep
+from tests.backends import each_backend as each_backend
 from tests.harness import Outcome, collect_outcomes, run_ranks
 from tests.ranks.ddp_cases import (
     Attach,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from tests.backends import each_backend as each_backend
 from tests.harness import collect_outcomes, run_ranks
 from tests.ranks.ddp_cases import (
     Attach,

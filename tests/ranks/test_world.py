@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import resource
 import socket
 import warnings
 from pathlib import Path
@@ -138,8 +139,8 @@ def test_different_seeds_are_an_error_on_every_rank() -> None:
         assert "[0, 1]" in str(outcome.message)
 
 
-def _late_at_barrier(fifo: str) -> None:
-    w = lockstep.init()
+def _late_at_barrier(backend: str, fifo: str) -> None:
+    w = lockstep.init(backend)
     if w.rank == 1:
         with open(fifo) as wait_for_rank_0:
             wait_for_rank_0.read()
@@ -151,26 +152,40 @@ def _late_at_barrier(fifo: str) -> None:
             pass
 
 
-def test_a_barrier_names_the_late_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "texts"),
+    [
+        ("gloo", ["rank 0 of 2: not every rank reached the barrier within 0.3 s", "Ranks 1 failed to pass"]),
+        ("shm", ["rank 0 of 2: World.barrier(): rank 0 waited 0.3 s in barrier #", "rank 1 (process "]),
+    ],
+)
+def test_a_barrier_names_the_late_rank(backend: str, texts: list[str], tmp_path: Path) -> None:
     fifo = tmp_path / "rank-0-is-done"
     os.mkfifo(fifo)
-    outcome = collect_outcomes(_late_at_barrier, 2, str(fifo))[0]
+    outcome = collect_outcomes(_late_at_barrier, 2, backend, str(fifo))[0]
     assert outcome.error == "CollectiveTimeout"
-    assert "rank 0 of 2: not every rank reached the barrier within 0.3 s" in str(outcome.message)
-    assert "Ranks 1 failed to pass" in str(outcome.message)
+    for text in texts:
+        assert text in str(outcome.message)
 
 
-def _leave_before_barrier() -> None:
-    w = lockstep.init()
+def _leave_before_barrier(backend: str) -> None:
+    w = lockstep.init(backend)
     if w.rank == 1:
         os._exit(0)
     w.barrier(timeout=30)
 
 
-def test_a_barrier_after_a_rank_left_says_so_at_once() -> None:
-    outcome = collect_outcomes(_leave_before_barrier, 2, timeout=20)[0]
+@pytest.mark.parametrize(
+    ("backend", "text"),
+    [
+        ("gloo", "rank 0 of 2: the barrier failed because a rank is gone"),
+        ("shm", "for rank 1, which ended"),
+    ],
+)
+def test_a_barrier_after_a_rank_left_says_so_at_once(backend: str, text: str) -> None:
+    outcome = collect_outcomes(_leave_before_barrier, 2, backend, timeout=20)[0]
     assert outcome.error == "PeerLost"
-    assert "rank 0 of 2: the barrier failed because a rank is gone" in str(outcome.message)
+    assert text in str(outcome.message)
 
 
 def _meet_at_barrier(backend: str) -> None:
@@ -183,15 +198,45 @@ def test_a_barrier_of_a_group_with_a_backend_for_each_kind_of_device(backend: st
     run_ranks(_meet_at_barrier, 2, backend)
 
 
-def _leave_before_mean() -> None:
-    w = lockstep.init()
+def _default_backend() -> str:
+    lockstep.init()
+    return torch.distributed.get_backend()
+
+
+def test_the_cpu_takes_shared_memory_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(_default_backend, 2) == ["shm", "shm"]
+    assert run_ranks(_default_backend, 1) == ["shm"]
+    monkeypatch.setenv("LOCKSTEP_BACKEND", "gloo")
+    assert run_ranks(_default_backend, 2) == ["gloo", "gloo"]
+
+
+def _without_memory_on_rank_0() -> tuple[str, list[str]]:
+    if os.environ["RANK"] == "0":  # a page of shared memory is more than this allows, the rendezvous file is less
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4095, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        w = lockstep.init()
+    assert w.all_reduce(1) == w.world_size
+    return torch.distributed.get_backend(), [f"{each.filename}: {each.message}" for each in seen]
+
+
+def test_ranks_that_can_not_share_memory_take_gloo_and_say_why() -> None:
+    (backend, seen), (other, silent) = run_ranks(_without_memory_on_rank_0, 2)
+    assert (backend, other, silent) == ("gloo", "gloo", [])
+    assert len(seen) == 1
+    assert "test_world.py: the ranks can't share memory, so gradients go through the network, by gloo" in seen[0]
+    assert "rank 0: no shared memory of 4096 bytes can be made here" in seen[0]
+
+
+def _leave_before_mean(backend: str) -> None:
+    w = lockstep.init(backend)
     if w.rank == 1:
         os._exit(0)
     w.mean(1.0)
 
 
-def _late_for_all_reduce(fifo: str) -> None:
-    w = lockstep.init(timeout=1)
+def _late_for_all_reduce(backend: str, fifo: str) -> None:
+    w = lockstep.init(backend, timeout=1)
     if w.rank == 1:
         with open(fifo) as wait_for_rank_0:
             wait_for_rank_0.read()
@@ -203,15 +248,18 @@ def _late_for_all_reduce(fifo: str) -> None:
             pass
 
 
-def test_collectives_name_this_rank_and_what_it_was_doing(tmp_path: Path) -> None:
-    gone = collect_outcomes(_leave_before_mean, 2, timeout=20)[0]
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_collectives_name_this_rank_and_what_it_was_doing(backend: str, tmp_path: Path) -> None:
+    gone = collect_outcomes(_leave_before_mean, 2, backend, timeout=20)[0]
     assert gone.error == "PeerLost"
-    assert "rank 0 of 2: World.mean(): a rank is gone" in str(gone.message)
+    assert "rank 0 of 2: World.mean(): " in str(gone.message)
+    assert {"gloo": "a rank is gone", "shm": "for rank 1, which ended"}[backend] in str(gone.message)
     fifo = tmp_path / "rank-0-is-done"
     os.mkfifo(fifo)
-    late = collect_outcomes(_late_for_all_reduce, 2, str(fifo), timeout=20)[0]
+    late = collect_outcomes(_late_for_all_reduce, 2, backend, str(fifo), timeout=20)[0]
     assert late.error == "CollectiveTimeout"
-    assert "rank 0 of 2: World.all_reduce(): a rank did not arrive in time" in str(late.message)
+    assert "rank 0 of 2: World.all_reduce(): " in str(late.message)
+    assert {"gloo": "a rank did not arrive in time", "shm": "for rank 1"}[backend] in str(late.message)
 
 
 def _init_with(backend: str) -> None:

@@ -40,7 +40,7 @@ def replicate(
     find_unused_parameters: bool = False,
     check_finite: CheckFinite = "off",
     gradient_as_bucket_view: bool = True,
-    overlap: bool = True,
+    overlap: bool | None = None,
     init_sync: bool = True,
 ) -> Model:
     """**Collective.** Make ``model`` a replica: the same parameters on every rank, and the same gradients.
@@ -68,12 +68,15 @@ def replicate(
         gradient_as_bucket_view: let every ``grad`` be a view of its bucket, which saves a copy of the gradients. The
             same memory is used again in the next step.
         overlap: average a bucket as soon as it is full, while backward goes on. False: all at the end, which a graph
-            that changes from step to step under re-entrant checkpointing needs.
+            that changes from step to step under re-entrant checkpointing needs. None: True, but over a backend that
+            reduces in its own memory ("shm") everything is one bucket for each dtype, whatever its size, that is
+            averaged in place at the end; see Note [One reduction] in reducer.py.
         init_sync: send rank 0's parameters and buffers to all ranks now. If False they must be equal already.
 
     Raises:
         ReplicaMismatch: on all ranks, before anything is sent, if a parameter's name, shape or dtype differs.
-        ValueError: an option is out of range, the model has lazy or sparse parameters, or is a replica already.
+        ValueError: an option is out of range, the model has lazy or sparse parameters or torch's SyncBatchNorm on the
+            CPU, or is a replica already.
         LockstepError: no process group is open.
         CollectiveTimeout, PeerLost: another rank is late or gone, here or in any later backward.
     """
@@ -166,6 +169,7 @@ def attach(model: nn.Module, process_group: dist.ProcessGroup | None, options: R
                 )
     if model in _replicas:
         raise ValueError("this model is a replica already")
+    _refuse_gpu_only_layers(model)
     replica = Replica(model, group, options)
     _replicas[model] = replica
     return replica
@@ -184,6 +188,18 @@ def replica_of(model: nn.Module) -> Replica:
     raise ValueError(f"this {type(model).__name__} is not a replica: call lockstep.replicate(model) first")
 
 
+def _refuse_gpu_only_layers(model: nn.Module) -> None:
+    """torch's SyncBatchNorm would fail in the first training forward, in words that name neither layer nor remedy."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and layer.training:
+            tensors = [tensor for tensor in (layer.weight, layer.running_mean) if tensor is not None]
+            if any(tensor.device.type == "cpu" for tensor in tensors):
+                raise ValueError(
+                    f"'{name}' is a torch.nn.SyncBatchNorm on the CPU, and torch's works on GPUs only: call "
+                    "lockstep.convert_sync_batchnorm(model) before, whose layers work on both"
+                )
+
+
 def _open_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if group is None:
         group = dist.group.WORLD if dist.is_initialized() else None
@@ -199,6 +215,9 @@ def _open_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 class _BeforeForward:
     """The forward pre-hook of a replica. A copy or a pickle of the module gets a hook that does nothing."""
+
+    #: It stands for a forward of this rank, so it must run once in each: DataParallel refuses a module that has it.
+    once_per_rank = True
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica

@@ -15,18 +15,23 @@ the world size, so that even bfloat16 tells 0 from more than 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from lockstep.comm.memory import InPlaceMemory
 
 #: Below this many elements for each parameter, the cost of a copy is the call and not the memory.
 SMALL = 32 * 1024
 
 
 class Bucket:
-    """The flat memory of some parameters' gradients."""
+    """The flat memory of some parameters' gradients.
+
+    **Collective** to construct if ``memory`` is given: the group's own, which it reduces in place.
+    """
 
     #: All of it, gradients and flags; what is all-reduced. 1-D, the parameters' dtype and device; owned here.
     flat: Tensor
@@ -40,7 +45,13 @@ class Bucket:
     views: list[Tensor]
 
     def __init__(
-        self, index: int, positions: Sequence[int], params: Sequence[Parameter], *, flag_finite: bool = False
+        self,
+        index: int,
+        positions: Sequence[int],
+        params: Sequence[Parameter],
+        *,
+        flag_finite: bool = False,
+        memory: InPlaceMemory | None = None,
     ) -> None:
         self.index = index
         #: The parameters' positions in the reducer's list.
@@ -49,7 +60,8 @@ class Bucket:
         sizes = [param.numel() for param in params]
         total, count = sum(sizes), len(params)
         tail = [count, count if flag_finite else 0]
-        self.flat = torch.zeros(total + sum(tail), dtype=params[0].dtype, device=params[0].device)
+        allocate: Callable[..., Tensor] = torch.zeros if memory is None else memory.allocate_tensor
+        self.flat = allocate(total + sum(tail), dtype=params[0].dtype, device=params[0].device)
         self.values, self.used, self.bad = self.flat.split_with_sizes([total, *tail])
         #: All flags. 1-D view of ``flat``.
         self.tail = self.flat[total:]

@@ -56,9 +56,11 @@ class BackwardWatch(Generic[Context]):
         join_in: Callable[[Context], None],
         end: Callable[[], None],
         abandon: Callable[[], None],
+        unreached: Callable[[], None],
     ) -> None:
         self._cycle = cycle
         self._begin, self._join_in, self._end, self._abandon = begin, join_in, end, abandon
+        self._unreached = unreached
         # Reversed: the last parameters are the likeliest to be reached, and the first one that is ends the search.
         self._nodes = [get_gradient_edge(param).node for param in reversed(params)]
         self._callback: weakref.ref[_EndOfBackward] | None = None
@@ -70,6 +72,8 @@ class BackwardWatch(Generic[Context]):
         def on_output(_: Tensor) -> None:
             if self._cycle.is_open or self._accumulates():
                 self.open(context)
+            else:
+                self._unreached()  # torch.autograd.grad, or the module has other parameters by now
 
         for tensor in tensors_in(output):
             # A leaf (forward returned a parameter or its input) would keep the hook for ever.
@@ -87,6 +91,10 @@ class BackwardWatch(Generic[Context]):
             self._callback = weakref.ref(callback, self._on_dead_callback)
             # Private, and the only way to run code at the end of a backward; FSDP2 ends its backward with it as well.
             Variable._execution_engine.queue_callback(callback)
+
+    def close(self) -> None:
+        """**Local.** Let go of the parameters."""
+        self._nodes.clear()
 
     def _accumulates(self) -> bool:
         """Whether the backward under way will accumulate into parameters: false inside torch.autograd.grad."""

@@ -20,7 +20,7 @@ class ReplicaOptions:
     find_unused_parameters: bool = False
     check_finite: CheckFinite = "off"
     gradient_as_bucket_view: bool = True
-    overlap: bool = True
+    overlap: bool | None = None
     init_sync: bool = True
 
     def __post_init__(self) -> None:
@@ -44,5 +44,6 @@ class ReplicaOptions:
     def agreement(self) -> dict[str, Any]:
         """**Local.** What must be the same on every rank, or the ranks' collectives would not match."""
         shared = asdict(self)
-        del shared["find_unused_parameters"], shared["gradient_as_bucket_view"], shared["overlap"]
+        del shared["find_unused_parameters"], shared["gradient_as_bucket_view"]
+        shared["overlap"] = self.overlap is True  # over "shm" it decides where the buckets lie
         return shared

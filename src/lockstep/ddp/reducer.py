@@ -1,8 +1,9 @@
-"""The reducer: decides when which bucket is reduced, and what every gradient is afterwards.
+"""The reducer: decides when which bucket is reduced.
 
 It is a state machine driven by three events, and it never touches autograd: ``begin`` (a backward starts), the callable
 from ``ready_hook(i)`` (parameter i has its gradient), ``finish`` (the backward has ended). ``hooks`` turns autograd's
-events into these; tests make them up.
+events into these; tests make them up. What goes into a bucket is ``contribute``'s concern, what comes out of it
+``collect``'s.
 
 Note [Launch order]
 ~~~~~~~~~~~~~~~~~~~
@@ -12,6 +13,19 @@ is launched at the end of backward; nothing is left to overlap it with. A comm h
 backend's threads as earlier ones end (PowerSGD does). Nothing else is started while a hook's bucket is under way, or
 the ranks' orders would differ: the next bucket waits for its future, and so do the flags and the sparse gradients.
 
+Note [One reduction]
+~~~~~~~~~~~~~~~~~~~~
+A backend that reduces in this process's own time (the backend "shm" does: its ranks' cores are busy with backward, and
+there is no other engine) has nothing to overlap with. Then every dtype has one bucket, which lies in the backend's
+memory and is reduced in place, by one call that returns when it is done, at the end of backward. A parameter's hook
+does nothing then but say that it has come, see Note [A hook for every parameter].
+
+Note [Labels]
+~~~~~~~~~~~~~
+If backward fails on one rank, which catches that and goes on, its next backward meets the others' present one. So a
+bucket's all-reduce is labelled with the number of the backward, for backends that compare labels (modulo a small
+number, since labels are kept).
+
 Note [More than one event]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 Under re-entrant activation checkpointing a parameter can receive its gradient in several portions, with an event for
@@ -20,20 +34,6 @@ bucket that saw a parameter twice stays with that for good; so does a bucket tha
 counted enough events. From then on large gradients are copied into their bucket as they come: they are in the cache
 still, and their memory is free for the next. A portion that arrives for a gradient that was copied or sent already (a
 graph that changed later on) is an error: that was not the whole gradient. ``overlap=False`` always does all at the end.
-
-Note [Unused parameters]
-~~~~~~~~~~~~~~~~~~~~~~~~
-A parameter without an event in this backward, and in the unsynchronised ones before it, is unused on this rank. It
-sends its ``grad`` as it stands, or zeros, since what it holds already is the same on all ranks, and says "unused" in
-Note [Bucket layout]'s flags. A rank reads the flags after the reduction only if it has an unused parameter itself. If
-another rank used the parameter it gets the average, else its ``grad`` stays as it was, bit by bit, None included.
-
-Note [Taken gradients]
-~~~~~~~~~~~~~~~~~~~~~~
-A user's hook that runs the optimizer inside backward steps with this rank's gradient, before there is an average, and
-sets ``grad`` to None. That can be seen, and it is an error: an event, but no gradient, and the parameter was changed in
-place since the backward began. (An event without a gradient alone is none: a function may have had none to give.) A
-hook that zeroes ``grad`` in place is not found.
 """
 
 from __future__ import annotations
@@ -47,18 +47,38 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from lockstep.comm.labels import labelled
 from lockstep.comm.waiting import wait_for
+from lockstep.ddp.arrivals import Arrivals
 from lockstep.ddp.bucket import SMALL, Bucket
+from lockstep.ddp.collect import Collector
 from lockstep.ddp.compress import CommHook, GradBucket
+from lockstep.ddp.contribute import Contributor, find_missing
+from lockstep.ddp.cycle import Cycle
 from lockstep.ddp.finite import FiniteCheck
+from lockstep.ddp.mistakes import TakenGradients, find_late_portion
 from lockstep.ddp.sparse import SparseSlot, SparseTransfer
-from lockstep.errors import LockstepError, NonFiniteGradient
+from lockstep.errors import LockstepError
 
 _NEVER = 1 << 62
+#: See Note [Labels].
+_LABELS = 16
 
 
 class Reducer:
-    """Averages gradients over a process group, bucket by bucket."""
+    """Averages gradients over a process group, bucket by bucket.
+
+    Args:
+        params: the parameters that are trained; positions count in this order.
+        names: theirs.
+        buckets: in the order in which they are reduced.
+        sparse: the parameters with sparse gradients.
+        group: the ranks that hold replicas.
+        as_view: let every grad be a view of its bucket.
+        overlap: launch buckets while backward goes on.
+        at_once: an all-reduce returns when it is complete; see Note [One reduction].
+        finite: looks at the gradients before they are sent.
+    """
 
     def __init__(
         self,
@@ -70,6 +90,7 @@ class Reducer:
         group: dist.ProcessGroup,
         as_view: bool = True,
         overlap: bool = True,
+        at_once: bool = False,
         finite: FiniteCheck | None = None,
     ) -> None:
         self._params, self._names = list(params), list(names)
@@ -88,17 +109,29 @@ class Reducer:
         self.pending: set[int] = set()
         #: Called once, after the first synchronised backward, with the names of the parameters nobody used.
         self.on_never_used: Callable[[list[str]], None] | None = None
+        self._arrivals = Arrivals(buckets)
         self._home = {position: bucket for bucket in self._buckets for position in bucket.positions}
-        self._arrived: list[list[int]] = [[] for _ in self._buckets]
-        self._sparse_arrived: list[int] = []
-        self._late_for_good = set(range(len(self._buckets))) if not overlap else set()
+        self._contributor = Contributor(names, self._whoami)
+        self._collector = Collector(self._buckets, self._sparse, names, group, finite, as_view, self._whoami)
+        self._taken = TakenGradients(params, names)
+        #: Buckets that are launched at the end, and parameters that are packed then; see Note [More than one event].
+        self._late_for_good = set() if overlap else set(range(len(self._buckets)))
+        self._in_portions: set[int] = set() if overlap or at_once else set(range(len(self._params)))
         self._learned = False
         self._lock = threading.Lock()
-        self._scales: dict[tuple[float, torch.dtype], Tensor] = {}
         self._left_over: list[Callable[[], object]] = []
-        self._kept: dict[int, Tensor] = {}
-        self._versions: list[int] = []
-        self._reset()
+        self._cycle = Cycle(sync=False, weight=1.0, divisor=self._world_size, kept={}, discards=False)
+        self._packs_early = False
+        self._call = dist.AllreduceOptions()
+        self._call.asyncOp = not at_once
+        #: Synchronised backwards that have begun; see Note [Labels].
+        self._begun = 0
+        self._labels = [
+            [labelled(f"backward {n} of each {_LABELS}, {self._collector.describe(bucket)}") for n in range(_LABELS)]
+            for bucket in self._buckets
+        ]
+        #: Called if some parameters got no gradient: what to raise if they are not the module's any more.
+        self.find_changed: Callable[[], LockstepError | None] = lambda: None
 
     # Events ---------------------------------------------------------------------------------------------------------
 
@@ -125,24 +158,25 @@ class Reducer:
                 they can't be completed.
         """
         self._drain()
-        self._reset()
-        self._sync, self._weight, self._kept = sync, weight, keep
-        self._discards = discards or weight == 0
-        if not self._discards and self._sends:
-            # Private, and the only count of in-place changes; see Note [Taken gradients].
-            self._versions = [param._version for param in self._params]
-        self._divisor = self._world_size if divisor is None else divisor
+        divisor = self._world_size if divisor is None else divisor
+        cycle = Cycle(sync=sync, weight=weight, divisor=divisor, kept=keep, discards=discards or weight == 0)
+        self._cycle = cycle
+        self._begun += sync
+        for bucket in self._buckets:
+            bucket.packed.clear()
+        self._taken.begin(looks=not cycle.discards and self._sends)
         self._packs_early = sync and self._learned and self._sends and weight != 0
         self.is_open = True
 
     def require_sync(self) -> None:
         """**Local.** Average in the backward that is under way, although it began as an unsynchronised one."""
-        self._sync = True
+        self._begun += not self._cycle.sync
+        self._cycle.sync = True
 
     @property
     def weight(self) -> float:
         """The weight of the backward that is under way."""
-        return self._weight
+        return self._cycle.weight
 
     def ready_hook(self, position: int) -> Callable[[object], None]:
         """**Local.** A callable to call when parameter ``position`` has got a gradient; its argument is ignored.
@@ -150,11 +184,14 @@ class Reducer:
         It runs once for each parameter in each step, so it does nothing but count.
         """
         bucket = self._home.get(position)
-        if bucket is None:
-            arrived, expected = self._sparse_arrived, _NEVER
-        else:
-            arrived, expected = self._arrived[bucket.index], len(bucket)
+        arrived = self._arrivals.list_of(position)
+        expected = _NEVER if bucket is None else len(bucket)
         append = arrived.append
+
+        def on_gradient_at_last(_: object = None) -> None:
+            if not self.is_open:
+                self.announce()
+            append(position)
 
         def on_gradient(_: object = None) -> None:
             if not self.is_open:
@@ -164,14 +201,14 @@ class Reducer:
                 self._launch_full_buckets()
 
         if bucket is None or self._params[position].numel() < SMALL:
-            return on_gradient
+            return on_gradient if self._overlap else on_gradient_at_last
         large_in, slot = bucket, bucket.positions.index(position)
 
         def on_large_gradient(_: object = None) -> None:
             if not self.is_open:
                 self.announce()
             append(position)
-            if self._packs_early and large_in.index not in self._late_for_good and not torch.is_grad_enabled():
+            if self._packs_early and position not in self._in_portions and not torch.is_grad_enabled():
                 large_in.pack_early(slot, self._scale(large_in), as_view=self._as_view)
             if len(arrived) >= expected:
                 self._launch_full_buckets()
@@ -194,17 +231,15 @@ class Reducer:
         """
         mistake: LockstepError | None = None
         try:
-            if not self._sync:
-                for arrived in (*self._arrived, self._sparse_arrived):
-                    self.pending.update(arrived)
+            mistake = find_late_portion(self._arrivals, self._cycle, self._buckets, self._names, self._whoami)
+            if not self._cycle.sync:
+                self.pending.update(self._arrivals.everyone())
                 return
-            mistake = self._find_late_portion() or self._find_taken()
-            while self._next < len(self._buckets):
-                self._launch(self._next)
-            if self._sends or self._finite is not None:
-                self._collect()
-            else:
-                self._note_unused([])
+            mistake = mistake or self._taken.find(self._arrivals, self._whoami)
+            self._launch_rest()
+            if mistake is None and any(self._cycle.missing.values()):
+                mistake = self.find_changed()
+            self._note_unused(self._collect(write=True))
             if not self._learned:
                 self._learn()
             self.pending.clear()
@@ -235,8 +270,7 @@ class Reducer:
         """**Collective.** Take part in the others' synchronised backward, with nothing to add and nothing to get."""
         self.begin(sync=True, weight=0.0, divisor=divisor, keep={})
         try:
-            while self._next < len(self._buckets):
-                self._launch(self._next)
+            self._launch_rest()
             self._collect(write=False)
         finally:
             self._close()
@@ -248,28 +282,11 @@ class Reducer:
         """Whether anything is sent at all; a world of one has nobody to send to."""
         return self._world_size > 1 or self._comm_hook is not None
 
-    def _reset(self) -> None:
-        self._sync, self._weight, self._divisor = False, 1.0, self._world_size
-        self._discards = False
-        self._versions = []
-        self._kept = {}
-        self._next = 0
-        self._packs_early = False
-        #: The comm hook's latest future.
-        self._in_hook: torch.futures.Future[Any] | None = None
-        for bucket in self._buckets:
-            bucket.packed.clear()
-        self._counted = [0] * len(self._buckets)
-        self._missing: list[list[int]] = [[] for _ in self._buckets]
-        self._waits: list[Callable[[], object] | None] = [None] * len(self._buckets)
-        self._results: list[Callable[[], object] | None] = [None] * len(self._buckets)
-
     def _close(self) -> None:
         self.is_open = False
-        self._left_over.extend(wait for wait in self._waits if wait is not None)
-        self._waits = []
-        for arrived in (*self._arrived, self._sparse_arrived):
-            arrived.clear()
+        self._left_over.extend(self._cycle.waits.values())
+        self._cycle.waits.clear()
+        self._arrivals.clear()
 
     def _drain(self) -> None:
         while self._left_over:
@@ -279,265 +296,99 @@ class Reducer:
             )
 
     def _launch_full_buckets(self) -> None:
-        if not self._sync or not self._learned:
+        cycle = self._cycle
+        if not cycle.sync or not self._learned:
             return
         with self._lock:  # a module on several devices has a backward thread for each
-            while self._next < len(self._buckets) - 1 and self._is_full(self._next) and self._hook_is_done():
-                self._launch(self._next)
+            while cycle.next < len(self._buckets) - 1 and self._is_full(cycle.next) and self._hook_is_done():
+                self._launch(cycle.next)
+
+    def _launch_rest(self) -> None:
+        while self._cycle.next < len(self._buckets):
+            self._launch(self._cycle.next)
 
     def _hook_is_done(self) -> bool:
-        return self._in_hook is None or self._in_hook.done()
+        return self._cycle.in_hook is None or self._cycle.in_hook.done()
 
     def _is_full(self, index: int) -> bool:
-        arrived, expected = self._arrived[index], len(self._buckets[index])
+        arrived, expected = self._arrivals.by_bucket[index], len(self._buckets[index])
         if len(arrived) < expected or index in self._late_for_good:
             return False
         if len(set(arrived)) < expected:
             self._late_for_good.add(index)
+            self._in_portions.update(self._buckets[index].positions)
             return False
         return True
 
     @torch.no_grad()
     def _launch(self, index: int) -> None:
-        bucket = self._buckets[index]
-        self._counted[index] = len(self._arrived[index])
-        self._next = index + 1
+        bucket, cycle, arrived = self._buckets[index], self._cycle, self._arrivals.by_bucket[index]
+        cycle.counted[index], cycle.next = len(arrived), index + 1
+        cycle.missing[index] = missing = find_missing(bucket, arrived, self.pending)
         if not self._sends and self._finite is None:
-            self._missing[index] = self._find_missing(index)
             return
-        self._fill(bucket)
+        cycle.missing[index] = self._contributor.fill(bucket, cycle, missing, self._scale(bucket))
         if self._finite is not None:
             self._finite.inspect(bucket, [self._names[position] for position in bucket.positions], self._whoami)
         if self._comm_hook is not None:
-            state, hook = self._comm_hook
-            if self._in_hook is not None:
-                wait_for(self._in_hook.wait, lambda: f"{self._whoami()}: averaging the bucket before bucket {index}")
-            future = self._in_hook = hook(state, GradBucket(bucket, is_last=index == len(self._buckets) - 1))
-            self._waits[index], self._results[index] = future.wait, future.value
+            self._launch_hook(*self._comm_hook, bucket)
         elif self._world_size > 1:
-            # The group's own method: dist.all_reduce does the same with checks that take longer than a small bucket.
-            self._waits[index] = self._group.allreduce([bucket.message]).wait
+            self._all_reduce(bucket)
 
-    def _find_missing(self, index: int) -> list[int]:
-        bucket, arrived = self._buckets[index], set(self._arrived[index])
-        if len(arrived) == len(bucket):
-            return []
-        return [
-            slot
-            for slot, position in enumerate(bucket.positions)
-            if position not in arrived and (position not in self.pending or bucket.params[slot].grad is None)
-        ]
+    def _all_reduce(self, bucket: Bucket) -> None:
+        # The group's own method: dist.all_reduce does the same with checks that take longer than a small bucket.
+        call: Callable[[], dist.Work] = lambda: self._group.allreduce([bucket.message], self._call)  # noqa: E731
+        with self._labels[bucket.index][self._begun % _LABELS]:
+            if self._call.asyncOp:
+                self._cycle.waits[bucket.index] = call().wait
+            else:
+                wait_for(call, lambda: f"{self._whoami()}: averaging {self._collector.describe(bucket)}")
 
-    def _fill(self, bucket: Bucket) -> None:
-        """Put this rank's contribution into the bucket."""
-        bucket.tail.fill_(1)
-        if len(bucket.bad):
-            bucket.bad.zero_()
-        scale = self._scale(bucket)
-        grads = [param.grad for param in bucket.params]
-        missing = self._find_missing(bucket.index)
-        for slot, grad in enumerate(grads):
-            if grad is None and slot not in missing:
-                missing.append(slot)  # discarded, or Note [Taken gradients]
-        if self._weight == 0:
-            self._keep_views(bucket, range(len(bucket)))
-            bucket.values.zero_()
-            missing = list(range(len(bucket)))
-        elif missing or bucket.packed:
-            self._keep_views(bucket, missing)
-            bucket.pack_some(grads, scale)
-        else:
-            self._pack(bucket, [grad for grad in grads if grad is not None], scale)
-        if missing:
-            bucket.used[missing] = 0
-        self._missing[bucket.index] = missing
-
-    def _keep_views(self, bucket: Bucket, slots: Sequence[int]) -> None:
-        """Copy the gradients that the reduction is about to overwrite but that may have to stay."""
-        for slot in slots:
-            grad, position = bucket.params[slot].grad, bucket.positions[slot]
-            if grad is bucket.views[slot] and position not in self._kept:
-                self._kept[position] = grad.clone()
-
-    def _pack(self, bucket: Bucket, grads: list[Tensor], scale: Tensor | None) -> None:
-        try:
-            bucket.pack(grads, scale)
-        except RuntimeError as error:
-            for position, grad in zip(bucket.positions, grads, strict=True):
-                if grad.layout != torch.strided:
-                    raise LockstepError(
-                        f"{self._whoami()}: parameter '{self._names[position]}' got a sparse gradient, but it is not "
-                        "the weight of an nn.Embedding or nn.EmbeddingBag with sparse=True, so it was planned as a "
-                        "dense one: use such a module, or make the gradient dense"
-                    ) from error
-            raise
+    def _launch_hook(self, state: Any, hook: CommHook, bucket: Bucket) -> None:
+        cycle = self._cycle
+        if cycle.in_hook is not None:
+            wait_for(cycle.in_hook.wait, lambda: f"{self._whoami()}: averaging the bucket before bucket {bucket.index}")
+        future = cycle.in_hook = hook(state, GradBucket(bucket, is_last=bucket.index == len(self._buckets) - 1))
+        cycle.waits[bucket.index], cycle.results[bucket.index] = future.wait, future.value
 
     def _scale(self, bucket: Bucket) -> Tensor | None:
-        """What gradients are multiplied by on their way into the bucket, or None for 1; a comm hook divides itself."""
-        factor = self._weight if self._comm_hook is not None else self._weight / self._divisor
-        if factor == 1:
-            return None
-        dtype = torch.float64 if bucket.flat.dtype in (torch.float64, torch.complex128) else torch.float32
-        scale = self._scales.get((factor, dtype))
-        if scale is None:
-            if len(self._scales) > 64:
-                self._scales.clear()  # ever new shares must not fill the memory
-            scale = self._scales[factor, dtype] = torch.tensor(factor, dtype=dtype)
-        return scale
+        """What gradients are multiplied by on their way into the bucket; a comm hook divides itself."""
+        cycle = self._cycle
+        factor = cycle.weight if self._comm_hook is not None else cycle.weight / cycle.divisor
+        return self._contributor.scale(bucket, factor)
 
-    # The end of the cycle -------------------------------------------------------------------------------------------
+    def _collect(self, *, write: bool) -> list[int]:
+        """The positions of the parameters that no rank used."""
+        if self._sends or self._finite is not None:
+            hooked, writes = self._comm_hook is not None and self._world_size > 1, write and self._sends
+            unused = self._collector.collect(self._cycle, self._launch_sparse, hooked=hooked, write=writes)
+            if self._sends:
+                return unused
+        return [bucket.positions[slot] for bucket in self._buckets for slot in self._cycle.missing[bucket.index]]
 
-    @torch.no_grad()
-    def _collect(self, *, write: bool = True) -> None:
-        hooked = self._comm_hook is not None and self._world_size > 1
-        checked = self._finite is not None and self._finite.stops
-        unused: list[int] = []
-        for index, bucket in enumerate(self._buckets if hooked else ()):
-            self._wait(index, bucket)
-        if hooked:
-            self._exchange_flags()
-        sparse = [self._launch_sparse(slot) for slot in self._sparse]
-        for index, bucket in enumerate(() if hooked else self._buckets):
-            self._wait(index, bucket)
-            if write and not checked:
-                unused += self._write(bucket)
-        if checked and self._finite is not None:
-            bad = [transfer.name for transfer in sparse if transfer.is_bad()]
-            try:
-                self._finite.verdict(self._buckets, self._names, bad, self._whoami)
-            except NonFiniteGradient:
-                for bucket in self._buckets if write else ():
-                    self._restore_unused(bucket)
-                raise
-        if write and (checked or hooked):
-            for bucket in self._buckets:
-                unused += self._write(bucket)
-        for slot, transfer in zip(self._sparse, sparse, strict=True):
-            if not transfer.complete(write=write) and write:
-                unused.append(slot.position)
-        if write:
-            self._note_unused(unused)
-
-    def _wait(self, index: int, bucket: Bucket) -> None:
-        wait, result = self._waits[index], self._results[index]
-        self._waits[index] = None  # also if it fails: then it is over as well
-        if wait is not None:
-            wait_for(wait, lambda: f"{self._whoami()}: averaging {self._describe(bucket)}")
-        if result is not None:
-            value = result()
-            tensor = value[0] if isinstance(value, (list, tuple)) else value
-            if not isinstance(tensor, Tensor) or tensor.numel() != bucket.values.numel():
-                raise LockstepError(
-                    f"{self._whoami()}: the comm hook's future for {self._describe(bucket)} must hold a tensor of "
-                    f"{bucket.values.numel()} elements, not {getattr(tensor, 'shape', type(tensor).__name__)}"
-                )
-            if tensor.data_ptr() != bucket.values.data_ptr():
-                bucket.values.copy_(tensor.view(-1))
-
-    def _write(self, bucket: Bucket) -> list[int]:
-        """Hand out the averages; the positions of the parameters that nobody used."""
-        missing = self._missing[bucket.index]
-        if not self._sends:
-            return [bucket.positions[slot] for slot in missing]
-        if not missing:
-            if self._as_view:
-                bucket.unpack_as_views()
-            else:
-                bucket.unpack_by_copy()
-            return []
-        unused = self._restore_unused(bucket)
-        for slot in range(len(bucket)):
-            if slot not in unused:
-                bucket.unpack_one(slot, as_view=self._as_view)
-        return [bucket.positions[slot] for slot in unused]
-
-    def _restore_unused(self, bucket: Bucket) -> list[int]:
-        """Leave the gradients that nobody used as they were before the reduction; their slots."""
-        if not self._missing[bucket.index]:
-            return []
-        unused = [slot for slot, used in enumerate((bucket.used.abs() > 0).tolist()) if not used]
-        for slot in unused:
-            kept, grad = self._kept.get(bucket.positions[slot]), bucket.params[slot].grad
-            if kept is not None and grad is not None:
-                grad.copy_(kept)
-        return unused
+    def _launch_sparse(self, slot: SparseSlot) -> SparseTransfer:
+        used = slot.position in self._arrivals.sparse or slot.position in self.pending
+        finite, name = self._finite, self._names[slot.position]
+        inspect = None if finite is None else lambda rows: finite.inspect_rows(rows, name, self._whoami)
+        return slot.launch(self._cycle.weight / self._cycle.divisor, used, inspect)
 
     def _note_unused(self, unused: list[int]) -> None:
         report, self.on_never_used = self.on_never_used, None
-        if report is None:
-            return
-        if not self._sends and self._finite is None:
-            for bucket in self._buckets:
-                unused += [bucket.positions[slot] for slot in self._missing[bucket.index]]
-        if unused:
+        if report is not None and unused:
             report([self._names[position] for position in sorted(unused)])
-
-    def _exchange_flags(self) -> None:
-        """A comm hook sees gradients only, so the flags travel by themselves."""
-        flags = torch.cat([bucket.tail.abs().to(torch.float32) for bucket in self._buckets])
-        work = dist.all_reduce(flags, group=self._group, async_op=True)
-        wait_for(work.wait, lambda: f"{self._whoami()}: exchanging which parameters were used")
-        for bucket, part in zip(
-            self._buckets, flags.split_with_sizes([len(bucket.tail) for bucket in self._buckets]), strict=True
-        ):
-            bucket.tail.copy_(part)
-
-    def _launch_sparse(self, slot: SparseSlot) -> SparseTransfer:
-        used = slot.position in self._sparse_arrived or slot.position in self.pending
-        finite, name = self._finite, self._names[slot.position]
-        inspect = None if finite is None else lambda rows: finite.inspect_rows(rows, name, self._whoami)
-        return slot.launch(self._weight / self._divisor, used, inspect)
-
-    def _find_taken(self) -> LockstepError | None:
-        """See Note [Taken gradients]."""
-        if self._discards or not self._sends:
-            return None
-        for arrived in (*self._arrived, self._sparse_arrived):
-            for position in arrived:
-                param = self._params[position]
-                if param.grad is None and self._versions and param._version != self._versions[position]:
-                    return LockstepError(
-                        f"{self._whoami()}: the gradient of parameter '{self._names[position]}' was gone before the "
-                        "ranks had averaged it. If a hook on the parameter runs the optimizer inside backward, it "
-                        "stepped with this rank's own gradient, and the replicas differ from now on: go back to a "
-                        "checkpoint, and let the optimizer step after backward"
-                    )
-        return None
-
-    def _find_late_portion(self) -> LockstepError | None:
-        """See Note [More than one event]."""
-        late: list[int] = []
-        for index, arrived in enumerate(self._arrived):
-            bucket = self._buckets[index]
-            if index < self._next:
-                late += arrived[self._counted[index] :]
-            if bucket.packed and len(set(arrived)) < len(arrived):
-                packed = {bucket.positions[slot] for slot in bucket.packed}
-                late += [position for position in packed if arrived.count(position) > 1]
-        if not late:
-            return None
-        return LockstepError(
-            f"{self._whoami()}: parameter '{self._names[late[0]]}' received more of its gradient after its "
-            f"bucket was sent or filled, so the average is wrong. The graph changed since the first step "
-            "(re-entrant checkpointing of a parameter that is used several times): pass overlap=False to "
-            "lockstep.replicate or DistributedDataParallel, or checkpoint with use_reentrant=False"
-        )
 
     def _learn(self) -> None:
         """See Note [More than one event]."""
         self._learned = True
-        for index, arrived in enumerate(self._arrived):
+        for index, arrived in enumerate(self._arrivals.by_bucket):
             if len(set(arrived)) < len(arrived):
                 self._late_for_good.add(index)
+                self._in_portions.update(self._buckets[index].positions)
 
     # Words ----------------------------------------------------------------------------------------------------------
 
     def _whoami(self) -> str:
         return f"rank {self._rank} of {self._world_size}, step {self.step}"
-
-    def _describe(self, bucket: Bucket) -> str:
-        first, last = self._names[bucket.positions[0]], self._names[bucket.positions[-1]]
-        return f"bucket {bucket.index} of {len(self._buckets)} (parameters '{first}' to '{last}')"
 
     def _not_announced(self) -> None:
         raise LockstepError(f"{self._whoami()}: a gradient arrived, but no backward began")

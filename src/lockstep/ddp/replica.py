@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep.comm.init import current_world
+from lockstep.comm.memory import InPlaceMemory, in_place_memory
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.buffers import broadcast_tensors
 from lockstep.ddp.compare import compare_replicas
 from lockstep.ddp.compress import CommHook
+from lockstep.ddp.eager import run_eagerly
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.hooks import BackwardWatch
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
@@ -28,16 +30,8 @@ from lockstep.ddp.sparse import SparseSlot
 from lockstep.ddp.weighting import AccumulatedWeights
 from lockstep.errors import LockstepError
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _run_eagerly(method: Method) -> Method:
-    """Keep torch.compile from tracing ``method``: what it does belongs to each call and not into a graph."""
-    # This private mark is what torch.compiler.disable leaves on a function; calling that here would import the
-    # compiler, a second for every process, also for those that never compile anything.
-    method._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return method
-
+#: A bucket's cap that no model reaches.
+_ALL = 1 << 62
 
 #: Forwards between two looks at whether the model is still the one that was replicated. (The first two always look.)
 _LOOK_EVERY = 100
@@ -70,13 +64,15 @@ class Replica(Joinable):
         self._forwards = 0
         self._latest: ForwardContext | None = None
         self._current: ForwardContext | None = None
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
         _refuse_uninitialized(module)
         self._compare(module)
         if options.init_sync:
             buffers = module.buffers() if options.broadcast_buffers else ()
             self._broadcast([*module.parameters(), *buffers], 0, "sending rank 0's parameters")
         self._reducer = self._lay_out(module)
+        # torch's hooks and graph nodes hold what they refer to where Python's collector can't see it, so a replica and
+        # its buckets would stay for ever.
+        weakref.finalize(module, self._close).atexit = False
         if not options.find_unused_parameters and self._rank == 0:
             self._reducer.on_never_used = _warn_never_used
 
@@ -104,10 +100,11 @@ class Replica(Joinable):
         sparse_ids = _sparse_parameters(module)
         sparse = [i for i, param in enumerate(params) if id(param) in sparse_ids]
         dense = [i for i, param in enumerate(params) if id(param) not in sparse_ids]
+        memory = self._choose_memory([params[i] for i in dense])
         plan = plan_buckets(
             [_spec(params[i]) for i in dense],
-            cap_bytes=self._options.bucket_cap_bytes,
-            first_cap_bytes=self._options.first_bucket_bytes,
+            cap_bytes=self._options.bucket_cap_bytes if memory is None else _ALL,
+            first_cap_bytes=self._options.first_bucket_bytes if memory is None else _ALL,
         )
         positions = [[dense[i] for i in bucket] for bucket in plan]
         flags_bad = finite is not None and finite.stops
@@ -115,35 +112,55 @@ class Replica(Joinable):
             params,
             names,
             buckets=[
-                Bucket(index, chosen, [params[i] for i in chosen], flag_finite=flags_bad)
+                Bucket(index, chosen, [params[i] for i in chosen], flag_finite=flags_bad, memory=memory)
                 for index, chosen in enumerate(positions)
             ],
             sparse=[SparseSlot(i, params[i], names[i], self._group) for i in sparse],
             group=self._group,
             as_view=self._options.gradient_as_bucket_view,
-            overlap=self._options.overlap,
+            overlap=memory is None and self._options.overlap is not False,
+            at_once=memory is not None,
             finite=finite,
         )
         self._watch: BackwardWatch[ForwardContext] = BackwardWatch(
-            reducer, params, begin=self._begin, join_in=self._join_in, end=self._end, abandon=self._abandon
+            reducer,
+            params,
+            begin=self._begin,
+            join_in=self._join_in,
+            end=self._end,
+            abandon=self._abandon,
+            unreached=self._refuse_changed,
         )
         self._weights = AccumulatedWeights(params)
         self._handles = [
             param.register_post_accumulate_grad_hook(reducer.ready_hook(i)) for i, param in enumerate(params)
         ]
-        reducer.announce = self._announce
+        reducer.announce, reducer.find_changed = self._announce, self._find_changed
         return reducer
+
+    def _choose_memory(self, params: list[nn.Parameter]) -> InPlaceMemory | None:
+        """The group's own memory, if all is to be reduced at once at the end; see Note [One reduction]."""
+        if self._options.overlap is True or any(param.device != params[0].device for param in params):
+            return None
+        return in_place_memory(self._group, params[0].device) if params else None
 
     def _lay_out_again(self, module: nn.Module) -> None:
         """Parameters that were frozen are trained now: they need a place in the buckets."""
         self._compare(module)
         old = self._reducer
-        for handle in self._handles:
-            handle.remove()
+        self._remove_hooks()
         waiting = self._weights
         self._reducer = self._lay_out(module)
         self._reducer.take_over(old)
         self._weights.take_over(waiting)
+
+    def _close(self) -> None:
+        self._remove_hooks()
+        self._watch.close()
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     def manages(self, param: nn.Parameter) -> bool:
         """**Local.** Whether this replica averages the gradient of ``param``."""
@@ -152,13 +169,13 @@ class Replica(Joinable):
 
     # Forward --------------------------------------------------------------------------------------------------------
 
-    @_run_eagerly
+    @run_eagerly
     def before_forward(self, module: nn.Module) -> None:
         """**Collective** in training, outside no_sync, if there are buffers to send or inside join; else **Local**."""
         if self._reducer.is_open:
             return  # checkpointing repeats a forward inside backward: nothing is sent twice
         if self._forwards in (0, 1) or self._forwards % _LOOK_EVERY == 0:
-            self._refuse_changed(module)
+            self._refuse_changed()
         self._forwards += 1
         for param in self._frozen:
             if param.requires_grad:
@@ -176,25 +193,32 @@ class Replica(Joinable):
             self._send_buffers(module, source)
         self._latest = ForwardContext(self._syncs, self._weight(), sends_buffers, divisor)
 
-    @_run_eagerly
+    @run_eagerly
     def after_forward(self, output: Any) -> None:
         """**Local.** Look out for the backward through ``output``."""
         if torch.is_grad_enabled():
             context = self._latest
             self._watch.watch(output, context if context is not None else self._context_now())
 
-    def _refuse_changed(self, module: nn.Module) -> None:
+    def _refuse_changed(self) -> None:
+        changed = self._find_changed()
+        if changed is not None:
+            raise changed
+
+    def _find_changed(self) -> LockstepError | None:
         """A parameter that came after replicate has no place in the buckets: every rank would train its own."""
-        for name, param in module.named_parameters():
+        module = self._module()
+        for name, param in [] if module is None else module.named_parameters():
             known = self._known.get(id(param))
             if known != param.dtype:
                 what = (
                     "was added or replaced" if known is None else f"was {known} and is {param.dtype}: it was converted"
                 )
-                raise LockstepError(
+                return LockstepError(
                     f"rank {self._rank} of {self._world_size}: parameter '{name}' {what} after replicate, so its "
                     "gradient would not be averaged over the ranks: change the model first, then replicate it"
                 )
+        return None
 
     def _send_buffers(self, module: nn.Module, source: int) -> None:
         self._broadcast(module.buffers(), source, "sending the buffers")
@@ -214,13 +238,18 @@ class Replica(Joinable):
     # Backward -------------------------------------------------------------------------------------------------------
 
     def _announce(self) -> None:
+        """A gradient has come, and no output of forward had said that a backward begins."""
         self._watch.open(self._latest if self._latest is not None else self._context_now())
 
     def _begin(self, context: ForwardContext) -> None:
         weight, kept = self._weights.enter(context.weight, self._reducer.pending)
         self._current = context
         self._reducer.begin(
-            sync=context.sync, weight=weight, divisor=context.divisor, keep=kept, discards=context.weight == 0
+            sync=context.sync,
+            weight=weight,
+            divisor=context.divisor,
+            keep=kept,
+            discards=context.weight == 0,
         )
 
     def _join_in(self, context: ForwardContext) -> None:

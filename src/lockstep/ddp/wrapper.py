@@ -70,7 +70,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         static_graph: bool = False,
         *,
         init_sync: bool = True,
-        overlap: bool = True,
+        overlap: bool | None = None,
         check_finite: CheckFinite = "off",
     ) -> None:
         super().__init__()
@@ -97,6 +97,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         object.__setattr__(self, "_replica", api.attach(module, process_group, self._options))
 
     _replica: Replica
+    #: See the hook of this name's owner in ``ddp/api.py``.
+    once_per_rank = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, with its inputs on ``device_ids[0]`` if that was given."""

@@ -1,0 +1,302 @@
+"""``DataParallel``: one module, several devices, one process."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.data_parallel.compiled import eagerly
+from lockstep.data_parallel.cut import Piece, checked_chunk_sizes
+from lockstep.data_parallel.devices import Device, as_device, refuse_shared, resolve_devices, warn_imbalance
+from lockstep.data_parallel.draws import Draws
+from lockstep.data_parallel.gather import Gatherer, OutputDim, checked_output_dim
+from lockstep.data_parallel.lend import Backward, leave
+from lockstep.data_parallel.replicas import Replicas
+from lockstep.data_parallel.scatter import scatter
+from lockstep.data_parallel.store import Copies, Store
+from lockstep.data_parallel.threads import Cores, Modes, Place, Task, run_here, run_replicas
+from lockstep.identity import Identity
+
+Criterion = Callable[..., Any]
+
+_NOT_GIVEN = object()
+
+
+class DataParallel(nn.Module):
+    """A module that runs on several devices of one process at once, each on its part of the batch.
+
+    **Local.** Takes torch's arguments with torch's meanings: inputs are cut along ``dim`` (in tuples, lists, dicts,
+    dataclasses and packed sequences too), all else is handed to every replica, outputs come back in order, gradients
+    sum into the original module, whose buffers are those of the first replica. The module stands in ``.module``, and
+    keys of ``state_dict()`` begin with ``module.``. Its parameters and buffers must be on ``device_ids[0]``.
+
+    What differs from torch: replicas are kept, and what has not changed is not copied again (:attr:`copies` counts);
+    the loss can be computed where the outputs are; and outputs are put together along the dimension that holds the
+    samples (Note [Which dimension] in ``gather.py``), not along the first one whatever it means.
+
+    With a ``criterion``, ``model(inputs, target=labels)`` returns the mean loss over all samples, a scalar on
+    ``output_device``; ``model(inputs)`` returns outputs as ever.
+
+    Args:
+        module: the module, on the first device.
+        device_ids: one device for each replica, as indices of accelerators, strings or devices. None means all
+            accelerators, and the bare module where there are none. ``["cpu", "cpu"]`` makes two replicas on the CPU.
+        output_device: where outputs are gathered; ``device_ids[0]`` if None.
+        dim: the dimension of the inputs that holds the samples.
+        criterion: ``criterion(output, target)``, computed on each device on that replica's samples. A scalar is taken
+            for a mean over samples, or for a sum if ``criterion.reduction == "sum"``. A module is replicated as well.
+        gather: False returns a list with each replica's output, on its device.
+        output_dim: the dimension of the outputs that holds the samples: an int, or a tree of ints that follows the
+            outputs. ``"mean"`` declares scalars to be means over samples: one mean comes back, where otherwise
+            one value for each replica does. If None, the dimension is read off the sizes.
+        chunk_sizes: samples for each replica, for devices that are unequal; batches of other sizes are cut in the same
+            proportion.
+        check_contents: notice edits in place through ``.data`` as well, which no counter of torch's shows. It
+            reads parameters that seem unchanged once in every forward, on their devices; False saves that.
+
+    Raises:
+        ValueError, TypeError: an argument makes no sense, or the module can't be replicated (it has lazy parameters,
+            or is scripted).
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+        *,
+        criterion: Criterion | None = None,
+        gather: bool = True,
+        output_dim: OutputDim = None,
+        chunk_sizes: Sequence[int] | None = None,
+        check_contents: bool = True,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"expected a torch.nn.Module, not {type(module).__name__}")
+        if criterion is not None and not callable(criterion):
+            raise TypeError(f"criterion must be callable as criterion(output, target), not {type(criterion).__name__}")
+        self.devices = resolve_devices(device_ids)
+        if device_ids is None:
+            refuse_shared(self.devices, Identity.from_environment())
+        self.device_ids = [device if device.index is None else device.index for device in self.devices]
+        self.output_device = self._output_device(output_device)
+        self.dim, self.gather = dim, gather
+        self.output_dim = checked_output_dim(output_dim)
+        self.chunk_sizes = checked_chunk_sizes(chunk_sizes, len(self.devices)) if self.devices else None
+        self.check_contents = check_contents
+        if len(self.devices) == 1:
+            module.to(self.devices[0])
+        self.module = module
+        # Not as a submodule: a loss function is no part of the model's state.
+        self.__dict__["criterion"] = criterion
+        warn_imbalance(self.devices, self.chunk_sizes)
+        self._begin()
+
+    criterion: Criterion | None
+
+    def _begin(self) -> _Engine:
+        # Behind a plain attribute: replicas are no part of the module's state.
+        engine = self.__dict__["_engine"] = _Engine(self._options())
+        return engine
+
+    def _options(self) -> _Options:
+        return _Options(
+            self.module,
+            self.criterion,
+            self.devices,
+            self.output_device,
+            self.dim,
+            self.gather,
+            self.output_dim,
+            self.chunk_sizes,
+            self.check_contents,
+        )
+
+    def _output_device(self, given: Device | None) -> torch.device | None:
+        if given is not None:
+            return as_device(given)
+        return self.devices[0] if self.devices else None
+
+    @property
+    def copies(self) -> Copies:
+        """How much has been copied to the replicas so far. A forward that finds nothing changed adds nothing."""
+        engine: _Engine = self.__dict__["_engine"]
+        return engine.store.count
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward on all devices.
+
+        Raises:
+            LockstepError: a parameter or buffer is not on ``device_ids[0]``.
+            ValueError: inputs or outputs don't fit together; the shapes are shown.
+            Exception: what a replica's forward raised, with the replica and its device added to its message.
+        """
+        engine: _Engine = self.__dict__["_engine"]
+        if engine.options != self._options():
+            engine = self._begin()  # an attribute was set, or .module is another one
+        target = kwargs.pop("target", _NOT_GIVEN) if self.criterion is not None else _NOT_GIVEN
+        return eagerly(_run)(engine, inputs, kwargs, target)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_engine"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._begin()
+
+
+def _run(engine: _Engine, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
+    return engine.run(inputs, kwargs, target)
+
+
+class _Options(NamedTuple):
+    module: nn.Module
+    criterion: Criterion | None
+    devices: list[torch.device]
+    output_device: torch.device | None
+    dim: int
+    gathers: bool
+    output_dim: OutputDim
+    chunk_sizes: tuple[int, ...] | None
+    check_contents: bool
+
+
+class _Engine:
+    """What a DataParallel keeps beside its options: replicas, what outputs have shown, random streams."""
+
+    def __init__(self, options: _Options) -> None:
+        # No reference to the wrapper: it goes when the last name for it goes.
+        self.options = options
+        self._module, self._criterion = options.module, options.criterion
+        self._devices, self._output_device = options.devices, options.output_device
+        self._gatherer = Gatherer(options.output_dim)
+        #: Losses are means; those of single samples are in one dimension.
+        self._losses = Gatherer("mean")
+        self._draws = Draws()
+        self._lock = threading.RLock()
+        #: Who restores the cores after the latest forward's backward.
+        self._cores = Cores(None)
+        self.store = Store(self._devices, check_contents=options.check_contents)
+        roots = [("module", self._module)]
+        if isinstance(self._criterion, nn.Module):
+            roots.append(("criterion", self._criterion))
+        self._replicas = Replicas(roots, self._devices, self.store)
+
+    def run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
+        self._check_arguments(inputs, kwargs, target)
+        if not self._devices:
+            output = self._call(self._module, self._criterion, (inputs, kwargs, target))
+            return output if self.options.gathers or target is not _NOT_GIVEN else [output]
+        with self._lock:  # the replicas serve one forward at a time
+            self._cores.restore()  # where a backward has failed in between
+            trees, pieces = scatter((inputs, kwargs, target), self._devices, self.options.dim, self.options.chunk_sizes)
+            outputs = self._outputs(trees, [piece.replica for piece in pieces])
+            return self._put_together(outputs, pieces, has_target=target is not _NOT_GIVEN)
+
+    def _outputs(self, trees: list[Any], used: list[int]) -> list[Any]:
+        """The output, or the loss, of each replica."""
+        self._replicas.align(used)
+        first = self._devices[0]
+        if len(used) == 1:
+            # The first replica is the module: nothing to copy, no thread to start.
+            output = run_here(lambda: self._call(self._module, self._criterion, trees[0]), self._place(0))
+            self._replicas.warn_of_state()
+            return [output]
+        has_target = trees[0][2] is not _NOT_GIVEN
+        lent = self._replicas.equip(used, cut_off=has_target and first.type == "cpu")
+        turn = self._draws.begin(self._replicas.training_flags(), first)
+        modes = Modes.of_this_thread(first.type, sharing=1 if turn.in_turn else len(used))
+        places = [self._place(replica) for replica in used]
+        calls = [
+            turn.wrapped(replica, self._devices[replica], self._replica_call(replica, tree))
+            for replica, tree in zip(used, trees, strict=True)
+        ]
+        outputs = run_replicas(calls, places, modes, in_turn=turn.in_turn)
+        self._draws.end(turn)
+        self._replicas.warn_of_state()
+        if lent is None or not has_target:
+            return outputs
+
+        cores = self._cores = Cores(modes.operator_threads)
+        lent.loan.ended = cores.restore
+        in_turn, place_of = turn.in_turn, dict(zip(used, places, strict=True))
+
+        def start(replica: int, run: Backward) -> Task[tuple[Tensor | None, ...]]:
+            cores.divide()
+            task = Task(run, place_of[replica], modes)
+            if in_turn:
+                task.wait()
+            return task
+
+        # Here and not in the replicas' threads: autograd counts in each thread for itself what was recorded last.
+        return [leave(lent, replica, output, start) for replica, output in zip(used, outputs, strict=True)]
+
+    def _place(self, replica: int) -> Place:
+        return Place(replica, len(self._devices), self._devices[replica])
+
+    def _replica_call(self, replica: int, tree: Any) -> Callable[[], Any]:
+        module = self._replicas.module(0, replica)
+        criterion = self._replicas.module(1, replica) if isinstance(self._criterion, nn.Module) else self._criterion
+        return lambda: self._call(module, criterion, tree)
+
+    @staticmethod
+    def _call(module: nn.Module, criterion: Criterion | None, tree: Any) -> Any:
+        inputs, kwargs, target = tree
+        output = module(*inputs, **kwargs)
+        if target is _NOT_GIVEN or criterion is None:
+            return output
+        return criterion(output, target)
+
+    def _put_together(self, outputs: list[Any], pieces: list[Piece], *, has_target: bool) -> Any:
+        device = self._output_device
+        if device is None:
+            raise AssertionError("devices without an output device")  # a mistake in this package
+        sizes = [piece.size for piece in pieces]
+        if has_target:
+            if getattr(self._criterion, "reduction", None) == "sum":
+                return torch.stack([output.to(device) for output in outputs]).sum()
+            return self._losses.gather(outputs, sizes, device)
+        return self._gatherer.gather(outputs, sizes, device) if self.options.gathers else outputs
+
+    def _check_arguments(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
+        """A second positional argument is not the target: say how to pass that, where the forward can't take it."""
+        if self._criterion is None or target is not _NOT_GIVEN or len(inputs) < 2:
+            return
+        try:
+            inspect.signature(self._module.forward).bind(*inputs, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"{type(self._module).__name__}.forward does not take these arguments ({error}). What the criterion "
+                "compares the output with is passed by name: model(inputs, target=labels)"
+            ) from None
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """**Local.** ``module(*inputs)`` on several devices, once: torch's function of this name.
+
+    The module is copied for each call: for more than one, make a :class:`DataParallel`, which keeps its replicas.
+
+    Args:
+        module: the module, on the first device.
+        inputs: a tuple of arguments, or one argument; None for none.
+        device_ids, output_device, dim: see :class:`DataParallel`.
+        module_kwargs: arguments by name.
+    """
+    arguments = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    return DataParallel(module, device_ids, output_device, dim)(*arguments, **(module_kwargs or {}))

@@ -1,0 +1,160 @@
+"""The devices of the replicas: named in any of torch's ways, checked, and compared in memory and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.data_parallel import notice
+from lockstep.errors import LockstepError
+from lockstep.identity import Identity
+
+Device = int | str | torch.device
+
+#: A device with less than this part of another's memory or processors is warned about, as in torch.
+_BALANCED = 0.75
+
+
+def all_devices() -> list[torch.device]:
+    """**Local.** Every accelerator that this process sees; none on a machine without."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type == "mps":
+        return []
+    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def resolve_devices(given: Sequence[Device] | None) -> list[torch.device]:
+    """**Local.** The devices that ``device_ids`` names; all accelerators if None.
+
+    Raises:
+        ValueError: the list is empty, names a device that is not there, names an accelerator twice, or mixes kinds.
+    """
+    if given is None:
+        return all_devices()
+    if isinstance(given, (str, torch.device)) or not len(given):
+        raise ValueError(
+            f"device_ids={given!r}: expected a list with one device for each replica, as in [0, 1] or ['cpu', 'cpu']"
+        )
+    devices = [as_device(device) for device in given]
+    if len({device.type for device in devices}) > 1:
+        raise ValueError(f"device_ids={list(given)!r}: the replicas must be on devices of one kind")
+    if devices[0].type != "cpu":
+        twice = sorted({str(device) for device in devices if devices.count(device) > 1})
+        if twice:
+            raise ValueError(
+                f"device_ids={list(given)!r} names {', '.join(twice)} more than once: only 'cpu' may repeat"
+            )
+        _refuse_absent(devices, given)
+    return devices
+
+
+def as_device(device: Device) -> torch.device:
+    """**Local.** An index means the accelerator of that number, and -1 the CPU, as in torch."""
+    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+        raise TypeError(f"expected a device (0, 'cuda:0', 'cpu' or a torch.device), not {device!r}")
+    if isinstance(device, int):
+        if device == -1:
+            return torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if accelerator is None:
+            raise ValueError(
+                f"device {device} was asked for, but there is no accelerator on this machine: leave device_ids out to "
+                "run the module as it is, or pass ['cpu', 'cpu'] for replicas on the CPU"
+            )
+        return torch.device(accelerator.type, device)
+    found = torch.device(device)
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if found.index is None:
+        found = torch.device(found.type, torch.accelerator.current_device_index())
+    return found
+
+
+def _refuse_absent(devices: Sequence[torch.device], given: Sequence[Device]) -> None:
+    present = {str(device) for device in all_devices()}
+    absent = sorted({str(device) for device in devices} - present)
+    if absent:
+        there = ", ".join(sorted(present)) or "no accelerator at all"
+        raise ValueError(f"device_ids={list(given)!r}: there is no {', '.join(absent)}; this process sees {there}")
+
+
+def refuse_shared(devices: Sequence[torch.device], identity: Identity) -> None:
+    """**Local.** "All devices" can't be meant by each of several ranks on one machine.
+
+    Raises:
+        ValueError: this is one of several ranks here, and there are devices that all would take.
+    """
+    if devices and identity.local_world_size > 1:
+        raise ValueError(
+            f"rank {identity.rank} is one of {identity.local_world_size} on this machine, and each would put replicas "
+            f"on all of its {len(devices)} accelerators: give each rank its own, DataParallel(module, "
+            "device_ids=[...]), or leave DataParallel out (lockstep.replicate drives one device in each rank)"
+        )
+
+
+def refuse_misplaced(named: Iterable[tuple[str, Tensor]], expected: torch.device) -> None:
+    """**Local.** Every parameter and buffer must be on the first device.
+
+    Raises:
+        LockstepError: one is not; it is named.
+    """
+    for name, tensor in named:
+        if tensor.device != expected:
+            raise LockstepError(
+                f"'{name}' is on {tensor.device}, but the module must have its parameters and buffers on "
+                f"{expected} (device_ids[0]): call module.to('{expected}') before the forward, or put "
+                f"{tensor.device} first in device_ids"
+            )
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a device offers."""
+
+    #: Bytes.
+    memory: int
+    processors: int
+
+
+def suggest_split(capacities: Sequence[Capacity]) -> tuple[int, ...] | None:
+    """**Local.** Per cent of the batch for each device, or None where all are about equal.
+
+    A device's part is the smaller of its part of the memory and its part of the processors, so that neither is
+    overtaxed; parts are then scaled to sum to 100.
+    """
+    most_memory = max(capacity.memory for capacity in capacities)
+    most_processors = max(capacity.processors for capacity in capacities)
+    parts = [min(each.memory / most_memory, each.processors / most_processors) for each in capacities]
+    if min(parts) >= _BALANCED:
+        return None
+    percents = [max(1, round(100 * part / sum(parts))) for part in parts]
+    percents[percents.index(max(percents))] += 100 - sum(percents)
+    return tuple(percents)
+
+
+def imbalance(devices: Sequence[torch.device], capacities: Sequence[Capacity]) -> str | None:
+    """**Local.** What to say of devices of which one has under 75 % of another's memory or processors."""
+    split = suggest_split(capacities)
+    if split is None:
+        return None
+    described = "; ".join(
+        f"{device}: {each.memory / 2**30:.1f} GiB, {each.processors} multiprocessors"
+        for device, each in zip(devices, capacities, strict=True)
+    )
+    return (
+        f"the devices are unequal ({described}), and the smallest sets the pace: pass chunk_sizes={list(split)} to "
+        "give each its part of a batch, or leave the smallest out of device_ids"
+    )
+
+
+def warn_imbalance(devices: Sequence[torch.device], chunk_sizes: Sequence[int] | None) -> None:
+    """**Local.** Warn of unequal devices, unless a split was given."""
+    if chunk_sizes is not None or len(devices) < 2 or devices[0].type != "cuda":
+        return
+    properties = [torch.cuda.get_device_properties(device) for device in devices]
+    text = imbalance(devices, [Capacity(each.total_memory, each.multi_processor_count) for each in properties])
+    if text is not None:
+        notice.warn(text)

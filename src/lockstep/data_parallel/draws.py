@@ -1,0 +1,106 @@
+"""Random numbers in the replicas: different for each, and the same when a run is repeated.
+
+Note [A replica's random numbers]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The first replica draws from torch's generators as the bare module does. Each other one draws from a stream whose seed
+is a digest of the replica's number and of the state of the first device's generator before the forward. So masks
+differ from replica to replica, ``torch.manual_seed`` repeats them, nothing is drawn that the bare module would not
+draw, and what a script draws next is what it would have drawn after the first replica alone.
+
+An accelerator has its own generator, but all CPU replicas share one, and threads would take numbers from it in any
+order. So replicas that draw from the CPU's generator run one after the other, each with the generator set to its own
+stream. Which do is seen from the generator: the first forward with given training flags runs in turn, and if its state
+has not moved, later ones run side by side. If it moves then after all, later forwards run in turn again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lockstep.data_parallel import notice
+
+Result = TypeVar("Result")
+
+
+class Draws:
+    """Knows whether the replicas draw from the CPU's generator, and gives each its stream."""
+
+    def __init__(self) -> None:
+        #: The training flags of all modules -> whether a forward with them draws.
+        self._known: dict[tuple[bool, ...], bool] = {}
+
+    def begin(self, flags: tuple[bool, ...], first: torch.device) -> Turn:
+        """**Local.** A forward begins."""
+        return Turn(flags, first, in_turn=self._known.get(flags, True))
+
+    def end(self, turn: Turn) -> None:
+        """**Local.** A forward has ended: what did it show?"""
+        drew = turn.drew()
+        if drew and not turn.in_turn:
+            notice.warn(
+                "the replicas drew random numbers on the CPU in this forward and had not before, so this forward can't "
+                "be repeated exactly; later ones can, because the replicas run one after the other from now on"
+            )
+        self._known[turn.flags] = drew
+
+
+class Turn:
+    """One forward."""
+
+    def __init__(self, flags: tuple[bool, ...], first: torch.device, *, in_turn: bool) -> None:
+        self.flags, self.in_turn = flags, in_turn
+        self._before = torch.get_rng_state()
+        self._drew = False
+        state = self._before if first.type == "cpu" else torch.get_device_module(first).get_rng_state(first)
+        self._root = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
+
+    def seed(self, replica: int) -> int:
+        """The seed of a replica's stream."""
+        digest = hashlib.blake2b(self._root + replica.to_bytes(4, "little"), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def wrapped(self, replica: int, device: torch.device, call: Callable[[], Result]) -> Callable[[], Result]:
+        """``call`` with the replica's streams in the generators."""
+        if replica == 0:
+            return call
+
+        def with_streams() -> Result:
+            restore: list[Callable[[], Any]] = []
+            try:
+                if device.type != "cpu":
+                    restore.append(_seeded_device(device, self.seed(replica)))
+                if self.in_turn:
+                    restore.append(self._seeded_cpu(self.seed(replica)))
+                return call()
+            finally:
+                for undo in reversed(restore):
+                    undo()
+
+        return with_streams
+
+    def _seeded_cpu(self, seed: int) -> Callable[[], None]:
+        after_first = torch.get_rng_state()
+        torch.default_generator.manual_seed(seed)
+        own: Tensor = torch.get_rng_state()
+
+        def restore() -> None:
+            self._drew = self._drew or not torch.equal(own, torch.get_rng_state())
+            torch.set_rng_state(after_first)
+
+        return restore
+
+    def drew(self) -> bool:
+        """Whether any replica drew from the CPU's generator."""
+        return self._drew or not torch.equal(self._before, torch.get_rng_state())
+
+
+def _seeded_device(device: torch.device, seed: int) -> Callable[[], None]:
+    module = torch.get_device_module(device)
+    before = module.get_rng_state(device)
+    module.default_generators[device.index].manual_seed(seed)
+    return lambda: module.set_rng_state(before, device)

@@ -1,0 +1,281 @@
+"""The replicas of a module: kept from forward to forward, and brought in line with the original before each.
+
+Note [Replicas]
+~~~~~~~~~~~~~~~
+The first replica is the original module itself. So its buffers persist, and what its forward sets stays set. Each other
+replica is a tree of shallow copies of the original's modules: parameters and buffers of its own (see Note [When a copy
+is stale]), and all else shared with the original (hooks, plain attributes), as in torch. Before each forward every
+module is compared with what it was: attributes (training flags too) that were set since, submodules, parameters and
+buffers that came or went are carried over. What a forward itself sets on its replica stays there and goes nowhere else;
+a change that the first replica's forward makes is told of in a warning.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lockstep.data_parallel import notice
+from lockstep.data_parallel.compiled import compile_as, is_compiled_wrapper, rewrapped
+from lockstep.data_parallel.devices import refuse_misplaced
+from lockstep.data_parallel.lend import Lent, Loan, lend
+from lockstep.data_parallel.store import Slot, Store
+from lockstep.errors import LockstepError
+
+#: A place where a tensor hangs: the module's dict of parameters or of buffers, and the name in it.
+_TENSORS = ("_parameters", "_buffers")
+
+
+class _Node:
+    """One module of the original and its copies."""
+
+    def __init__(self, source: nn.Module, replicas: int) -> None:
+        self.source = source
+        #: For each replica, the first's entry unused.
+        self.copies: list[nn.Module] = [source] * replicas
+        self.keys: tuple[str, ...] = ()
+        self.values: tuple[Any, ...] = ()
+        self.children: list[tuple[str, nn.Module | None]] = []
+
+    def changed(self) -> bool:
+        """Whether an attribute was set or deleted since :meth:`look`."""
+        state = self.source.__dict__
+        return tuple(state) != self.keys or not all(map(operator.is_, state.values(), self.values))
+
+    def look(self) -> None:
+        """Remember the attributes as they are."""
+        self.keys, self.values = tuple(self.source.__dict__), tuple(self.source.__dict__.values())
+
+
+class Replicas:
+    """The replicas of one or two modules (the second a loss function) on some devices."""
+
+    def __init__(self, roots: Sequence[tuple[str, nn.Module]], devices: Sequence[torch.device], store: Store) -> None:
+        self._roots, self._devices, self._store = roots, devices, store
+        self._nodes: dict[int, _Node] = {}
+        self._slots: dict[int, Slot] = {}
+        self._warned: set[str] = set()
+        for name, root in roots:
+            _refuse_unfit(name, root)
+
+    def align(self, used: Sequence[int]) -> None:
+        """**Local.** Bring the replicas that are ``used`` in line with the original, and copy what changed.
+
+        Raises:
+            LockstepError: a parameter or buffer is not on the first device.
+        """
+        modules = self._modules()
+        for name, root in self._roots:
+            refuse_averaged(name, root)
+        self._align_modules(modules)
+        self._align_slots(modules)
+        if len(used) > 1:
+            self._store.renew(list(self._slots.values()), used[1:])
+
+    def training_flags(self) -> tuple[bool, ...]:
+        """**Local.** The training flags of all modules."""
+        return tuple(node.source.training for node in self._nodes.values())
+
+    def equip(self, used: Sequence[int], *, cut_off: bool) -> Lent | None:
+        """**Local.** Hang the copies into the replicas; where a graph is recorded, lent by autograd.
+
+        Args:
+            used: the replicas, the first among them.
+            cut_off: their graphs may be cut off, see Note [Backward in threads].
+        """
+        slots, others = list(self._slots.values()), list(used[1:])
+        lent = None
+        if torch.is_grad_enabled():
+            lent = self._lend([slot for slot in slots if slot.source.requires_grad], others, cut_off)
+        for node in self._nodes.values():
+            for replica in others:
+                for kind in _TENSORS:
+                    for name, source in node.source.__dict__[kind].items():
+                        _hang(node.copies[replica], kind, name, self._tensor_for(source, replica))
+        return lent
+
+    def module(self, root: int, replica: int) -> nn.Module:
+        """**Local.** A replica of a root."""
+        return self._nodes[id(self._roots[root][1])].copies[replica]
+
+    def warn_of_state(self) -> None:
+        """**Local.** After a forward: say which attributes it set, and take them as they are."""
+        for node in self._nodes.values():
+            if node.changed():
+                before = dict(zip(node.keys, node.values, strict=True))
+                self._warn_of(node.source, before)
+                node.look()
+
+    # Modules --------------------------------------------------------------------------------------------------------
+
+    def _modules(self) -> list[nn.Module]:
+        """Every module of the original, once, in an order that depends on the tree alone."""
+        found: dict[int, nn.Module] = {}
+        todo = [root for _, root in reversed(self._roots)]
+        while todo:
+            module = todo.pop()
+            if id(module) not in found:
+                found[id(module)] = module
+                todo.extend(child for child in reversed(module._modules.values()) if child is not None)
+        return list(found.values())
+
+    def _align_modules(self, modules: list[nn.Module]) -> None:
+        before, self._nodes = self._nodes, {}
+        unlinked = []
+        for module in modules:
+            node = before.get(id(module)) or _Node(module, len(self._devices))
+            self._nodes[id(module)] = node
+            children = list(module._modules.items())
+            if (
+                node.changed()
+                or len(children) != len(node.children)
+                or any(
+                    name != known or child is not other
+                    for (name, child), (known, other) in zip(children, node.children, strict=True)
+                )
+            ):
+                node.children = children
+                unlinked.append(node)
+        # Children before their parents: a compiled wrapper is built around its child.
+        for node in reversed(unlinked):
+            self._copy_module(node)
+        for node in unlinked:
+            self._link(node)
+            node.look()
+
+    def _copy_module(self, node: _Node) -> None:
+        for replica in range(1, len(self._devices)):
+            if is_compiled_wrapper(node.source):
+                continue  # when its child is there
+            fresh: nn.Module = node.source._replicate_for_data_parallel()
+            if node.copies[replica] is node.source:
+                node.copies[replica] = fresh
+            else:
+                node.copies[replica].__dict__ = fresh.__dict__  # the same object, for whoever knows it
+            compile_as(node.source, node.copies[replica])
+
+    def _link(self, node: _Node) -> None:
+        for replica in range(1, len(self._devices)):
+            if is_compiled_wrapper(node.source):
+                inner = self._nodes[id(node.source._orig_mod)].copies[replica]
+                node.copies[replica] = rewrapped(node.source, inner)
+                continue
+            node.copies[replica]._modules = {
+                name: None if child is None else self._nodes[id(child)].copies[replica] for name, child in node.children
+            }
+
+    # Tensors --------------------------------------------------------------------------------------------------------
+
+    def _named_tensors(self, modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        for module in modules:
+            for kind in _TENSORS:
+                for tensor in module.__dict__[kind].values():
+                    if tensor is not None:
+                        yield module, kind, tensor
+
+    def _align_slots(self, modules: Sequence[nn.Module]) -> None:
+        before, self._slots = self._slots, {}
+        for module, kind, tensor in self._named_tensors(modules):
+            slot = self._slots.get(id(tensor))
+            if slot is None:
+                slot = before.get(id(tensor)) or Slot(tensor, len(self._devices), is_buffer=kind == "_buffers")
+                slot.training = False
+                self._slots[id(tensor)] = slot
+            slot.training = slot.training or module.training
+            if tensor.device != self._devices[0]:
+                self._refuse_misplaced()
+
+    def _refuse_misplaced(self) -> None:
+        for prefix, root in self._roots:
+            named = [*root.named_parameters(prefix=prefix), *root.named_buffers(prefix=prefix)]
+            refuse_misplaced(named, self._devices[0])
+
+    def _lend(self, slots: Sequence[Slot], others: Sequence[int], cut_off: bool) -> Lent | None:
+        for slot in self._slots.values():
+            for replica in others:
+                slot.lent[replica] = None
+        if not slots:
+            return None
+        loan = Loan([(i, replica) for replica in others for i in range(len(slots))], list(others) if cut_off else [])
+        copies = [slot.copy(replica) for replica in others for slot in slots]
+        lent = lend(loan, [slot.source for slot in slots], copies)
+        for (i, replica), tensor in zip(loan.origins, lent.tensors, strict=True):
+            slots[i].lent[replica] = tensor
+        return lent
+
+    def _tensor_for(self, source: Tensor | None, replica: int) -> Tensor | None:
+        if source is None:
+            return None
+        slot = self._slots[id(source)]
+        # Without a graph, what an earlier forward was lent does as well: it is the same memory. And a checkpoint of
+        # that forward may run again in its backward, and must find the graph then.
+        lent = slot.lent[replica]
+        return slot.copy(replica) if lent is None else lent
+
+    def _warn_of(self, module: nn.Module, before: dict[str, Any]) -> None:
+        derived = _derived_names(module)
+        for name, value in module.__dict__.items():
+            if name in derived or name.startswith("_") or (name in before and _is_equal(before[name], value)):
+                continue
+            label = f"{type(module).__name__}.{name}"
+            if label not in self._warned:
+                self._warned.add(label)
+                notice.warn(
+                    f"the forward sets {label}: with {len(self._devices)} replicas the module keeps what the first one "
+                    "set, from its part of the batch, and the others' values are not seen. Return it from the forward, "
+                    "or make it a buffer and change that in place"
+                )
+
+
+def refuse_averaged(path: str, module: nn.Module) -> None:
+    """**Local.** A module whose forward speaks to other ranks can't run in several threads of this one.
+
+    Raises:
+        LockstepError: it is a replica of :func:`lockstep.replicate`, or wrapped to be one.
+    """
+    if any(getattr(each, "once_per_rank", False) for each in (module, *module._forward_pre_hooks.values())):
+        raise LockstepError(
+            f"'{path}' averages its gradients over the ranks, which it does once for each forward of a rank, and here "
+            "every replica would: wrap it in DataParallel first, and replicate that "
+            "(lockstep.replicate(lockstep.DataParallel(module, ...)))"
+        )
+
+
+def _refuse_unfit(name: str, root: nn.Module) -> None:
+    for path, module in root.named_modules(prefix=name):
+        refuse_averaged(path, module)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"'{path}' is a ScriptModule, which can't be replicated: pass the module it was made from")
+        if any(is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
+            raise ValueError(
+                f"'{path}' has lazy parameters, which have no shape yet: run one batch through the module, then wrap it"
+            )
+
+
+def _hang(module: nn.Module, kind: str, name: str, tensor: Tensor | None) -> None:
+    """Put a tensor where a parameter or buffer belongs."""
+    tensors = module.__dict__[kind]
+    if tensor is not None and type(module).__setattr__ is not nn.Module.__setattr__:
+        # The class wants to know of it: an RNN keeps its weights in a second list. nn.Module would refuse a tensor
+        # under the name of a parameter, so the name is made free first, and the tensor put in its place afterwards.
+        tensors.pop(name, None)
+        setattr(module, name, tensor)
+        tensor = module.__dict__.pop(name, tensor)
+    tensors[name] = tensor
+
+
+def _derived_names(module: nn.Module) -> set[str]:
+    """Attributes that hooks compute anew before each forward (weight norm, spectral norm, pruning)."""
+    hooks = module._forward_pre_hooks.values()
+    return {str(getattr(hook, attribute, "")) for hook in hooks for attribute in ("name", "_tensor_name")}
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether an attribute is what it was; only plain values are looked into."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return one is other or (isinstance(one, plain) and type(one) is type(other) and repr(one) == repr(other))

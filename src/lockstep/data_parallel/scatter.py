@@ -1,0 +1,131 @@
+"""Cut the inputs of a forward into one set for each replica, on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from lockstep.data_parallel.cut import Piece, cut
+from lockstep.data_parallel.trees import is_packed, parts_of, path_text, rebuilt
+
+
+def batch_size(tree: Any, dim: int) -> int | None:
+    """**Local.** How many samples the tensors in ``tree`` hold, or None if there is nothing to cut.
+
+    Along ``dim`` all tensors must agree; one of size 1 is for all samples, and so is a tensor without dimensions.
+
+    Raises:
+        ValueError: they do not agree; the shapes are shown.
+    """
+    sizes = {path: _size_along(leaf, dim) for path, leaf in _leaves(tree)}
+    found = {size for size in sizes.values() if size is not None}
+    if len(found) > 1:
+        found.discard(1)
+    if len(found) > 1:
+        shapes = ", ".join(
+            f"input{path_text(path)}: {_described(leaf)}" for path, leaf in _leaves(tree) if sizes[path] is not None
+        )
+        raise ValueError(
+            f"the inputs differ in their number of samples along dim={dim}: {shapes}. Pass the dim that holds the "
+            "samples to DataParallel; a tensor that belongs to all samples can be a buffer of the module, or have "
+            f"size 1 along dim {dim}"
+        )
+    return found.pop() if found else None
+
+
+def scatter(
+    tree: Any, devices: Sequence[torch.device], dim: int, chunk_sizes: Sequence[int] | None
+) -> tuple[list[Any], list[Piece]]:
+    """**Local.** ``tree`` cut along ``dim``: for each replica that gets samples, its inputs on its device.
+
+    Everything that is not a tensor is handed to all replicas, as it is. Where there is no tensor to cut, the first
+    replica gets all. Gradients flow back to the tensors.
+    """
+    batch = batch_size(tree, dim)
+    pieces = [Piece(0, 0, 1)] if batch is None else cut(batch, len(devices), chunk_sizes)
+    targets = [devices[piece.replica] for piece in pieces]
+    return _scatter(tree, _Cutter(dim, batch, pieces, targets)), pieces
+
+
+class _Cutter:
+    def __init__(self, dim: int, batch: int | None, pieces: list[Piece], targets: list[torch.device]) -> None:
+        self.dim, self.batch, self.pieces, self.targets = dim, batch, pieces, targets
+
+    def tensor(self, tensor: Tensor) -> list[Any]:
+        dim = self._dim_of(tensor)
+        if dim is None:
+            return [tensor.to(target, non_blocking=True) for target in self.targets]
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            # One cat in the backward. A clone on the same device: replicas may change their inputs in place, and may
+            # not do that to views of one tensor, from several threads.
+            chunks = tensor.split([piece.size for piece in self.pieces], dim)
+            return [
+                chunk.clone() if chunk.device == target else chunk.to(target, non_blocking=True)
+                for chunk, target in zip(chunks, self.targets, strict=True)
+            ]
+        # detach() for each: autograd must see no common base either.
+        return [
+            tensor.detach().narrow(dim, piece.start, piece.size).to(target, non_blocking=True)
+            for piece, target in zip(self.pieces, self.targets, strict=True)
+        ]
+
+    def packed(self, packed: PackedSequence) -> list[Any]:
+        padded, lengths = pad_packed_sequence(packed, batch_first=True)
+        results = []
+        for piece, target in zip(self.pieces, self.targets, strict=True):
+            own = lengths.narrow(0, piece.start, piece.size)
+            steps = padded.narrow(0, piece.start, piece.size)[:, : int(own.max())].to(target, non_blocking=True)
+            results.append(
+                pack_padded_sequence(steps, own, batch_first=True, enforce_sorted=packed.sorted_indices is None)
+            )
+        return results
+
+    def _dim_of(self, tensor: Tensor) -> int | None:
+        if _size_along(tensor, self.dim) is not None:
+            dim = self.dim % tensor.dim()
+            return None if tensor.shape[dim] == 1 and self.batch != 1 else dim
+        if tensor.dim() == 0 or self.batch is None:
+            return None
+        fits = [dim for dim, size in enumerate(tensor.shape) if size == self.batch]
+        if len(fits) != 1:
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} has no dim {self.dim} to be cut along, and "
+                f"{'several' if fits else 'none'} of its dimensions have the {self.batch} samples of the other inputs"
+            )
+        return fits[0]
+
+
+def _scatter(tree: Any, cutter: _Cutter) -> list[Any]:
+    if isinstance(tree, Tensor):
+        return cutter.tensor(tree)
+    if is_packed(tree):
+        return cutter.packed(tree)
+    parts = parts_of(tree)
+    if not parts:
+        return [tree for _ in cutter.targets]
+    scattered = {key: _scatter(part, cutter) for key, part in parts.items()}
+    return [rebuilt(tree, {key: each[i] for key, each in scattered.items()}) for i in range(len(cutter.targets))]
+
+
+def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(tree, Tensor) or is_packed(tree):
+        yield path, tree
+        return
+    for key, part in (parts_of(tree) or {}).items():
+        yield from _leaves(part, (*path, key))
+
+
+def _size_along(leaf: Any, dim: int) -> int | None:
+    if is_packed(leaf):
+        return int(leaf.batch_sizes[0])
+    return int(leaf.shape[dim]) if -leaf.dim() <= dim < leaf.dim() else None
+
+
+def _described(leaf: Any) -> str:
+    if is_packed(leaf):
+        return f"{int(leaf.batch_sizes[0])} packed sequences"
+    return str(tuple(leaf.shape))

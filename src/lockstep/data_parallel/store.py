@@ -1,0 +1,168 @@
+"""The replicas' copies of parameters and buffers: kept from forward to forward, renewed where the original changed.
+
+Note [When a copy is stale]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A copy is stale when the original is another tensor object than the one it was made from, when its version counter has
+moved (optimizers, ``load_state_dict``, edits in place), or when it lies in another memory (``.data = ...``,
+``module.to(...)``). An address may be given out again, so the memory is known by a weak reference to its storage.
+Two things move none of these, edits in place through ``.data`` and the batch statistics: where all else is still, the
+contents are compared (``contents.py``). Buffers of modules in training mode are copied without a look, as torch does.
+
+A stale parameter is overwritten in place, so that memory does not grow; its version counter moves, and a backward
+through an older forward is the error that it is without replicas. Where contents alone told of the change, the
+counter rests, as it does for the original. Stale buffers get new memory, because an older forward of a batch norm may
+still need the ones it has seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lockstep.data_parallel.contents import changed
+
+#: Tensors of fewer bytes travel to another device together.
+_SMALL = 2**20
+
+
+@dataclass(frozen=True)
+class Copies:
+    """How much has been copied from the original module to its replicas since the wrapper was made."""
+
+    #: Forwards that used replicas.
+    forwards: int = 0
+    #: Forwards that copied anything.
+    refreshes: int = 0
+    #: Parameters and buffers copied, once for each replica that got one.
+    tensors: int = 0
+    #: What these hold, in bytes.
+    bytes: int = 0
+
+
+@dataclass
+class _Made:
+    """What the original was like when a copy was made."""
+
+    copy: Tensor
+    version: int | None
+    storage: StorageWeakRef
+    layout: tuple[Any, ...]
+    #: The copy's own version counter: a replica may have changed it in its forward.
+    copy_version: int
+
+
+class Slot:
+    """One parameter or buffer, and its copies."""
+
+    def __init__(self, source: Tensor, replicas: int, *, is_buffer: bool) -> None:
+        self.source, self.is_buffer = source, is_buffer
+        #: Whether a module that holds this is in training mode.
+        self.training = False
+        self._made: list[_Made | None] = [None] * replicas
+        #: The copies as autograd knows them, from the last forward that recorded a graph.
+        self.lent: list[Tensor | None] = [None] * replicas
+
+    def copy(self, replica: int) -> Tensor:
+        """The copy of a replica that was renewed before."""
+        made = self._made[replica]
+        if made is None:
+            raise AssertionError(f"replica {replica} has no copy yet")  # a mistake in this package
+        return made.copy
+
+    def is_stale(self, replica: int) -> bool:
+        """Whether the copy must be renewed, as far as one can tell without reading it."""
+        made = self._made[replica]
+        if made is None or (self.is_buffer and self.training):
+            return True
+        return (
+            made.version is None
+            or made.version != _version(self.source)
+            or made.storage.cdata != self.source.untyped_storage()._cdata
+            or made.layout != _layout(self.source)
+            or made.copy_version != made.copy._version
+        )
+
+    def destination(self, replica: int, device: torch.device, *, quietly: bool) -> Tensor:
+        """The memory that the copy goes to; see Note [When a copy is stale]."""
+        made = self._made[replica]
+        if made is None or self.is_buffer or made.layout != _layout(self.source):
+            self.lent[replica] = None
+            return torch.empty_like(self.source, device=device, requires_grad=False)
+        return made.copy.data if quietly else made.copy
+
+    def note(self, replica: int, destination: Tensor) -> None:
+        """The copy is made."""
+        made = self._made[replica]
+        kept = made.copy if made is not None and made.copy.data_ptr() == destination.data_ptr() else destination
+        storage = StorageWeakRef(self.source.untyped_storage())
+        self._made[replica] = _Made(kept, _version(self.source), storage, _layout(self.source), kept._version)
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+class Store:
+    """Renews copies and counts them."""
+
+    def __init__(self, devices: Sequence[torch.device], *, check_contents: bool) -> None:
+        self._devices = devices
+        self._check_contents = check_contents
+        self.count = Copies()
+
+    def renew(self, slots: Sequence[Slot], replicas: Sequence[int]) -> None:
+        """**Local.** Bring the copies of these replicas up to date."""
+        tensors = size = 0
+        # Copies made in inference mode could never be trained on.
+        with torch.inference_mode(False), torch.no_grad():
+            for replica in replicas:
+                stale = [slot for slot in slots if slot.is_stale(replica)]
+                renewed = {id(slot) for slot in stale}
+                fresh = [slot for slot in slots if id(slot) not in renewed]
+                edited = self._edited(fresh, replica)
+                self._copy(stale, replica, quietly=False)
+                self._copy(edited, replica, quietly=True)
+                tensors += len(stale) + len(edited)
+                size += sum(slot.source.nbytes for slot in (*stale, *edited))
+        was = self.count
+        self.count = Copies(was.forwards + 1, was.refreshes + bool(tensors), was.tensors + tensors, was.bytes + size)
+
+    def _edited(self, fresh: Sequence[Slot], replica: int) -> list[Slot]:
+        chosen = [slot for slot in fresh if self._check_contents or slot.is_buffer]
+        return [chosen[i] for i in changed([(slot.source, slot.copy(replica)) for slot in chosen])]
+
+    def _copy(self, slots: Sequence[Slot], replica: int, *, quietly: bool) -> None:
+        device = self._devices[replica]
+        targets = [slot.destination(replica, device, quietly=quietly) for slot in slots]
+        sources = [slot.source.detach() for slot in slots]
+        transfer(sources, targets)
+        for slot, target in zip(slots, targets, strict=True):
+            slot.note(replica, target)
+
+
+def transfer(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """**Local.** Copy each source to its target; small ones between devices travel in one piece for each dtype."""
+    together: dict[torch.dtype, list[int]] = {}
+    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        if source.device != target.device and source.nbytes < _SMALL and source.layout == torch.strided:
+            together.setdefault(source.dtype, []).append(i)
+        else:
+            target.copy_(source, non_blocking=True)
+    for positions in together.values():
+        send_together([sources[i] for i in positions], [targets[i] for i in positions])
+
+
+def send_together(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """**Local.** Copy each source to its target, all in one piece: of one dtype, from one device to one device."""
+    flat = torch.cat([source.reshape(-1) for source in sources]).to(targets[0].device)
+    for target, part in zip(targets, flat.split([source.numel() for source in sources]), strict=True):
+        target.copy_(part.view(target.shape))

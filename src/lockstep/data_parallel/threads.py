@@ -1,0 +1,193 @@
+"""Run the replicas, each in a thread of its own, under the caller's modes; errors say which replica they come from.
+
+Note [Cores]
+~~~~~~~~~~~~
+An operator on the CPU uses as many threads as there are cores. Two replicas side by side would use twice as many, and
+the threads of one operator wait for each other by spinning: measured on two cores, a step with 200 small operators then
+takes ten times as long. So while CPU replicas run side by side, the cores are divided among them. torch's number of
+threads is one of each thread, and also the one that threads which start later begin with; both are set back.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A replica and where it runs."""
+
+    replica: int
+    replicas: int
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"replica {self.replica} of {self.replicas} on {self.device}"
+
+
+@dataclass(frozen=True)
+class Modes:
+    """What torch keeps for each thread, as it is in the thread that called."""
+
+    grad: bool
+    inference: bool
+    #: Device type -> dtype, where autocast is on.
+    autocast: dict[str, torch.dtype]
+    autocast_cache: bool
+    #: Threads for one operator, where several replicas share the cores: see Note [Cores]. None leaves it alone.
+    operator_threads: int | None
+
+    @classmethod
+    def of_this_thread(cls, device_type: str, *, sharing: int) -> Modes:
+        """**Local.** The modes now, for as many replicas side by side."""
+        types = {"cpu", device_type}
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast={each: torch.get_autocast_dtype(each) for each in types if torch.is_autocast_enabled(each)},
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            operator_threads=torch.get_num_threads() // sharing or 1 if device_type == "cpu" and sharing > 1 else None,
+        )
+
+    def enter(self, stack: ExitStack) -> None:
+        """**Local.** Set them in this thread until ``stack`` closes."""
+        if self.operator_threads is not None:
+            torch.set_num_threads(self.operator_threads)  # of this thread, which ends with the replica's work
+        stack.enter_context(torch.inference_mode(self.inference))
+        stack.enter_context(torch.set_grad_enabled(self.grad))
+        for device_type, dtype in self.autocast.items():
+            stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self.autocast_cache))
+
+
+class Task(Generic[Result]):
+    """A function that runs in a thread of its own; its result, or its error, is there for who waits."""
+
+    def __init__(self, fn: Callable[[], Result], place: Place, modes: Modes) -> None:
+        self._fn, self._place, self._modes = fn, place, modes
+        self._result: list[Result] = []
+        self._error: BaseException | None = None
+        context = contextvars.copy_context()
+        self._stream = _stream_of(place.device)
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name=f"lockstep {place}")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with ExitStack() as stack:
+                self._modes.enter(stack)
+                if self._stream is not None:
+                    stack.enter_context(torch.get_device_module(self._place.device).device(self._place.device))
+                    stack.enter_context(self._stream)
+                self._result.append(self._fn())
+        except BaseException as error:  # noqa: BLE001  (it is raised where the result is waited for)
+            self._error = error
+
+    def wait(self) -> None:
+        """Wait until it has ended, well or not. It ends when the replica's own work does, as a call would."""
+        self._thread.join()
+
+    def result(self) -> Result:
+        """Wait for the result.
+
+        Raises:
+            Exception: what the function raised, with the replica and its device added to its message.
+        """
+        self._thread.join()
+        if self._error is not None:
+            try:
+                raise placed(self._error, self._place)
+            finally:
+                self._error = None  # the traceback holds this frame: no circle of references may stay
+        return self._result.pop()
+
+
+def _stream_of(device: torch.device) -> Any:
+    """The caller's current stream of an accelerator, which the replica's thread uses too."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+def run_replicas(
+    calls: Sequence[Callable[[], Result]], places: Sequence[Place], modes: Modes, *, in_turn: bool
+) -> list[Result]:
+    """**Local.** The results of the calls: the first runs in this thread, each other in a thread of its own.
+
+    Args:
+        in_turn: run one after the other.
+
+    Raises:
+        Exception: what the first call that failed raised, with the replica and its device added to its message; the
+            others have ended by then.
+    """
+    tasks: list[Task[Result]] = []
+    cores = Cores(None if in_turn else modes.operator_threads)
+    try:
+        if not in_turn:
+            cores.divide()
+            tasks.extend(Task(call, place, modes) for call, place in zip(calls[1:], places[1:], strict=True))
+        first = run_here(calls[0], places[0])
+        if in_turn:
+            for call, place in zip(calls[1:], places[1:], strict=True):
+                tasks.append(Task(call, place, modes))
+                tasks[-1].wait()
+        return [first, *(task.result() for task in tasks)]
+    finally:
+        for task in tasks:
+            task.wait()
+        cores.restore()
+
+
+class Cores:
+    """The calling thread's part of the cores while its replica runs beside others: see Note [Cores]."""
+
+    def __init__(self, threads: int | None) -> None:
+        self._threads = threads
+        self._before: int | None = None
+
+    def divide(self) -> None:
+        """**Local.** Leave the other replicas their part."""
+        if self._threads is not None and self._before is None:
+            self._before = torch.get_num_threads()
+            torch.set_num_threads(self._threads)
+
+    def restore(self) -> None:
+        """**Local.** The replicas have ended."""
+        if self._before is not None:
+            torch.set_num_threads(self._before)
+            self._before = None
+
+
+def run_here(call: Callable[[], Result], place: Place) -> Result:
+    """**Local.** Call it in this thread; errors are marked as in :func:`run_replicas`."""
+    try:
+        if place.device.type == "cpu":
+            return call()
+        with torch.get_device_module(place.device).device(place.device):
+            return call()
+    except Exception as error:
+        placed(error, place)
+        raise
+
+
+def placed(error: BaseException, place: Place) -> BaseException:
+    """**Local.** The same error, whose text says where it happened.
+
+    The object stays the same, and so do its type, its attributes and its traceback.
+    """
+    text = f"(in {place})"
+    if error.args and isinstance(error.args[0], str) and not isinstance(error, KeyError):
+        error.args = (f"{error.args[0]} {text}", *error.args[1:])
+    elif sys.version_info >= (3, 11):
+        error.add_note(text)
+    elif not error.args:
+        error.args = (text,)
+    return error

@@ -1,0 +1,157 @@
+"""Beside torch.nn.DataParallel: the same values where torch's are right, and none of its faults.
+
+torch's class makes replicas on accelerators only, so these tests need two of them; what they compare is compared
+with the bare module on CPU replicas in ``tests/unit/test_data_parallel.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lockstep
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    # torch's own class: gathering scalars.
+    pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def exact() -> Iterator[None]:
+    """No TF32: the same sums in the same precision."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def _pair(module: nn.Module, **options: Any) -> tuple[nn.DataParallel[nn.Module], lockstep.DataParallel]:
+    module = module.to("cuda:0")
+    theirs = nn.DataParallel(copy.deepcopy(module), device_ids=[0, 1])
+    return theirs, lockstep.DataParallel(module, device_ids=[0, 1], **options)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+
+    def forward(self, batch: dict[str, Any], *, scale: float) -> dict[str, Any]:
+        hidden = self.norm(self.linear(batch["x"])) * scale
+        return {"out": [hidden, batch["pair"][1].float()], "loss": hidden.mean(), "none": None}
+
+
+@pytest.mark.parametrize("size", [8, 5, 1])
+@pytest.mark.parametrize("where", ["cpu", "cuda:0", "cuda:1"])
+def test_nested_inputs_and_outputs(size: int, where: str) -> None:
+    torch.manual_seed(0)
+    theirs, ours = _pair(Nested(), output_dim=0)
+    theirs.eval()
+    ours.eval()
+    batch = {
+        "x": torch.randn(size, 4, device=where),
+        "pair": (torch.arange(size, device=where), torch.arange(size, device=where)),
+    }
+    wanted, found = theirs(batch, scale=2.0), ours(batch, scale=2.0)
+    for one, other in zip(found["out"], wanted["out"], strict=True):
+        torch.testing.assert_close(one, other)
+        assert one.device == other.device
+    torch.testing.assert_close(found["loss"], wanted["loss"])
+    assert found["none"] is wanted["none"] is None
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert ours.device_ids == theirs.device_ids
+
+
+def test_training_with_batch_statistics() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
+    theirs, ours = _pair(net)
+    curves = []
+    for model in (theirs, ours):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses = []
+        for step in range(6):
+            generator = torch.Generator().manual_seed(step)
+            x, y = torch.randn(16, 3, 8, 8, generator=generator), torch.randint(0, 5, (16,), generator=generator)
+            loss = F.cross_entropy(model(x), y.to("cuda:0"))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        curves.append(losses)
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+    for one, other in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_the_loss_on_the_devices_is_the_loss_on_one() -> None:
+    torch.manual_seed(0)
+    theirs, ours = _pair(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)), criterion=nn.CrossEntropyLoss())
+    x, y = torch.randn(11, 6), torch.randint(0, 4, (11,))
+    F.cross_entropy(theirs(x), y.to("cuda:0")).backward()
+    ours(x, target=y).backward()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_evaluation_copies_nothing_and_every_edit_is_noticed() -> None:
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 4)).to("cuda:0").eval()
+    ours = lockstep.DataParallel(net, device_ids=[0, 1], output_dim=0)
+    x = torch.randn(8, 6, device="cuda:0")
+    with torch.no_grad():
+        ours(x)
+        before = ours.copies.bytes
+        for _ in range(3):
+            torch.testing.assert_close(ours(x), net(x))
+        assert ours.copies.bytes == before
+        net[0].weight.data.mul_(2)
+        net[2].bias.data[1] = 7.0
+        torch.testing.assert_close(ours(x), net(x))
+        assert ours.copies.bytes > before
+
+
+def test_dropout_differs_between_devices_and_is_repeated_by_the_seed() -> None:
+    ours = lockstep.DataParallel(nn.Dropout(0.5), device_ids=[0, 1], gather=False)
+    x = torch.ones(2, 256)
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(3)
+        return [output.cpu() for _ in range(3) for output in ours(x)]
+
+    first = run()
+    assert all(torch.equal(one, other) for one, other in zip(first, run(), strict=True))
+    assert len({tuple(output.flatten().tolist()) for output in first}) == len(first)
+
+
+def test_errors_devices_and_parameters_in_the_wrong_place() -> None:
+    net = nn.Linear(4, 4).to("cuda:1")
+    with pytest.raises(RuntimeError, match=r"'module\.weight' is on cuda:1, but .* on cuda:0 \(device_ids\[0\]\)"):
+        lockstep.DataParallel(net, device_ids=[0, 1])(torch.ones(4, 4))
+    swapped = lockstep.DataParallel(net, device_ids=["cuda:1", torch.device("cuda", 0)], output_device=0, output_dim=0)
+    assert swapped(torch.ones(6, 4)).device == torch.device("cuda:0")
+    with pytest.raises(RuntimeError, match=r"\(in replica \d of 2 on cuda:\d\)"):
+        swapped(torch.ones(6, 3))
+    with pytest.raises(ValueError, match="names cuda:0 more than once"):
+        lockstep.DataParallel(net, device_ids=[0, 0])
+
+
+def test_outputs_that_stay_leave_memory_balanced() -> None:
+    net = nn.Linear(64, 4096).to("cuda:0")
+    ours = lockstep.DataParallel(net, device_ids=[0, 1], criterion=lambda output, _: output.square().mean())
+    x = torch.randn(8192, 64)
+    ours(x, target=x).backward()
+    for device in (0, 1):
+        torch.cuda.reset_peak_memory_stats(device)
+    ours(x, target=x).backward()
+    first, second = (torch.cuda.max_memory_allocated(device) for device in (0, 1))
+    assert 0.75 < first / second < 1.33

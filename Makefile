@@ -12,7 +12,7 @@ help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 14
 
 demo: $(READY)  ## train a digit classifier on two replicas and load its checkpoint on one device
-	$(BIN)/lockstep run -n 2 -m lockstep.recipes.digits --backend gloo  # on the CPU: runs on any machine
+	CUDA_VISIBLE_DEVICES= $(BIN)/lockstep run -n 2 -m lockstep.recipes.digits  # on the CPU: runs on any machine
 
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest
@@ -34,6 +34,8 @@ bench: $(READY)  ## measure launch and step times against torch (some minutes; n
 	$(BIN)/python -m benchmarks.launch
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.collectives
+	$(BIN)/python -m benchmarks.data_parallel
+	PYTHONPATH=tests/site $(BIN)/python -m benchmarks.imagenet_input
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build src/*.egg-info
@@ -42,4 +44,5 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchvision  # else it may replace torch
 	touch $(READY)

@@ -1,0 +1,280 @@
+"""The ImageNet recipe on real ranks: the same training in every mode, resumed, evaluated, and with broken pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lockstep.recipes.imagenet.cifar import ResNetCifar
+from lockstep.recipes.imagenet.records import read_table
+from tests.harness import RanksFailed, collect_outcomes
+from tests.imagenet_cases import (
+    COMMON,
+    SITE,
+    alone_or_launched,
+    last_line,
+    losses,
+    make_pictures,
+    recipe,
+    sample,
+    unpack,
+)
+from tests.launching import LIMIT, environment, start, wait_for
+
+MODULE = "lockstep.recipes.imagenet"
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """39 pictures to train on, so that batches of 16 end with one of 7; 15 to test on."""
+    return make_pictures(tmp_path_factory.mktemp("pictures"), train=13, val=5)
+
+
+@pytest.fixture(scope="module")
+def alone(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run on one device, and what it printed."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, recipe(None, pictures, *COMMON, "-b", "16", "--epochs", "2", "--folder", folder)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    newest = max((folder / "run-001").glob("step-*"))
+    return load_file(newest / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode"),
+    [
+        (2, ()),
+        (3, ("--backend", "shm")),
+        (None, ("--mode", "dp")),
+        (None, ("--mode", "dp", "--gpus", "cpu,cpu,cpu")),
+    ],
+    ids=["ddp on 2", "ddp on 3 over shm", "dp on 2", "dp on 3"],
+)
+def test_every_mode_has_the_same_loss_curve(
+    ranks: int | None, mode: tuple[str, ...], pictures: Path, alone: tuple[Path, str], tmp_path: Path
+) -> None:
+    text = recipe(ranks, pictures, *COMMON, "-b", "16", "--epochs", "2", "--folder", tmp_path, *mode)
+    curve = losses(alone[0])
+    assert len(curve) == 6
+    assert max(curve) - min(curve) > 0.5, "the model hardly changes, so equal curves say little"
+    assert losses(tmp_path) == pytest.approx(curve, rel=1e-4)
+    assert re.findall(r"top-1 [\d.]+, top-5 [\d.]+", text)[-1] in alone[1]
+
+
+def test_synchronised_statistics_train_as_one_process_does(pictures: Path, tmp_path: Path) -> None:
+    shared = (*COMMON[:4], *COMMON[6:], "-b", "16", "--epochs", "2")
+    recipe(None, pictures, *shared, "--folder", tmp_path / "one")
+    recipe(3, pictures, *shared, "--folder", tmp_path / "synced", "--sync-bn")
+    recipe(3, pictures, *shared, "--folder", tmp_path / "own")
+    curve = losses(tmp_path / "one")
+    assert losses(tmp_path / "synced") == pytest.approx(curve, rel=1e-3)
+    assert losses(tmp_path / "own") != pytest.approx(curve, rel=1e-2), "statistics of each rank's own slice differ"
+    one, synced = weights(tmp_path / "one"), weights(tmp_path / "synced")
+    assert one.keys() == synced.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(synced[name], value, rtol=1e-2, atol=1e-3)
+
+
+def test_a_checkpoint_of_two_ranks_tests_the_same_on_one_device_and_on_three(pictures: Path, tmp_path: Path) -> None:
+    options = ("-a", "resnet20-cifar", "-j", "0", "--no-tensorboard", "-b", "16", "--folder", tmp_path)
+    trained = recipe(2, pictures, *options, "--epochs", "1", "--sync-bn", "--ema", "0.5")
+    found = last_line(trained)
+    assert re.match(r"test: top-1 [\d.]+, top-5 [\d.]+, loss [\d.]+ on 15 pictures", found), trained
+    for ranks in (None, 3):
+        assert last_line(recipe(ranks, pictures, *options, "--evaluate", "--sync-bn")) == found
+    assert last_line(recipe(None, pictures, *options, "--evaluate")) == found, "with torch's own batch norm"
+    averaged = re.findall(r"averaged weights: (.*)", trained)[-1]
+    assert averaged not in found
+    assert last_line(recipe(None, pictures, *options, "--evaluate", "--ema", "0.5")) == f"test: {averaged}"
+    newest = max((tmp_path / "run-001").glob("step-*"))
+    under_a_wrapper = {f"module.{name}": value for name, value in load_file(newest / "model.safetensors").items()}
+    save_file(under_a_wrapper, tmp_path / "wrapped.safetensors")
+    assert found == last_line(
+        recipe(None, pictures, *options, "--evaluate", "--pretrained", tmp_path / "wrapped.safetensors")
+    )
+
+
+@pytest.mark.timeout(180)
+def test_a_run_that_is_killed_goes_on_with_the_same_bits(pictures: Path, tmp_path: Path) -> None:
+    options = [
+        str(pictures), *COMMON[:4], "-j", "2", "--warmup-epochs", "1", "--log-every", "1", "-b", "16", "--epochs", "3",
+        "--ema", "0.9", "--save-every", "2", "--sync-bn",
+    ]  # fmt: skip
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    recipe(2, *options, "--folder", whole)
+    path = f"{SITE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    argv = ["lockstep", "run", "-n", "2", "-m", MODULE, *options, "--folder", str(killed)]
+    with start(argv, tmp_path, torch=True, PYTHONPATH=path) as job:
+        run = killed / "run-001"
+        # Killed within the second epoch (steps 4 to 6), whose rows and checkpoints are partly written then.
+        wait_for(lambda: (run / "step-00000004").exists() or job.process.poll() is not None, "a checkpoint")
+        assert job.process.poll() is None, job.finish()
+        job.process.kill()
+        job.finish()
+    left = sorted(path.name for path in run.glob("step-*"))
+    assert "step-00000009" not in left, "it was not killed in time to show anything"
+    with open(run / "steps.csv", "a") as table:  # as if it had been killed while it wrote of a step that it repeats
+        table.write("8,2,0.1,123.0,16\r\n9,2,0.1,12")
+    resumed = recipe(2, *options, "--folder", killed, "--resume")
+    assert last_line(resumed).startswith("test: ")
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        contents = [(max((folder / "run-001").glob("step-*")) / file).read_bytes() for folder in (whole, killed)]
+        assert contents[0] == contents[1], file
+    assert (whole / "run-001/ema.safetensors").read_bytes() == (killed / "run-001/ema.safetensors").read_bytes()
+    assert (whole / "run-001/steps.csv").read_text() == (killed / "run-001/steps.csv").read_text()
+    columns = ("step", "train_loss", "top1", "ema_top1", "pictures")
+    tables = [read_table(folder / "run-001/epochs.csv") for folder in (whole, killed)]
+    cells = [[[row[column] for column in columns] for row in table] for table in tables]
+    assert cells[0] == cells[1]
+    again = recipe(2, *options, "--folder", killed, "--resume")
+    assert "all 3 epochs of this run were done already" in again
+
+
+def break_pictures(folder: Path) -> Path:
+    """A copy with three broken pictures to train on and one to test on, of each kind of damage."""
+    make_pictures(folder, train=13, val=5)
+    whole = (folder / "train/red/000.jpg").read_bytes()
+    (folder / "train/red/000.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "train/red/001.jpg").write_bytes(b"")
+    (folder / "train/blue/012.jpg").write_text("this is no picture")
+    (folder / "val/green/002.jpg").write_bytes(whole[:100])
+    return folder
+
+
+def test_broken_pictures_are_named_and_the_mean_is_over_what_remains(tmp_path: Path) -> None:
+    broken = break_pictures(tmp_path / "broken")
+    options = (*COMMON, "--lr", "0.02", "-b", "5", "--epochs", "2", "--max-bad-images", "4")
+    texts = [
+        recipe(ranks, broken, *options, *mode, "--folder", tmp_path / name)
+        for ranks, mode, name in ((None, (), "one"), (3, (), "three"), (None, ("--mode", "dp"), "dp"))
+    ]
+    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert losses(tmp_path / "dp") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    rows = read_table(tmp_path / "three/run-001/steps.csv")
+    assert sum(int(row["pictures"]) for row in rows) == 2 * (39 - 3)
+    for text in texts:
+        assert "4 pictures could not be read and were left out" in text
+        assert "on 14 pictures" in last_line(text)
+    newest = max((tmp_path / "three/run-001").glob("step-*"))
+    reasons = json.loads((newest / "extra.json").read_text())
+    assert {"red/000.jpg", "red/001.jpg", "blue/012.jpg", "green/002.jpg"} <= set(
+        re.findall(r"\w+/\d+\.jpg", str(reasons))
+    )
+
+
+def test_a_batch_with_nothing_left_takes_no_step(tmp_path: Path) -> None:
+    folder = make_pictures(tmp_path / "pictures", train=2, val=2)
+    for name in ("blue/000", "green/000", "green/001"):
+        (folder / f"train/{name}.jpg").write_bytes(b"")
+    recipe(2, folder, *COMMON, "-b", "2", "--epochs", "4", "--folder", tmp_path / "runs")
+    rows = read_table(tmp_path / "runs/run-001/steps.csv")
+    assert sum(int(row["pictures"]) for row in rows) == 4 * 3
+    assert len(rows) < 4 * 3, "in none of the epochs two broken pictures met"
+    assert all(math.isfinite(float(row["loss"])) for row in rows)
+
+
+def test_too_many_broken_pictures_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    broken = break_pictures(tmp_path / "broken")
+    words = [str(broken), *COMMON, "-b", "16", "--max-bad-images", "1", "--folder", str(tmp_path / "runs")]
+    outcomes = collect_outcomes(alone_or_launched, 2, words, True)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error == "SystemExit"
+        message = outcome.message or ""
+        assert re.match(rf"rank {rank}: [23] pictures could not be read, more than --max-bad-images 1", message), (
+            message
+        )
+    assert (outcomes[0].message or "")[6:] == (outcomes[1].message or "")[6:]
+
+
+def test_a_resumed_run_keeps_its_options(pictures: Path, alone: tuple[Path, str]) -> None:
+    with pytest.raises(RanksFailed, match="batch-size is 8 and was 16"):
+        recipe(2, pictures, *COMMON, "-b", "8", "--epochs", "2", "--folder", alone[0], "--resume")
+
+
+def test_pretrained_weights_of_other_classes_lack_the_classifier(pictures: Path, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    save_file(ResNetCifar(3, 10).state_dict(), tmp_path / "ten.safetensors")
+    options = ("-a", "resnet20-cifar", "-j", "0", "--no-tensorboard", "-b", "16", "--epochs", "1", "--lr", "1e-9")
+    text = recipe(2, pictures, *options, "--pretrained", tmp_path / "ten.safetensors", "--folder", tmp_path / "runs")
+    assert "but not classifier.2.bias, classifier.2.weight, which are for another number of classes" in text
+    stem = "stem.0.weight"
+    torch.testing.assert_close(weights(tmp_path / "runs")[stem], load_file(tmp_path / "ten.safetensors")[stem])
+    save_file({"stem.0.weight": torch.zeros(16, 3, 3, 3)}, tmp_path / "part.safetensors")
+    with pytest.raises(RanksFailed, match="checkpoint of another model"):
+        recipe(1, pictures, *options, "--pretrained", tmp_path / "part.safetensors", "--folder", tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--amp", "bf16", "--channels-last"), ("--schedule", "step", "--augment", "imagenet")],
+    ids=["half precision", "steps"],
+)
+def test_other_ways_to_compute_train_as_well(options: tuple[str, ...], pictures: Path, tmp_path: Path) -> None:
+    text = recipe(2, pictures, *COMMON, "-b", "16", "--epochs", "2", "--folder", tmp_path, "--ema", "0.9", *options)
+    curve = losses(tmp_path)
+    assert curve[-1] < curve[0]
+    assert last_line(text).startswith("test: top-1")
+
+
+def test_a_compiled_model_has_the_same_loss_curve(pictures: Path, alone: tuple[Path, str], tmp_path: Path) -> None:
+    recipe(2, pictures, *COMMON, "-b", "16", "--epochs", "2", "--folder", tmp_path, "--compile", "eager")
+    assert losses(tmp_path) == pytest.approx(losses(alone[0]), rel=1e-4)
+
+
+def test_spawned_ranks_of_two_machines_meet_at_the_address(
+    pictures: Path, alone: tuple[Path, str], tmp_path: Path
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    argv = [
+        sys.executable, "-m", MODULE, str(pictures), *COMMON, "-b", "16", "--epochs", "2", "--folder",
+        str(tmp_path / "runs"), "--mode", "spawn", "--nprocs", "1", "--dist-url", f"tcp://127.0.0.1:{port}",
+        "--world-size", "2",
+    ]  # fmt: skip
+    env = environment(tmp_path, PYTHONPATH=f"{SITE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    pipe = subprocess.PIPE
+    machines = [
+        subprocess.Popen([*argv, "--rank", rank], env=env, stdout=pipe, stderr=pipe, text=True) for rank in "10"
+    ]
+    try:
+        texts = ["".join(machine.communicate(timeout=LIMIT)) for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+            machine.wait()
+    assert [machine.returncode for machine in machines] == [0, 0], texts
+    assert "2 replica(s) in processes" in texts[1]
+    assert losses(tmp_path / "runs") == pytest.approx(losses(alone[0]), rel=1e-4)
+
+
+def test_real_small_pictures_are_learnt(tmp_path: Path) -> None:
+    data = unpack(sample("cifar10-sample.tar"), tmp_path, per_class=40)
+    options = ("-a", "resnet20-cifar", "--sync-bn", "-j", "2", "-b", "32", "--lr", "0.4", "--warmup-epochs", "1")
+    text = recipe(2, data, *options, "--epochs", "2", "--folder", tmp_path / "runs")
+    found = re.search(r"top-1 ([\d.]+), top-5 ([\d.]+), loss [\d.]+ on (\d+) pictures, over 2", text)
+    assert found, text
+    assert int(found[3]) == 400
+    assert float(found[1]) > 0.15, "no better than guessing one of ten"
+    assert any((tmp_path / "runs/run-001/tensorboard").iterdir())
+
+
+def test_real_large_pictures_go_through_a_model_of_torchvision(tmp_path: Path) -> None:
+    data = unpack(sample("imagenet-sample.tar"), tmp_path, per_class=1)
+    options = ("-a", "resnet18", "--image-size", "64", "--val-split", "0.25", "-j", "2", "-b", "30", "--epochs", "1")
+    text = recipe(2, data, *options, "--folder", tmp_path / "runs", "--no-tensorboard")
+    assert "80 classes" in text
+    assert "60 pictures to train on, 20 to test on, 2 steps" in text
+    assert "on 20 pictures, over 2 rank(s)" in text

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
+
+import tests.site.sitecustomize  # noqa: F401  (makes torchvision loadable here; subprocesses get it by PYTHONPATH)
+
+# With it, a process's print() hands over a line in pieces, between which other processes' pieces come.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
+# A shell that runs the tests in the background makes them ignore Ctrl-C, and the jobs they start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +50,8 @@ def _children() -> set[str]:
     }
     found: set[str] = set()
     for task in Path("/proc/self/task").iterdir():
-        found |= set((task / "children").read_text().split())
+        with suppress(FileNotFoundError):  # a thread that ends meanwhile
+            found |= set((task / "children").read_text().split())
     return found - {str(pid) for pid in servers}
 
 

@@ -35,9 +35,14 @@ _PRELOAD = [
     "torch._dynamo",  # the first optimizer of a process imports it: a second for each rank of each test
     "numpy",
     "pytest",
+    "sklearn.datasets",  # what the recipes read: most of a second as well
+    "sklearn.model_selection",
     "lockstep.comm.init",
     "lockstep.ddp.wrapper",
     "tests.harness",
+    "tests.site.sitecustomize",  # before torchvision: makes it loadable
+    "torchvision.transforms.v2",
+    "lockstep.recipes.imagenet.main",
 ]
 
 
@@ -69,7 +74,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``world_size`` ranks and return the ranks' results in order of rank.
 
-    ``fn`` must be a module-level function; it calls ``lockstep.init()`` itself. Raises RanksFailed with every failed
+    ``fn`` must be a module-level function; it calls ``lockstep.init()`` itself, which takes the backend of this
+    process's ``LOCKSTEP_BACKEND`` (see tests/backends.py). Raises RanksFailed with every failed
     rank's traceback if any rank did not return.
     """
     outcomes = collect_outcomes(fn, world_size, *args, timeout=timeout, threads=threads)
@@ -93,7 +99,9 @@ def collect_outcomes(
             receiving, sending = context.Pipe(duplex=False)
             identity = Identity(rank, world_size, rank, world_size, 0, launched=True)
             process: BaseProcess = context.Process(
-                target=_rank_main, args=(fn, args, identity, str(folder), sending, threads), daemon=False
+                target=_rank_main,
+                args=(fn, args, identity, str(folder), sending, threads, knobs.backend()),
+                daemon=False,
             )
             process.start()
             sending.close()
@@ -133,7 +141,13 @@ def _gather(processes: list[BaseProcess], pipes: list[Connection], folder: Path,
 
 
 def _rank_main(
-    fn: Callable[..., Any], args: tuple[Any, ...], identity: Identity, folder: str, pipe: Connection, threads: int
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    identity: Identity,
+    folder: str,
+    pipe: Connection,
+    threads: int,
+    backend: str | None,
 ) -> None:
     import torch
 
@@ -141,6 +155,10 @@ def _rank_main(
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         os.environ.update(identity.to_environment())
         os.environ[knobs.STORE] = f"{folder}/store"
+        # The fork server has the environment of its own start.
+        os.environ.pop(knobs.BACKEND, None)
+        if backend is not None:
+            os.environ[knobs.BACKEND] = backend
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         # A child of a fork server would start its own children (DataLoader workers) through fresh servers, at a second
         # and a half each; a rank under the launcher has the platform's default start method, and so have these.

@@ -81,8 +81,7 @@ def environment(tmp_path: Path, **changes: str) -> dict[str, str]:
     Most tests here are about processes, and importing torch is nine tenths of their time; ``preload=True`` variants
     run the launcher as users do.
     """
-    unwanted = ("LOCKSTEP_", "PYTHONUNBUFFERED")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
     return env | {"XDG_STATE_HOME": str(tmp_path / "state"), knobs.PRELOAD: ""} | changes
 
 

@@ -20,6 +20,7 @@ _HOMES = {
     "Checkpointer": "lockstep.checkpoint.api",
     "CollectiveMismatch": "lockstep.errors",
     "CollectiveTimeout": "lockstep.errors",
+    "DataParallel": "lockstep.data_parallel.api",
     "DistributedDataParallel": "lockstep.ddp.wrapper",
     "DistributedSampler": "lockstep.sampling.sampler",
     "EnvironmentMismatch": "lockstep.errors",
@@ -33,8 +34,10 @@ _HOMES = {
     "ReplicaMismatch": "lockstep.errors",
     "Restored": "lockstep.checkpoint.api",
     "ShardedLoader": "lockstep.sampling.loader",
+    "SyncBatchNorm": "lockstep.ddp.batchnorm",
     "World": "lockstep.comm.world",
     "bf16_compress_hook": "lockstep.ddp.compress",
+    "convert_sync_batchnorm": "lockstep.ddp.batchnorm",
     "fp16_compress_hook": "lockstep.ddp.compress",
     "init": "lockstep.comm.init",
     "join": "lockstep.ddp.api",
@@ -58,10 +61,13 @@ if TYPE_CHECKING:
     from lockstep.comm.init import shutdown as shutdown
     from lockstep.comm.init import world as world
     from lockstep.comm.world import World as World
+    from lockstep.data_parallel.api import DataParallel as DataParallel
     from lockstep.ddp.api import join as join
     from lockstep.ddp.api import no_sync as no_sync
     from lockstep.ddp.api import register_comm_hook as register_comm_hook
     from lockstep.ddp.api import replicate as replicate
+    from lockstep.ddp.batchnorm import SyncBatchNorm as SyncBatchNorm
+    from lockstep.ddp.batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from lockstep.ddp.compress import bf16_compress_hook as bf16_compress_hook
     from lockstep.ddp.compress import fp16_compress_hook as fp16_compress_hook
     from lockstep.ddp.wrapper import DistributedDataParallel as DistributedDataParallel

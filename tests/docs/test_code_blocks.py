@@ -66,6 +66,9 @@ def run(command: list[str], block: Block, document: Path, folder: Path) -> None:
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "site"), os.environ.get("PYTHONPATH", "")]).rstrip(
+            os.pathsep
+        ),
         "XDG_STATE_HOME": str(folder / "state"),
     }
     done = subprocess.run(

@@ -87,6 +87,30 @@ def test_workers_die_with_their_rank_even_if_nobody_is_left_to_see_to_it(tmp_pat
             os.kill(job.pid, signal.SIGKILL)
 
 
+def test_a_worker_that_is_forked_as_its_rank_dies_goes_too(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import multiprocessing, os, signal, time\n"
+        "def outlive_the_rank(rank=os.getpid()):\n"  # before multiprocessing has set up anything in the worker
+        "    while os.getppid() == rank:\n"
+        "        time.sleep(0.001)\n"
+        "os.register_at_fork(after_in_child=outlive_the_rank)\n"
+        "worker = multiprocessing.get_context('fork').Process(target=signal.pause)\n"
+        "worker.start()\n"
+        "open('ready', 'w').write(str(worker.pid))\n"
+        "signal.pause()\n"
+    )
+    with start(["lockstep", "run", "-n", "1", "train.py"], tmp_path, TMPDIR=str(tmp_path)) as job:
+        wait_for(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text(), "the worker")
+        everyone = job.tree()
+        with killed_afterwards(everyone):
+            os.kill(job.pid, signal.SIGSTOP)  # so that nobody but the worker itself sees to it
+            os.kill(everyone[0], signal.SIGSTOP)
+            os.kill(everyone[1], signal.SIGKILL)
+            assert gone_within(everyone[2:], 1.0) == []
+            os.kill(everyone[0], signal.SIGKILL)
+            os.kill(job.pid, signal.SIGKILL)
+
+
 def test_what_a_finished_rank_left_running_is_ended(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import subprocess\nprint(subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=2).pid)\n"

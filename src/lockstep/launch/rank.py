@@ -6,6 +6,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import io
+import multiprocessing
 import os
 import random
 import signal
@@ -120,8 +121,10 @@ class _Tie:
     main_thread: int
 
     def __call__(self, _key: object) -> None:
-        # A forked process keeps its thread's identifier: it tells which thread forked.
-        if threading.get_ident() == self.main_thread and os.getppid() == self.parent:
+        # A forked process keeps its thread's identifier: it tells which thread forked. Which process did is not asked
+        # of the kernel: the rank may be gone already, and then this worker is to go as well.
+        forked_by = multiprocessing.parent_process()
+        if threading.get_ident() == self.main_thread and forked_by is not None and forked_by.pid == self.parent:
             processes.die_with_parent(self.parent)
 
 

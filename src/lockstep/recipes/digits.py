@@ -188,7 +188,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=30, help="passes over the training set (default: 30)")
     parser.add_argument("--batch-size", type=int, default=64, help="global batch, over all ranks (default: 64)")
     parser.add_argument("--lr", type=float, default=2e-3, help="AdamW's learning rate (default: 0.002)")
-    parser.add_argument("--backend", help="gloo trains on the CPU, nccl on GPUs (default: nccl where there are GPUs)")
+    parser.add_argument("--backend", help="see lockstep.init (default: what the machine suggests)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and order (default: 0)")
     parser.add_argument("--folder", type=Path, default=Path("runs/digits"), help="(default: runs/digits)")
     parser.add_argument("--resume", action="store_true", help="go on with the newest run instead of a new one")

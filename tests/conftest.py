@@ -22,6 +22,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+#: In the environment of every process that the tests start, however it is orphaned later.
+_MARK = "TESTS_OF_PROCESS"
+os.environ[_MARK] = str(os.getpid())
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaks an environment variable, a thread, a child process, a descriptor or a shared segment."""
@@ -29,7 +34,10 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     after = _possessions()
     leaks = {kind: after[kind] - before[kind] for kind in before if after[kind] - before[kind]}
-    if leaks:
+    if "shared memory" in leaks:
+        leaks["shared memory"] -= _of_others()
+        leaks["shared memory"] &= set(os.listdir("/dev/shm"))
+    if any(leaks.values()):
         pytest.fail(f"{request.node.nodeid} leaked: {leaks}")
 
 
@@ -41,6 +49,17 @@ def _possessions() -> dict[str, set[str]]:
         "descriptors": _descriptors(),
         "shared memory": set(os.listdir("/dev/shm")),
     }
+
+
+def _of_others() -> set[str]:
+    """Files in /dev/shm, which is the whole machine's, that living processes of other programs have mapped."""
+    mark, found = f"{_MARK}={os.getpid()}".encode(), set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if mark not in (process / "environ").read_bytes().split(b"\0") and process.name != str(os.getpid()):
+                lines = (process / "maps").read_text().splitlines()
+                found |= {line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line}
+    return found
 
 
 def _children() -> set[str]:

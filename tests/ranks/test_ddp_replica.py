@@ -547,19 +547,72 @@ def _non_finite(check: Any, hooked: bool) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_a_rank_warns_of_its_own_non_finite_gradient() -> None:
-    first, second = run_ranks(_non_finite, 2, "warn", False)
-    assert first == []
-    assert len(second) == 1
-    assert "rank 1 of 2, step 1: the gradient of '4.bias' is infinite or NaN on this rank" in second[0]
+@pytest.mark.parametrize("check", ["warn", "skip"])
+def test_a_non_finite_gradient_is_warned_about_where_it_is_and_on_rank_0(check: str) -> None:
+    first, second, third = run_ranks(_non_finite, 3, check, False)
+    assert (len(first), len(second), len(third)) == (1, 1, 0)
+    assert "rank 0 of 3, step 1: infinite or NaN gradients before averaging: of '4.bias' on rank 1. " in first[0]
+    assert "rank 1 of 3, step 1: infinite or NaN gradients before averaging: of '4.bias' on rank 1. " in second[0]
 
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_all_ranks_stop_at_a_non_finite_gradient(hooked: bool) -> None:
     first, second = collect_outcomes(_non_finite, 2, "raise", hooked)
     assert (first.error, second.error) == ("NonFiniteGradient", "NonFiniteGradient"), first.traceback
-    assert "rank 0 of 2, step 1: the gradient of '4.bias' is infinite or NaN on another rank" in str(first.message)
-    assert "rank 1 of 2, step 1: the gradient of '4.bias' is infinite or NaN on this rank" in str(second.message)
+    for rank, outcome in enumerate((first, second)):
+        place = f"rank {rank} of 2, step 1: infinite or NaN gradients before averaging: of '4.bias' on rank 1. Every"
+        assert place in str(outcome.message)
+
+
+def _skip(world_size: int, hooked: bool) -> None:
+    """Steps 1 and 2 are bad, on different ranks, one after an accumulating backward. A run without them is equal."""
+    w = lockstep.init(timeout=20)
+    trained = []
+    for bad_steps in ([1, 2], []):
+        model = lockstep.replicate(mlp(), first_bucket_mb=1e-5, bucket_cap_mb=3e-4, check_finite="skip")
+        if hooked:
+            lockstep.register_comm_hook(model, None, _hook_named("torch.allreduce_hook"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        for step in range(5) if bad_steps else (0, 3, 4):
+            factor = float("inf") if step in bad_steps and w.rank == step % world_size else 1.0
+            if step == 2:
+                with lockstep.no_sync(model):
+                    differentiate(squares(model, w.rank, step))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                (squares(model, w.rank, step) * factor).backward()
+            assert (model[0].weight.grad is None) == (step in bad_steps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        trained.append([*model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_skipped_step_changes_nothing_on_any_rank(world_size: int, hooked: bool) -> None:
+    run_ranks(_skip, world_size, world_size, hooked)
+
+
+def _skip_for_ever() -> int:
+    w = lockstep.init(timeout=20)
+    model = lockstep.replicate(mlp(), check_finite="skip")
+    steps = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for bad in [True] * 60 + [False] + [True] * 200:
+            factor = float("nan") if bad and w.rank == 1 else 1.0
+            try:
+                (squares(model, w.rank, 0) * factor).backward()
+            except lockstep.NonFiniteGradient as error:
+                assert "the 100th step in a row that was skipped" in str(error)  # noqa: PT017  (inside a loop)
+                return steps
+            steps += 1
+    return steps
+
+
+def test_training_that_skips_every_step_is_an_error() -> None:
+    assert run_ranks(_skip_for_ever, 2) == [160, 160]
 
 
 def _non_finite_and_unused() -> None:
@@ -621,20 +674,25 @@ class Poison(torch.autograd.Function):
         return grads[0] * float("nan")
 
 
-def test_a_rank_warns_of_its_own_non_finite_sparse_gradient() -> None:
-    first, second = run_ranks(_non_finite_sparse, 2, "warn", 2)
-    assert first == []
-    assert len(second) == 1
-    assert "rank 1 of 2, step 1: the gradient of 'words.weight' is infinite or NaN on this rank" in second[0]
+@pytest.mark.parametrize("check", ["warn", "skip"])
+def test_a_non_finite_sparse_gradient_is_warned_about(check: str) -> None:
+    for rank, caught in enumerate(run_ranks(_non_finite_sparse, 2, check, 2)):
+        assert len(caught) == 1
+        assert (
+            f"rank {rank} of 2, step 1: infinite or NaN gradients before averaging: of 'words.weight' on rank 1. "
+            in (caught[0])
+        )
 
 
 def test_all_ranks_stop_at_a_non_finite_sparse_gradient() -> None:
     first, second = collect_outcomes(_non_finite_sparse, 2, "raise", 2)
     assert (first.error, second.error) == ("NonFiniteGradient", "NonFiniteGradient"), first.traceback
-    assert "rank 0 of 2, step 1: the gradient of 'words.weight' is infinite or NaN on another rank" in str(
+    assert "rank 0 of 2, step 1: infinite or NaN gradients before averaging: of 'words.weight' on rank 1. Every" in str(
         first.message
     )
-    assert "rank 1 of 2, step 1: the gradient of 'words.weight' is infinite or NaN on this rank" in str(second.message)
+    assert "rank 1 of 2, step 1: infinite or NaN gradients before averaging: of 'words.weight' on rank 1. Every" in str(
+        second.message
+    )
 
 
 def test_a_world_of_one_stops_at_a_non_finite_sparse_gradient() -> None:

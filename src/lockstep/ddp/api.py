@@ -62,9 +62,11 @@ def replicate(
         broadcast_buffers: send rank 0's buffers to all ranks at construction and around every training step.
         find_unused_parameters: parameters that get no gradient always work; True says that they are expected and
             ends the warning that names those that no rank used.
-        check_finite: what a rank does that holds an infinite or NaN gradient before it is averaged: nothing ("off",
-            free), a warning that names rank and parameter ("warn"), or NonFiniteGradient on all ranks ("raise").
-            The last two read the gradients once more, and wait for the device.
+        check_finite: what happens if a rank holds an infinite or NaN gradient before it is averaged: nothing ("off",
+            free), a warning that names rank and parameter ("warn"), the same and every ``grad`` is None on all ranks,
+            so that the optimizer's step changes nothing ("skip"; 100 such steps in a row are an error), or
+            NonFiniteGradient on all ranks ("raise"). The last three read the gradients once more, and wait for the
+            device. A GradScaler skips such steps itself, and refuses to step without gradients: "skip" is not for it.
         gradient_as_bucket_view: let every ``grad`` be a view of its bucket, which saves a copy of the gradients. The
             same memory is used again in the next step.
         overlap: average a bucket as soon as it is full, while backward goes on. False: all at the end, which a graph

@@ -41,13 +41,13 @@ class Collector:
             hooked: the buckets went through a comm hook.
 
         Returns:
-            The positions of the parameters that no rank used, if ``write``.
+            The positions of the parameters that no rank used, if ``write`` and the step is not skipped.
 
         Raises:
-            NonFiniteGradient: with ``check_finite="raise"``, on all ranks.
+            NonFiniteGradient: as :meth:`~lockstep.ddp.finite.FiniteCheck.verdict`, on all ranks.
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
-        checked = self.finite is not None and self.finite.stops
+        checked = self.finite is not None
         unused: list[int] = []
         if hooked:  # see Note [Launch order]
             for bucket in self.buckets:
@@ -59,7 +59,9 @@ class Collector:
             if write and not checked:
                 unused += self.write(cycle, bucket)
         if checked:
-            self._judge(cycle, sparse, restore=write)
+            cycle.skipped = self._judge(cycle, sparse, restore=write)
+            if cycle.skipped:
+                return []
         if write and (checked or hooked):
             for bucket in self.buckets:
                 unused += self.write(cycle, bucket)
@@ -102,11 +104,12 @@ class Collector:
             if tensor.data_ptr() != bucket.values.data_ptr():
                 bucket.values.copy_(tensor.view(-1))
 
-    def _judge(self, cycle: Cycle, sparse: Sequence[SparseTransfer], *, restore: bool) -> None:
+    def _judge(self, cycle: Cycle, sparse: Sequence[SparseTransfer], *, restore: bool) -> bool:
+        """Whether this step is skipped."""
         assert self.finite is not None  # (for the type checker)
-        bad = [transfer.name for transfer in sparse if transfer.is_bad()]
+        flags = [transfer.is_bad() for transfer in sparse] + [bool(bucket.bad.any()) for bucket in self.buckets]
         try:
-            self.finite.verdict(self.buckets, self.names, bad, self.whoami)
+            return self.finite.verdict(flagged=any(flags), whoami=self.whoami)
         except NonFiniteGradient:
             for bucket in self.buckets if restore else ():
                 self._restore_unused(cycle, bucket)

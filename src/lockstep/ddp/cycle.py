@@ -33,6 +33,8 @@ class Cycle:
     #: What waits for a bucket that was sent, and what then returns a comm hook's result; by index.
     waits: dict[int, Callable[[], object]] = field(default_factory=dict)
     results: dict[int, Callable[[], object]] = field(default_factory=dict)
+    #: Whether the gradients were bad and all ranks leave this step out; see :class:`~lockstep.ddp.finite.FiniteCheck`.
+    skipped: bool = False
     #: The comm hook's latest future.
     in_hook: torch.futures.Future[Any] | None = None
 

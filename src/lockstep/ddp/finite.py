@@ -6,78 +6,86 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.exchange import all_gather_records
 from lockstep.ddp.bucket import Bucket
+from lockstep.ddp.options import CheckFinite
 from lockstep.errors import NonFiniteGradient
+
+#: Steps skipped one after the other before training that goes nowhere is an error.
+MOST_SKIPPED = 100
 
 
 class FiniteCheck:
     """What ``check_finite`` does. ``inspect`` runs on every bucket before it is sent, ``verdict`` after all have come.
 
-    In mode "raise" a rank that stopped at its own bad gradient would leave the others waiting. So it sends the bucket
-    all the same, with the flags of Note [Bucket layout] that name the parameters, and all ranks raise at the end. What
-    a rank announces of a sparse gradient, before its rows are sent, has such a flag too.
+    A rank that stopped at its own bad gradient would leave the others waiting, and one that skipped its step alone
+    would part from them. So it sends the bucket all the same, with the flags of Note [Bucket layout], and all ranks
+    decide at the end, which they reach with the same flags. (What a rank announces of a sparse gradient, before its
+    rows are sent, has such a flag too.) Only when something is flagged do they tell each other whose gradients it was.
     """
 
-    def __init__(self, *, stops: bool) -> None:
-        #: True for "raise", False for "warn".
-        self.stops = stops
+    def __init__(self, policy: CheckFinite, group: dist.ProcessGroup) -> None:
+        self._policy, self._group = policy, group
         self._mine: list[str] = []
+        self._skipped_in_a_row = 0
 
-    def inspect(self, bucket: Bucket, names: Sequence[str], whoami: Callable[[], str]) -> None:
-        """**Local.** Flag, and in mode "warn" report, the parameters of ``bucket`` whose gradients are not finite."""
+    def inspect(self, bucket: Bucket, names: Sequence[str]) -> None:
+        """**Local.** Flag the parameters of ``bucket`` whose gradients are not finite."""
         if bool(torch.isfinite(bucket.values).all()):
             return
         bad = [slot for slot, view in enumerate(bucket.views) if not bool(torch.isfinite(view).all())]
-        if self.stops:
-            bucket.bad[bad] = 1
-        self._note([names[slot] for slot in bad], whoami)
+        bucket.bad[bad] = 1
+        self._mine += [names[slot] for slot in bad]
 
-    def inspect_rows(self, rows: Tensor, name: str, whoami: Callable[[], str]) -> bool:
+    def inspect_rows(self, rows: Tensor, name: str) -> bool:
         """**Local.** As :meth:`inspect`, for a sparse gradient; whether to flag it."""
         if bool(torch.isfinite(rows).all()):
             return False
-        self._note([name], whoami)
-        return self.stops
+        self._mine.append(name)
+        return True
 
-    def _note(self, found: list[str], whoami: Callable[[], str]) -> None:
-        if self.stops:
-            self._mine += found
-        else:
-            warnings.warn(
-                f"{whoami()}: the gradient of {_listed(found)} is infinite or NaN on this rank, and so will be the "
-                "average on all ranks",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+    def verdict(self, *, flagged: bool, whoami: Callable[[], str]) -> bool:
+        """**Collective.** What becomes of this step; whether it is skipped.
 
-    def verdict(
-        self, buckets: Sequence[Bucket], names: Sequence[str], sparse: Sequence[str], whoami: Callable[[], str]
-    ) -> None:
-        """**Local.** Raise if any rank flagged a parameter, in ``buckets`` or among the ``sparse`` ones (names).
+        Args:
+            flagged: whether any rank flagged a gradient; the same on all ranks.
 
         Raises:
-            NonFiniteGradient: names this rank's parameters, or else those that other ranks flagged.
+            NonFiniteGradient: with the policy "raise", or after too many skipped steps; the same on all ranks.
         """
         mine, self._mine = self._mine, []
-        flagged = [
-            names[position]
-            for bucket in buckets
-            for position, bad in zip(bucket.positions, (bucket.bad.abs() > 0).tolist(), strict=True)
-            if bad
-        ]
-        flagged += sparse
-        if mine:
+        if not flagged:
+            self._skipped_in_a_row = 0
+            return False
+        found = {rank: names for rank, names in enumerate(all_gather_records(mine, self._group)) if names}
+        where = "; ".join(f"of {_listed(names)} on rank {rank}" for rank, names in found.items())
+        what = f"{whoami()}: infinite or NaN gradients before averaging: {where}"
+        if self._policy == "raise":
             raise NonFiniteGradient(
-                f"{whoami()}: the gradient of {_listed(mine)} is infinite or NaN on this rank. Every rank stops "
-                "here, before the optimizer's step. Look at this rank's batch and loss, or lower the learning rate"
+                f"{what}. Every rank stops here, before the optimizer's step. Look at that rank's batch and loss, or "
+                "lower the learning rate"
             )
-        if flagged:
+        concerned = dist.get_rank(self._group) in (0, *found)  # the others' warnings would be the same
+        if self._policy == "warn":
+            if concerned:
+                _warn(f"{what}. The average is not finite either, on all ranks")
+            return False
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row == MOST_SKIPPED:
             raise NonFiniteGradient(
-                f"{whoami()}: the gradient of {_listed(flagged)} is infinite or NaN on another rank, whose own message "
-                "says so. Every rank stops here, before the optimizer's step"
+                f"{what}. That was the {MOST_SKIPPED}th step in a row that was skipped, so training has come to an end "
+                "here: the parameters may hold such values already. Go back to a checkpoint, or lower the learning rate"
             )
+        if concerned:
+            _warn(f"{what}. No gradient is left on any rank, so the optimizer's step changes nothing")
+        return True
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-CheckFinite = Literal["off", "warn", "raise"]
+CheckFinite = Literal["off", "warn", "skip", "raise"]
 
 _MIB = 1024 * 1024
 
@@ -29,7 +29,7 @@ class ReplicaOptions:
             if not 0 < size < float("inf"):
                 raise ValueError(f"{name}={size!r}: expected a positive number of MiB")
         if self.check_finite not in get_args(CheckFinite):
-            raise ValueError(f"check_finite={self.check_finite!r}: expected 'off', 'warn' or 'raise'")
+            raise ValueError(f"check_finite={self.check_finite!r}: expected 'off', 'warn', 'skip' or 'raise'")
 
     @property
     def bucket_cap_bytes(self) -> int:

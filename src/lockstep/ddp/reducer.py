@@ -226,7 +226,7 @@ class Reducer:
         Raises:
             LockstepError: a gradient changed after its bucket had been sent, see Note [More than one event]; or it was
                 gone, see Note [Taken gradients].
-            NonFiniteGradient: with ``check_finite="raise"``, on all ranks.
+            NonFiniteGradient: as :meth:`~lockstep.ddp.finite.FiniteCheck.verdict`, on all ranks.
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
         mistake: LockstepError | None = None
@@ -239,7 +239,11 @@ class Reducer:
             self._launch_rest()
             if mistake is None and any(self._cycle.missing.values()):
                 mistake = self.find_changed()
-            self._note_unused(self._collect(write=True))
+            unused = self._collect(write=True)
+            if self._cycle.skipped:
+                self._drop_gradients()
+            else:
+                self._note_unused(unused)
             if not self._learned:
                 self._learn()
             self.pending.clear()
@@ -329,7 +333,7 @@ class Reducer:
             return
         cycle.missing[index] = self._contributor.fill(bucket, cycle, missing, self._scale(bucket))
         if self._finite is not None:
-            self._finite.inspect(bucket, [self._names[position] for position in bucket.positions], self._whoami)
+            self._finite.inspect(bucket, [self._names[position] for position in bucket.positions])
         if self._comm_hook is not None:
             self._launch_hook(*self._comm_hook, bucket)
         elif self._world_size > 1:
@@ -366,10 +370,15 @@ class Reducer:
                 return unused
         return [bucket.positions[slot] for bucket in self._buckets for slot in self._cycle.missing[bucket.index]]
 
+    def _drop_gradients(self) -> None:
+        """Leave the optimizer nothing to step with: no momentum, no decay, no count of steps changes then."""
+        for param in self._params:
+            param.grad = None
+
     def _launch_sparse(self, slot: SparseSlot) -> SparseTransfer:
         used = slot.position in self._arrivals.sparse or slot.position in self.pending
         finite, name = self._finite, self._names[slot.position]
-        inspect = None if finite is None else lambda rows: finite.inspect_rows(rows, name, self._whoami)
+        inspect = None if finite is None else lambda rows: finite.inspect_rows(rows, name)
         return slot.launch(self._cycle.weight / self._cycle.divisor, used, inspect)
 
     def _note_unused(self, unused: list[int]) -> None:

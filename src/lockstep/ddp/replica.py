@@ -94,9 +94,8 @@ class Replica(Joinable):
         self._frozen = [param for param in module.parameters() if not param.requires_grad]
         #: Every parameter's dtype, by its identity.
         self._known = {id(param): param.dtype for param in module.parameters()}
-        finite = (
-            None if self._options.check_finite == "off" else FiniteCheck(stops=self._options.check_finite == "raise")
-        )
+        policy = self._options.check_finite
+        finite = None if policy == "off" else FiniteCheck(policy, self._group)
         sparse_ids = _sparse_parameters(module)
         sparse = [i for i, param in enumerate(params) if id(param) in sparse_ids]
         dense = [i for i, param in enumerate(params) if id(param) not in sparse_ids]
@@ -107,12 +106,11 @@ class Replica(Joinable):
             first_cap_bytes=self._options.first_bucket_bytes if memory is None else _ALL,
         )
         positions = [[dense[i] for i in bucket] for bucket in plan]
-        flags_bad = finite is not None and finite.stops
         reducer = Reducer(
             params,
             names,
             buckets=[
-                Bucket(index, chosen, [params[i] for i in chosen], flag_finite=flags_bad, memory=memory)
+                Bucket(index, chosen, [params[i] for i in chosen], flag_finite=finite is not None, memory=memory)
                 for index, chosen in enumerate(positions)
             ],
             sparse=[SparseSlot(i, params[i], names[i], self._group) for i in sparse],

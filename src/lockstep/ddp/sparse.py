@@ -58,9 +58,7 @@ class SparseTransfer:
     """One reduction of one sparse gradient, under way."""
 
     def __init__(self, slot: SparseSlot, indices: Tensor, values: Tensor, *, count: int, bad: bool) -> None:
-        #: The parameter's name.
-        self.name = slot.name
-        self._param, self._group = slot.param, slot.group
+        self._name, self._param, self._group = slot.name, slot.param, slot.group
         self._world_size = dist.get_world_size(slot.group)
         self._indices, self._values = indices, values
         mine = torch.tensor([count, int(bad)], dtype=torch.int64, device=values.device)
@@ -119,4 +117,4 @@ class SparseTransfer:
 
     def _describe(self) -> str:
         rank = dist.get_rank(self._group)
-        return f"rank {rank} of {self._world_size}: gathering the sparse gradient of '{self.name}'"
+        return f"rank {rank} of {self._world_size}: gathering the sparse gradient of '{self._name}'"

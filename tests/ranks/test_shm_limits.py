@@ -206,7 +206,7 @@ def _idle() -> float:
 
 def test_a_rank_that_waits_sleeps() -> None:
     spent = run_ranks(_idle, 4)
-    assert max(spent) < 0.1, spent
+    assert max(spent) < 0.4, spent  # a rank that spins takes a second at least, on a busy machine too
 
 
 # --- groups that come and go -----------------------------------------------------------------------------------------

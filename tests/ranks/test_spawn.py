@@ -197,6 +197,24 @@ def test_functions_and_classes_of_main_and_ranks_that_spawn(tmp_path: Path) -> N
     assert sorted(out.splitlines()) == ["0 3 __mp_main__ 0"] * 2 + ["0 5 __mp_main__ 0", "1 5 __mp_main__ 1"], err
 
 
+def test_a_program_on_standard_input_is_refused_with_a_reason(tmp_path: Path) -> None:
+    command = [sys.executable, "-"]
+    done = subprocess.run(
+        command, cwd=tmp_path, input=_IN_MAIN, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert (
+        "LaunchError: the ranks of lockstep.spawn import the main program again, and <stdin> is no file" in done.stderr
+    )
+
+
+def test_a_port_that_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "http")
+    with pytest.raises(lockstep.EnvironmentMismatch, match="MASTER_PORT='http': expected 1 to 65535"):
+        lockstep.spawn(functions.write, ("", ""), nprocs=2)
+
+
 def test_a_script_without_the_main_guard_is_told_so(tmp_path: Path) -> None:
     with _program(tmp_path, "import lockstep\ndef f(rank): pass\nlockstep.spawn(f, nprocs=2)\n") as process:
         _, err = process.communicate(timeout=LIMIT)

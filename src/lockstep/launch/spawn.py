@@ -17,7 +17,7 @@ from multiprocessing import context, reduction, resource_tracker
 from multiprocessing import spawn as multiprocessing_spawn
 from typing import Any
 
-from lockstep.errors import LaunchError, RankFailed
+from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
 from lockstep.identity import Identity
 from lockstep.launch import ports, records, report
 from lockstep.launch.handle import ZygoteHandle
@@ -55,7 +55,8 @@ def spawn(
 
     Raises:
         RankFailed: a rank raised or died; the others were stopped. The message holds the rank's traceback.
-        LaunchError: the ranks could not be started.
+        LaunchError: the ranks could not be started, or could not import ``__main__`` again.
+        EnvironmentMismatch: ``MASTER_PORT`` is set to what is no port.
         ValueError: ``nprocs`` is less than 1, or ``start_method`` is another.
     """
     if nprocs < 1:
@@ -83,6 +84,8 @@ class SpawnContext:
         self._closed = False
         # Raises where a rank is just importing __main__ again, before anything is started.
         preparation = multiprocessing_spawn.get_preparation_data("rank")
+        _check_main(preparation)
+        master = _master()
         self._folder = tempfile.mkdtemp(prefix="lockstep-")
         try:
             self._zygote = ZygoteHandle(self._folder)
@@ -92,7 +95,7 @@ class SpawnContext:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._zygote, selectors.EVENT_READ)
         try:
-            self._fork(preparation, fn, args)
+            self._fork(preparation, fn, args, master)
         except BaseException:
             self._zygote.kill()  # it is importing: no rank runs anything yet
             self._close()
@@ -140,8 +143,9 @@ class SpawnContext:
             raise self._error
         return [state.pid for state in self._policy.states.values() if state.pid is not None]
 
-    def _fork(self, preparation: dict[str, Any], fn: Callable[..., object], args: tuple[Any, ...]) -> None:
-        master = _master()
+    def _fork(
+        self, preparation: dict[str, Any], fn: Callable[..., object], args: tuple[Any, ...], master: tuple[str, int]
+    ) -> None:
         for rank in range(self._world_size):
             identity = Identity(rank, self._world_size, rank, self._world_size, 0, launched=True)
             env = rank_environment(
@@ -277,5 +281,18 @@ class _Parcel:
 def _master() -> tuple[str, int]:
     """Where a function that opens torch's process group meets: as the caller set it, or any free port."""
     if "RANK" not in os.environ and "MASTER_PORT" in os.environ:
-        return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ["MASTER_PORT"])
+        text = os.environ["MASTER_PORT"]
+        if not (text.isdecimal() and 0 < int(text) < 65536):
+            raise EnvironmentMismatch(f"MASTER_PORT={text!r}: expected 1 to 65535, or leave it unset for any free port")
+        return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(text)
     return "127.0.0.1", ports.free_port()
+
+
+def _check_main(preparation: dict[str, Any]) -> None:
+    """Ranks import ``__main__`` again, and a program that came through a pipe is gone by then."""
+    path = preparation.get("init_main_from_path")
+    if path is not None and not os.path.exists(path):
+        raise LaunchError(
+            f"the ranks of lockstep.spawn import the main program again, and {os.path.basename(path)} is no file that "
+            "they could read: save the program to a file and run that"
+        )

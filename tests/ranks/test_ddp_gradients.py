@@ -512,3 +512,46 @@ def train_after_init(attach: Callable[[nn.Module], nn.Module]) -> None:
 @pytest.mark.parametrize("order", ["compile first", "compile last"])
 def test_compiled_modules(order: str, attach: Attach) -> None:
     run_ranks(_compiled, 2, order, attach)
+
+
+# Hooks of the user's ------------------------------------------------------------------------------------------------
+
+
+def _changed_by_hooks(attach: Attach) -> None:
+    """A hook that comes after replicate sees this rank's own gradient, and what it makes of it is averaged."""
+    w = lockstep.init()
+
+    def change(param: nn.Parameter, rank: int) -> None:
+        assert param.grad is not None
+        if step % 2:
+            param.grad = param.grad * (rank + 2)
+        else:
+            param.grad.mul_(rank + 2)
+
+    model, seen, step = wide(), dict[int, Tensor](), 0
+    attach(model)
+    for position, param in enumerate(model.parameters()):
+
+        def hook(param: nn.Parameter, position: int = position) -> None:
+            assert param.grad is not None
+            seen[position] = param.grad.clone()
+            change(param, w.rank)
+
+        param.register_post_accumulate_grad_hook(hook)
+    alone = [wide() for _ in range(w.world_size)]
+    for step in range(4):
+        model.zero_grad()
+        differentiate(squares(model, w.rank, step))
+        for rank, other in enumerate(alone):
+            other.zero_grad()
+            differentiate(squares(other, rank, step))
+        for position, param in enumerate(model.parameters()):
+            grads = [[*other.parameters()][position].grad for other in alone]
+            terms = [grad * (rank + 2) for rank, grad in enumerate(grads) if grad is not None]
+            torch.testing.assert_close(seen[position], grads[w.rank], rtol=0, atol=0)
+            torch.testing.assert_close(param.grad, sum(terms) / w.world_size)
+
+
+@pytest.mark.parametrize("attach", WAYS, ids=name_of)
+def test_hooks_that_change_gradients(attach: Attach) -> None:
+    run_ranks(_changed_by_hooks, 2, attach)

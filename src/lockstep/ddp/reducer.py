@@ -202,13 +202,18 @@ class Reducer:
 
         if bucket is None or self._params[position].numel() < SMALL:
             return on_gradient if self._overlap else on_gradient_at_last
-        large_in, slot = bucket, bucket.positions.index(position)
+        large_in, slot, param = bucket, bucket.positions.index(position), self._params[position]
 
         def on_large_gradient(_: object = None) -> None:
             if not self.is_open:
                 self.announce()
             append(position)
-            if self._packs_early and position not in self._in_portions and not torch.is_grad_enabled():
+            if (
+                self._packs_early
+                and position not in self._in_portions
+                and not torch.is_grad_enabled()
+                and not _has_other_hooks(param)
+            ):
                 large_in.pack_early(slot, self._scale(large_in), as_view=self._as_view)
             if len(arrived) >= expected:
                 self._launch_full_buckets()
@@ -322,7 +327,8 @@ class Reducer:
             self._late_for_good.add(index)
             self._in_portions.update(self._buckets[index].positions)
             return False
-        return True
+        # The hook of the parameter that came last runs behind ours: it is not done yet.
+        return not any(_has_other_hooks(param) for param in self._buckets[index].params)
 
     @torch.no_grad()
     def _launch(self, index: int) -> None:
@@ -401,3 +407,9 @@ class Reducer:
 
     def _not_announced(self) -> None:
         raise LockstepError(f"{self._whoami()}: a gradient arrived, but no backward began")
+
+
+def _has_other_hooks(param: Parameter) -> bool:
+    """Whether a hook of the user's comes after ours, which is to see this rank's own gradient and may change it."""
+    hooks = param._post_accumulate_grad_hooks  # private, and the only way to ask
+    return hooks is not None and len(hooks) > 1

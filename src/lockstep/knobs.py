@@ -4,6 +4,7 @@
 ``LOCKSTEP_STORE``     path of the rendezvous file; set by the launcher on one host, so that no
                        port is opened. Absent: ``MASTER_ADDR`` and ``MASTER_PORT`` are used.
 ``LOCKSTEP_JOB_DIR``   the job's private folder (0700), where a rank leaves its failure record.
+``LOCKSTEP_RESTART``   how often the launcher has restarted the ranks of this job: 0 the first time.
 ``LOCKSTEP_PRELOAD``   modules, with commas between, that the launcher imports once before it forks
                        the ranks, in place of torch and lockstep; for programs that always need
                        more (``torch,torchvision``), or less. Empty: none.
@@ -28,6 +29,7 @@ from lockstep.errors import EnvironmentMismatch
 
 STORE = "LOCKSTEP_STORE"
 JOB_DIR = "LOCKSTEP_JOB_DIR"
+RESTART = "LOCKSTEP_RESTART"
 PRELOAD = "LOCKSTEP_PRELOAD"
 BACKEND = "LOCKSTEP_BACKEND"
 TIMEOUT = "LOCKSTEP_TIMEOUT"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.agreement import standing
 from lockstep.checkpoint import rng, storage
 from lockstep.checkpoint.codec import encode
 from lockstep.checkpoint.load import Contents, read
@@ -102,6 +103,12 @@ class Checkpointer:
 
     def _count_step(self, *_: object) -> None:
         self.step += 1
+        self._tell_step()
+
+    def _tell_step(self) -> None:
+        own = standing.own()
+        if own is not None:
+            own.at_step(self.step)
 
     def epochs(self, count: int, *, resume: bool = True) -> Iterator[int]:
         """**Collective.** The epochs still to do out of ``count``: ``for epoch in saved.epochs(10)``.
@@ -265,6 +272,7 @@ class Checkpointer:
             raise
         together(self._world, lambda: self._training.load_tensors(contents), lambda _: None)
         self.step = self._last_saved = manifest.step
+        self._tell_step()
         self._epoch = manifest.epoch
         self._owns_folder = True
         if self._world.is_main:

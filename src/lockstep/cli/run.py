@@ -17,6 +17,7 @@ import click
 @click.option("--log-dir", type=click.Path(path_type=Path), help="Folder for every rank's log (rank1.log …).")
 @click.option("--all-output", is_flag=True, help="Show every rank's lines, not only rank 0's.")
 @click.option("--grace", default=10.0, show_default=True, metavar="SECONDS", help="Time to stop before being killed.")
+@click.option("--max-restarts", default=0, show_default=True, metavar="K", help="Start again after a failure.")
 @click.argument("program")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -25,6 +26,7 @@ def run(
     log_dir: Path | None,
     all_output: bool,
     grace: float,
+    max_restarts: int,
     program: str,
     args: tuple[str, ...],
 ) -> None:
@@ -46,6 +48,7 @@ def run(
             log_dir=log_dir,
             output=Output.ALL if all_output else Output.FIRST,
             grace=grace,
+            max_restarts=max_restarts,
         )
         sys.exit(supervisor.run(spec))
     except (ValueError, LaunchError) as error:

@@ -22,8 +22,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     Store,
 )
 from torch.distributed.rendezvous import rendezvous
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep import knobs, machine
+from lockstep.agreement import standing
 from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.shm.rendezvous import why_apart
@@ -83,7 +85,16 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     agreed_seed = _agree_on_seed(seed, group)
     _seed_everything(agreed_seed, identity.rank)
     _world = World(identity, device=device, group=group, seed=agreed_seed, timeout=limit)
+    _count_steps()
     return _world
+
+
+def _count_steps() -> None:
+    """Tell the launcher how many steps this rank takes, if it had no torch yet to see to it itself."""
+    own = standing.own()
+    if own is not None and not own.counting:
+        register_optimizer_step_post_hook(own.took_step)
+        own.count()
 
 
 def world() -> World:

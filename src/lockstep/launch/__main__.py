@@ -34,6 +34,7 @@ class _Options:
     log_dir: Path | None
     all_output: bool
     grace: float
+    max_restarts: int
     program: str
     args: tuple[str, ...]
 
@@ -55,6 +56,7 @@ class _Options:
             log_dir=self.log_dir,
             output=Output.ALL if self.all_output else Output.SHARED,
             grace=self.grace,
+            max_restarts=self.max_restarts,
         )
 
 
@@ -70,6 +72,7 @@ class _Options:
 @click.option("--log_dir", "--log-dir", type=click.Path(path_type=Path), help="Folder for the other ranks' logs.")
 @click.option("--all_output", "--all-output", is_flag=True, help="Show every rank's lines with a prefix.")
 @click.option("--grace", default=DEFAULT_GRACE, metavar="SECONDS", help="Time to stop before being killed.")
+@click.option("--max_restarts", "--max-restarts", default=0, metavar="K", help="Start all ranks again after a failure.")
 @click.argument("program")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def main(**options: Any) -> None:

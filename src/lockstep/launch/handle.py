@@ -19,6 +19,14 @@ from lockstep.launch.signals import STOPPING
 
 #: What every rank needs; named, not imported, because the watcher never loads torch.
 _PRELOAD = ("torch", "torch.distributed", "numpy.random", "lockstep.comm.init")
+#: What training needs soon after: a second and more, most of it for what the first optimizer of a process imports.
+_TRAINING = (
+    "torch._dynamo",
+    "torch.utils.data",
+    "lockstep.ddp.api",
+    "lockstep.sampling.loader",
+    "lockstep.checkpoint.api",
+)
 
 #: lockstep is imported from where it is here, which may be the current folder only; the user's folders come later, so
 #: that a random.py of theirs can't stand in for Python's.
@@ -36,8 +44,11 @@ main(int(control), folder, [name for name in modules.split(",") if name])
 class ZygoteHandle:
     """A running zygote. Whoever made it must :meth:`close` it."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, restarts: bool = False) -> None:
+        """``restarts``: ranks may be forked again, and are then to be back in training as soon as can be."""
         preload = knobs.preload()
+        if preload is None:
+            preload = (*_PRELOAD, *_TRAINING) if restarts else _PRELOAD
         ours, theirs = socket.socketpair()
         home = str(Path(knobs.__file__).parent.parent)
         # The interpreter's own options (-X, -W, -O …) as multiprocessing passes them on; it has no public name.
@@ -49,7 +60,7 @@ class ZygoteHandle:
             _BOOT,
             str(theirs.fileno()),
             folder,
-            ",".join(_PRELOAD if preload is None else preload),
+            ",".join(preload),
             home,
         ]
         try:
@@ -83,6 +94,10 @@ class ZygoteHandle:
     def receive(self) -> list[Message]:
         """Wait for messages. Raises EOFError if the zygote is gone."""
         return [message for message, _ in self._channel.receive()]
+
+    def clear(self) -> None:
+        """Ask the zygote to end what its ranks left behind; the answer is a ``cleared`` message."""
+        self._send({"do": "clear"})
 
     def finish(self) -> None:
         """Ask the zygote to end what its ranks left behind, and to leave."""

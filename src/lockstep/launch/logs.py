@@ -33,6 +33,8 @@ class LogFolder:
         self._program = program
         self._lock: int | None = None
         self.path: Path | None = None
+        #: Restarts of the job so far; the ranks' logs after a restart are in a folder of their own.
+        self.restart = 0
 
     def open(self, rank: int) -> int:
         """A new, empty log for ``rank``, open for appending; the caller closes it.
@@ -43,6 +45,8 @@ class LogFolder:
         try:
             if self.path is None:
                 self.path = self._make()
+            if self.restart:
+                self.log(rank).parent.mkdir(mode=0o700, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
             return os.open(self.log(rank), flags, 0o600)
         except OSError as error:
@@ -51,26 +55,34 @@ class LogFolder:
                 "name another folder with --log-dir"
             ) from error
 
-    def log(self, rank: int) -> Path:
-        """The path of a rank's log."""
+    def log(self, rank: int, *, restart: int | None = None) -> Path:
+        """The path of a rank's log: since the last restart, or after another one."""
         assert self.path is not None, "no log was opened yet"
-        return self.path / f"rank{rank}.log"
+        return self._part(self.restart if restart is None else restart) / f"rank{rank}.log"
+
+    def _part(self, restart: int) -> Path:
+        assert self.path is not None, "no log was opened yet"
+        return self.path / f"restart-{restart}" if restart else self.path
 
     def unseen(self, ranks: Iterable[int]) -> list[int]:
         """Those of ``ranks`` whose output went into a folder that the user did not choose, and is there to read."""
         if self.path is None or self._given is not None:
             return []
-        return [rank for rank in ranks if self.log(rank).exists() and self.log(rank).stat().st_size > 0]
+        return [rank for rank in ranks if any(_has_text(log) for log in self._logs(rank))]
+
+    def _logs(self, rank: int) -> list[Path]:
+        return [self.log(rank, restart=restart) for restart in range(self.restart + 1)]
 
     def close(self, ranks: Iterable[int]) -> None:
         """Remove what stayed empty in a folder of our own, and old jobs beyond the newest ones."""
         if self.path is not None and self._given is None:
-            for rank in ranks:
+            for log in (log for rank in ranks for log in self._logs(rank)):
                 with contextlib.suppress(OSError):
-                    if self.log(rank).stat().st_size == 0:
-                        self.log(rank).unlink()
-            with contextlib.suppress(OSError):
-                self.path.rmdir()  # fails unless empty, as it should
+                    if log.stat().st_size == 0:
+                        log.unlink()
+            for restart in reversed(range(self.restart + 1)):
+                with contextlib.suppress(OSError):
+                    self._part(restart).rmdir()  # fails unless empty, as it should
             _prune(self._home)
         if self._lock is not None:
             os.close(self._lock)
@@ -86,6 +98,10 @@ class LogFolder:
         self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_SH)  # while it is held, another job does not prune this one
         return path
+
+
+def _has_text(log: Path) -> bool:
+    return log.exists() and log.stat().st_size > 0
 
 
 def default_home(env: Mapping[str, str] = os.environ) -> Path:

@@ -10,6 +10,7 @@ import os
 import select
 import selectors
 import sys
+import time
 from dataclasses import dataclass, field
 
 #: Seconds that an unfinished line may keep other ranks' lines waiting, or stay unseen itself.
@@ -137,15 +138,19 @@ class Relay:
 
     def pump(self, ready: set[int], now: float) -> None:
         """Read from the descriptors in ``ready``, and write what can be written without waiting."""
-        for fd, source in list(self._sources.items()):
-            if fd in ready and not source.read(now):
-                self._selector.unregister(fd)
-                del self._watched[fd], self._sources[fd]
-                source.close()
+        for fd in ready.intersection(self._sources):
+            self._take(fd, now)
         for source in self._sources.values():
             source.settle(now)
         for sink in self._sinks.values():
             sink.write()
+        self._watch()
+
+    def finish_sources(self) -> None:
+        """Take what is left in the pipes of processes that have all ended, before others write to new ones."""
+        for fd in list(self._sources):
+            while fd in self._sources and _readable(fd):  # at the end it is readable, too
+                self._take(fd, time.monotonic())
         self._watch()
 
     @property
@@ -162,6 +167,16 @@ class Relay:
         self._watched.clear()
         self._sources.clear()
 
+    def _take(self, fd: int, now: float) -> None:
+        """Read once from a source; at its end let go of it."""
+        source = self._sources[fd]
+        if source.read(now):
+            return
+        if self._watched.pop(fd, None) is not None:
+            self._selector.unregister(fd)
+        del self._sources[fd]
+        source.close()
+
     def _watch(self) -> None:
         """Wait for room where output waits, and for output where there is room."""
         full = {sink.fd for sink in self._sinks.values() if len(sink.backlog) > _FULL}
@@ -172,3 +187,9 @@ class Relay:
         for fd in wanted.keys() - self._watched.keys():
             self._selector.register(fd, wanted[fd])
         self._watched = wanted
+
+
+def _readable(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))

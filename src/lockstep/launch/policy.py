@@ -36,6 +36,8 @@ class RankState:
     #: When it ended and when it was told to stop, on the monotonic clock; None: not.
     ended_at: float | None = None
     stopped_at: float | None = None
+    #: The most memory it ever had, in bytes; None: not known yet.
+    peak: int | None = None
 
 
 @dataclass
@@ -78,10 +80,10 @@ class Policy:
         """A rank runs."""
         self.states[rank].pid = pid
 
-    def exited(self, rank: int, exit_code: int, at: float) -> list[Order]:
+    def exited(self, rank: int, exit_code: int, at: float, *, peak: int | None = None) -> list[Order]:
         """A rank ended. The first that ends with an error stops the others; one that is done early stops nobody."""
         state = self.states[rank]
-        state.exit_code, state.ended_at = exit_code, at
+        state.exit_code, state.ended_at, state.peak = exit_code, at, peak
         if exit_code == 0 or self.stopping:
             return []
         return self.failed(at)

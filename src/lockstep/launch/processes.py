@@ -19,6 +19,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -77,7 +78,7 @@ def sweep(*, patience: float, limit: float = 5.0) -> list[int]:
     asked: set[int] = set()
     dead: set[int] = set()
     while True:
-        dead.update(pid for pid, _ in reap())
+        dead.update(one.pid for one in reap())
         left = descendants(os.getpid())
         waited = time.monotonic() - start
         if not left or waited > limit:
@@ -92,15 +93,26 @@ def sweep(*, patience: float, limit: float = 5.0) -> list[int]:
         time.sleep(0.005)
 
 
-def reap() -> list[tuple[int, int]]:
-    """**Local.** Collect dead children; the list of (pid, exit code), negative for a signal."""
-    dead: list[tuple[int, int]] = []
+@dataclass(frozen=True)
+class Dead:
+    """A child that ended."""
+
+    pid: int
+    #: Its exit code; negative for a signal.
+    code: int
+    #: The most physical memory it ever had, in bytes, what it shared with others included.
+    peak: int
+
+
+def reap() -> list[Dead]:
+    """**Local.** Collect dead children."""
+    dead: list[Dead] = []
     with contextlib.suppress(ChildProcessError):
         while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
             if pid == 0:
                 break
-            dead.append((pid, os.waitstatus_to_exitcode(status)))
+            dead.append(Dead(pid, os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024))
     return dead
 
 

@@ -21,6 +21,8 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 from lockstep import knobs
+from lockstep.agreement import standing
+from lockstep.identity import Identity
 from lockstep.launch import processes
 from lockstep.launch.records import FailureRecord
 from lockstep.launch.signals import STOPPING
@@ -60,6 +62,7 @@ def _become(task: Task) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    _take_slot()
     _reseed()
     _tie_workers_to_this_process()
 
@@ -88,6 +91,18 @@ def _take_streams(fds: Sequence[int]) -> None:
     # What a rank printed is there when it is killed, up to the last whole line, also where it prints into a file.
     if isinstance(sys.stdout, io.TextIOWrapper) and not os.isatty(1):
         sys.stdout.reconfigure(line_buffering=True)
+
+
+def _take_slot() -> None:
+    """Tell the watcher from now on how many steps this rank has taken, whoever's optimizer takes them."""
+    folder, identity = knobs.job_dir(), Identity.from_environment()
+    if folder is None:
+        return
+    own = standing.take(folder, rank=identity.rank, world_size=identity.world_size)
+    optimizers = sys.modules.get("torch.optim.optimizer")  # the zygote's; where it has none, lockstep.init() counts
+    if optimizers is not None:
+        optimizers.register_optimizer_step_post_hook(own.took_step)
+        own.count()
 
 
 def _reseed() -> None:

@@ -59,6 +59,8 @@ class JobSpec:
     output: Output = Output.FIRST
     #: Seconds between asking the ranks to stop and killing them.
     grace: float = DEFAULT_GRACE
+    #: How often all ranks are started again after one failed.
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         if self.nproc < 1:
@@ -73,6 +75,15 @@ class JobSpec:
             raise ValueError(f"--master_port={self.master_port}: expected 1 to 65535")
         if not (math.isfinite(self.grace) and self.grace >= 0):
             raise ValueError(f"--grace={self.grace}: expected a number of seconds, 0 or more")
+        if self.max_restarts < 0:
+            raise ValueError(f"--max-restarts={self.max_restarts}: expected 0 or more")
+        if self.max_restarts and self.nnodes > 1:
+            raise ValueError(
+                f"--max-restarts={self.max_restarts} with --nnodes={self.nnodes}: only jobs on one machine are "
+                "restarted, since the launchers of several machines do not talk to each other; leave --max-restarts "
+                "away, and let what starts the launchers (a scheduler) start all of them again, or use torchrun: a "
+                "lockstep.Checkpointer goes on from the newest checkpoint either way"
+            )
 
     @property
     def world_size(self) -> int:
@@ -97,7 +108,7 @@ class JobSpec:
 
 
 def rank_environment(
-    identity: Identity, *, nnodes: int, master: tuple[str, int], folder: str, loopback: bool
+    identity: Identity, *, nnodes: int, master: tuple[str, int], folder: str, loopback: bool, restart: int = 0
 ) -> dict[str, str | None]:
     """The variables that one rank sees changed; None means unset.
 
@@ -105,12 +116,14 @@ def rank_environment(
         identity: the rank's place.
         nnodes: how many machines the job spans.
         master: address and port for scripts that call ``torch.distributed.init_process_group`` themselves.
-        folder: the job's private folder.
+        folder: the private folder of this start of the job.
         loopback: let gloo use the loopback device, whatever the host's name resolves to; for a job on one machine.
+        restart: how often the job's ranks were started before.
     """
     env: dict[str, str | None] = dict(identity.to_environment())
     env["MASTER_ADDR"], env["MASTER_PORT"] = master[0], str(master[1])
     env[knobs.JOB_DIR] = folder
+    env[knobs.RESTART] = str(restart)
     env[knobs.STORE] = f"{folder}/store" if nnodes == 1 else None
     if loopback:
         env["GLOO_SOCKET_IFNAME"] = "lo"

@@ -12,16 +12,18 @@ import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from typing import Any
 
+from lockstep.agreement.standing import Place
 from lockstep.errors import LaunchError
-from lockstep.launch import ports, processes, program, records, report
+from lockstep.launch import ports, processes, program, report
+from lockstep.launch.attempt import Attempt, Fork
 from lockstep.launch.handle import ZygoteHandle
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.output import Relay
 from lockstep.launch.policy import Order, Policy
+from lockstep.launch.restarts import Failure, Restarts
 from lockstep.launch.signals import STOPPING, Arrival, SignalQueue, ignored, name
-from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, rank_environment
+from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec
 from lockstep.launch.streams import Streams
 
 #: Open files that a rank needs here while it starts, and that everything else does.
@@ -46,7 +48,7 @@ def run(spec: JobSpec) -> int:
     """
     program.check(spec.program)
     _check_descriptors(spec.nproc)
-    master = _master(spec)
+    master = _master(spec)  # refuses a port in use before anything is started
     with ExitStack() as undo:
         _open_standard_streams()
         signals = SignalQueue(s for s in (*STOPPING, signal.SIGWINCH) if s not in ignored())
@@ -101,43 +103,39 @@ class Watcher:
         self._folder = folder
         self._logs = logs
         self._signals = signals
-        self._local_rank = {spec.identity(k).rank: k for k in range(spec.nproc)}
-        self._policy = Policy(self._local_rank, grace=spec.grace)
+        self._attempt = Attempt(spec, home=folder, restart=0)
+        self._restarts = Restarts(spec.max_restarts)
+        #: Where this attempt is: True once its ranks have ended and the next one waits for their leftovers to go.
+        self._clearing = False
+        #: True once the zygote was told to leave.
+        self._finishing = False
+        #: Why there is no restart, for the report.
+        self._refusal = ""
         self._selector = selectors.PollSelector()  # epoll refuses regular files, which standard output may be
         self._relay = Relay(self._selector)
         self._streams = Streams(spec, logs, self._relay)
         self._started: ZygoteHandle | None = None
-        #: What to fork once the zygote is ready: rank, environment, job and descriptors.
-        self._waiting: list[tuple[int, dict[str, str | None], dict[str, Any], list[int]]] = []
+        #: What to fork once the zygote is ready.
+        self._waiting: list[Fork] = []
         self._broken: str | None = None
         self._next_look = 0.0
 
     def start(self, master: tuple[str, int]) -> None:
         """Start the zygote, and prepare the ranks while it imports."""
-        self._started = ZygoteHandle(self._folder)
+        self._started = ZygoteHandle(self._folder, restarts=self._spec.max_restarts > 0)
         self._selector.register(self._zygote, selectors.EVENT_READ)
         self._selector.register(self._signals, selectors.EVENT_READ)
-        kind = "module" if self._spec.program.is_module else "script"
-        for rank, local_rank in self._local_rank.items():
-            env = rank_environment(
-                self._spec.identity(local_rank),
-                nnodes=self._spec.nnodes,
-                master=master,
-                folder=self._folder,
-                loopback=ports.is_loopback(master[0]) and "GLOO_SOCKET_IFNAME" not in os.environ,
-            )
-            job = {"kind": kind, "target": self._spec.program.target, "args": self._spec.arguments(local_rank)}
-            self._waiting.append((rank, env, job, self._streams.open(local_rank)))
+        self._waiting = self._attempt.forks(master, self._streams)
 
     def watch(self) -> int:
         """Wait until everything has ended and all output is shown; report; return the exit code."""
-        finishing = False
         while self._zygote_lives:
-            if self._policy.done and not finishing:
-                finishing = True
-                self._zygote.finish()
+            if self._policy.done and not (self._finishing or self._clearing):
+                self._clearing = self._may_restart()
+                self._finishing = not self._clearing
+                (self._zygote.clear if self._clearing else self._zygote.finish)()
             self._turn()
-        if not finishing:
+        if not self._finishing:
             self._zygote.wait(limit=1.0)  # its exit code, before the sweep reaps it
             processes.sweep(patience=_PATIENCE)  # see Note [No orphans]
         self._drain()
@@ -151,8 +149,13 @@ class Watcher:
         if self._started is not None:
             self._started.close()
         processes.sweep(patience=_PATIENCE)
+        self._attempt.close()
         self._relay.close()
         self._selector.close()
+
+    @property
+    def _policy(self) -> Policy:
+        return self._attempt.policy
 
     @property
     def _zygote(self) -> ZygoteHandle:
@@ -162,6 +165,35 @@ class Watcher:
     @property
     def _zygote_lives(self) -> bool:
         return self._zygote in self._selector.get_map()
+
+    def _may_restart(self) -> bool:
+        """Whether the attempt that has ended failed in a way that a restart may help against."""
+        policy = self._policy
+        first = report.first_failure(self._endings())
+        if not policy.failing or policy.stopped_by is not None or policy.gave_up or first is None:
+            return False
+        failure = Failure.of(
+            first,
+            step=self._attempt.standing(first.rank, Place.STEP),
+            taken=self._attempt.standing(first.rank, Place.COUNTED),
+        )
+        refusal = self._restarts.refusal(failure)
+        self._refusal = refusal or ""
+        return refusal is None
+
+    def _restart(self) -> None:
+        """Nothing of the failed attempt is left: say what happened, and start all ranks again."""
+        self._clearing = False
+        if self._policy.stopped_by is not None:
+            return  # a signal came meanwhile: the job ends as it stands
+        self._relay.finish_sources()
+        self._relay.pump(set(), time.monotonic())
+        self._say_failure(f"restart {self._restarts.used} of {self._restarts.limit}: all ranks start again")
+        self._attempt.close()
+        self._attempt = Attempt(self._spec, home=self._folder, restart=self._restarts.used)
+        self._logs.restart = self._restarts.used
+        self._waiting = self._attempt.forks(_master(self._spec), self._streams)
+        self._fork_all()
 
     def _turn(self) -> None:
         """Wait for something to happen, and see to it."""
@@ -179,13 +211,13 @@ class Watcher:
             self._zygote.kill()  # it has no ranks yet, and may be busy importing for a while
 
     def _fork_all(self) -> None:
-        for rank, env, job, fds in self._waiting:
-            self._zygote.fork(rank, env, job, fds)
+        for fork in self._waiting:
+            self._zygote.fork(fork.rank, fork.env, fork.job, fork.fds)
         self._forget_waiting()
 
     def _forget_waiting(self) -> None:
-        for _, _, _, fds in self._waiting:
-            for fd in fds:
+        for fork in self._waiting:
+            for fd in fork.fds:
                 os.close(fd)
         self._waiting.clear()
 
@@ -214,7 +246,10 @@ class Watcher:
             elif message["is"] == "started":
                 self._policy.started(message["rank"], message["pid"])
             elif message["is"] == "exited":
-                self._apply(self._policy.exited(message["rank"], message["code"], message["at"]))
+                rank, code, at = message["rank"], message["code"], message["at"]
+                self._apply(self._policy.exited(rank, code, at, peak=message["peak"]))
+            elif message["is"] == "cleared":
+                self._restart()
             elif message["is"] == "broken":
                 self._broken = message["error"]
 
@@ -228,7 +263,7 @@ class Watcher:
             return
         self._next_look = now + _HEARTBEAT
         for rank in self._policy.alive:
-            record = records.read(self._folder, rank)
+            record = self._attempt.record(rank)
             if record is not None and now - record.at > self._spec.grace:
                 self._apply(self._policy.failed(now))
 
@@ -244,8 +279,8 @@ class Watcher:
 
     def _conclude(self) -> int:
         """Say what went wrong, if anything did, and return the job's exit code."""
-        codes = {rank: state.exit_code or 0 for rank, state in self._policy.states.items()}
-        if any(codes[rank] < 0 and self._streams.shown(self._local_rank[rank]) for rank in codes):
+        states, local_rank = self._policy.states, self._attempt.local_rank
+        if any((states[rank].exit_code or 0) < 0 and self._streams.shown(local_rank[rank]) for rank in states):
             _show_cursor()
         if self._broken is not None:
             _say(f"the ranks could not be started:\n{self._broken.rstrip()}")
@@ -253,19 +288,29 @@ class Watcher:
         if self._policy.stopped_by is not None and not self._policy.failing:
             _say(self._why_stopped(self._policy.stopped_by))
             return 128 + self._policy.stopped_by
-        endings = [self._ending(rank) for rank in self._local_rank]
-        first = report.first_failure(endings)
-        if first is not None:
-            _say(report.describe(endings, first, world_size=self._spec.world_size))
-            return first.exit_code
+        if report.first_failure(self._endings()) is not None:
+            return self._say_failure(self._refusal)
         if not self._policy.done:
             return self._conclude_without_zygote()
         return 0
 
+    def _say_failure(self, what_now: str) -> int:
+        """Name the first rank to fail, and what comes of it; the exit code of that rank."""
+        endings = self._endings()
+        first = report.first_failure(endings)
+        assert first is not None, "a rank failed"
+        described = report.describe(endings, first, world_size=self._spec.world_size)
+        _say("\n".join(line for line in (described, what_now) if line))
+        return first.exit_code
+
+    def _endings(self) -> list[report.Ending]:
+        return self._attempt.endings(self._streams, self._logs)
+
     def _name_logs(self) -> None:
         """Output that nobody has seen must not be lost for want of knowing where it is."""
         streams = self._streams
-        hidden = [rank for rank, k in self._local_rank.items() if streams.logged(k) and not streams.shown(k)]
+        local_rank = self._attempt.local_rank
+        hidden = [rank for rank, k in local_rank.items() if streams.logged(k) and not streams.shown(k)]
         unseen = self._logs.unseen(hidden)
         if unseen:
             ranks = f"rank {unseen[0]}" if len(unseen) == 1 else f"ranks {', '.join(map(str, unseen))}"
@@ -283,15 +328,6 @@ class Watcher:
             return f"stopped by {signum.name}"
         ranks = ", ".join(map(str, killed))
         return f"stopped by {signum.name}; rank {ranks} did not leave in time (--grace) and was killed"
-
-    def _ending(self, rank: int) -> report.Ending:
-        local_rank = self._local_rank[rank]
-        return report.Ending(
-            self._policy.states[rank],
-            records.read(self._folder, rank),
-            log=self._logs.log(rank) if self._streams.logged(local_rank) else None,
-            shown=self._streams.shown(local_rank),
-        )
 
 
 def _show_cursor() -> None:

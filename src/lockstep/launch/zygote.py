@@ -6,11 +6,14 @@ It reads requests from its control socket and answers on it, one JSON object a l
 ``{"do": "fork", "rank": …, "env": …, "job": …}``   fork a rank; three descriptors for its standard
                                                     streams may come along, and more for its job
 ``{"do": "signal", "ranks": […], "signal": …}``     pass a signal on
+``{"do": "clear"}``                                 end what is left below, and stay
 ``{"do": "finish"}``                                end what is left below, and leave
 ``{"is": "ready"}``                                 the imports are done
 ``{"is": "broken", "error": …}``                    the imports failed
 ``{"is": "started", "rank": …, "pid": …}``          a rank runs
-``{"is": "exited", "rank": …, "code": …, "at": …}`` a rank ended; a negative code is a signal
+``{"is": "exited", "rank": …, "code": …, "at": …,   a rank ended; a negative code is a signal; the most memory
+"peak": …}``                                        it had, in bytes
+``{"is": "cleared"}``                               nothing of the job is left below
 ==================================================  ================================================
 
 Note [Fork before threads]
@@ -127,6 +130,10 @@ class _Zygote:
     def _handle(self, request: dict[str, Any], fds: list[int]) -> rank.Task | None:
         if request["do"] == "fork":
             return self._fork(request, fds)
+        if request["do"] == "clear":
+            processes.sweep(patience=LEFTOVER_PATIENCE)
+            self._channel.send({"is": "cleared"})
+            return None
         pids = {number: pid for pid, number in self._ranks.items()}
         for number in request["ranks"]:
             if number in pids:  # else it ended while the request was on its way
@@ -163,10 +170,10 @@ class _Zygote:
 
     def _report_deaths(self) -> None:
         at = time.monotonic()
-        for pid, code in processes.reap():
-            number = self._ranks.pop(pid, None)
+        for dead in processes.reap():
+            number = self._ranks.pop(dead.pid, None)
             if number is not None:  # else it was somebody's orphan
-                self._channel.send({"is": "exited", "rank": number, "code": code, "at": at})
+                self._channel.send({"is": "exited", "rank": number, "code": dead.code, "at": at, "peak": dead.peak})
 
     def _end_abandoned_job(self) -> None:
         """The watcher is gone: nobody waits for the ranks any more. See Note [No orphans]."""

@@ -1,0 +1,90 @@
+"""One start of a job's ranks, from the fork to the last exit: its policy, its private folder, what it left behind."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.agreement.standing import Place, Slots
+from lockstep.launch import ports, records, report
+from lockstep.launch.logs import LogFolder
+from lockstep.launch.policy import Policy
+from lockstep.launch.spec import JobSpec, rank_environment
+from lockstep.launch.streams import Streams
+
+
+@dataclass(frozen=True)
+class Fork:
+    """What the zygote needs to know to fork one rank."""
+
+    rank: int
+    env: dict[str, str | None]
+    job: dict[str, Any]
+    fds: list[int]
+
+
+class Attempt:
+    """The ranks of this node, started once. A restart is another attempt, in a folder of its own.
+
+    Args:
+        spec: the job.
+        home: the job's private folder.
+        restart: how many attempts came before.
+    """
+
+    def __init__(self, spec: JobSpec, *, home: str, restart: int) -> None:
+        self.restart = restart
+        #: Private to this attempt, so that it meets no rendezvous and no record of an earlier one.
+        self.folder = Path(home) / str(restart)
+        self.folder.mkdir(mode=0o700)
+        self._spec = spec
+        self.local_rank = {spec.identity(k).rank: k for k in range(spec.nproc)}
+        self.policy = Policy(self.local_rank, grace=spec.grace)
+        self._slots: Slots | None = Slots(self.folder, spec.world_size)
+
+    def forks(self, master: tuple[str, int], streams: Streams) -> list[Fork]:
+        """What to ask the zygote for; the caller closes the descriptors."""
+        kind = "module" if self._spec.program.is_module else "script"
+        forks = []
+        for rank, local_rank in self.local_rank.items():
+            env = rank_environment(
+                self._spec.identity(local_rank),
+                nnodes=self._spec.nnodes,
+                master=master,
+                folder=str(self.folder),
+                loopback=ports.is_loopback(master[0]) and "GLOO_SOCKET_IFNAME" not in os.environ,
+                restart=self.restart,
+            )
+            job = {"kind": kind, "target": self._spec.program.target, "args": self._spec.arguments(local_rank)}
+            forks.append(Fork(rank, env, job, streams.open(local_rank)))
+        return forks
+
+    def standing(self, rank: int, place: Place) -> int | None:
+        """A count that ``rank`` keeps of its own steps, or None if it keeps none."""
+        assert self._slots is not None, "not closed yet"
+        number = self._slots.get(rank, place)
+        return number - 1 if number else None
+
+    def record(self, rank: int) -> records.FailureRecord | None:
+        """A rank's last words."""
+        return records.read(self.folder, rank)
+
+    def endings(self, streams: Streams, logs: LogFolder) -> list[report.Ending]:
+        """How each rank ended."""
+        return [
+            report.Ending(
+                self.policy.states[rank],
+                self.record(rank),
+                log=logs.log(rank) if streams.logged(local_rank) else None,
+                shown=streams.shown(local_rank),
+            )
+            for rank, local_rank in self.local_rank.items()
+        ]
+
+    def close(self) -> None:
+        """Let go of the mapped memory; the folder stays until the job's goes."""
+        if self._slots is not None:
+            self._slots.close()
+            self._slots = None

@@ -1,0 +1,112 @@
+"""Which failures a job is started again after, with made-up endings."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from lockstep.agreement.standing import OwnStanding, Place, Slots
+from lockstep.launch.policy import RankState
+from lockstep.launch.records import FailureRecord
+from lockstep.launch.report import Ending
+from lockstep.launch.restarts import Failure, Restarts
+
+
+def _raised(kind: str = "ValueError", message: str = "bad batch", *, rank: int = 1, code: int = 1) -> Ending:
+    state = RankState(rank, exit_code=code, ended_at=1.0)
+    return Ending(state, FailureRecord(rank, 0.9, code, kind, message, "Traceback …"))
+
+
+def _died(signum: int, *, rank: int = 1) -> Ending:
+    return Ending(RankState(rank, exit_code=-signum, ended_at=1.0), None)
+
+
+def _failure(ending: Ending, *, step: int | None = 5, taken: int | None = 2, out_of_memory: bool = False) -> Failure:
+    return Failure.of(ending, step=step, taken=taken, out_of_memory=out_of_memory)
+
+
+def test_restarts_are_counted() -> None:
+    restarts = Restarts(2)
+    assert [restarts.refusal(_failure(_died(signal.SIGKILL), step=step)) for step in (1, 2)] == [None, None]
+    assert restarts.used == 2
+    assert restarts.refusal(_failure(_died(signal.SIGKILL), step=3)) == (
+        "not restarted: all 2 restarts are used up (--max-restarts)"
+    )
+    assert restarts.used == 2
+
+
+def test_without_restarts_nothing_is_said_of_them() -> None:
+    assert Restarts(0).refusal(_failure(_raised(), taken=0)) == ""
+
+
+@pytest.mark.parametrize("ending", [_raised(), _raised("SystemExit", "", code=2)])
+def test_a_users_error_before_the_first_step_is_final(ending: Ending) -> None:
+    refusal = Restarts(5).refusal(_failure(ending, step=40, taken=0))
+    assert refusal == "not restarted: it failed before its first step, as it would again"
+    assert Restarts(5).refusal(_failure(ending, taken=1)) is None
+    assert Restarts(5).refusal(_failure(ending, taken=None)) is None, "nobody counted"
+
+
+@pytest.mark.parametrize("ending", [_died(signal.SIGKILL), _died(signal.SIGSEGV), _raised("lockstep.errors.PeerLost")])
+def test_what_is_no_error_of_the_user_is_worth_a_restart_at_any_time(ending: Ending) -> None:
+    assert Restarts(5).refusal(_failure(ending, taken=0)) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (_raised(message="loss is nan (process 123, 0x7f01)"), _raised(message="loss is nan (process 4567, 0x7f99)")),
+        (_died(signal.SIGSEGV), _died(signal.SIGSEGV)),
+        (_raised("SystemExit", "", code=3), _raised("SystemExit", "", code=3)),
+    ],
+)
+def test_the_same_failure_twice_is_final(one: Ending, other: Ending) -> None:
+    restarts = Restarts(5)
+    assert restarts.refusal(_failure(one)) is None
+    assert restarts.refusal(_failure(other)) == (
+        "not restarted: the same failure came twice, on rank 1 at step 5, and would come again"
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        _failure(_raised(), step=6),
+        _failure(_raised(rank=0)),
+        _failure(_raised(message="another")),
+        _failure(_raised("KeyError")),
+        _failure(_raised("SystemExit", "", code=3)),
+    ],
+)
+def test_another_step_rank_or_error_is_another_failure(other: Failure) -> None:
+    restarts = Restarts(5)
+    assert restarts.refusal(_failure(_raised())) is None
+    assert restarts.refusal(other) is None
+    assert restarts.refusal(_failure(_raised())) is None, "not twice in a row"
+
+
+def test_a_kill_from_outside_is_never_the_same_unless_memory_was_out() -> None:
+    restarts = Restarts(5)
+    for _ in range(3):
+        assert restarts.refusal(_failure(_died(signal.SIGKILL))) is None
+    assert restarts.refusal(_failure(_died(signal.SIGKILL), out_of_memory=True)) is None
+    refusal = restarts.refusal(_failure(_died(signal.SIGKILL), out_of_memory=True))
+    assert refusal is not None
+    assert "came twice" in refusal
+
+
+def test_a_slot_says_where_a_rank_stands(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("job")
+    watched = Slots(folder, 3)
+    own = OwnStanding(folder, rank=1, world_size=3)
+    assert watched.all(Place.COUNTED) == [0, 0, 0], "nobody counts yet"
+    own.count()
+    assert watched.all(Place.COUNTED) == [0, 1, 0]
+    own.took_step()
+    assert (watched.get(1, Place.COUNTED), watched.get(1, Place.STEP)) == (2, 2)
+    own.at_step(40)
+    own.took_step()
+    assert (watched.get(1, Place.COUNTED), watched.get(1, Place.STEP)) == (3, 41), "a Checkpointer knows better"
+    own.slots.close()
+    watched.close()

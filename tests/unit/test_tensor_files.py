@@ -9,11 +9,14 @@ import torch
 from safetensors.torch import load_file
 
 import lockstep
-from lockstep.checkpoint.tensors import file_content, read_tensors
+from lockstep.checkpoint.captured import flat_bytes
+from lockstep.checkpoint.load import read_tensors
+from lockstep.checkpoint.tensors import lay_out
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    path.write_bytes(b"".join(file_content(tensors, where="test")))
+    laid_out = lay_out(path.name, tensors, where="test")
+    path.write_bytes(laid_out.header + b"".join(flat_bytes(one.tensor).numpy().data for one in laid_out.tensors))
     return path
 
 
@@ -88,7 +91,7 @@ def test_the_same_tensor_under_two_names_is_written_once(tmp_path: Path) -> None
 )
 def test_what_has_no_bytes_is_refused_by_name(tensor: torch.Tensor, message: str) -> None:
     with pytest.raises(lockstep.CheckpointError, match=rf"model: layer\.w .*{message}"):
-        list(file_content({"layer.w": tensor}, where="model"))
+        lay_out("model.safetensors", {"layer.w": tensor}, where="model")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "header", "empty"])

@@ -13,15 +13,23 @@ import torch
 from torch import nn
 
 from lockstep.agreement import standing
-from lockstep.checkpoint import rng, storage
+from lockstep.checkpoint import folders, rng
+from lockstep.checkpoint.captured import Captured, Share, capture, divided, text
 from lockstep.checkpoint.codec import encode
 from lockstep.checkpoint.load import Contents, read
 from lockstep.checkpoint.match import bare
+from lockstep.checkpoint.peers import OverGroup
+from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
 from lockstep.checkpoint.training import Stateful, Training
-from lockstep.checkpoint.write import Snapshot, prune, write
+from lockstep.checkpoint.write import Place, prune, write
 from lockstep.comm.init import current_world
 from lockstep.errors import CheckpointCorrupt, CheckpointError, LockstepError
+
+_APART = (
+    "the replicas have drifted apart: other ranks hold other values, or other tensors, than rank 0, so rank 0's are "
+    "saved, and a resumed run will not repeat this one bit for bit; files and ranks"
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class Checkpointer:
     Nothing is pickled. A run that is interrupted and resumed at the same world size ends with the same bits as one
     that is not.
 
-    Rank 0 writes; all ranks read, so they must see the same folder.
+    All ranks share the writing, and all read, so they must see the same folder.
 
     Args:
         folder: where the checkpoints are; made (0700) if it is not there.
@@ -66,6 +74,9 @@ class Checkpointer:
         LockstepError: ``lockstep.init()`` has not been called.
         TypeError, ValueError: an argument is of no use.
     """
+
+    #: Where the operations on files go; tests put others in its place.
+    _storage: Storage = POSIX
 
     def __init__(
         self,
@@ -95,9 +106,14 @@ class Checkpointer:
         #: The epoch to go on with, between epochs; within epochs(), the one under way.
         self._epoch = 0
         self._in_body = False
+        self._said_apart = False
         #: True once this run owns the folder: it went on from what is there, or has saved.
         self._owns_folder = False
-        together(world, lambda: storage.prepare_root(self.folder) if world.is_main else None, lambda _: None)
+        together(
+            world,
+            lambda: folders.prepare_root(self.folder, on=self._storage) if world.is_main else None,
+            lambda _: None,
+        )
         if optimizer is not None:
             optimizer.register_step_post_hook(self._count_step)
 
@@ -157,41 +173,52 @@ class Checkpointer:
         """
         if self._training.optimizer is None and self.step == self._last_saved:
             self.step += 1
-        mine, records = together(self._world, self._own_record, lambda record: record)
+        share, place = self._capture(epoch_done)
+        folder = write(
+            self.folder,
+            share,
+            place,
+            peers=OverGroup(self._world),
+            tidy=lambda newest: prune(self.folder, newest, self._keep, on=self._storage),
+            on=self._storage,
+        )
+        self._owns_folder = True
+        self._last_saved = place.step
+        return folder
+
+    def _capture(self, epoch_done: bool | None) -> tuple[Share, Place]:
+        """**Collective.** What this rank will write, copied nowhere yet, and where the run is."""
+        (captured, _), records = together(self._world, self._own_state, lambda state: state[1])
         steps = [record["step"] for record in records]
-        if any(step != mine["step"] for step in steps):
+        if any(step != self.step for step in steps):
             raise CheckpointError(
                 f"the ranks are not at the same step, so their states do not belong together; by rank: {steps}"
             )
-        epoch, in_epoch = self._place(epoch_done)
+        share = divided(captured, [record["outline"] for record in records], rank=self._world.rank)
+        if share.whole is not None:
+            loaders = [record["loader"] for record in records]
+            texts = {"rng.json": text([record["rng"] for record in records])}
+            if self._training.loader is not None:  # kept once if they are all the same
+                texts["loader.json"] = text(loaders[:1] if all(state == loaders[0] for state in loaders) else loaders)
+            share = share.with_texts(texts)
+        if share.apart and self._world.is_main and not self._said_apart:
+            self._said_apart = True
+            warnings.warn(f"{_APART}: {share.apart}", RuntimeWarning, stacklevel=3)
+        return share, Place(self.step, *self._place(epoch_done))
 
-        def attempt() -> str:
-            if not self._world.is_main:
-                return ""
-            self._refuse_foreign_folder()
-            trees = self._training.trees([record["loader"] for record in records])
-            snapshot = Snapshot(
-                step=self.step,
-                epoch=epoch,
-                in_epoch=in_epoch,
-                world_size=self._world.world_size,
-                model=bare(self._training.model).state_dict(),
-                parts={"rng": [record["rng"] for record in records], **trees},
-            )
-            whole = write(self.folder, snapshot)
-            prune(self.folder, whole, self._keep)
-            return whole.name
-
-        _, names = together(self._world, attempt, lambda name: name)
-        self._owns_folder = True
-        self._last_saved = self.step
-        return self.folder / str(names[0])
-
-    def _own_record(self) -> dict[str, Any]:
-        """What only this rank knows."""
-        loader = self._training.loader
-        state = None if loader is None else encode(loader.state_dict(), None, where="loader")
-        return {"step": self.step, "rng": rng.capture(self._world.device), "loader": state}
+    def _own_state(self) -> tuple[Captured, dict[str, Any]]:
+        """This rank's state, and what the other ranks need to know of it."""
+        self._refuse_foreign_folder()
+        model, loader, is_main = bare(self._training.model), self._training.loader, self._world.is_main
+        parameters = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+        parts = self._training.trees() if is_main else self._training.common_trees()
+        captured = capture(model.state_dict(), parts, parameters=parameters, is_main=is_main)
+        return captured, {
+            "step": self.step,
+            "rng": rng.capture(self._world.device),
+            "loader": None if loader is None else encode(loader.state_dict(), None, where="loader"),
+            "outline": captured.outline(),
+        }
 
     def _place(self, epoch_done: bool | None) -> tuple[int, bool]:
         """The epoch to go on with, and whether some of it is done."""
@@ -206,7 +233,7 @@ class Checkpointer:
         """Rank 0 looks for checkpoints that this run has nothing to do with."""
         if self._owns_folder or not self._world.is_main:
             return
-        there = storage.checkpoints(self.folder)
+        there = folders.checkpoints(self.folder, on=self._storage)
         if there:
             raise CheckpointError(
                 f"{self.folder} holds the checkpoints of an earlier run (the newest is {there[0].name}), which this "
@@ -253,10 +280,14 @@ class Checkpointer:
 
     def _listing(self) -> list[str]:
         """Rank 0's names of the checkpoints there, newest first."""
-        return [folder.name for folder in storage.checkpoints(self.folder)] if self._world.is_main else []
+        return (
+            [folder.name for folder in folders.checkpoints(self.folder, on=self._storage)]
+            if self._world.is_main
+            else []
+        )
 
     def _read_and_compare(self, folder: Path) -> Contents:
-        contents = read(folder)
+        contents = read(folder, on=self._storage)
         self._training.refuse_other(contents, world_size=self._world.world_size)
         return contents
 

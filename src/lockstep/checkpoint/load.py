@@ -1,17 +1,33 @@
-"""A checkpoint's folder becomes values again, checked before anything is made of them."""
+"""A checkpoint's folder becomes values again, each byte checked on the way from the disk to memory.
+
+Note [Read once]
+~~~~~~~~~~~~~~~~
+A tensor's bytes are read into memory of their own and hashed there, and what was hashed is what is used: a file that
+changes behind the check can't matter. Nothing is mapped, so a file that is cut off meanwhile is an error and no SIGBUS.
+"""
 
 from __future__ import annotations
 
-import json
+import errno
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import storage
+import torch
+
 from lockstep.checkpoint.codec import decode
-from lockstep.checkpoint.manifest import MODEL, Manifest
-from lockstep.checkpoint.tensors import read_tensors
+from lockstep.checkpoint.digests import PIECE, new_digest, strict_json
+from lockstep.checkpoint.manifest import MANIFEST, MAX_BYTES, MODEL, FileEntry, Manifest, Part
+from lockstep.checkpoint.sharing import BLOCK, cut
+from lockstep.checkpoint.storage import POSIX, Storage
+from lockstep.checkpoint.tensors import LENGTH, Described, header_length, parse_header
 from lockstep.errors import CheckpointCorrupt
+
+_DISAGREE = "its header and the manifest do not agree"
+#: Failures that say nothing of the checkpoint: skipping it for an older one would be wrong.
+_OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @dataclass(frozen=True)
@@ -26,40 +42,267 @@ class Contents:
     parts: dict[str, Any]
 
 
-def read(folder: Path) -> Contents:
-    """**Local.** Verify a whole checkpoint, then read it.
+def read(folder: Path, *, owners: Sequence[int] | None = None, on: Storage = POSIX) -> Contents:
+    """**Local.** Read a whole checkpoint, verifying every byte.
+
+    Args:
+        folder: the checkpoint's folder, which must not be a link.
+        owners: the users to whom the folder and its files may belong. None: anybody.
+        on: the file system.
 
     Raises:
-        CheckpointCorrupt: it is not what its manifest says.
+        CheckpointCorrupt: a file is missing, is no plain file, belongs to another user, or has another size or digest;
+            the message names the file and the tensor, what was expected and what was found.
     """
-    manifest = storage.verify(folder)
-    names = [name.removesuffix(".json") for name in manifest.files if name.endswith(".json") and name != "model.json"]
-    parts = {name: _part(folder, manifest, name) for name in names}
-    return Contents(folder, manifest, _model(folder, manifest), parts)
+    with _opened(folder, owners, on) as reader:
+        files = reader.manifest.files
+        names = [name.removesuffix(".json") for name in files if name.endswith(".json") and name != "model.json"]
+        parts = {name: reader.part(name) for name in names}
+        return Contents(folder, reader.manifest, reader.model(), parts)
 
 
-def read_model(folder: Path) -> dict[str, Any]:
-    """**Local.** Verify and read the model alone.
+def read_model(folder: Path, *, on: Storage = POSIX) -> dict[str, Any]:
+    """**Local.** Read and verify the model alone.
 
     Raises:
-        CheckpointCorrupt: its files are not what the manifest says.
+        CheckpointCorrupt: as :func:`read`.
     """
-    return _model(folder, storage.verify(folder, only=(MODEL, "model.json")))
+    with _opened(folder.resolve(), None, on) as reader:
+        return reader.model()
 
 
-def _model(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    state: dict[str, Any] = dict(read_tensors(folder / MODEL))
-    if "model.json" in manifest.files:
-        state.update(_part(folder, manifest, "model", inline=True))
-    return state
+def read_manifest(folder: Path, *, on: Storage = POSIX) -> Manifest:
+    """**Local.** What a checkpoint says of itself; nothing else is verified.
+
+    Raises:
+        CheckpointCorrupt: there is no whole manifest.
+    """
+    with _opened(folder.resolve(), None, on) as reader:
+        return reader.manifest
 
 
-def _part(folder: Path, manifest: Manifest, name: str, *, inline: bool = False) -> Any:
-    path = folder / f"{name}.json"
-    beside = f"{name}.safetensors"
-    tensors = read_tensors(folder / beside) if beside in manifest.files and not inline else {}
+def verify(folder: Path, *, owners: Sequence[int] | None = None, on: Storage = POSIX) -> Manifest:
+    """**Local.** Check every byte of a checkpoint without keeping any.
+
+    Raises:
+        CheckpointCorrupt: as :func:`read`; for the first damage there is.
+    """
+    with _opened(folder, owners, on) as reader:
+        for damage in reader.damages():
+            raise damage
+        return reader.manifest
+
+
+def damages(folder: Path, *, on: Storage = POSIX) -> list[str]:
+    """**Local.** Everything that is wrong with a checkpoint: a line for each file or tensor; none: it is whole."""
     try:
-        data = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointCorrupt(f"{path}: not JSON ({error})") from None
-    return decode(data, tensors, where=str(path))
+        with _opened(folder, None, on) as reader:
+            return [str(damage) for damage in reader.damages()]
+    except CheckpointCorrupt as error:
+        return [str(error)]
+
+
+def read_tensors(path: Path, *, on: Storage = POSIX) -> dict[str, torch.Tensor]:
+    """**Local.** Every tensor of a safetensors file, in CPU memory of its own; aliases are the same tensor again.
+
+    Raises:
+        CheckpointCorrupt: the file is truncated or no safetensors file.
+        OSError: it can't be read.
+    """
+    folder = on.open_folder(path.resolve().parent)
+    try:
+        file = _File(path, on.open(folder, path.resolve().name), None, on)
+    finally:
+        on.close(folder)
+    try:
+        return file.tensors()
+    finally:
+        file.close()
+
+
+@contextmanager
+def _opened(folder: Path, owners: Sequence[int] | None, on: Storage) -> Iterator[_Reader]:
+    try:
+        opened = on.open_folder(folder)
+    except OSError as error:
+        if error.errno in _OURS:
+            raise
+        raise CheckpointCorrupt(f"{folder}: can't be opened ({error.strerror})") from error
+    try:
+        yield _Reader(folder, opened, owners, on)
+    finally:
+        on.close(opened)
+
+
+class _Reader:
+    """An open checkpoint."""
+
+    def __init__(self, folder: Path, opened: int, owners: Sequence[int] | None, on: Storage) -> None:
+        self._path, self._folder, self._owners, self._on = folder, opened, owners, on
+        self._refuse_foreign(opened, folder)
+        with self._file(MANIFEST, None) as file:
+            if file.size > MAX_BYTES:
+                raise CheckpointCorrupt(f"{file.path}: larger than {MAX_BYTES} bytes, so it is no manifest")
+            self.manifest = Manifest.from_json(bytes(file.content(0, file.size)), where=str(file.path))
+
+    def _refuse_foreign(self, opened: int, path: Path) -> None:
+        owner = self._on.owner(opened)
+        if self._owners is not None and owner not in self._owners:
+            raise CheckpointCorrupt(
+                f"{path}: belongs to user {owner}, who is not the one that runs this job ({self._owners[0]}): copy "
+                "it, if you trust it"
+            )
+
+    @contextmanager
+    def _file(self, name: str, entry: FileEntry | None) -> Iterator[_File]:
+        """A file of the folder, which must be a plain one: no link to elsewhere, no device, no pipe to wait on."""
+        path = self._path / name
+        try:
+            opened = self._on.open(self._folder, name)
+        except OSError as error:
+            if error.errno in _OURS:
+                raise
+            raise CheckpointCorrupt(f"{path}: {error.strerror}") from error
+        try:
+            self._refuse_foreign(opened, path)
+            yield _File(path, opened, entry, self._on)
+        except OSError as error:
+            if error.errno in _OURS:
+                raise
+            raise CheckpointCorrupt(f"{path}: can't be read ({error.strerror})") from error
+        finally:
+            self._on.close(opened)
+
+    def model(self) -> dict[str, Any]:
+        """The model's state dict."""
+        with self._file(MODEL, self.manifest.files[MODEL]) as file:
+            state: dict[str, Any] = dict(file.tensors())
+        if "model.json" in self.manifest.files:
+            state.update(self._tree("model", {}))
+        return state
+
+    def part(self, name: str) -> Any:
+        """A tree, with its tensors."""
+        beside, tensors = f"{name}.safetensors", {}
+        if beside in self.manifest.files:
+            with self._file(beside, self.manifest.files[beside]) as file:
+                tensors = file.tensors()
+        return self._tree(name, tensors)
+
+    def _tree(self, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+        with self._file(f"{name}.json", self.manifest.files[f"{name}.json"]) as file:
+            content = bytes(file.content(0, file.size))
+        try:
+            data = strict_json(content)
+        except ValueError as error:
+            raise CheckpointCorrupt(f"{file.path}: not JSON ({error})") from None
+        return decode(data, tensors, where=str(file.path))
+
+    def damages(self) -> Iterator[CheckpointCorrupt]:
+        """What is wrong, file by file and tensor by tensor."""
+        scratch = memoryview(bytearray(BLOCK))
+        for name, entry in self.manifest.files.items():
+            try:
+                with self._file(name, entry) as file:
+                    for part in entry.parts:
+                        try:
+                            file.check(part, scratch)
+                        except CheckpointCorrupt as error:
+                            yield error
+            except CheckpointCorrupt as error:
+                yield error
+
+
+class _File:
+    """An open file; with an entry of the manifest, every read is verified.
+
+    Raises:
+        CheckpointCorrupt: its size is not the entry's.
+    """
+
+    def __init__(self, path: Path, opened: int, entry: FileEntry | None, on: Storage) -> None:
+        self.path, self._opened, self._on = path, opened, on
+        self.size = on.size(opened)
+        self._parts: dict[str, Part] | None = None
+        if entry is not None:
+            self._parts = {part.name: part for part in entry.parts}
+            if self.size != entry.size:
+                cut_off = next((part for part in entry.parts if part.stop > self.size), None)
+                where = "" if cut_off is None else f"; it ends within {_name(cut_off.name)}"
+                raise CheckpointCorrupt(f"{path}: {self.size} bytes found, {entry.size} expected{where}")
+
+    def close(self) -> None:
+        self._on.close(self._opened)
+
+    def content(self, start: int, stop: int, name: str = "") -> memoryview:
+        """The bytes of a part, which is the header, or the whole of a file without tensors, if it has no name."""
+        into = memoryview(bytearray(stop - start))
+        self._fill(into, start, name)
+        return into
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of a safetensors file."""
+        try:
+            header = parse_header(self._header(), self.size)
+            if self._parts is not None:
+                found = {one.name: (one.start, one.stop) for one in header.tensors}
+                if found != {name: (part.start, part.stop) for name, part in self._parts.items() if name}:
+                    raise ValueError(_DISAGREE)
+            return header.finish({one.name: self._tensor(one) for one in header.tensors})
+        except (ValueError, RuntimeError) as error:
+            if isinstance(error, CheckpointCorrupt):
+                raise
+            raise CheckpointCorrupt(f"{self.path}: not a whole safetensors file ({error})") from error
+
+    def _header(self) -> bytes:
+        start = bytearray(LENGTH)
+        if self._parts is None:
+            count = self._on.read(self._opened, memoryview(start), 0)
+            return bytes(self.content(0, header_length(bytes(start[:count]), self.size)))
+        header = bytes(self.content(0, self._parts[""].stop if "" in self._parts else 0))
+        if header_length(header[:LENGTH], self.size) != len(header):
+            raise ValueError(_DISAGREE)
+        return header
+
+    def _tensor(self, described: Described) -> torch.Tensor:
+        tensor = torch.empty(described.shape, dtype=described.dtype)
+        if described.stop > described.start:
+            self._fill(tensor.reshape(-1).view(torch.uint8).numpy().data, described.start, described.name)
+        return tensor
+
+    def _fill(self, into: memoryview, start: int, name: str) -> None:
+        if self._parts is None:
+            if self._on.read(self._opened, into, start) != len(into):
+                raise CheckpointCorrupt(f"{self.path}: it became shorter while it was read")
+            return
+        part = self._parts.get(name)
+        if part is None or (part.start, part.stop) != (start, start + len(into)):
+            raise ValueError(_DISAGREE)
+        for (begin, stop), expected in zip(cut(part.start, part.stop), part.digests, strict=True):
+            self._check(into[begin - start : stop - start], begin, expected, part)
+
+    def check(self, part: Part, scratch: memoryview) -> None:
+        """Read a part and keep nothing.
+
+        Raises:
+            CheckpointCorrupt: it is not what was written.
+        """
+        for (start, stop), expected in zip(cut(part.start, part.stop), part.digests, strict=True):
+            self._check(scratch[: stop - start], start, expected, part)
+
+    def _check(self, into: memoryview, start: int, expected: str, part: Part) -> None:
+        digest = new_digest()
+        for begin in range(0, len(into), PIECE):
+            piece = into[begin : begin + PIECE]
+            if self._on.read(self._opened, piece, start + begin) != len(piece):
+                raise CheckpointCorrupt(f"{self.path}: {_name(part.name)}: it became shorter while it was read")
+            digest.update(piece)
+        if digest.hexdigest() != expected:
+            raise CheckpointCorrupt(
+                f"{self.path}: {_name(part.name)}: its content has changed: digest {digest.hexdigest()} found, "
+                f"{expected} expected, in the bytes from {start} to {start + len(into)}"
+            )
+
+
+def _name(tensor: str) -> str:
+    return f"tensor {tensor}" if tensor else "outside of the tensors"

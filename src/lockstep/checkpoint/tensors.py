@@ -1,8 +1,7 @@
-"""Tensors as safetensors files: written piece by piece, read back whole.
+"""Tensors as safetensors files: where each one's bytes are, and what the header says of them. No I/O.
 
-The file is written here rather than by the safetensors package, so that each tensor is copied once at most (package:
-a second copy of everything), the digest is taken while the bytes pass, and the descriptor is ours to fsync. Reading
-is the package's, whose parser is made for hostile files. Any tool that reads safetensors reads these files.
+The format is simple enough to be written and read here, block by block: each rank writes its part of a file, every byte
+is copied once at most, and digests are taken while the bytes pass. Any tool that reads safetensors reads these files.
 
 Two things safetensors can't say are said in its metadata: ``lockstep.aliases`` (JSON: name -> name of the same
 tensor, saved once) and ``lockstep.complex`` (JSON: names of complex tensors, saved as pairs of reals).
@@ -11,16 +10,26 @@ tensor, saved once) and ``lockstep.complex`` (JSON: names of complex tensors, sa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from lockstep.errors import CheckpointCorrupt, CheckpointError
+from lockstep.checkpoint.digests import new_digest, strict_json
+from lockstep.checkpoint.sharing import Extent
+from lockstep.errors import CheckpointError
+
+#: Bytes of a header's length, at the beginning of the file.
+LENGTH = 8
+#: The format's own limit for the header.
+MAX_HEADER = 100_000_000
 
 _ALIASES = "lockstep.aliases"
 _COMPLEX = "lockstep.complex"
+#: Bytes at the beginning of each tensor by which ranks notice that their replicas differ.
+_SAMPLE = 256
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -39,36 +48,94 @@ _NAMES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+#: What other tools write as well.
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu}
 
 
-def file_content(tensors: Mapping[str, torch.Tensor], *, where: str) -> Iterator[bytes | memoryview]:
-    """**Local.** The bytes of a safetensors file, in pieces of one tensor each.
+@dataclass(frozen=True)
+class Placed:
+    """A tensor and its bytes in a file."""
+
+    name: str
+    #: Any strides, any device; real.
+    tensor: torch.Tensor
+    start: int
+    stop: int
+    #: Whether every rank holds the same bits.
+    alike: bool
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A safetensors file that is to be written."""
+
+    name: str
+    #: Its length and the header itself.
+    header: bytes
+    #: In the order of their bytes, without gaps.
+    tensors: tuple[Placed, ...]
+
+    def extents(self) -> list[Extent]:
+        """**Local.** The whole file; the header is rank 0's."""
+        placed = [Extent(self.name, one.name, one.start, one.stop, one.alike) for one in self.tensors]
+        return [Extent(self.name, "", 0, len(self.header), False), *placed]
+
+    def fingerprint(self) -> str:
+        """**Local.** A digest of the header and of the beginning of each tensor that all ranks should hold alike."""
+        digest = new_digest()
+        digest.update(self.header)
+        samples: dict[torch.device, list[torch.Tensor]] = {}
+        for one in self.tensors:
+            if one.alike and one.tensor.numel():
+                count = min(one.tensor.numel(), _SAMPLE // one.tensor.element_size())
+                start = one.tensor.as_strided((count,), (1,)) if one.tensor.is_contiguous() else _first(one.tensor)
+                samples.setdefault(one.tensor.device, []).append(start.resolve_neg().view(torch.uint8))
+        for parts in samples.values():  # one copy from each device
+            digest.update(torch.cat(parts).cpu().numpy().data)
+        return digest.hexdigest()
+
+
+def _first(tensor: torch.Tensor) -> torch.Tensor:
+    """Some elements of a tensor of any strides, without a copy of all of it."""
+    while tensor.dim() > 1:
+        tensor = tensor[0]
+    return tensor[: _SAMPLE // tensor.element_size()].contiguous()
+
+
+def lay_out(
+    name: str, tensors: Mapping[str, torch.Tensor], *, where: str, alike: Collection[str] | None = None
+) -> TensorFile:
+    """**Local.** The safetensors file ``name`` with these tensors; nothing is copied.
 
     Args:
         tensors: any strides, any device, any shape; the same memory under several names is written once.
         where: what is being written, for the message.
+        alike: the names of those whose bits are the same on all ranks. None: all.
 
     Raises:
-        CheckpointError: a tensor is sparse, quantized, without data, or of a dtype the format does not know; raised
-            before the first piece.
+        CheckpointError: a tensor is sparse, quantized, without data, or of a dtype the format does not know.
     """
     first_names: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     written: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        _refuse_what_has_no_bytes(name, tensor, where)
-        first = first_names.setdefault(_identity(tensor), name) if tensor.numel() else name
-        if first != name:
-            aliases[name] = first
+    for key, tensor in tensors.items():
+        _refuse_what_has_no_bytes(key, tensor, where)
+        first = first_names.setdefault(_identity(tensor), key) if tensor.numel() else key
+        if first != key:
+            aliases[key] = first
         else:
-            written[name] = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
-    complex_names = [name for name in written if tensors[name].is_complex()]
+            tensor = tensor.detach()
+            written[key] = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    complex_names = [key for key in written if tensors[key].is_complex()]
     # Largest elements first, so that each tensor starts at a multiple of its element size.
-    order = sorted(written, key=lambda name: (-written[name].element_size(), name))
-    yield _header({name: written[name] for name in order}, aliases, complex_names)
-    for name in order:
-        flat = written[name].detach().cpu().resolve_neg().contiguous().reshape(-1)
-        yield flat.view(torch.uint8).numpy().data
+    order = sorted(written, key=lambda key: (-written[key].element_size(), key))
+    header = _header({key: written[key] for key in order}, aliases, complex_names)
+    placed, offset = [], len(header)
+    for key in order:
+        end = offset + written[key].numel() * written[key].element_size()
+        placed.append(Placed(key, written[key], offset, end, alike is None or key in alike))
+        offset = end
+    return TensorFile(name, header, tuple(placed))
 
 
 def _header(tensors: Mapping[str, torch.Tensor], aliases: dict[str, str], complex_names: list[str]) -> bytes:
@@ -85,7 +152,7 @@ def _header(tensors: Mapping[str, torch.Tensor], aliases: dict[str, str], comple
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(LENGTH, "little") + text
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -107,26 +174,113 @@ def _refuse_what_has_no_bytes(name: str, tensor: torch.Tensor, where: str) -> No
         raise CheckpointError(f"{where}: {name} is {kind}, and a checkpoint holds dense tensors: convert it first")
     if tensor.dtype not in _NAMES and tensor.dtype not in (torch.complex64, torch.complex128):
         raise CheckpointError(f"{where}: {name} has dtype {tensor.dtype}, which safetensors does not know: convert it")
-    if name == "__metadata__":
-        raise CheckpointError(f"{where}: a tensor can't be named __metadata__ in safetensors")
+    if name in ("__metadata__", ""):
+        raise CheckpointError(f"{where}: a tensor can't be named {name!r} in a checkpoint")
 
 
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """**Local.** Every tensor of a safetensors file, in CPU memory of its own; aliases are the same tensor again.
+@dataclass(frozen=True)
+class Described:
+    """A tensor as a header describes it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    #: Its bytes in the file.
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says is in it."""
+
+    tensors: tuple[Described, ...]
+    _aliases: dict[str, str]
+    _complex: list[str]
+
+    def finish(self, read: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """**Local.** The tensors as they were saved: complex ones, and the same tensor again under its other names.
+
+        Raises:
+            ValueError: the metadata names tensors that are not there.
+        """
+        try:
+            for name in self._complex:
+                read[name] = torch.view_as_complex(read[name])
+            for name, same in self._aliases.items():
+                if name in read:
+                    raise ValueError(f"{name!r} is a tensor and another's alias")
+                read[name] = read[same]
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(f"its metadata do not fit: {error}") from None
+        return read
+
+
+def header_length(start: bytes, size: int) -> int:
+    """**Local.** Where a file's data begin.
+
+    Args:
+        start: its first 8 bytes.
+        size: its size.
 
     Raises:
-        CheckpointCorrupt: the file is truncated or no safetensors file.
-        OSError: it can't be read.
+        ValueError: the header would be larger than the file or the format allows.
     """
+    length = int.from_bytes(start, "little")
+    if len(start) < LENGTH or not 2 <= length <= min(MAX_HEADER, size - LENGTH):
+        raise ValueError(f"a header of {length} bytes in a file of {size}")
+    return LENGTH + length
+
+
+def parse_header(header: bytes, size: int) -> Header:
+    """**Local.** What a header says, which must account for every byte of the file once.
+
+    Args:
+        header: the file's bytes up to the data.
+        size: the file's size.
+
+    Raises:
+        ValueError: it is no header, names a tensor twice, or its tensors have an unknown dtype, a size other than
+            that of their shape, overlap, leave gaps or do not end where the file does.
+    """
+    body = strict_json(header[LENGTH:])
+    if type(body) is not dict:
+        raise ValueError("its header is no object")
+    metadata = body.pop("__metadata__", {})
+    if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
+        raise ValueError("its metadata are no strings by name")
+    described = sorted((_describe(name, entry, len(header)) for name, entry in body.items()), key=_position)
+    end = len(header)
+    for one in described:
+        if one.start != end:
+            raise ValueError(f"the data of {one.name!r} begin at byte {one.start}, where the one before ends at {end}")
+        end = one.stop
+    if end != size:
+        raise ValueError(f"its tensors end at byte {end}, the file at {size}")
+    aliases, names = (
+        strict_json(metadata.get(_ALIASES, "{}").encode()),
+        strict_json(metadata.get(_COMPLEX, "[]").encode()),
+    )
+    if type(aliases) is not dict or type(names) is not list:
+        raise ValueError("its metadata do not fit")
+    return Header(tuple(described), aliases, names)
+
+
+def _position(one: Described) -> tuple[int, int]:
+    return one.start, one.stop
+
+
+def _describe(name: str, entry: Any, data: int) -> Described:
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            metadata = file.metadata() or {}
-            # The package maps the file; a copy of one's own outlives its truncation, which would be a SIGBUS.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (no mapping)
-        for name in json.loads(metadata.get(_COMPLEX, "[]")):
-            tensors[name] = torch.view_as_complex(tensors[name])
-        for name, same in json.loads(metadata.get(_ALIASES, "{}")).items():
-            tensors[name] = tensors[same]
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointCorrupt(f"{path}: not a whole safetensors file ({error})") from error
-    return tensors
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"the entry of {name!r} is malformed") from None
+    if type(shape) is not list or not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
+        raise ValueError(f"the entry of {name!r} is malformed")
+    if type(dtype) is not str or dtype not in _DTYPES:
+        raise ValueError(f"{name!r} has the dtype {dtype!r}, which torch does not know")
+    if stop - start != math.prod(shape) * _DTYPES[dtype].itemsize:
+        raise ValueError(f"{name!r} has {stop - start} bytes, which is not {dtype} of shape {shape}")
+    if len(shape) > 64 or math.prod(max(n, 1) for n in shape) >= 2**62:
+        raise ValueError(f"{name!r} has the shape {shape}")
+    return Described(name, _DTYPES[dtype], tuple(shape), data + start, data + stop)

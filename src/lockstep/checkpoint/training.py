@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lockstep.checkpoint.codec import decode
 from lockstep.checkpoint.load import Contents
 from lockstep.checkpoint.match import bare, compare, describe_optimizer, refuse_other_optimizer
 from lockstep.errors import CheckpointMismatch
@@ -48,23 +47,19 @@ class Training:
                     "DataLoader becomes one by lockstep.shard(loader)"
                 )
 
-    def trees(self, loader_states: list[Any]) -> dict[str, Any]:
-        """**Local.** Everything but the model's tensors, by the name of its part.
+    def common_trees(self) -> dict[str, Any]:
+        """**Local.** What every rank holds alike besides the model, by the name of its part."""
+        if self.optimizer is None:
+            return {}
+        return {"optimizer": {**describe_optimizer(self.optimizer), "state": self.optimizer.state_dict()}}
 
-        Args:
-            loader_states: every rank's, encoded; kept once if they are all the same.
-        """
-        parts: dict[str, Any] = {}
-        if self.optimizer is not None:
-            parts["optimizer"] = {**describe_optimizer(self.optimizer), "state": self.optimizer.state_dict()}
+    def trees(self) -> dict[str, Any]:
+        """**Local.** Everything but the model and the loader, by the name of its part."""
+        parts = self.common_trees()
         if self.scheduler is not None:
             parts["scheduler"] = {"class": type(self.scheduler).__name__, "state": self.scheduler.state_dict()}
         if self.extra:
             parts["extra"] = {name: thing.state_dict() for name, thing in self.extra.items()}
-        if self.loader is not None:
-            same = all(state == loader_states[0] for state in loader_states)
-            kept = loader_states[:1] if same else loader_states
-            parts["loader"] = [decode(state, {}, where="loader") for state in kept]
         return parts
 
     def refuse_other(self, contents: Contents, *, world_size: int) -> None:

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.checkpoint import storage
-from lockstep.checkpoint.load import read_model
+from lockstep.checkpoint import folders
+from lockstep.checkpoint.load import read_model, read_tensors
 from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.checkpoint.match import bare, compare
-from lockstep.checkpoint.tensors import read_tensors
 from lockstep.errors import CheckpointCorrupt, CheckpointError
 
 #: Where training scripts put the state dict in the files they save.
@@ -97,7 +96,7 @@ def _from_folder(folder: Path) -> tuple[Path, Mapping[str, Any]]:
     if (folder / MANIFEST).exists():
         return folder, read_model(folder)
     damaged = []
-    for candidate in storage.checkpoints(folder):
+    for candidate in folders.checkpoints(folder):
         try:
             state = read_model(candidate)
         except CheckpointCorrupt as error:

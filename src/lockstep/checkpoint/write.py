@@ -1,92 +1,135 @@
-"""A snapshot of training becomes a checkpoint: the one place that decides what is in which file."""
+"""A captured state becomes a checkpoint: written by all ranks together, wholly or not at all."""
 
 from __future__ import annotations
 
-import json
 import platform
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lockstep.checkpoint import storage
-from lockstep.checkpoint.codec import encode
-from lockstep.checkpoint.manifest import MODEL, Manifest
-from lockstep.checkpoint.tensors import file_content
+from lockstep.checkpoint import folders
+from lockstep.checkpoint.captured import Share
+from lockstep.checkpoint.draft import Draft, write_blocks
+from lockstep.checkpoint.manifest import FileEntry, Manifest
+from lockstep.checkpoint.peers import Peers
+from lockstep.checkpoint.storage import POSIX, Storage
+from lockstep.checkpoint.together import together
 from lockstep.version import __version__
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """What a checkpoint is made of."""
+class Place:
+    """Where in the run a checkpoint is."""
 
     step: int
     epoch: int
     in_epoch: bool
-    world_size: int
-    #: The model's state dict, under the names of the bare model.
-    model: Mapping[str, Any]
-    #: Trees by the name of their file: optimizer, scheduler, loader, extra, rng.
-    parts: Mapping[str, Any]
 
 
-def write(root: Path, snapshot: Snapshot) -> Path:
-    """**Rank 0.** Write a checkpoint into ``root``, wholly or not at all; its folder.
+def write(
+    root: Path, share: Share, place: Place, *, peers: Peers, tidy: Callable[[Path], None], on: Storage = POSIX
+) -> Path:
+    """**Collective.** Write a checkpoint into ``root``, wholly or not at all; its folder.
 
-    ``model.safetensors`` holds the tensors of the model, ``model.json`` what else its state dict has. Every other part
-    is a JSON file, with a safetensors file beside it if there are tensors in it.
+    It talks to the other ranks by ``peers`` alone and touches no live state if ``share`` was copied, so that it may
+    run in a thread beside training.
+
+    Args:
+        root: the run's folder.
+        share: this rank's share.
+        place: where the run is.
+        peers: the ranks.
+        tidy: what rank 0 does when the checkpoint is safe: remove older ones.
+        on: the file system.
 
     Raises:
-        CheckpointError: something in the snapshot can't be written down.
-        OSError: it could not be written; nothing is left of it.
+        CheckpointError: it could not be written; the same error on every rank, and nothing is left of it.
     """
-    tensors = {name: value for name, value in snapshot.model.items() if isinstance(value, torch.Tensor)}
-    others = {name: value for name, value in snapshot.model.items() if name not in tensors}
-    trees = {"model": encode(others, None, where="model")} if others else {}
-    kept: dict[str, dict[str, torch.Tensor]] = {}
-    for part, tree in snapshot.parts.items():
-        trees[part] = encode(tree, kept.setdefault(part, {}), where=part)
-    storage.sweep(root)
-    draft = storage.Draft(root, snapshot.step)
+    writing = _Writing(root, share, place, peers.world_size, tidy, on)
     try:
-        draft.write(MODEL, file_content(tensors, where="model"))
-        for part, tree in trees.items():
-            draft.write(f"{part}.json", [json.dumps(tree, allow_nan=False).encode()])
-            if kept.get(part):
-                draft.write(f"{part}.safetensors", file_content(kept[part], where=part))
-        return draft.commit(_manifest(snapshot, draft))
+        _, drafts = together(peers, writing.begin, lambda name: name)
+        _, digests = together(peers, lambda: writing.write_mine(str(drafts[0])), lambda own: own)
+        _, names = together(peers, lambda: writing.finish(digests), lambda name: name)
     except BaseException:  # an interrupt as well must not leave a draft behind
-        draft.discard()
+        writing.give_up()
         raise
+    return root / str(names[0])
 
 
-def _manifest(snapshot: Snapshot, draft: storage.Draft) -> Manifest:
+class _Writing:
+    """The steps of one rank. Rank 0 has the draft."""
+
+    def __init__(
+        self, root: Path, share: Share, place: Place, world_size: int, tidy: Callable[[Path], None], on: Storage
+    ) -> None:
+        self._root, self._share, self._place, self._world_size = root, share, place, world_size
+        self._tidy, self._on = tidy, on
+        self._draft: Draft | None = None
+        self._texts: dict[str, FileEntry] = {}
+
+    def begin(self) -> str:
+        """The draft's name, from rank 0."""
+        whole = self._share.whole
+        if whole is None:
+            return ""
+        folders.sweep(self._root, on=self._on)
+        self._draft = Draft(self._root, self._place.step, on=self._on)
+        for name in whole.files:
+            self._draft.create(name)
+        return self._draft.path.name
+
+    def write_mine(self, draft: str) -> list[str]:
+        """This rank's bytes, on the disk; their digests."""
+        if self._draft is not None and self._share.whole is not None:
+            texts = self._share.whole.texts
+            self._texts = {name: self._draft.write(name, content) for name, content in texts.items()}
+        return write_blocks(self._root / draft, self._share.contents(), on=self._on)
+
+    def finish(self, digests: Sequence[Sequence[str]]) -> str:
+        """The checkpoint's name, from rank 0."""
+        if self._draft is None or self._share.whole is None:
+            return ""
+        files = {**self._share.whole.entries(digests), **self._texts}
+        path = self._draft.commit(_manifest(self._place, self._world_size, files))
+        self._draft = None  # from here on it is a checkpoint, and nothing that fails may take it away
+        self._tidy(path)
+        return path.name
+
+    def give_up(self) -> None:
+        """Leave nothing behind."""
+        if self._draft is not None:
+            self._draft.discard()
+            self._draft = None
+
+
+def _manifest(place: Place, world_size: int, files: dict[str, FileEntry]) -> Manifest:
     return Manifest(
-        step=snapshot.step,
-        epoch=snapshot.epoch,
-        in_epoch=snapshot.in_epoch,
-        world_size=snapshot.world_size,
+        step=place.step,
+        epoch=place.epoch,
+        in_epoch=place.in_epoch,
+        world_size=world_size,
         written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"lockstep": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
-        files=dict(draft.files),
+        files=dict(sorted(files.items())),
     )
 
 
-def prune(root: Path, newest: Path, keep: int | None) -> None:
+def prune(root: Path, newest: Path, keep: int | None, *, on: Storage = POSIX) -> None:
     """**Rank 0.** Remove the checkpoints that ``newest`` makes superfluous: earlier ones of its step, and all but the
     ``keep`` last steps. Those of later steps (a damaged one, say, behind which training went on) are left alone."""
-    step = storage.step_of(newest)
-    older = [folder for folder in storage.checkpoints(root) if storage.step_of(folder) <= step and folder != newest]
-    same_step = [folder for folder in older if storage.step_of(folder) == step]
+    step = folders.step_of(newest)
+    there = folders.checkpoints(root, on=on)
+    older = [folder for folder in there if folders.step_of(folder) <= step and folder != newest]
+    same_step = [folder for folder in older if folders.step_of(folder) == step]
     earlier = [folder for folder in older if folder not in same_step]
     superfluous = same_step + ([] if keep is None else earlier[keep - 1 :])
     for folder in superfluous:
         try:
-            storage.remove(folder)
+            folders.remove(folder, on=on)
         except OSError as error:
             # The new checkpoint is safe; failing the save for an old one's sake would be wrong.
             warnings.warn(f"could not remove the old checkpoint {folder}: {error}", RuntimeWarning, stacklevel=2)

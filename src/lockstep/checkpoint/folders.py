@@ -1,0 +1,114 @@
+"""The folder of a run, and the checkpoints in it: their names, their order, what is whole and what is left over."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from pathlib import Path
+
+from lockstep.checkpoint.storage import POSIX, Storage
+
+_WHOLE = re.compile(r"step-(\d{8,18})(?:-r(\d{1,9}))?")
+_DRAFT = re.compile(_WHOLE.pattern + r"\.tmp-[0-9a-f]{16}")
+
+
+def prepare_root(root: Path, *, on: Storage = POSIX) -> None:
+    """**Local.** Make the folder of a run, and prove that it can be written.
+
+    Raises:
+        OSError: it can't.
+    """
+    for folder in [*reversed(root.parents), root]:
+        if folder.is_dir():
+            continue
+        try:
+            on.make_folder(folder)
+        except FileExistsError:
+            if not folder.is_dir():  # else another process was quicker
+                raise
+        sync_folder(folder.parent, on=on)  # or a power cut takes the whole run
+    probe = f".probe-{secrets.token_hex(8)}"
+    opened = on.open_folder(root.resolve())
+    try:
+        on.close(on.create(opened, probe))
+        on.remove(opened, probe)
+    finally:
+        on.close(opened)
+
+
+def checkpoints(root: Path, *, on: Storage = POSIX) -> list[Path]:
+    """**Local.** The folders of checkpoints in ``root``, newest first, whether whole or damaged."""
+    return sorted((root / name for name in on.folders(root) if _WHOLE.fullmatch(name)), key=_age, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    """**Local.** The step in the name of a checkpoint's folder."""
+    return _age(folder)[0]
+
+
+def next_name(root: Path, step: int, *, on: Storage = POSIX) -> str:
+    """**Local.** The name of a new checkpoint: never one that is taken."""
+    taken = [_age(folder)[1] for folder in checkpoints(root, on=on) if step_of(folder) == step]
+    return f"step-{step:08d}" + (f"-r{max(taken) + 1}" if taken else "")
+
+
+def draft_name(name: str) -> str:
+    """**Local.** The name of a new draft of the checkpoint ``name``, or of what is left of it."""
+    return f"{name}.tmp-{secrets.token_hex(8)}"
+
+
+def _age(folder: Path) -> tuple[int, int]:
+    matched = _WHOLE.fullmatch(folder.name)
+    if matched is None:
+        raise ValueError(f"{folder.name} is no name of a checkpoint")
+    return int(matched[1]), int(matched[2] or 1)
+
+
+def remove(folder: Path, *, on: Storage = POSIX) -> None:
+    """**Local.** Remove a checkpoint: renamed to a leftover first, so that it is never seen half removed.
+
+    The new name must be on the disk before the first file goes: after a power cut there must be no checkpoint with
+    files missing.
+    """
+    leftover = folder.with_name(draft_name(folder.name))
+    on.rename(folder, leftover)
+    sync_folder(folder.parent, on=on)
+    remove_tree(leftover, on=on)
+
+
+def remove_tree(folder: Path, *, on: Storage = POSIX) -> None:
+    """**Local.** Remove a folder and all that is in it; links are removed, not followed."""
+    opened = on.open_folder(folder)
+    try:
+        inner = set(on.folders(folder))
+        for name in on.names(opened):
+            if name not in inner:
+                on.remove(opened, name)
+    finally:
+        on.close(opened)
+    for name in inner:
+        remove_tree(folder / name, on=on)
+    on.remove_folder(folder)
+
+
+def sweep(root: Path, *, on: Storage = POSIX) -> None:
+    """**Local.** Remove what dead saves left behind: drafts of this user, in this folder, that no one is writing."""
+    for name in on.folders(root):
+        if not _DRAFT.fullmatch(name):
+            continue
+        opened = on.open_folder(root / name)
+        try:
+            if on.owner(opened) == os.geteuid() and on.lock(opened):
+                remove_tree(root / name, on=on)
+        finally:
+            on.close(opened)
+
+
+def sync_folder(path: Path, *, on: Storage = POSIX) -> None:
+    """**Local.** Return once the names in a folder are on the disk itself."""
+    opened = on.open_folder(path.resolve())  # the way to the run may lead over links; they are the user's own
+    try:
+        on.sync(opened)
+    finally:
+        on.close(opened)

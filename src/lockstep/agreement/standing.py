@@ -28,9 +28,8 @@ class Place(enum.IntEnum):
     STEP = 1
     #: 1 while the rank saves and leaves by itself when it is asked to stop.
     LISTENS = 2
-    #: The step to stop at, and the step to save at, that this rank proposes; 0: none.
-    STOP_AT = 3
-    SAVE_AT = 4
+    #: What this rank proposes to do together, and when; see agreement/board.py. 0: nothing.
+    PROPOSAL = 3
 
 
 class Slots:
@@ -48,6 +47,8 @@ class Slots:
             os.close(fd)
         self._numbers = memoryview(self._memory).cast("q")
         self._starts = range(0, world_size * SLOT // 8, SLOT // 8)
+        #: One number of all ranks: (place) -> int64 [world_size], a view.
+        self._columns = [self._numbers[place :: SLOT // 8] for place in Place]
 
     def get(self, rank: int, place: Place) -> int:
         """**Local.** One number of a rank."""
@@ -59,11 +60,12 @@ class Slots:
 
     def all(self, place: Place) -> list[int]:
         """**Local.** The same number of every rank."""
-        return [self._numbers[start + place] for start in self._starts]
+        return self._columns[place].tolist()
 
     def close(self) -> None:
         """**Local.** Let go of the memory."""
-        self._numbers.release()
+        for view in (*self._columns, self._numbers):
+            view.release()
         self._memory.close()
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.agreement import note
 from lockstep.agreement.standing import Place, Slots
 from lockstep.launch import ports, records, report
 from lockstep.launch.logs import LogFolder
@@ -66,6 +67,20 @@ class Attempt:
         assert self._slots is not None, "not closed yet"
         number = self._slots.get(rank, place)
         return number - 1 if number else None
+
+    @property
+    def listening(self) -> bool:
+        """Whether ranks save and leave by themselves when they are asked to stop."""
+        assert self._slots is not None, "not closed yet"
+        return any(self._slots.all(Place.LISTENS))
+
+    def stop_note(self) -> note.StopNote | None:
+        """Where the run goes on, if its ranks were asked to stop and have saved."""
+        return note.read(self.folder)
+
+    def mark_failed(self) -> None:
+        """Tell the ranks that the signal to stop which follows comes from a failure."""
+        note.mark_failed(self.folder)
 
     def record(self, rank: int) -> records.FailureRecord | None:
         """A rank's last words."""

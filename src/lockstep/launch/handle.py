@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep import knobs
 from lockstep.launch.channel import Channel, Message
-from lockstep.launch.signals import STOPPING
+from lockstep.launch.signals import SAVE, STOPPING
 
 #: What every rank needs; named, not imported, because the watcher never loads torch.
 _PRELOAD = ("torch", "torch.distributed", "numpy.random", "lockstep.comm.init")
@@ -69,7 +69,7 @@ class ZygoteHandle:
                 argv,
                 os.environ,
                 file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), theirs.fileno())],  # makes it inheritable
-                setsigmask=STOPPING,  # until the zygote ignores them
+                setsigmask=(*STOPPING, SAVE),  # until the zygote ignores them
             )
         except OSError:
             ours.close()

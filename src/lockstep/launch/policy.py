@@ -80,11 +80,24 @@ class Policy:
         """A rank runs."""
         self.states[rank].pid = pid
 
-    def exited(self, rank: int, exit_code: int, at: float, *, peak: int | None = None) -> list[Order]:
-        """A rank ended. The first that ends with an error stops the others; one that is done early stops nobody."""
+    def exited(
+        self, rank: int, exit_code: int, at: float, *, peak: int | None = None, agreed: bool = False
+    ) -> list[Order]:
+        """A rank ended. The first that ends with an error stops the others; one that is done early stops nobody.
+
+        Args:
+            rank: which.
+            exit_code: negative for a signal.
+            at: when, on the monotonic clock, in seconds.
+            peak: the most memory it ever had, in bytes.
+            agreed: the ranks have agreed to leave, so the others are on their way out, too.
+        """
         state = self.states[rank]
         state.exit_code, state.ended_at, state.peak = exit_code, at, peak
         if exit_code == 0 or self.stopping:
+            return []
+        if agreed:
+            self.deadline = at + self.grace
             return []
         return self.failed(at)
 

@@ -22,10 +22,11 @@ from typing import Any, NoReturn
 
 from lockstep import knobs
 from lockstep.agreement import standing
+from lockstep.agreement.requests import interrupt_once
 from lockstep.identity import Identity
 from lockstep.launch import processes
 from lockstep.launch.records import FailureRecord
-from lockstep.launch.signals import STOPPING
+from lockstep.launch.signals import SAVE, STOPPING
 
 #: What a shell reports for a process that SIGINT ended.
 INTERRUPTED = 128 + signal.SIGINT
@@ -68,19 +69,9 @@ def _become(task: Task) -> None:
 
 
 def _reset_signals(shielded: frozenset[signal.Signals]) -> None:
-    for signum in STOPPING:
+    for signum in (*STOPPING, SAVE):
         if signum not in shielded:
-            signal.signal(signum, _interrupt_once if signum == signal.SIGINT else signal.SIG_DFL)
-
-
-def _interrupt_once(_signum: int, _frame: types.FrameType | None) -> None:
-    """Raise KeyboardInterrupt once: a Ctrl-C can come twice, from the terminal and passed on, or from ``timeout``.
-
-    The second would hit the clean-up that the first one started. (SIG_IGN would be inherited by programs started from
-    here on; a function is not.)
-    """
-    signal.signal(signal.SIGINT, lambda _signum, _frame: None)
-    raise KeyboardInterrupt
+            signal.signal(signum, interrupt_once if signum == signal.SIGINT else signal.SIG_DFL)
 
 
 def _take_streams(fds: Sequence[int]) -> None:
@@ -224,7 +215,7 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
     """
     this_process = os.getpid()
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # blocked since before the fork
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))  # blocked since before the fork
         program()
     except SystemExit as stop:
         if os.getpid() == this_process and stop.code not in (None, 0):

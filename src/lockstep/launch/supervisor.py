@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 
+from lockstep.agreement.note import EXIT_SAVED
 from lockstep.agreement.standing import Place
 from lockstep.errors import LaunchError
 from lockstep.launch import ports, processes, program, report
@@ -22,7 +23,7 @@ from lockstep.launch.logs import LogFolder
 from lockstep.launch.output import Relay
 from lockstep.launch.policy import Order, Policy
 from lockstep.launch.restarts import Failure, Restarts
-from lockstep.launch.signals import STOPPING, Arrival, SignalQueue, ignored, name
+from lockstep.launch.signals import SAVE, STOPPING, Arrival, SignalQueue, catches, ignored, name
 from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec
 from lockstep.launch.streams import Streams
 
@@ -51,7 +52,7 @@ def run(spec: JobSpec) -> int:
     master = _master(spec)  # refuses a port in use before anything is started
     with ExitStack() as undo:
         _open_standard_streams()
-        signals = SignalQueue(s for s in (*STOPPING, signal.SIGWINCH) if s not in ignored())
+        signals = SignalQueue(s for s in (*STOPPING, SAVE, signal.SIGWINCH) if s not in ignored())
         undo.callback(signals.close)
         processes.become_subreaper()
         folder = tempfile.mkdtemp(prefix="lockstep-")
@@ -111,6 +112,10 @@ class Watcher:
         self._finishing = False
         #: Why there is no restart, for the report.
         self._refusal = ""
+        #: Whether this attempt's ranks were told that one of them failed.
+        self._marked = False
+        #: Whether the signal that ends the job reached ranks that save and leave by themselves.
+        self._asked_listeners = False
         self._selector = selectors.PollSelector()  # epoll refuses regular files, which standard output may be
         self._relay = Relay(self._selector)
         self._streams = Streams(spec, logs, self._relay)
@@ -191,6 +196,7 @@ class Watcher:
         self._say_failure(f"restart {self._restarts.used} of {self._restarts.limit}: all ranks start again")
         self._attempt.close()
         self._attempt = Attempt(self._spec, home=self._folder, restart=self._restarts.used)
+        self._marked = False
         self._logs.restart = self._restarts.used
         self._waiting = self._attempt.forks(_master(self._spec), self._streams)
         self._fork_all()
@@ -230,8 +236,31 @@ class Watcher:
     def _on_signal(self, arrival: Arrival, now: float) -> None:
         if arrival.signum == signal.SIGWINCH:
             self._streams.resize()
+        elif arrival.signum == SAVE:
+            self._ask_to_save(arrival)
         else:
+            self._announce(arrival.signum)
             self._apply(self._policy.signalled(arrival.signum, delivered=arrival.from_terminal, now=now))
+
+    def _ask_to_save(self, arrival: Arrival) -> None:
+        """Pass SIGUSR1 on to the ranks that have a use for it; the others would die of it."""
+        states = self._policy.states
+        willing = [rank for rank in self._policy.alive if catches(states[rank].pid or 0, arrival.signum)]
+        if willing and not self._policy.stopping:
+            self._zygote.signal(willing, arrival.signum)
+        else:
+            _say(
+                f"{arrival.signum.name}: no rank can save now: a Checkpointer with the training loader does in its loop"
+            )
+
+    def _announce(self, signum: signal.Signals) -> None:
+        """Say that the ranks take a moment to stop, which a user at the keyboard might take for a hang."""
+        if self._policy.stopping or self._policy.stopped_by is not None or not self._attempt.listening:
+            return
+        if signum in (signal.SIGINT, signal.SIGTERM):
+            self._asked_listeners = True
+            what = "Ctrl-C" if signum == signal.SIGINT else signum.name
+            _say(f"{what}: the ranks finish a step, save and leave (within --grace); a second one stops them at once")
 
     def _on_messages(self) -> None:
         try:
@@ -247,13 +276,17 @@ class Watcher:
                 self._policy.started(message["rank"], message["pid"])
             elif message["is"] == "exited":
                 rank, code, at = message["rank"], message["code"], message["at"]
-                self._apply(self._policy.exited(rank, code, at, peak=message["peak"]))
+                agreed = code == EXIT_SAVED and self._attempt.stop_note() is not None
+                self._apply(self._policy.exited(rank, code, at, peak=message["peak"], agreed=agreed))
             elif message["is"] == "cleared":
                 self._restart()
             elif message["is"] == "broken":
                 self._broken = message["error"]
 
     def _apply(self, orders: Iterable[Order]) -> None:
+        if self._policy.failing and not self._marked:
+            self._marked = True
+            self._attempt.mark_failed()
         for order in orders:
             self._zygote.signal(order.ranks, order.signum)
 
@@ -285,9 +318,13 @@ class Watcher:
         if self._broken is not None:
             _say(f"the ranks could not be started:\n{self._broken.rstrip()}")
             return 1
+        note = self._attempt.stop_note()
+        if note is not None and all(state.exit_code == EXIT_SAVED for state in states.values()):
+            by = "a signal to the ranks" if self._policy.stopped_by is None else self._policy.stopped_by.name
+            _say(f"stopped by {by}; saved at step {note.step} in {note.folder}")
+            return EXIT_SAVED
         if self._policy.stopped_by is not None and not self._policy.failing:
-            _say(self._why_stopped(self._policy.stopped_by))
-            return 128 + self._policy.stopped_by
+            return self._conclude_stopped(self._policy.stopped_by)
         if report.first_failure(self._endings()) is not None:
             return self._say_failure(self._refusal)
         if not self._policy.done:
@@ -322,12 +359,25 @@ class Watcher:
         _say(f"the process that starts the ranks (process {self._zygote.pid}) {how}; all ranks were stopped")
         return 128 - code if code < 0 else 1
 
-    def _why_stopped(self, signum: signal.Signals) -> str:
-        killed = [rank for rank, state in self._policy.states.items() if state.exit_code == -signal.SIGKILL]
-        if not killed:
-            return f"stopped by {signum.name}"
-        ranks = ", ".join(map(str, killed))
-        return f"stopped by {signum.name}; rank {ranks} did not leave in time (--grace) and was killed"
+    def _conclude_stopped(self, signum: signal.Signals) -> int:
+        states = self._policy.states
+        if self._asked_listeners and all(state.exit_code == 0 for state in states.values()):
+            _say(f"{signum.name} came when training was over: all ranks ended by themselves")
+            return 0
+        words = [f"stopped by {signum.name}"]
+        killed = [rank for rank, state in states.items() if state.exit_code == -signal.SIGKILL]
+        if killed:
+            words.append(f"rank {', '.join(map(str, killed))} did not leave in time (--grace) and was killed")
+        note = self._attempt.stop_note()
+        if note is not None:
+            words.append(f"saved at step {note.step} in {note.folder}")
+        for rank in states:
+            record = self._attempt.record(rank)
+            if record is not None and record.type not in ("KeyboardInterrupt", "SystemExit"):
+                words.append(f"rank {rank} failed on the way out: {record.summary}")
+                break
+        _say("; ".join(words))
+        return 128 + signum
 
 
 def _show_cursor() -> None:

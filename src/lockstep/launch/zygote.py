@@ -42,7 +42,7 @@ from typing import Any
 
 from lockstep.launch import processes, rank
 from lockstep.launch.channel import Channel
-from lockstep.launch.signals import STOPPING, SignalQueue, ignored
+from lockstep.launch.signals import SAVE, STOPPING, SignalQueue, ignored
 
 #: Seconds that processes which outlived their rank have to leave by themselves.
 LEFTOVER_PATIENCE = 0.3
@@ -59,9 +59,9 @@ def main(control: int, folder: str, modules: list[str]) -> None:
     # The signals arrive blocked, so that none can hit before this line; a signal to the whole process group is the
     # watcher's business.
     shielded = ignored()
-    for signum in STOPPING:
+    for signum in (*STOPPING, SAVE):
         signal.signal(signum, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))
     processes.become_subreaper()
     channel = Channel(socket.socket(fileno=control))
     try:
@@ -145,13 +145,13 @@ class _Zygote:
         sys.stdout.flush()
         sys.stderr.flush()
         # A signal that comes before the rank has its own handlers waits until then.
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, SAVE))
         pid = os.fork()
         if pid == 0:
             processes.die_with_parent(zygote)
             self._leave_to_the_zygote()
             return rank.Task(request["rank"], request["env"], request["job"], fds, self._shielded)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))
         for fd in fds:
             os.close(fd)
         self._ranks[pid] = request["rank"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -148,12 +149,17 @@ class StreamDataset(IterableDataset[Fetched]):
 
 
 class WorkerStart:
-    """A worker_init_fn: the user's own, called with the user's own dataset in ``get_worker_info()``."""
+    """A worker_init_fn: the user's own, called with the user's own dataset in ``get_worker_info()``.
+
+    A Ctrl-C at the terminal reaches workers, too. It is not theirs: their rank decides what becomes of it, and may
+    need more batches to finish a step.
+    """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
 
     def __call__(self, worker_id: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, (SliceDataset, StreamDataset)):
             # torch's documentation tells users to split a stream through worker_info.dataset, which is a frozen record.

@@ -13,12 +13,14 @@ that splits itself by rank as well (as some libraries do) would otherwise be spl
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.init import current_world
@@ -110,6 +112,8 @@ class ShardedLoader:
         self._drawn: str | None = None
         #: The pass under way; a newer one supersedes it.
         self._pass: object | None = None
+        #: Called between two steps; see register_step_boundary_hook.
+        self._boundary_hooks: dict[int, Callable[[], object]] = OrderedDict()
         #: What the world's share was before the pass, a loop around this one's perhaps.
         self._outer_share: BatchShare | None = None
         self._keys = Keys()
@@ -216,6 +220,20 @@ class ShardedLoader:
         self._drawn = saved.drawn
         self._pass = None
 
+    def register_step_boundary_hook(self, hook: Callable[[], object]) -> RemovableHandle:
+        """**Local.** Have ``hook`` called between two steps: when the loop is done with a batch and asks for the next.
+
+        Everything that belongs to the step is over then: the optimizer's step, the schedule, averages of weights. The
+        loader's state counts the batch as done. Behind an epoch's last batch the hook is called, too; when the loop is
+        left early it is not. What the hook raises ends the loop.
+
+        Returns:
+            a handle whose ``remove()`` undoes it.
+        """
+        handle = RemovableHandle(self._boundary_hooks)
+        self._boundary_hooks[handle.id] = hook
+        return handle
+
     def _state(self) -> LoaderState:
         return LoaderState(
             cursor=self._cursor,
@@ -241,6 +259,8 @@ class ShardedLoader:
                 world.share = share
                 self._advance(fetched)
                 yield fetched.batch
+                for hook in self._boundary_hooks.values():
+                    hook()
                 if self._pass is not mine:
                     raise LockstepError(
                         f"rank {world.rank}: another pass over this loader has begun, or a state was loaded, and "

@@ -1,0 +1,144 @@
+"""Between two steps: has somebody asked to save, or to save and leave?
+
+Note [Stopping between steps]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A run that is to end bit for bit as if it had never been interrupted can only be left between two steps, where
+everything that a step changes has been changed. Two such moments are known without asking the user: when the training
+loop asks the loader for its next batch, and when it asks :meth:`Checkpointer.epochs` for its next epoch. A third is
+:meth:`Checkpointer.between_steps`, for loops over other loaders. Signals only leave a request, which is seen to there.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+
+from lockstep import knobs
+from lockstep.agreement import note, standing
+from lockstep.agreement.agree import Agreement
+from lockstep.agreement.board import Board, Kind, SlotBoard, StoreBoard
+from lockstep.agreement.requests import Requests
+from lockstep.comm.exchange import all_gather_records
+from lockstep.comm.world import World
+from lockstep.errors import CheckpointError
+
+
+class Saver(Protocol):
+    """Whose run it is: a Checkpointer."""
+
+    step: int
+
+    def save(self, *, epoch_done: bool | None = None) -> Path: ...
+
+
+class StepBoundary:
+    """The requests to one rank, and what the ranks make of them together. See Note [Stopping between steps]."""
+
+    def __init__(self, saver: Saver, world: World, *, counts_steps: bool) -> None:
+        self._saver = saver
+        self._world = world
+        self._requests = Requests()
+        self._agreement: Agreement | None = None
+        #: Whether ``saver.step`` is counted up by an optimizer; else boundaries are counted here.
+        self._counts_steps = counts_steps
+        self._boundaries = 0
+        #: Whether a loop says when it is between two steps.
+        self._watched = False
+
+    def watch(self, loader: object) -> None:
+        """**Local.** Be told by ``loader`` when it is asked for its next batch, if it can tell."""
+        register: Callable[[Callable[[], object]], object] | None
+        register = getattr(loader, "register_step_boundary_hook", None)
+        if register is not None:
+            self._watched = True
+            register(self.reached)
+
+    def listen(self) -> None:
+        """**Local.** Signals are requests from now on, if there is a loop that will see to them."""
+        if self._watched and not self._requests.listening:
+            self._requests.listen()
+
+    def close(self) -> None:
+        """**Local.** Signals are no requests any more."""
+        self._requests.close()
+
+    def between_steps(self, *, epoch_done: bool | None) -> None:
+        """**Collective.** A loop of the user's own is between two steps."""
+        self._watched = True
+        self.reached(epoch_done=epoch_done)
+
+    def reached(self, *, epoch_done: bool | None = None, last: bool = False) -> None:
+        """**Collective**, though nothing is sent as long as nobody asks. This is a moment between two steps.
+
+        Args:
+            epoch_done: as for ``save``.
+            last: training is over: there is no later step to agree on.
+
+        Raises:
+            SystemExit: the ranks were asked to stop, and have saved; with code 75.
+            CheckpointError: they were asked to stop and could not save.
+        """
+        if not self._watched:
+            return
+        self.listen()
+        self._boundaries += 1
+        if self._agreement is None:
+            self._agreement = Agreement(_board(self._world), world_size=self._world.world_size)
+        step = self._saver.step if self._counts_steps else self._boundaries
+        due = self._agreement.due(step, wanted=self._requests.wanted)
+        if last and due is None:
+            due = self._due_at_last()
+        if due is Kind.SAVE:
+            self._save_and_go_on(epoch_done)
+        elif due is Kind.STOP:
+            self._save_and_leave(epoch_done)
+
+    def _due_at_last(self) -> Kind | None:
+        """The most urgent thing that any rank was asked for; for once it pays to ask all."""
+        assert self._agreement is not None, "made at the first boundary"
+        wishes = [wish for wish in (self._requests.wanted, self._agreement.pending()) if wish is not None]
+        wanted = [int(wish) for wish in wishes]
+        everyones = [wish for wishes in all_gather_records(wanted, self._world.group) for wish in wishes]
+        return Kind(min(everyones)) if everyones else None
+
+    def _save_and_go_on(self, epoch_done: bool | None) -> None:
+        self._requests.save = False
+        try:
+            folder = self._saver.save(epoch_done=epoch_done)
+        except CheckpointError as error:  # the same on every rank
+            if self._world.is_main:
+                warnings.warn(f"could not save at step {self._saver.step}, as asked by a signal: {error}", stacklevel=4)
+            return
+        if self._world.is_main:
+            print(f"lockstep: saved at step {self._saver.step} in {folder}", file=sys.stderr, flush=True)
+
+    def _save_and_leave(self, epoch_done: bool | None) -> None:
+        folder = self._saver.save(epoch_done=epoch_done)
+        self._leave_word(folder)
+        self._requests.leave()
+        raise SystemExit(note.EXIT_SAVED)
+
+    def _leave_word(self, folder: Path) -> None:
+        """Rank 0 tells the watcher where the run goes on or, where there is none, the user."""
+        if not self._world.is_main:
+            return
+        job_folder = knobs.job_dir()
+        if job_folder is not None and standing.own() is not None:
+            note.StopNote(self._saver.step, str(folder)).write(job_folder)
+            return
+        by = "a signal" if self._requests.stop is None else self._requests.stop.name
+        print(f"lockstep: stopped by {by}; saved at step {self._saver.step} in {folder}", file=sys.stderr, flush=True)
+
+
+def _board(world: World) -> Board:
+    """Shared memory where one launcher of ours started all ranks, else the process group's store."""
+    own = standing.own()
+    if own is not None and knobs.store() is not None:
+        return SlotBoard(own.slots, rank=world.rank)
+    # torch keeps the store of the default group to itself, also where the user's own code opened the group.
+    return StoreBoard(dist.distributed_c10d._get_default_store())

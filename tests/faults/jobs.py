@@ -1,0 +1,101 @@
+"""Start the training of training.py, read what it wrote, and compare it with a run that nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.faults.training import LENGTH
+from tests.launching import Finished, Running, environment
+
+SCRIPT = Path(__file__).with_name("training.py")
+RANKS = 2
+PREFIX = "torch,torch.distributed,numpy.random,lockstep.comm.init"
+
+
+def start_job(
+    folder: Path, *options: str, restarts: int = 0, plan: list[dict[str, Any]] | None = None, **env: str
+) -> Running:
+    """Start the training over ``folder``; what is there already is gone on from."""
+    run = ["lockstep", "run", "-n", str(RANKS), "--log-dir", str(folder / "logs")]
+    if restarts:
+        run += ["--max-restarts", str(restarts)]
+    if plan is not None:
+        (folder / "plan.json").write_text(json.dumps(plan))
+        options = (*options, "--plan", str(folder / "plan.json"))
+    job_env = environment(folder, **env)
+    del job_env["LOCKSTEP_PRELOAD"]  # as users have it
+    return Running([*run, str(SCRIPT), str(folder), *options], cwd=folder, env=job_env)
+
+
+def run_job(folder: Path, *options: str, limit: float = 100.0, **how: Any) -> Finished:
+    """As :func:`start_job`, to its end."""
+    with start_job(folder, *options, **how) as job:
+        return job.finish(limit)
+
+
+def undisturbed(folder: Path, *options: str) -> list[dict[str, Any]]:
+    """What each rank of a run ends with that nobody disturbs."""
+    folder.mkdir()
+    done = run_job(folder, *options)
+    assert done.code == 0, done
+    check_audit(folder)
+    return final(folder)
+
+
+def final(folder: Path) -> list[dict[str, Any]]:
+    """What each rank had at the end."""
+    return [json.loads((folder / f"final-{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def lines(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """A rank's audit; a line that a kill cut short was no step that anything went on from."""
+    text = (folder / f"audit-{rank}.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def check_audit(folder: Path) -> int:
+    """Every sample was used once an epoch, by the steps that count; their number.
+
+    The steps behind the checkpoint that the next life went on from are void: they were done again.
+    """
+    used: Counter[tuple[int, int]] = Counter()
+    steps = 0
+    for rank in range(RANKS):
+        counting: dict[int, dict[str, Any]] = {}
+        for line in lines(folder, rank):
+            if "resumed" in line:
+                counting = {step: done for step, done in counting.items() if step <= line["resumed"]}
+            else:
+                assert line["step"] not in counting, f"rank {rank} took step {line['step']} twice: {line}"
+                counting[line["step"]] = line
+        assert sorted(counting) == list(range(1, len(counting) + 1)), f"rank {rank} left steps out"
+        for line in counting.values():
+            used.update((line["epoch"], index) for index in line["indices"])
+        steps = len(counting)
+    epochs = 1 + max(epoch for epoch, _ in used)
+    wanted = Counter({(epoch, index): 1 for epoch in range(epochs) for index in range(LENGTH)})
+    assert used == wanted, f"samples not used exactly once: {(used - wanted) + (wanted - used)}"
+    return steps
+
+
+def lives(folder: Path) -> int:
+    """How often the ranks were started."""
+    return len({line["life"] for line in lines(folder, 0)})
+
+
+def pids(folder: Path, life: int) -> list[int] | None:
+    """The ranks of one life, once all have begun."""
+    files = [folder / f"pid-{life}-{rank}" for rank in range(RANKS)]
+    try:
+        return [int(file.read_text()) for file in files]
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def left_in_shared_memory() -> set[str]:
+    """Names in /dev/shm."""
+    return set(os.listdir("/dev/shm"))

@@ -1,0 +1,195 @@
+"""A small training run that can be killed anywhere: run by ``lockstep run``, once or many times over the same folder.
+
+Everything that must come out the same however often it is interrupted is in it: a model with batch statistics and
+dropout, AdamW, a schedule, random augmentation from three generators, a loader that is resumed in mid-epoch. Each rank
+writes down which samples each step used, and at the end the digests of what it has.
+
+``--plan`` names a file of faults: ``[{"life": 0, "rank": 1, "point": "backward", "step": 7, "signal": 9}, …]``. A life
+is one start of the ranks: ``--life`` plus the restarts so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import lockstep
+from lockstep.comm.shm.reduction import Reduction
+
+#: Where a fault can strike, in the order of a run.
+POINTS = ("restore", "data", "forward", "backward", "reduce", "optimizer", "save", "commit", "epoch")
+LENGTH = 46  # 11 batches of 4 and one of 2
+BATCH = 4
+
+
+class Augmented(Dataset[tuple[torch.Tensor, int, int]]):
+    """Random crops and noise, drawn from all three generators; each sample carries its index."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
+        image = torch.linspace(index, index + 1, 9)
+        start = random.randrange(3)
+        return image[start : start + 6] + 0.1 * torch.randn(6) + float(np.random.rand()), index % 3, index
+
+
+class Faults:
+    """The faults of the plan that concern this rank in this life."""
+
+    def __init__(self, plan: Path | None, *, rank: int, life: int) -> None:
+        entries = [] if plan is None else json.loads(plan.read_text())
+        self.entries = [entry for entry in entries if (entry["life"], entry["rank"]) == (life, rank)]
+        self.step = -1
+        self.backward = False
+
+    def at(self, point: str) -> None:
+        """Strike, if this is the place and the time."""
+        assert point in POINTS
+        for entry in [e for e in self.entries if e["point"] == point and e["step"] in (None, self.step)]:
+            self.entries.remove(entry)
+            whom = {"rank": os.getpid(), "watcher": _watcher(), "terminal": _watcher()}[entry.get("whom", "rank")]
+            (os.killpg if entry.get("whom") == "terminal" else os.kill)(whom, entry["signal"])
+
+    def plant(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Make the places known that the loop below does not see."""
+        model.register_forward_pre_hook(lambda *_: self.at("forward"))
+        optimizer.register_step_pre_hook(lambda *_: self._stepping())
+        load, over, rename = type(model).load_state_dict, Reduction.over, os.rename
+
+        def loading(*args: Any, **kwargs: Any) -> Any:
+            self.at("restore")
+            return load(*args, **kwargs)
+
+        def reducing(*args: Any, **kwargs: Any) -> None:
+            if self.backward:
+                self.at("reduce")
+            over(*args, **kwargs)
+
+        def renaming(*args: Any, **kwargs: Any) -> None:
+            self.at("commit")
+            rename(*args, **kwargs)
+
+        model.load_state_dict = loading.__get__(model)  # type: ignore[method-assign]
+        Reduction.over = reducing  # type: ignore[method-assign]
+        os.rename = renaming
+
+    def _stepping(self) -> None:
+        self.backward = False
+        self.at("optimizer")
+
+
+def _watcher() -> int:
+    """The grandparent: rank, zygote, watcher."""
+    status = Path(f"/proc/{os.getppid()}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("PPid:"))
+
+
+class Audit:
+    """What this rank did, line by line, so that a kill loses nothing that was done."""
+
+    def __init__(self, folder: Path, rank: int, life: int) -> None:
+        self._fd = os.open(folder / f"audit-{rank}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._life = life
+
+    def write(self, **fields: Any) -> None:
+        os.write(self._fd, json.dumps({"life": self._life, **fields}).encode() + b"\n")
+
+
+def _digest(thing: Any) -> str:
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return [str(value.dtype), list(value.shape), bytes(value.detach().contiguous().view(-1).view(torch.uint8))]
+        if isinstance(value, dict):
+            return [[str(key), plain(item)] for key, item in value.items()]
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return hashlib.sha256(repr(plain(thing)).encode()).hexdigest()[:16]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--plan", type=Path)
+    parser.add_argument("--life", type=int, default=0)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--save-every", type=int, default=3)
+    parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step takes longer")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(1)
+    world = lockstep.init(seed=3)
+    life = options.life + int(os.environ.get("LOCKSTEP_RESTART", "0"))
+    (options.folder / f"pid-{life}-{world.rank}").write_text(str(os.getpid()))
+    audit = Audit(options.folder, world.rank, life)
+    faults = Faults(options.plan, rank=world.rank, life=life)
+
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 3))
+    model = lockstep.replicate(lockstep.convert_sync_batchnorm(net))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=options.epochs * -(-LENGTH // BATCH))
+    loader = lockstep.shard(DataLoader(Augmented(), batch_size=BATCH, shuffle=True, num_workers=options.workers))
+    saved = lockstep.Checkpointer(
+        options.folder / "run", model=model, optimizer=optimizer, scheduler=scheduler, loader=loader
+    )
+    faults.plant(model, optimizer)
+
+    def save() -> None:
+        faults.at("save")
+        saved.save()
+
+    resumed = saved.restore()
+    audit.write(resumed=saved.step if resumed else 0)
+    for epoch in saved.epochs(options.epochs):
+        for images, labels, indices in loader:
+            faults.step = saved.step + 1
+            faults.at("data")
+            loss = nn.functional.cross_entropy(model(images), labels)
+            loss.register_hook(lambda _: faults.at("backward"))
+            optimizer.zero_grad()
+            faults.backward = True
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            audit.write(epoch=epoch, step=saved.step, indices=indices.tolist())
+            if options.slow:
+                time.sleep(options.slow)
+            if saved.step % options.save_every == 0:
+                save()
+        faults.at("epoch")
+        torch.rand(2)  # whatever a script draws between epochs
+        save()
+    final = {
+        "step": saved.step,
+        "model": _digest(model.state_dict()),
+        "optimizer": _digest(optimizer.state_dict()),
+        "scheduler": _digest(scheduler.state_dict()),
+        "loader": _digest(loader.state_dict()),
+        "generators": [
+            _digest(torch.get_rng_state()),
+            _digest(random.getstate()),
+            _digest([str(part) for part in np.random.get_state()]),
+        ],
+    }
+    (options.folder / f"final-{world.rank}.json").write_text(json.dumps(final))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    main()

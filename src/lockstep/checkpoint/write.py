@@ -18,6 +18,7 @@ from lockstep.checkpoint.manifest import FileEntry, Manifest
 from lockstep.checkpoint.peers import Peers
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
+from lockstep.errors import CheckpointError
 from lockstep.version import __version__
 
 
@@ -54,6 +55,10 @@ def write(
         _, drafts = together(peers, writing.begin, lambda name: name)
         _, digests = together(peers, lambda: writing.write_mine(str(drafts[0])), lambda own: own)
         _, names = together(peers, lambda: writing.finish(digests), lambda name: name)
+    except CheckpointError:  # on every rank: none goes on, and looks at the folder, before rank 0 has cleaned up
+        writing.give_up()
+        peers.gather(None)
+        raise
     except BaseException:  # an interrupt as well must not leave a draft behind
         writing.give_up()
         raise

@@ -14,12 +14,13 @@ from lockstep.data_parallel.compiled import eagerly
 from lockstep.data_parallel.cut import Piece, checked_chunk_sizes
 from lockstep.data_parallel.devices import Device, as_device, refuse_shared, resolve_devices, warn_imbalance
 from lockstep.data_parallel.draws import Draws
-from lockstep.data_parallel.gather import Gatherer, OutputDim, checked_output_dim, moved
+from lockstep.data_parallel.gather import Gatherer, OutputDim, checked_output_dim
 from lockstep.data_parallel.lend import Backward, leave
 from lockstep.data_parallel.replicas import Replicas
 from lockstep.data_parallel.scatter import scatter
 from lockstep.data_parallel.store import Copies, Store
 from lockstep.data_parallel.threads import Cores, Modes, Place, Task, run_here, run_replicas
+from lockstep.data_parallel.trees import moved
 from lockstep.identity import Identity
 
 Criterion = Callable[..., Any]
@@ -87,7 +88,9 @@ class DataParallel(nn.Module):
         self.devices = resolve_devices(device_ids)
         if device_ids is None:
             refuse_shared(self.devices, Identity.from_environment())
-        self.output_device = output_device
+        # Without a device the module runs as it is, wherever it is.
+        first = self.devices[0] if self.devices else None
+        self.output_device = first if output_device is None or first is None else as_device(output_device)
         self.dim, self.gather = dim, gather
         self.output_dim, self.chunk_sizes = output_dim, chunk_sizes
         self.check_contents = check_contents
@@ -110,11 +113,6 @@ class DataParallel(nn.Module):
         return [device if device.index is None else device.index for device in self.devices]
 
     def _begin(self) -> _Engine:
-        """Check the options, which may have been set since, and start anew with them."""
-        checked_output_dim(self.output_dim)
-        if self.devices:
-            self.chunk_sizes = checked_chunk_sizes(self.chunk_sizes, len(self.devices))
-            self.output_device = self.devices[0] if self.output_device is None else as_device(self.output_device)
         before: _Engine | None = self.__dict__.get("_engine")
         # Behind a plain attribute: replicas are no part of the module's state.
         engine = self.__dict__["_engine"] = _Engine(self._options())
@@ -171,11 +169,11 @@ class _Options(NamedTuple):
     module: nn.Module
     criterion: Criterion | None
     devices: list[torch.device]
-    output_device: torch.device | None
+    output_device: Device | None
     dim: int
     gathers: bool
     output_dim: OutputDim
-    chunk_sizes: tuple[int, ...] | None
+    chunk_sizes: Sequence[int] | None
     check_contents: bool
 
 
@@ -186,10 +184,14 @@ class _Engine:
         # No reference to the wrapper: it goes when the last name for it goes.
         self.options = options
         self._module, self._criterion = options.module, options.criterion
-        self._devices, self._output_device = options.devices, options.output_device
-        self._gatherer = Gatherer(options.output_dim)
+        self._devices = options.devices
+        # Checked here, because they may be set at any time.
+        named = options.output_device if self._devices else None
+        self._output_device = as_device(named) if named is not None else self._devices[0] if self._devices else None
+        self._chunk_sizes = checked_chunk_sizes(options.chunk_sizes, len(self._devices)) if self._devices else None
+        self._gatherer = Gatherer(checked_output_dim(options.output_dim))
         #: Losses are means; those of single samples are in one dimension.
-        self._losses = Gatherer("mean", what="loss", remedy="let the criterion return a mean, or one loss per sample")
+        self._losses = Gatherer("mean", what="loss", remedy="Let the criterion return a mean, or one loss per sample")
         self._draws = Draws()
         self._lock = threading.RLock()
         #: Who restores the cores after the latest forward's backward.
@@ -207,7 +209,7 @@ class _Engine:
             return output if self.options.gathers or target is not _NOT_GIVEN else [output]
         with self._lock:  # the replicas serve one forward at a time
             self._cores.restore()  # where a backward has failed in between
-            trees, pieces = scatter((inputs, kwargs, target), self._devices, self.options.dim, self.options.chunk_sizes)
+            trees, pieces = scatter((inputs, kwargs, target), self._devices, self.options.dim, self._chunk_sizes)
             outputs = self._outputs(trees, [piece.replica for piece in pieces])
             return self._put_together(outputs, pieces, has_target=target is not _NOT_GIVEN)
 

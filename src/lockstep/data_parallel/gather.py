@@ -180,14 +180,6 @@ class Gatherer:
         return f"{self._what}{path_text(path)}"
 
 
-def moved(output: Any, device: torch.device) -> Any:
-    """**Local.** The output of a lone replica, as it is, with its tensors on ``device``."""
-    if isinstance(output, Tensor) or is_packed(output):
-        return output.to(device)
-    parts = parts_of(output)
-    return rebuilt(output, {key: moved(part, device) for key, part in parts.items()}) if parts else output
-
-
 @dataclass(frozen=True)
 class _Parts:
     """The parts of a batch that the outputs belong to."""

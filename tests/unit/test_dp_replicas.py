@@ -237,26 +237,6 @@ def test_sparse_buffers_are_copied_when_changed(kind: str) -> None:
     torch.testing.assert_close(parallel(batch()), net(batch()))
 
 
-def test_parameters_that_lie_across_the_boundaries_of_words_are_copied_once() -> None:
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            flat = torch.randn(50, dtype=torch.bfloat16)
-            self.weight = nn.Parameter(flat[1:33].view(8, 4))
-            self.gaps = nn.Parameter(flat[3:35].view(4, 8)[:, ::2])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x.bfloat16() @ self.gaps, self.weight)
-
-    torch.manual_seed(0)
-    net = Flat()
-    parallel = DataParallel(net, TWO, output_dim=0)
-    parallel(batch())
-    before = parallel.copies.bytes
-    torch.testing.assert_close(parallel(batch()), net(batch()))
-    assert parallel.copies.bytes == before
-
-
 # Options --------------------------------------------------------------------------------------------------------------
 
 

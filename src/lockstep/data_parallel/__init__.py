@@ -1,4 +1,4 @@
-"""Replicas in threads of one process: ``DataParallel``; ``data_parallel``, its functional form; ``Copies``, its count."""
+"""Replicas in threads of one process: ``DataParallel``, its functional form, and ``Copies``, its counter."""
 
 from lockstep.data_parallel.api import DataParallel as DataParallel
 from lockstep.data_parallel.api import data_parallel as data_parallel

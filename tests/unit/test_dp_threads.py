@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextvars
+import gc
+import os
+import signal
 import threading
 import warnings
 from typing import Any
@@ -210,6 +213,34 @@ def test_no_thread_outlives_a_backward_whose_first_replica_failed() -> None:
         assert torch.get_num_threads() == before
     probe.calls = (None, None)
     parallel(batch(), target=torch.ones(5, 3)).backward()
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_a_ctrl_c_is_raised_when_the_other_replicas_have_ended(kind: str) -> None:
+    goes_on, ended = threading.Event(), threading.Event()
+
+    def interrupt(size: int) -> None:
+        if size == 2:
+            threading.Timer(0.3, goes_on.set).start()
+            os.kill(os.getpid(), signal.SIGINT)  # it reaches the main thread, which waits for this one
+            goes_on.wait(timeout=20)
+            ended.set()
+
+    probe = Probe()
+    parallel = DataParallel(probe, TWO, criterion=F.mse_loss)
+    before = torch.get_num_threads()
+    for _ in range(2):
+        probe.calls = (None, None)
+        parallel(batch(), target=torch.ones(5, 3))
+        probe.calls = (interrupt, None) if kind == "forward" else (None, interrupt)
+        goes_on.clear()
+        ended.clear()
+        with pytest.raises(KeyboardInterrupt):
+            parallel(batch(), target=torch.ones(5, 3)).backward()
+        gc.collect()
+        assert ended.is_set()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("lockstep")]
+        assert torch.get_num_threads() == before
 
 
 def test_a_backward_inside_a_backward_loses_no_gradient() -> None:

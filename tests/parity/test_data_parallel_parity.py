@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer would import it, which sets an environment variable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,6 +24,17 @@ pytestmark = [
     # torch's own class: gathering scalars.
     pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0:UserWarning"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started() -> None:
+    """What CUDA opens for the process as a whole is no test's leak."""
+    for device in ("cuda:0", "cuda:1"):
+        nn.Conv2d(3, 4, 3, device=device)(torch.ones(2, 3, 8, 8, device=device)).flatten(1).mm(
+            torch.ones(144, 2, device=device)
+        ).sum().backward()
+    torch.ones(4, device="cuda:0").to("cuda:1")
+    torch.cuda.synchronize()
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +143,92 @@ def test_dropout_differs_between_devices_and_is_repeated_by_the_seed() -> None:
     first = run()
     assert all(torch.equal(one, other) for one, other in zip(first, run(), strict=True))
     assert len({tuple(output.flatten().tolist()) for output in first}) == len(first)
+
+
+def test_scaled_half_precision_training() -> None:
+    torch.manual_seed(0)
+    theirs, ours = _pair(nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 4)), output_dim=0)
+    curves = []
+    for model in (theirs, ours):
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cuda")
+        losses = []
+        for step in range(6):
+            generator = torch.Generator().manual_seed(step)
+            x, y = torch.randn(16, 6, generator=generator), torch.randint(0, 4, (16,), generator=generator)
+            with torch.autocast("cuda", dtype=torch.float16):
+                output = model(x)
+                loss = F.cross_entropy(output.float(), y.to("cuda:0"))
+            assert output.dtype == torch.float16
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+        curves.append(losses)
+    assert curves[1] == pytest.approx(curves[0], rel=2e-2)
+
+
+def test_a_table_built_on_first_use_stays_on_its_device() -> None:
+    class Table(nn.Module):
+        table: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None:
+                self.table = torch.arange(4.0, device=x.device)
+            return x + self.table
+
+    net = Table()
+    ours = lockstep.DataParallel(net, device_ids=[0, 1])
+    x = torch.zeros(6, 4)
+    with pytest.warns(UserWarning, match=r"the forward sets Table\.table"):
+        ours(x)
+    for training in (False, True):
+        ours.train(training)
+        torch.testing.assert_close(ours(x).cpu(), torch.arange(4.0).expand(6, 4))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
+def test_large_sparse_and_unaligned_tensors_travel_once() -> None:
+    class Odd(nn.Module):
+        adjacency: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            flat = torch.randn(400).bfloat16().to("cuda:0")
+            self.unaligned = nn.Parameter(flat[1:33].view(8, 4))
+            self.large = nn.Parameter(torch.randn(8, 2**20))  # 32 MiB
+            self.register_buffer("adjacency", torch.eye(8).roll(1, 0).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = (self.adjacency @ F.linear(x.bfloat16(), self.unaligned).float().t()).t()
+            return hidden @ self.large[:, -3:]
+
+    torch.manual_seed(0)
+    net = Odd().to("cuda:0").eval()
+    ours = lockstep.DataParallel(net, device_ids=[0, 1], output_dim=0)
+    x = torch.randn(6, 4, device="cuda:0")
+    with torch.no_grad():
+        # A product of other sizes may be rounded otherwise to 8 bits.
+        torch.testing.assert_close(ours(x), net(x), rtol=2e-2, atol=5e-2)
+        before = ours.copies.bytes
+        ours(x)
+        assert ours.copies.bytes == before
+        net.large.data[7, -1] += 10
+        net.adjacency._values().mul_(2)
+        torch.testing.assert_close(ours(x), net(x), rtol=2e-2, atol=5e-2)
+        assert ours.copies.bytes > before + net.large.nbytes
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_submodule_runs_on_each_device() -> None:
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to("cuda:0")
+    net[1] = torch.compile(net[1], backend="eager")
+    ours = lockstep.DataParallel(net, device_ids=[0, 1], output_dim=0)
+    x = torch.randn(6, 4, device="cuda:0")
+    torch.testing.assert_close(ours(x), net(x))
+    ours(x).sum().backward()
+    assert all(param.grad is not None for param in net.parameters())
 
 
 def test_errors_devices_and_parameters_in_the_wrong_place() -> None:

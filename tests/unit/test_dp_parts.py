@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
+from lockstep import DataParallel
 from lockstep.data_parallel import contents
 from lockstep.data_parallel.cut import Piece, checked_chunk_sizes, cut
 from lockstep.data_parallel.devices import Capacity, as_device, imbalance, refuse_shared, resolve_devices, suggest_split
@@ -107,6 +108,17 @@ def test_containers_keep_their_kind_and_other_objects_go_to_all() -> None:
         assert part[5:7] == ((), {})
         assert part[7] is shared
         assert part[8] is None
+
+
+def test_a_dataclass_whose_field_has_no_value_yet() -> None:
+    @dataclass(kw_only=True)
+    class Late:
+        x: Tensor
+        later: Tensor = field(init=False)
+
+    (left, right), _ = scatter((Late(x=numbers(5)),), TWO, 0, None)
+    assert torch.equal(torch.cat([left[0].x, right[0].x]), numbers(5))
+    assert not hasattr(left[0], "later")
 
 
 def test_another_dimension_and_tensors_without_it() -> None:
@@ -222,6 +234,28 @@ def test_an_output_that_fits_nowhere_shows_shapes_and_remedies() -> None:
         Gatherer(1).gather(views, [3, 2], CPU)
 
 
+def test_one_dimension_for_all_outputs_may_contradict_none_of_them() -> None:
+    scores, hidden = torch.randn(7, 3, 5), torch.randn(3, 7)
+    outputs = [(scores, hidden), (scores + 1, hidden + 1)]
+    with pytest.raises(
+        ValueError, match=r"output_dim=1 was given for all outputs.*output\[1\] are along dimension 0.*7\)"
+    ):
+        Gatherer(1).gather(outputs, [3, 3], CPU)
+    right = Gatherer((1, 0)).gather(outputs, [3, 3], CPU)
+    assert [tuple(each.shape) for each in right] == [(7, 6, 5), (6, 7)]
+    # Said of one output, it holds: and where the sizes say nothing, it holds as well.
+    assert Gatherer((1, 1)).gather(outputs, [3, 3], CPU)[1].shape == (3, 14)
+    assert Gatherer(1).gather([hidden, hidden], [3, 3], CPU).shape == (3, 14)
+    assert Gatherer(1).gather([(hidden,), (hidden,)], [2, 2], CPU)[0].shape == (3, 14)
+
+
+def test_losses_whose_samples_cannot_be_found_name_a_remedy_that_helps() -> None:
+    losses = Gatherer("mean", what="loss", remedy="Let the criterion return a mean")
+    for size in (3, 2):
+        with pytest.raises(ValueError, match=r"^loss.*\(3, 3\).*Let the criterion return a mean$"):
+            losses.gather([torch.zeros(3, 3)] * 2, [size, size], CPU)
+
+
 def test_scalars_become_one_value_for_each_replica_or_the_weighted_mean() -> None:
     scalars = [torch.tensor(1.0), torch.tensor(4.0)]
     assert Gatherer(None).gather(scalars, [2, 1], CPU).tolist() == [1, 4]
@@ -307,6 +341,20 @@ def test_fingerprints_see_what_a_plain_sum_does_not() -> None:
         assert not torch.equal(plain, fingerprint(other))
 
 
+@pytest.mark.parametrize("start", range(8))
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+def test_parts_of_a_larger_tensor_compare_as_equal_wherever_they_begin(start: int, dtype: torch.dtype) -> None:
+    flat = torch.arange(40).to(dtype)
+    for part in (flat[start : start + 8], flat[start : start + 16].view(4, 4).t(), flat[start : start + 24 : 3]):
+        other = torch.empty_like(part).copy_(part)
+        assert contents.changed([(part, other)]) == []
+        assert torch.equal(contents.bits_of(part, other), contents.bits_of(other, other))
+        assert torch.equal(
+            contents.fingerprints([[(part, other)]]),
+            contents.fingerprints([[(other, other)]]),
+        )
+
+
 def test_neighbours_share_a_fingerprint_until_they_fill_a_group() -> None:
     group = contents._GROUP
     assert contents._groups([1, 2, group, group + 5, 3]) == [[0, 1], [2], [3], [4]]
@@ -342,21 +390,44 @@ def test_gradients_of_one_device_travel_in_one_piece() -> None:
 # Devices --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_split_follows_the_smaller_of_memory_and_processors() -> None:
+def test_the_split_follows_the_smaller_of_memory_and_speed() -> None:
     large, small = Capacity(80, 100), Capacity(40, 90)
     assert suggest_split([large, large]) is None
     assert suggest_split([large, Capacity(61, 76)]) is None
     assert suggest_split([large, small]) == (67, 33)
     assert suggest_split([large, large, Capacity(80, 10)]) == (47, 48, 5)
+    assert suggest_split([Capacity(80, 100, 2000), Capacity(80, 100, 1000)]) == (67, 33)
+    assert suggest_split([Capacity(80, 50, 2000), Capacity(80, 100, 1000)]) is None
 
 
-def test_an_imbalance_names_the_devices_and_the_split() -> None:
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        (Capacity(24 * 2**30, 132, 1_980_000), "unequal in memory (cuda:0"),
+        (Capacity(80 * 2**30, 98, 1_980_000), "unequal in speed (cuda:0"),
+        (Capacity(80 * 2**30, 132, 1_410_000), "132 multiprocessors at 1.41 GHz"),
+        (Capacity(24 * 2**30, 80), "unequal in memory and speed"),
+        (Capacity(24 * 2**30, 80), "cuda:1: 24.0 GiB, 80 multiprocessors), and"),
+        (Capacity(40 * 2**30, 132, 1_980_000), "chunk_sizes=[67, 33]"),
+        (Capacity(61 * 2**30, 100, 1_980_000), None),
+    ],
+)
+def test_an_imbalance_names_what_is_unequal_and_the_split(second: Capacity, text: str | None) -> None:
     devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    assert imbalance(devices, [Capacity(2**30, 8)] * 2) is None
-    text = imbalance(devices, [Capacity(80 * 2**30, 132), Capacity(24 * 2**30, 80)])
-    assert text is not None
-    assert "cuda:0: 80.0 GiB, 132 multiprocessors; cuda:1: 24.0 GiB, 80 multiprocessors" in text
-    assert "chunk_sizes=[77, 23]" in text
+    found = imbalance(devices, [Capacity(80 * 2**30, 132, 1_980_000), second])
+    assert found is text is None or (found is not None and text is not None and text in found)
+
+
+def test_making_a_wrapper_warns_of_unequal_devices_unless_a_split_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter([Capacity(2**30, 60), Capacity(2**30, 40)] * 2)
+    monkeypatch.setattr("lockstep.data_parallel.devices.capacity_of", lambda _: next(found))
+    with pytest.warns(UserWarning, match=r"unequal in speed.*chunk_sizes=\[60, 40\]") as caught:
+        DataParallel(torch.nn.Linear(2, 2), ["cpu", "cpu"])
+    assert caught[0].filename == __file__
+    DataParallel(torch.nn.Linear(2, 2), ["cpu", "cpu"], chunk_sizes=[60, 40])
+    DataParallel(torch.nn.Linear(2, 2), ["cpu"])
+    monkeypatch.undo()
+    DataParallel(torch.nn.Linear(2, 2), ["cpu", "cpu"])  # of CPUs there is nothing to compare
 
 
 @pytest.mark.parametrize("wrong", [[], "cpu", torch.device("cpu")])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextvars
+import gc
+import os
+import signal
 import threading
 import warnings
 from typing import Any
@@ -179,6 +182,112 @@ def test_an_error_in_a_backward_says_which_replica() -> None:
         with pytest.raises(ValueError, match=r"bad gradient \(in replica 1 of 2 on cpu\)"):
             loss.backward()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lockstep")]
+
+
+def test_no_thread_outlives_a_backward_whose_first_replica_failed() -> None:
+    goes_on, ended = threading.Event(), threading.Event()
+
+    def backward(size: int) -> None:
+        if size == 3:
+            started.wait(timeout=20)
+            threading.Timer(0.2, goes_on.set).start()
+            raise ValueError("bad gradient")
+        started.set()
+        goes_on.wait(timeout=20)
+        ended.set()
+
+    probe = Probe()
+    parallel = DataParallel(probe, TWO, criterion=F.mse_loss)
+    parallel(batch(), target=torch.ones(5, 3))  # in turn
+    probe.calls = (None, backward)
+    before = torch.get_num_threads()
+    for _ in range(2):
+        started = threading.Event()
+        goes_on.clear()
+        ended.clear()
+        loss = parallel(batch(), target=torch.ones(5, 3))
+        with pytest.raises(ValueError, match="bad gradient"):
+            loss.backward()
+        assert ended.is_set()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("lockstep")]
+        assert torch.get_num_threads() == before
+    probe.calls = (None, None)
+    parallel(batch(), target=torch.ones(5, 3)).backward()
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_a_ctrl_c_is_raised_when_the_other_replicas_have_ended(kind: str) -> None:
+    goes_on, ended = threading.Event(), threading.Event()
+
+    def interrupt(size: int) -> None:
+        if size == 2:
+            threading.Timer(0.3, goes_on.set).start()
+            os.kill(os.getpid(), signal.SIGINT)  # it reaches the main thread, which waits for this one
+            goes_on.wait(timeout=20)
+            ended.set()
+
+    probe = Probe()
+    parallel = DataParallel(probe, TWO, criterion=F.mse_loss)
+    before = torch.get_num_threads()
+    for _ in range(2):
+        probe.calls = (None, None)
+        parallel(batch(), target=torch.ones(5, 3))
+        probe.calls = (interrupt, None) if kind == "forward" else (None, interrupt)
+        goes_on.clear()
+        ended.clear()
+        with pytest.raises(KeyboardInterrupt):
+            parallel(batch(), target=torch.ones(5, 3)).backward()
+        gc.collect()
+        assert ended.is_set()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("lockstep")]
+        assert torch.get_num_threads() == before
+
+
+def test_a_backward_inside_a_backward_loses_no_gradient() -> None:
+    """As reversible layers do it: their backward runs the forward again, and backward through that."""
+    lent: list[int] = []
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, inner: nn.Module) -> Tensor:
+            ctx.inner = inner
+            ctx.save_for_backward(x)
+            out: Tensor = inner(x).detach()
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+            lent.append(1)
+            both.wait(timeout=20)  # so that the caller waits for this thread when it comes by
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                out = ctx.inner(x)
+            torch.autograd.backward(out, grad)
+            return x.grad, None
+
+    class Reversible(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.inner, self.after = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.after(Again.apply(self.before(x), self.inner))  # type: ignore[no-untyped-call]
+            return out
+
+    torch.manual_seed(0)
+    net = Reversible()
+    both = threading.Barrier(1)
+    F.mse_loss(net(batch()), torch.ones(5, 3)).backward()
+    wanted = [param.grad for param in net.parameters()]
+    parallel = DataParallel(net, TWO, criterion=F.mse_loss)
+    for parties in (1, 2):  # in turn, and side by side
+        net.zero_grad()
+        loss = parallel(batch(), target=torch.ones(5, 3))
+        both = threading.Barrier(parties)
+        loss.backward()
+        for param, each in zip(net.parameters(), wanted, strict=True):
+            torch.testing.assert_close(param.grad, each)
+    assert len(lent) == 5
 
 
 def test_after_an_error_the_next_forward_works() -> None:

@@ -1,4 +1,5 @@
-"""Replicas in threads of one process: ``DataParallel``, and ``data_parallel``, its functional form."""
+"""Replicas in threads of one process: ``DataParallel``, its functional form, and ``Copies``, its counter."""
 
 from lockstep.data_parallel.api import DataParallel as DataParallel
 from lockstep.data_parallel.api import data_parallel as data_parallel
+from lockstep.data_parallel.store import Copies as Copies

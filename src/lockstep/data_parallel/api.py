@@ -20,6 +20,7 @@ from lockstep.data_parallel.replicas import Replicas
 from lockstep.data_parallel.scatter import scatter
 from lockstep.data_parallel.store import Copies, Store
 from lockstep.data_parallel.threads import Cores, Modes, Place, Task, run_here, run_replicas
+from lockstep.data_parallel.trees import moved
 from lockstep.identity import Identity
 
 Criterion = Callable[..., Any]
@@ -87,14 +88,16 @@ class DataParallel(nn.Module):
         self.devices = resolve_devices(device_ids)
         if device_ids is None:
             refuse_shared(self.devices, Identity.from_environment())
-        self.device_ids = [device if device.index is None else device.index for device in self.devices]
-        self.output_device = self._output_device(output_device)
+        # Without a device the module runs as it is, wherever it is.
+        first = self.devices[0] if self.devices else None
+        self.output_device = first if output_device is None or first is None else as_device(output_device)
         self.dim, self.gather = dim, gather
-        self.output_dim = checked_output_dim(output_dim)
-        self.chunk_sizes = checked_chunk_sizes(chunk_sizes, len(self.devices)) if self.devices else None
+        self.output_dim, self.chunk_sizes = output_dim, chunk_sizes
         self.check_contents = check_contents
         if len(self.devices) == 1:
             module.to(self.devices[0])
+            if isinstance(criterion, nn.Module):
+                criterion.to(self.devices[0])
         self.module = module
         # Not as a submodule: a loss function is no part of the model's state.
         self.__dict__["criterion"] = criterion
@@ -102,10 +105,19 @@ class DataParallel(nn.Module):
         self._begin()
 
     criterion: Criterion | None
+    output_device: Device | None
+
+    @property
+    def device_ids(self) -> list[int | torch.device]:
+        """The devices as torch's class has them: accelerators by index."""
+        return [device if device.index is None else device.index for device in self.devices]
 
     def _begin(self) -> _Engine:
+        before: _Engine | None = self.__dict__.get("_engine")
         # Behind a plain attribute: replicas are no part of the module's state.
         engine = self.__dict__["_engine"] = _Engine(self._options())
+        if before is not None:
+            engine.store.count = before.store.count
         return engine
 
     def _options(self) -> _Options:
@@ -120,11 +132,6 @@ class DataParallel(nn.Module):
             self.chunk_sizes,
             self.check_contents,
         )
-
-    def _output_device(self, given: Device | None) -> torch.device | None:
-        if given is not None:
-            return as_device(given)
-        return self.devices[0] if self.devices else None
 
     @property
     def copies(self) -> Copies:
@@ -162,11 +169,11 @@ class _Options(NamedTuple):
     module: nn.Module
     criterion: Criterion | None
     devices: list[torch.device]
-    output_device: torch.device | None
+    output_device: Device | None
     dim: int
     gathers: bool
     output_dim: OutputDim
-    chunk_sizes: tuple[int, ...] | None
+    chunk_sizes: Sequence[int] | None
     check_contents: bool
 
 
@@ -177,10 +184,14 @@ class _Engine:
         # No reference to the wrapper: it goes when the last name for it goes.
         self.options = options
         self._module, self._criterion = options.module, options.criterion
-        self._devices, self._output_device = options.devices, options.output_device
-        self._gatherer = Gatherer(options.output_dim)
+        self._devices = options.devices
+        # Checked here, because they may be set at any time.
+        named = options.output_device if self._devices else None
+        self._output_device = as_device(named) if named is not None else self._devices[0] if self._devices else None
+        self._chunk_sizes = checked_chunk_sizes(options.chunk_sizes, len(self._devices)) if self._devices else None
+        self._gatherer = Gatherer(checked_output_dim(options.output_dim))
         #: Losses are means; those of single samples are in one dimension.
-        self._losses = Gatherer("mean")
+        self._losses = Gatherer("mean", what="loss", remedy="Let the criterion return a mean, or one loss per sample")
         self._draws = Draws()
         self._lock = threading.RLock()
         #: Who restores the cores after the latest forward's backward.
@@ -198,7 +209,7 @@ class _Engine:
             return output if self.options.gathers or target is not _NOT_GIVEN else [output]
         with self._lock:  # the replicas serve one forward at a time
             self._cores.restore()  # where a backward has failed in between
-            trees, pieces = scatter((inputs, kwargs, target), self._devices, self.options.dim, self.options.chunk_sizes)
+            trees, pieces = scatter((inputs, kwargs, target), self._devices, self.options.dim, self._chunk_sizes)
             outputs = self._outputs(trees, [piece.replica for piece in pieces])
             return self._put_together(outputs, pieces, has_target=target is not _NOT_GIVEN)
 
@@ -208,9 +219,8 @@ class _Engine:
         first = self._devices[0]
         if len(used) == 1:
             # The first replica is the module: nothing to copy, no thread to start.
-            output = run_here(lambda: self._call(self._module, self._criterion, trees[0]), self._place(0))
-            self._replicas.warn_of_state()
-            return [output]
+            call = self._replica_call(0, trees[0])
+            return [self._replicas.watched(lambda: run_here(call, self._place(0)))]
         has_target = trees[0][2] is not _NOT_GIVEN
         lent = self._replicas.equip(used, cut_off=has_target and first.type == "cpu")
         turn = self._draws.begin(self._replicas.training_flags(), first)
@@ -220,9 +230,8 @@ class _Engine:
             turn.wrapped(replica, self._devices[replica], self._replica_call(replica, tree))
             for replica, tree in zip(used, trees, strict=True)
         ]
-        outputs = run_replicas(calls, places, modes, in_turn=turn.in_turn)
+        outputs = self._replicas.watched(lambda: run_replicas(calls, places, modes, in_turn=turn.in_turn))
         self._draws.end(turn)
-        self._replicas.warn_of_state()
         if lent is None or not has_target:
             return outputs
 
@@ -265,7 +274,11 @@ class _Engine:
             if getattr(self._criterion, "reduction", None) == "sum":
                 return torch.stack([output.to(device) for output in outputs]).sum()
             return self._losses.gather(outputs, sizes, device)
-        return self._gatherer.gather(outputs, sizes, device) if self.options.gathers else outputs
+        if not self.options.gathers:
+            return outputs
+        if len(self._devices) == 1:
+            return moved(outputs[0], device)  # there is nothing to put together
+        return self._gatherer.gather(outputs, sizes, device)
 
     def _check_arguments(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
         """A second positional argument is not the target: say how to pass that, where the forward can't take it."""

@@ -24,10 +24,10 @@ def bits_of(tensor: Tensor, like: Tensor) -> Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     order = sorted(range(like.dim()), key=like.stride, reverse=True)
     octets = tensor.permute(order).contiguous().view(-1).view(torch.uint8)  # copied only if it has gaps
-    for wide in (torch.int64, torch.int32):
-        if octets.numel() % wide.itemsize == 0 and octets.storage_offset() % wide.itemsize == 0:
-            return octets.view(wide)
-    return octets
+    wide = next((each for each in (torch.int64, torch.int32) if octets.numel() % each.itemsize == 0), torch.uint8)
+    if octets.storage_offset() % wide.itemsize:
+        octets = octets.clone()  # a part of a larger tensor, and not on a boundary of words
+    return octets.view(wide)
 
 
 def changed(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
@@ -68,7 +68,8 @@ def fingerprints(groups: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Tensor:
 
 
 def _fingerprint(tensors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    words = torch.cat([_words(bits_of(*each)) for each in tensors])
+    parts = [_words(bits_of(*each)) for each in tensors]
+    words = parts[0] if len(parts) == 1 else torch.cat(parts)  # a large tensor is alone, and read where it is
     total = words.new_zeros((), dtype=torch.int64)
     for place, chunk in enumerate(words.split(_GROUP)):
         factors = _factors(words.device)[: chunk.numel()]

@@ -14,7 +14,7 @@ from lockstep.identity import Identity
 
 Device = int | str | torch.device
 
-#: A device with less than this part of another's memory or processors is warned about, as in torch.
+#: A device with less than this part of another's memory or speed is warned about, as in torch.
 _BALANCED = 0.75
 
 
@@ -117,17 +117,36 @@ class Capacity:
     #: Bytes.
     memory: int
     processors: int
+    #: kHz; 1 where it is not known.
+    clock: int = 1
+
+    @property
+    def speed(self) -> int:
+        """Cycles of all processors in a millisecond: torch knows no better measure of a device that has not run yet."""
+        return self.processors * self.clock
+
+    def __str__(self) -> str:
+        clock = f" at {self.clock / 1e6:.2f} GHz" if self.clock > 1 else ""
+        return f"{self.memory / 2**30:.1f} GiB, {self.processors} multiprocessors{clock}"
+
+
+def capacity_of(device: torch.device) -> Capacity | None:
+    """**Local.** What a CUDA device offers; None of other kinds, which torch does not describe alike."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return Capacity(found.total_memory, found.multi_processor_count, getattr(found, "clock_rate", 1))
 
 
 def suggest_split(capacities: Sequence[Capacity]) -> tuple[int, ...] | None:
     """**Local.** Per cent of the batch for each device, or None where all are about equal.
 
-    A device's part is the smaller of its part of the memory and its part of the processors, so that neither is
-    overtaxed; parts are then scaled to sum to 100.
+    A device's part is the smaller of its part of the memory and its part of the speed, so that neither is overtaxed;
+    parts are then scaled to sum to 100.
     """
     most_memory = max(capacity.memory for capacity in capacities)
-    most_processors = max(capacity.processors for capacity in capacities)
-    parts = [min(each.memory / most_memory, each.processors / most_processors) for each in capacities]
+    most_speed = max(capacity.speed for capacity in capacities)
+    parts = [min(each.memory / most_memory, each.speed / most_speed) for each in capacities]
     if min(parts) >= _BALANCED:
         return None
     percents = [max(1, round(100 * part / sum(parts))) for part in parts]
@@ -136,25 +155,26 @@ def suggest_split(capacities: Sequence[Capacity]) -> tuple[int, ...] | None:
 
 
 def imbalance(devices: Sequence[torch.device], capacities: Sequence[Capacity]) -> str | None:
-    """**Local.** What to say of devices of which one has under 75 % of another's memory or processors."""
+    """**Local.** What to say of devices of which one has under 75 % of another's memory or speed."""
     split = suggest_split(capacities)
     if split is None:
         return None
-    described = "; ".join(
-        f"{device}: {each.memory / 2**30:.1f} GiB, {each.processors} multiprocessors"
-        for device, each in zip(devices, capacities, strict=True)
-    )
+    memory, speed = [each.memory for each in capacities], [each.speed for each in capacities]
+    unequal = [word for word, each in (("memory", memory), ("speed", speed)) if min(each) < _BALANCED * max(each)]
+    described = "; ".join(f"{device}: {each}" for device, each in zip(devices, capacities, strict=True))
     return (
-        f"the devices are unequal ({described}), and the smallest sets the pace: pass chunk_sizes={list(split)} to "
-        "give each its part of a batch, or leave the smallest out of device_ids"
+        f"the devices are unequal in {' and '.join(unequal)} ({described}), and the smallest sets the pace: pass "
+        f"chunk_sizes={list(split)} to give each its part of a batch, or leave the smallest out of device_ids"
     )
 
 
 def warn_imbalance(devices: Sequence[torch.device], chunk_sizes: Sequence[int] | None) -> None:
     """**Local.** Warn of unequal devices, unless a split was given."""
-    if chunk_sizes is not None or len(devices) < 2 or devices[0].type != "cuda":
+    if chunk_sizes is not None or len(devices) < 2:
         return
-    properties = [torch.cuda.get_device_properties(device) for device in devices]
-    text = imbalance(devices, [Capacity(each.total_memory, each.multi_processor_count) for each in properties])
+    capacities = [capacity for device in devices if (capacity := capacity_of(device)) is not None]
+    if len(capacities) < len(devices):
+        return  # there is nothing to compare
+    text = imbalance(devices, capacities)
     if text is not None:
         notice.warn(text)

@@ -7,11 +7,15 @@ replica as that replica had samples, and all other dimensions are the same on al
 is it. If several do (4 samples each, 4 classes), what an earlier batch of other sizes has shown for the same output
 decides; if there was none, it is an error, because a guess that is right today and wrong for another batch size is
 worse. If none fits, the output does not go by samples at all, and only the author knows what is meant.
+
+What ``output_dim`` says of one output holds, whatever the sizes are: views may be stacked on samples. One number for a
+whole tree of outputs is less certain, so where it contradicts the sizes of one of them, that is an error too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -62,10 +66,16 @@ def weighted_mean(values: Sequence[Tensor], sizes: Sequence[int], device: torch.
 
 
 class Gatherer:
-    """Gathers outputs, and remembers what their sizes have shown."""
+    """Gathers outputs, and remembers what their sizes have shown.
 
-    def __init__(self, output_dim: OutputDim) -> None:
-        self._output_dim = output_dim
+    Args:
+        output_dim: see :class:`DataParallel`.
+        what: the word for what is gathered.
+        remedy: what to do where the sizes don't tell the dimension, if that is not to pass ``output_dim``.
+    """
+
+    def __init__(self, output_dim: OutputDim, *, what: str = "output", remedy: str | None = None) -> None:
+        self._output_dim, self._what, self._remedy = output_dim, what, remedy
         #: Path and number of dimensions of an output -> the dimension that its sizes have shown.
         self._shown: dict[tuple[Any, ...], int] = {}
 
@@ -75,24 +85,22 @@ class Gatherer:
         Raises:
             ValueError: the replicas' outputs can't be put together; shapes and remedy are shown.
         """
-        return self._gather(list(outputs), list(sizes), device, (), self._output_dim)
+        return self._gather(list(outputs), _Parts(list(sizes), device), (), self._output_dim)
 
-    def _gather(
-        self, outputs: list[Any], sizes: list[int], device: torch.device, path: tuple[Any, ...], dim: Any
-    ) -> Any:
+    def _gather(self, outputs: list[Any], parts: _Parts, path: tuple[Any, ...], dim: Any) -> Any:
         first = outputs[0]
         if all(isinstance(output, Tensor) for output in outputs):
-            return self._tensors(outputs, sizes, device, path, dim)
+            return self._tensors(outputs, parts, path, dim)
         if all(is_packed(output) for output in outputs):
-            return _packed(outputs, device)
+            return _packed(outputs, parts.device)
         kinds = sorted({type(output).__name__ for output in outputs})
-        parts = [parts_of(output) for output in outputs]
-        if parts[0] is None or any(part is None for part in parts):
-            return _same_object(outputs, kinds, path)
-        keys = [list(part or {}) for part in parts]
+        children = [parts_of(output) for output in outputs]
+        if children[0] is None or any(each is None for each in children):
+            return _same_object(outputs, kinds, self._name(path))
+        keys = [list(each or {}) for each in children]
         if len(kinds) > 1 or any(set(each) != set(keys[0]) for each in keys):
             raise ValueError(
-                f"the replicas' outputs differ at output{path_text(path)}: "
+                f"the replicas' outputs differ at {self._name(path)}: "
                 + "; ".join(
                     f"replica {i} gave a {type(o).__name__} with {k}"
                     for i, (o, k) in enumerate(zip(outputs, keys, strict=True))
@@ -102,65 +110,90 @@ class Gatherer:
         return rebuilt(
             first,
             {
-                key: self._gather(
-                    [(part or {})[key] for part in parts], sizes, device, (*path, key), _child(dim, key, path)
-                )
+                key: self._gather([(each or {})[key] for each in children], parts, (*path, key), _child(dim, key, path))
                 for key in keys[0]
             },
         )
 
-    def _tensors(
-        self, outputs: list[Tensor], sizes: list[int], device: torch.device, path: tuple[Any, ...], dim: Any
-    ) -> Tensor:
+    def _tensors(self, outputs: list[Tensor], parts: _Parts, path: tuple[Any, ...], dim: Any) -> Tensor:
         if all(output.dim() == 0 for output in outputs):
             if dim == "mean":
-                return weighted_mean(outputs, sizes, device)
-            return torch.stack([output.to(device) for output in outputs])
+                return weighted_mean(outputs, parts.sizes, parts.device)
+            return torch.stack([output.to(parts.device) for output in outputs])
         if isinstance(dim, (Mapping, Sequence)) and dim != "mean":
-            raise ValueError(f"output_dim has {dim!r} for output{path_text(path)}, which is a tensor: expected an int")
+            raise ValueError(f"output_dim has {dim!r} for {self._name(path)}, which is a tensor: expected an int")
         if isinstance(dim, int):
-            return self._along(outputs, device, path, dim)
+            if path and dim is self._output_dim and len(outputs) > 1:
+                self._refuse_contradiction(outputs, parts, path, dim)
+            return self._along(outputs, parts.device, path, dim)
         if len(outputs) == 1:
-            fits = fitting_dims([outputs[0].shape], sizes)
+            fits = fitting_dims([outputs[0].shape], parts.sizes)
             if len(fits) == 1:
                 self._shown[(path, outputs[0].dim())] = fits[0]
-            return outputs[0].to(device)
-        return self._along(outputs, device, path, self._read(outputs, sizes, path))
+            return outputs[0].to(parts.device)
+        return self._along(outputs, parts.device, path, self._read(outputs, parts, path))
 
-    def _read(self, outputs: list[Tensor], sizes: list[int], path: tuple[Any, ...]) -> int:
+    def _read(self, outputs: list[Tensor], parts: _Parts, path: tuple[Any, ...]) -> int:
         """The dimension of the samples, by Note [Which dimension]."""
-        fits = fitting_dims([output.shape for output in outputs], sizes)
+        fits = fitting_dims([output.shape for output in outputs], parts.sizes)
         key = (path, outputs[0].dim())
         if len(fits) == 1:
             self._shown[key] = fits[0]
             return fits[0]
         if self._shown.get(key) in fits:
             return self._shown[key]
-        shapes = ", ".join(
-            f"replica {i} had {size} samples and gave {tuple(output.shape)}"
-            for i, (size, output) in enumerate(zip(sizes, outputs, strict=True))
-        )
+        shapes = parts.described(outputs)
         if fits:
+            remedy = self._remedy or f"Say which: DataParallel(..., output_dim={fits[0]})"
             raise ValueError(
-                f"output{path_text(path)}: the samples can be along dimension {' or '.join(map(str, fits))}: {shapes}. "
-                f"Say which: DataParallel(..., output_dim={fits[0]})"
+                f"{self._name(path)}: the samples can be along dimension {' or '.join(map(str, fits))}: {shapes}. "
+                f"{remedy}"
             )
-        raise ValueError(
-            f"output{path_text(path)} does not go by samples along any dimension: {shapes}. To concatenate all the "
-            "same, say along which: DataParallel(..., output_dim=0), or output_dim=(0, 1, ...) with one entry for "
-            "each output; or pass gather=False to get the replicas' outputs as they are"
+        remedy = self._remedy or (
+            "To concatenate all the same, say along which: DataParallel(..., output_dim=0), or output_dim=(0, 1, ...) "
+            "with one entry for each output; or pass gather=False to get the replicas' outputs as they are"
         )
+        raise ValueError(f"{self._name(path)} does not go by samples along any dimension: {shapes}. {remedy}")
+
+    def _refuse_contradiction(self, outputs: list[Tensor], parts: _Parts, path: tuple[Any, ...], dim: int) -> None:
+        """One number was given for several outputs: the sizes of none of them may say otherwise."""
+        fits = fitting_dims([output.shape for output in outputs], parts.sizes)
+        if fits and dim % outputs[0].dim() not in fits:
+            raise ValueError(
+                f"output_dim={dim} was given for all outputs, but the samples of {self._name(path)} are along "
+                f"dimension {' or '.join(map(str, fits))}: {parts.described(outputs)}. Give each output its own: "
+                "DataParallel(..., output_dim=(0, 1, ...)), or a dict, that follows the outputs"
+            )
 
     def _along(self, outputs: list[Tensor], device: torch.device, path: tuple[Any, ...], dim: int) -> Tensor:
         shapes = [tuple(output.shape) for output in outputs]
         fits = all(-len(shape) <= dim < len(shape) for shape in shapes) and len({len(shape) for shape in shapes}) == 1
         if not fits or not _agree(shapes, dim % len(shapes[0])):
             raise ValueError(
-                f"output{path_text(path)} can't be concatenated along output_dim={dim}: the replicas gave "
+                f"{self._name(path)} can't be concatenated along output_dim={dim}: the replicas gave "
                 f"{', '.join(map(str, shapes))}. Everywhere else the shapes must be equal: pad to one size, name "
-                "another output_dim, or pass gather=False"
+                "another output_dim (a tuple or dict that follows the outputs gives each its own), or pass gather=False"
             )
         return torch.cat([output.to(device) for output in outputs], dim)
+
+    def _name(self, path: tuple[Any, ...]) -> str:
+        return f"{self._what}{path_text(path)}"
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of a batch that the outputs belong to."""
+
+    #: Samples of each replica.
+    sizes: list[int]
+    #: Where the outputs go.
+    device: torch.device
+
+    def described(self, outputs: Sequence[Tensor]) -> str:
+        return ", ".join(
+            f"replica {i} had {size} samples and gave {tuple(output.shape)}"
+            for i, (size, output) in enumerate(zip(self.sizes, outputs, strict=True))
+        )
 
 
 def _agree(shapes: Sequence[Sequence[int]], dim: int) -> bool:
@@ -180,13 +213,12 @@ def _child(dim: Any, key: Any, path: tuple[Any, ...]) -> Any:
     return dim
 
 
-def _same_object(outputs: list[Any], kinds: list[str], path: tuple[Any, ...]) -> Any:
+def _same_object(outputs: list[Any], kinds: list[str], name: str) -> Any:
     first = outputs[0]
     if len(kinds) == 1 and all(output is first or _equal(output, first) for output in outputs):
         return first
     raise ValueError(
-        f"the replicas' outputs differ at output{path_text(path)}: "
-        f"{', '.join(repr(output)[:80] for output in outputs)}. "
+        f"the replicas' outputs differ at {name}: {', '.join(repr(output)[:80] for output in outputs)}. "
         "What is not a tensor must be the same on all replicas: return a tensor, or pass gather=False"
     )
 

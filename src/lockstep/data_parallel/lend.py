@@ -16,12 +16,22 @@ has a graph of its own, cut off from the caller's at both ends. In the caller's 
 ``Leave`` behind the loss, whose backward starts a thread that runs the replica's graph, and ``Lend`` before the
 parameters, whose backward waits for the threads. A ticket, a tensor with nothing to say, runs from one to the other
 so that they come in this order; autograd runs what was recorded last first, so that the first replica goes backward in
-the caller's thread in between. A graph that leads to tensors that were not lent (a parameter that no module has
+the caller's thread in between. ``Lend`` waits for the replicas whose tickets came back: a replica's own thread may come
+by as well, where a function of the user's calls ``backward`` inside its own, and then brings no ticket.
+
+If the first replica's backward fails, autograd never calls ``Lend``. It drops the tickets' gradients then, and the
+memory of each tells of that (:func:`_return_ticket`), so that no thread outlives the call that failed. For that the
+tickets must lie with ``Lend`` and not in the queue of what can run, which is left as it is until the next backward. So
+``Lend`` waits for one thing more, a bell, which is recorded before the replicas run and so rings after the first one's
+backward.
+
+A graph that leads to tensors that were not lent (a parameter that no module has
 registered) or that can't be run by ``torch.autograd.grad`` (re-entrant checkpointing) is not cut.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +58,21 @@ class Loan:
     #: Called when they have ended.
     ended: Callable[[], None] = lambda: None
 
+    def take(self, replica: int) -> Task[tuple[Tensor | None, ...]]:
+        """The backward of a replica, which has ended."""
+        task = self.running[replica]
+        self.end(replica, task)
+        return task
+
+    def end(self, replica: int, task: Task[tuple[Tensor | None, ...]]) -> None:
+        """Wait for a replica's backward, unless that was done before."""
+        if self.running.get(replica) is not task:
+            return
+        task.wait()
+        del self.running[replica]
+        if not self.running:
+            self.ended()
+
     def positions(self, replica: int) -> list[int]:
         """Where in ``origins`` the loans to a replica are."""
         return [i for i, (_, to) in enumerate(self.origins) if to == replica]
@@ -61,12 +86,16 @@ class Lent:
     tensors: list[Tensor]
     #: Replica -> its ticket.
     tickets: dict[int, Tensor]
+    bell: Tensor | None
 
 
 def lend(loan: Loan, sources: Sequence[Tensor], copies: Sequence[Tensor]) -> Lent:
     """**Local.** Lend ``copies`` of ``sources``."""
     given: tuple[Tensor, ...] = _Lend.apply(loan, copies, *sources)  # type: ignore[no-untyped-call]
-    return Lent(loan, list(given[: len(copies)]), dict(zip(loan.cut_off, given[len(copies) :], strict=True)))
+    tensors, tickets = list(given[: len(copies)]), given[len(copies) :]
+    if not loan.cut_off:
+        return Lent(loan, tensors, {}, None)
+    return Lent(loan, tensors, dict(zip(loan.cut_off, tickets[:-1], strict=True)), tickets[-1].clone())
 
 
 class _Lend(torch.autograd.Function):
@@ -74,19 +103,21 @@ class _Lend(torch.autograd.Function):
     def forward(ctx: Any, loan: Loan, copies: Sequence[Tensor], *sources: Tensor) -> tuple[Tensor, ...]:
         ctx.loan, ctx.devices = loan, [source.device for source in sources]
         ctx.set_materialize_grads(False)
-        tickets = [torch.empty(0, device=sources[0].device) for _ in loan.cut_off]
-        return (*(copy.detach() for copy in copies), *tickets)
+        tickets = [torch.zeros(1) for _ in loan.cut_off]
+        bell = [torch.zeros(1)] if tickets else []
+        return (*(copy.detach() for copy in copies), *tickets, *bell)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         loan: Loan = ctx.loan
-        own = list(grads[: len(loan.origins)])
-        running, loan.running = loan.running, {}
-        for task in running.values():
-            task.wait()
-        loan.ended()
-        for replica in sorted(running):
-            for position, grad in zip(loan.positions(replica), running[replica].result(), strict=True):
+        count = len(loan.origins)
+        own = list(grads[:count])
+        # The bell comes last and says nothing more.
+        tickets = zip(loan.cut_off, grads[count:-1], strict=True) if loan.cut_off else ()
+        returned = [replica for replica, ticket in tickets if ticket is not None]
+        ended = {replica: loan.take(replica) for replica in returned}
+        for replica, task in ended.items():
+            for position, grad in zip(loan.positions(replica), task.result(), strict=True):
                 own[position] = _plus(own[position], grad)
         totals: list[Tensor | None] = [None] * len(ctx.devices)
         for (origin, _), grad in zip(loan.origins, brought(loan.origins, own, ctx.devices), strict=True):
@@ -137,7 +168,7 @@ def leave(lent: Lent, replica: int, loss: Any, start: StartBackward) -> Any:
     if not _can_be_cut(loss, tensors):
         return loss
     departure = _Departure(lent.loan, replica, loss, tensors, start)
-    return _Leave.apply(departure, lent.tickets[replica])  # type: ignore[no-untyped-call]
+    return _Leave.apply(departure, lent.tickets[replica], lent.bell)  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -148,8 +179,8 @@ class _Departure:
     lent: list[Tensor]
     start: StartBackward
 
-    def begin(self, grad: Tensor) -> None:
-        """Start the backward of the replica's own graph."""
+    def begin(self, grad: Tensor) -> Tensor:
+        """Start the backward of the replica's own graph; what comes back is for its ticket."""
         creates = torch.is_grad_enabled()
         # Private, and the only way to learn of retain_graph=True: that graph must live as long as the caller's.
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -159,22 +190,33 @@ class _Departure:
                 self.loss, self.lent, grad, retain_graph=keeps or creates, create_graph=creates, allow_unused=True
             )
 
-        self.loan.running[self.replica] = self.start(self.replica, run)
+        task = self.loan.running[self.replica] = self.start(self.replica, run)
+        return _return_ticket(self.loan, self.replica, task)
+
+
+class _TicketMemory(bytearray):
+    """Bytes that know when nobody needs them any more."""
+
+
+def _return_ticket(loan: Loan, replica: int, task: Task[tuple[Tensor | None, ...]]) -> Tensor:
+    """The gradient of a ticket. When it goes and Lend has not seen it, backward has failed: wait for the replica."""
+    memory = _TicketMemory(torch.float32.itemsize)
+    weakref.finalize(memory, loan.end, replica, task).atexit = False
+    return torch.frombuffer(memory, dtype=torch.float32)
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, departure: _Departure, ticket: Tensor) -> Tensor:
-        ctx.departure, ctx.ticket_device = departure, ticket.device
+    def forward(ctx: Any, departure: _Departure, *_ticket_and_bell: Tensor) -> Tensor:
+        ctx.departure = departure
         ctx.set_materialize_grads(False)
         return departure.loss.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return None, None
-        ctx.departure.begin(grad)
-        return None, torch.empty(0, device=ctx.ticket_device)
+            return None, None, None
+        return None, ctx.departure.begin(grad), torch.zeros(1)
 
 
 def _can_be_cut(loss: Tensor, lent: Sequence[Tensor]) -> bool:

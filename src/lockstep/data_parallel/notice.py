@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
 
 import torch
 
-_NOT_THE_CALLERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_NOT_THE_CALLERS = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
 
 
 def warn(text: str) -> None:

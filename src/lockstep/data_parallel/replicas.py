@@ -5,16 +5,17 @@ Note [Replicas]
 The first replica is the original module itself. So its buffers persist, and what its forward sets stays set. Each other
 replica is a tree of shallow copies of the original's modules: parameters and buffers of its own (see Note [When a copy
 is stale]), and all else shared with the original (hooks, plain attributes), as in torch. Before each forward every
-module is compared with what it was: attributes (training flags too) that were set since, submodules, parameters and
-buffers that came or went are carried over. What a forward itself sets on its replica stays there and goes nowhere else;
-a change that the first replica's forward makes is told of in a warning.
+module is compared with what it was after the last one: attributes (training flags too) that were set or deleted since,
+another class, submodules, parameters and buffers that came or went are carried over, and nothing else is touched. So
+what a forward itself sets on its replica (a table that it builds on its device when first needed) stays there and goes
+nowhere else; a change that the first replica's forward makes is told of in a warning.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,12 @@ from lockstep.errors import LockstepError
 #: A place where a tensor hangs: the module's dict of parameters or of buffers, and the name in it.
 _TENSORS = ("_parameters", "_buffers")
 
+Result = TypeVar("Result")
+
+
+#: Attributes of a replica that are its own and never carried over.
+_OWN = frozenset({"_parameters", "_buffers", "_modules", "_is_replica"})
+
 
 class _Node:
     """One module of the original and its copies."""
@@ -38,18 +45,45 @@ class _Node:
         self.source = source
         #: For each replica, the first's entry unused.
         self.copies: list[nn.Module] = [source] * replicas
+        self.kind: type[nn.Module] | None = None
         self.keys: tuple[str, ...] = ()
         self.values: tuple[Any, ...] = ()
         self.children: list[tuple[str, nn.Module | None]] = []
 
     def changed(self) -> bool:
-        """Whether an attribute was set or deleted since :meth:`look`."""
-        state = self.source.__dict__
-        return tuple(state) != self.keys or not all(map(operator.is_, state.values(), self.values))
+        """Whether an attribute was set or deleted, or the class changed, since :meth:`look`."""
+        source = self.source
+        state = source.__dict__
+        return (
+            tuple(state) != self.keys
+            or not all(map(operator.is_, state.values(), self.values))
+            or type(source) is not self.kind
+        )
 
     def look(self) -> None:
         """Remember the attributes as they are."""
-        self.keys, self.values = tuple(self.source.__dict__), tuple(self.source.__dict__.values())
+        state = self.source.__dict__
+        self.kind, self.keys, self.values = type(self.source), tuple(state), tuple(state.values())
+
+    def known(self) -> dict[str, Any]:
+        """The attributes as they were."""
+        return dict(zip(self.keys, self.values, strict=True))
+
+    def carry(self, replica: int) -> None:
+        """Give a copy what was set on the original since :meth:`look`, and take from it what was deleted."""
+        copy, known, state = self.copies[replica], self.known(), self.source.__dict__
+        # A module may have a say in what its replica gets: an RNN gives it a list of weights of its own.
+        fresh = self.source._replicate_for_data_parallel()
+        if copy is self.source:
+            copy = self.copies[replica] = fresh
+        copy.__class__ = type(self.source)  # another one since a parametrization came or went
+        for name in known.keys() - state.keys() - _OWN:
+            copy.__dict__.pop(name, None)
+        for name, value in state.items():
+            if name not in _OWN and (name not in known or known[name] is not value):
+                copy.__dict__[name] = fresh.__dict__[name]
+                if name == "_compiled_call_impl":
+                    compile_as(self.source, copy)
 
 
 class Replicas:
@@ -95,7 +129,11 @@ class Replicas:
         for node in self._nodes.values():
             for replica in others:
                 for kind in _TENSORS:
-                    for name, source in node.source.__dict__[kind].items():
+                    sources = node.source.__dict__[kind]
+                    held = node.copies[replica].__dict__[kind]
+                    if held.keys() != sources.keys():
+                        held.clear()  # one was removed, or one came in between: names keep the original's order
+                    for name, source in sources.items():
                         _hang(node.copies[replica], kind, name, self._tensor_for(source, replica))
         return lent
 
@@ -103,13 +141,22 @@ class Replicas:
         """**Local.** A replica of a root."""
         return self._nodes[id(self._roots[root][1])].copies[replica]
 
-    def warn_of_state(self) -> None:
-        """**Local.** After a forward: say which attributes it set, and take them as they are."""
-        for node in self._nodes.values():
-            if node.changed():
-                before = dict(zip(node.keys, node.values, strict=True))
-                self._warn_of(node.source, before)
-                node.look()
+    def watched(self, forward: Callable[[], Result]) -> Result:
+        """**Local.** The result of a forward, whose attributes are its own: say which it set, take them as they are."""
+        try:
+            result = forward()
+        except BaseException:
+            self._after_forward(warn=False)
+            raise
+        self._after_forward(warn=True)
+        return result
+
+    def _after_forward(self, *, warn: bool) -> None:
+        changed = [(node, node.known()) for node in self._nodes.values() if node.changed()]
+        for node, _ in changed:
+            node.look()
+        for node, before in changed if warn else ():
+            self._warn_of(node.source, before)
 
     # Modules --------------------------------------------------------------------------------------------------------
 
@@ -141,30 +188,27 @@ class Replicas:
             ):
                 node.children = children
                 unlinked.append(node)
-        # Children before their parents: a compiled wrapper is built around its child.
-        for node in reversed(unlinked):
-            self._copy_module(node)
         for node in unlinked:
+            for replica in range(1, len(self._devices)):
+                if not is_compiled_wrapper(node.source):
+                    node.carry(replica)
+        wrappers = [node for node in unlinked if is_compiled_wrapper(node.source)]
+        for node in reversed(wrappers):
+            self._rewrap(node)
+        for node in self._nodes.values() if wrappers else unlinked:
             self._link(node)
+        for node in unlinked:
             node.look()
 
-    def _copy_module(self, node: _Node) -> None:
+    def _rewrap(self, node: _Node) -> None:
         for replica in range(1, len(self._devices)):
-            if is_compiled_wrapper(node.source):
-                continue  # when its child is there
-            fresh: nn.Module = node.source._replicate_for_data_parallel()
-            if node.copies[replica] is node.source:
-                node.copies[replica] = fresh
-            else:
-                node.copies[replica].__dict__ = fresh.__dict__  # the same object, for whoever knows it
-            compile_as(node.source, node.copies[replica])
+            inner = self._nodes[id(node.source._orig_mod)].copies[replica]
+            node.copies[replica] = rewrapped(node.source, inner)
 
     def _link(self, node: _Node) -> None:
+        if is_compiled_wrapper(node.source):
+            return  # it is built around its child
         for replica in range(1, len(self._devices)):
-            if is_compiled_wrapper(node.source):
-                inner = self._nodes[id(node.source._orig_mod)].copies[replica]
-                node.copies[replica] = rewrapped(node.source, inner)
-                continue
             node.copies[replica]._modules = {
                 name: None if child is None else self._nodes[id(child)].copies[replica] for name, child in node.children
             }
@@ -220,10 +264,10 @@ class Replicas:
     def _warn_of(self, module: nn.Module, before: dict[str, Any]) -> None:
         derived = _derived_names(module)
         for name, value in module.__dict__.items():
-            if name in derived or name.startswith("_") or (name in before and _is_equal(before[name], value)):
-                continue
             label = f"{type(module).__name__}.{name}"
-            if label not in self._warned:
+            if name in derived or name.startswith("_") or label in self._warned:
+                continue
+            if name not in before or not _is_equal(before[name], value):
                 self._warned.add(label)
                 notice.warn(
                     f"the forward sets {label}: with {len(self._devices)} replicas the module keeps what the first one "

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lockstep.data_parallel.cut import Piece, cut
-from lockstep.data_parallel.trees import is_packed, parts_of, path_text, rebuilt
+from lockstep.data_parallel.trees import is_packed, moved, parts_of, path_text, rebuilt
 
 
 def batch_size(tree: Any, dim: int) -> int | None:
@@ -43,8 +43,10 @@ def scatter(
     """**Local.** ``tree`` cut along ``dim``: for each replica that gets samples, its inputs on its device.
 
     Everything that is not a tensor is handed to all replicas, as it is. Where there is no tensor to cut, the first
-    replica gets all. Gradients flow back to the tensors.
+    replica gets all. Gradients flow back to the tensors. A lone replica gets the tree as it is, on its device.
     """
+    if len(devices) == 1:
+        return [moved(tree, devices[0])], [Piece(0, 0, 1)]
     batch = batch_size(tree, dim)
     pieces = [Piece(0, 0, 1)] if batch is None else cut(batch, len(devices), chunk_sizes)
     targets = [devices[piece.replica] for piece in pieces]
@@ -122,6 +124,12 @@ def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 def _size_along(leaf: Any, dim: int) -> int | None:
     if is_packed(leaf):
         return int(leaf.batch_sizes[0])
+    if leaf.is_nested or leaf.layout != torch.strided:
+        kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+        raise ValueError(
+            f"a {kind} tensor among the inputs can't be cut: pass a dense one (padded, with the lengths beside it, or "
+            "packed), or make it a buffer of the module if it belongs to all samples"
+        )
     return int(leaf.shape[dim]) if -leaf.dim() <= dim < leaf.dim() else None
 
 

@@ -50,7 +50,8 @@ class _Made:
 
     copy: Tensor
     version: int | None
-    storage: StorageWeakRef
+    #: Of each of its dense parts, see :func:`dense_parts`.
+    storages: list[StorageWeakRef]
     layout: tuple[Any, ...]
     #: The copy's own version counter: a replica may have changed it in its forward.
     copy_version: int
@@ -82,7 +83,7 @@ class Slot:
         return (
             made.version is None
             or made.version != _version(self.source)
-            or made.storage.cdata != self.source.untyped_storage()._cdata
+            or [storage.cdata for storage in made.storages] != [part._cdata for part in _storages(self.source)]
             or made.layout != _layout(self.source)
             or made.copy_version != made.copy._version
         )
@@ -90,6 +91,9 @@ class Slot:
     def destination(self, replica: int, device: torch.device, *, quietly: bool) -> Tensor:
         """The memory that the copy goes to; see Note [When a copy is stale]."""
         made = self._made[replica]
+        if self.source.layout != torch.strided:
+            self.lent[replica] = None
+            return self.source.detach().to(device, copy=True)  # its parts may be of another size each time
         if made is None or self.is_buffer or made.layout != _layout(self.source):
             self.lent[replica] = None
             return torch.empty_like(self.source, device=device, requires_grad=False)
@@ -98,9 +102,26 @@ class Slot:
     def note(self, replica: int, destination: Tensor) -> None:
         """The copy is made."""
         made = self._made[replica]
-        kept = made.copy if made is not None and made.copy.data_ptr() == destination.data_ptr() else destination
-        storage = StorageWeakRef(self.source.untyped_storage())
-        self._made[replica] = _Made(kept, _version(self.source), storage, _layout(self.source), kept._version)
+        same_memory = made is not None and _layout(made.copy) == _layout(destination)
+        kept = made.copy if made is not None and same_memory else destination
+        storages = [StorageWeakRef(storage) for storage in _storages(self.source)]
+        self._made[replica] = _Made(kept, _version(self.source), storages, _layout(self.source), kept._version)
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """**Local.** The tensors that hold what a sparse tensor holds; a dense one is its own part."""
+    if tensor.layout == torch.strided:
+        return [tensor]
+    tensor = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]  # without underscore they refuse what is not coalesced
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
+def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    return [part.untyped_storage() for part in dense_parts(tensor)]
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -108,7 +129,12 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    parts = [(part.data_ptr(), part.shape, part.stride(), part.dtype) for part in dense_parts(tensor)]
+    return (tensor.layout, tensor.shape, *parts)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return sum(part.nbytes for part in dense_parts(tensor))
 
 
 class Store:
@@ -132,13 +158,18 @@ class Store:
                 self._copy(stale, replica, quietly=False)
                 self._copy(edited, replica, quietly=True)
                 tensors += len(stale) + len(edited)
-                size += sum(slot.source.nbytes for slot in (*stale, *edited))
+                size += sum(_bytes(slot.source) for slot in (*stale, *edited))
         was = self.count
         self.count = Copies(was.forwards + 1, was.refreshes + bool(tensors), was.tensors + tensors, was.bytes + size)
 
     def _edited(self, fresh: Sequence[Slot], replica: int) -> list[Slot]:
         chosen = [slot for slot in fresh if self._check_contents or slot.is_buffer]
-        return [chosen[i] for i in changed([(slot.source, slot.copy(replica)) for slot in chosen])]
+        pairs, slots = [], []
+        for slot in chosen:
+            for pair in zip(dense_parts(slot.source), dense_parts(slot.copy(replica)), strict=True):
+                pairs.append(pair)
+                slots.append(slot)
+        return list({id(slots[i]): slots[i] for i in changed(pairs)}.values())
 
     def _copy(self, slots: Sequence[Slot], replica: int, *, quietly: bool) -> None:
         device = self._devices[replica]
@@ -153,7 +184,9 @@ def transfer(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """**Local.** Copy each source to its target; small ones between devices travel in one piece for each dtype."""
     together: dict[torch.dtype, list[int]] = {}
     for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        if source.device != target.device and source.nbytes < _SMALL and source.layout == torch.strided:
+        if source.layout != torch.strided:
+            continue  # it came with its destination
+        if source.device != target.device and source.nbytes < _SMALL:
             together.setdefault(source.dtype, []).append(i)
         else:
             target.copy_(source, non_blocking=True)

@@ -76,12 +76,27 @@ class Task(Generic[Result]):
         self._fn, self._place, self._modes = fn, place, modes
         self._result: list[Result] = []
         self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._begun = self._called_off = False
+        self._ended = threading.Event()
         context = contextvars.copy_context()
         self._stream = _stream_of(place.device)
         self._thread = threading.Thread(target=context.run, args=(self._run,), name=f"lockstep {place}")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            # Ctrl-C, most likely while Python waited for the thread to begin: nobody else will know of this task.
+            with self._lock:
+                self._called_off = True
+            if self._begun:
+                self.wait()
+            raise
 
     def _run(self) -> None:
+        with self._lock:
+            if self._called_off:
+                return
+            self._begun = True
         try:
             with ExitStack() as stack:
                 self._modes.enter(stack)
@@ -91,9 +106,13 @@ class Task(Generic[Result]):
                 self._result.append(self._fn())
         except BaseException as error:  # noqa: BLE001  (it is raised where the result is waited for)
             self._error = error
+        finally:
+            self._ended.set()
 
     def wait(self) -> None:
         """Wait until it has ended, well or not. It ends when the replica's own work does, as a call would."""
+        # Not by join alone: where Ctrl-C interrupts that, Python takes the thread for ended, and waits for it no more.
+        self._ended.wait()
         self._thread.join()
 
     def result(self) -> Result:
@@ -102,7 +121,7 @@ class Task(Generic[Result]):
         Raises:
             Exception: what the function raised, with the replica and its device added to its message.
         """
-        self._thread.join()
+        self.wait()
         if self._error is not None:
             try:
                 raise placed(self._error, self._place)

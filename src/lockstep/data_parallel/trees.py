@@ -8,6 +8,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
 
 def parts_of(tree: Any) -> dict[Any, Any] | None:
     """**Local.** The children of a container by key, or None for a leaf. Strings and packed sequences are leaves."""
@@ -18,7 +21,10 @@ def parts_of(tree: Any) -> dict[Any, Any] | None:
     if isinstance(tree, (list, tuple)):
         return dict(enumerate(tree))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+        # A field that __init__ does not take may have no value yet.
+        return {
+            field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if hasattr(tree, field.name)
+        }
     return None
 
 
@@ -40,10 +46,16 @@ def rebuilt(tree: Any, parts: dict[Any, Any]) -> Any:
     return clone
 
 
+def moved(tree: Any, device: torch.device) -> Any:
+    """**Local.** The tree with its tensors on ``device``."""
+    if isinstance(tree, torch.Tensor) or is_packed(tree):
+        return tree.to(device)
+    parts = parts_of(tree)
+    return rebuilt(tree, {key: moved(part, device) for key, part in parts.items()}) if parts else tree
+
+
 def is_packed(value: Any) -> bool:
     """**Local.** Whether ``value`` is a :class:`torch.nn.utils.rnn.PackedSequence`, which is a named tuple."""
-    from torch.nn.utils.rnn import PackedSequence
-
     return isinstance(value, PackedSequence)
 
 

@@ -21,7 +21,7 @@ from lockstep.recipes.imagenet.cifar import ResNetCifar
 from lockstep.recipes.imagenet.options import parse
 from lockstep.recipes.imagenet.records import read_table
 from lockstep.recipes.imagenet.schedule import factors
-from tests.harness import RanksFailed, collect_outcomes
+from tests.harness import RanksFailed, collect_outcomes, run_ranks
 from tests.imagenet_cases import (
     COMMON,
     SITE,
@@ -310,15 +310,13 @@ def outside(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(3 * LIMIT)
-@pytest.mark.parametrize(
-    "mode", [("--mode", "spawn", "--nprocs", "1"), ("--mode", "ddp", "--dist-backend", "gloo")], ids=["spawn", "ddp"]
-)
-def test_ranks_of_two_machines_meet_at_the_address(
-    mode: tuple[str, ...], pictures: Path, alone: tuple[Path, str], tmp_path: Path
+def test_spawned_ranks_of_two_machines_meet_at_the_address(
+    pictures: Path, alone: tuple[Path, str], tmp_path: Path
 ) -> None:
     argv = [
         sys.executable, "-m", MODULE, str(pictures), *COMMON, "-b", "16", "--epochs", "2", "--folder",
-        str(tmp_path / "runs"), *mode, "--dist-url", f"tcp://127.0.0.1:{free_port()}", "--world-size", "2",
+        str(tmp_path / "runs"), "--mode", "spawn", "--nprocs", "1", "--dist-url", f"tcp://127.0.0.1:{free_port()}",
+        "--world-size", "2",
     ]  # fmt: skip
     pipe = subprocess.PIPE
     machines = [
@@ -334,6 +332,22 @@ def test_ranks_of_two_machines_meet_at_the_address(
     assert [machine.returncode for machine in machines] == [0, 0], texts
     assert "2 replica(s) in processes" in texts[1]
     assert losses(tmp_path / "runs") == pytest.approx(losses(alone[0]), rel=1e-4)
+
+
+def test_processes_that_nobody_launched_meet_at_the_address(
+    pictures: Path, alone: tuple[Path, str], tmp_path: Path
+) -> None:
+    words = [
+        str(pictures), *COMMON, "-b", "16", "--epochs", "2", "--folder", str(tmp_path), "--dist-backend", "gloo",
+        "--dist-url", f"tcp://127.0.0.1:{free_port()}", "--world-size", "2", "--rank",
+    ]  # fmt: skip
+    texts = run_ranks(_told_its_rank, 2, words)
+    assert "2 replica(s) in processes" in texts[0]
+    assert losses(tmp_path) == pytest.approx(losses(alone[0]), rel=1e-4)
+
+
+def _told_its_rank(words: list[str]) -> str:
+    return alone_or_launched([*words, os.environ["RANK"]], False)
 
 
 def test_it_starts_its_own_processes(pictures: Path, alone: tuple[Path, str], tmp_path: Path) -> None:

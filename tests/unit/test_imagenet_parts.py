@@ -19,6 +19,7 @@ from lockstep.recipes.imagenet import transforms, vision
 from lockstep.recipes.imagenet.cifar import ResNetCifar
 from lockstep.recipes.imagenet.evaluate import counted
 from lockstep.recipes.imagenet.folders import Folders, find
+from lockstep.recipes.imagenet.main import main
 from lockstep.recipes.imagenet.models import build
 from lockstep.recipes.imagenet.options import Options, parse
 from lockstep.recipes.imagenet.pictures import Collate, Pictures, Sample, decode
@@ -180,6 +181,23 @@ def test_bytes_are_scaled_as_torchvision_scales_them() -> None:
     assert not transforms.FromBytes(nn.Linear(1, 1)).state_dict().keys() - {"model.weight", "model.bias"}
 
 
+def test_pictures_reach_the_model_in_half_precision_and_in_the_layout() -> None:
+    inside: list[torch.Tensor] = []
+
+    class Spy(nn.Conv2d):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            inside.extend([images, super().forward(images)])
+            return inside[-1]
+
+    pictures = torch.arange(2 * 3 * 8 * 8, dtype=torch.int64).remainder(256).to(torch.uint8).view(2, 3, 8, 8)
+    for amp, last in ((None, False), (torch.bfloat16, False), (None, True)):
+        scores = transforms.FromBytes(Spy(3, 4, 3), amp=amp, channels_last=last)(pictures)
+        given, made = inside[-2:]
+        assert scores.dtype == torch.float32
+        assert made.dtype == (amp or torch.float32)
+        assert given.is_contiguous(memory_format=torch.channels_last) == last
+
+
 # Models.
 
 
@@ -287,6 +305,9 @@ def test_missing_packages_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
     with pytest.raises(SystemExit, match=r"needs tensorboard, .* or pass --no-tensorboard"):
         vision.require_installed(tensorboard=True)
     vision.require_installed(tensorboard=False)
+    without("PIL")
+    with pytest.raises(SystemExit, match="needs pillow, not installed here"):
+        main(["DATA"])
 
 
 def test_a_torchvision_for_another_torch_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

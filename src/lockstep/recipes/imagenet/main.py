@@ -47,7 +47,7 @@ def train(world: lockstep.World, options: Options, data: pictures.Data) -> None:
     world.print(scaled_rate(options)[1])
     world.print(
         f"{len(job.loader.dataset)} pictures to train on, {len(data.val.dataset)} to test on, "
-        f"{len(job.loader)} steps in each of {options.epochs} epochs -> {job.saved.folder}"
+        f"{len(job.loader)} steps in each of {options.epochs} epochs -> {options.folder / job.saved.folder.name}"
     )
     score = fit(job)
     if score is None:

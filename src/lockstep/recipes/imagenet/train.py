@@ -98,7 +98,7 @@ def fit(run: Run) -> Score | None:
     """**Collective.** Train to the last epoch, from where the run stands; the last test's score, if there was one."""
     options, score = run.options, None
     if run.saved.restore() is None and options.resume:
-        run.world.print(f"there is no checkpoint in {run.saved.folder} yet: this run begins anew")
+        run.world.print(f"{run.saved.folder.name} has no checkpoint yet: it begins anew")
     with Records(run.world, run.saved.folder, step=run.saved.step, tensorboard=options.tensorboard) as records:
         for epoch in run.saved.epochs(options.epochs):
             begun = time.monotonic()

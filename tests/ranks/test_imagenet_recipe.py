@@ -358,6 +358,12 @@ def test_it_starts_its_own_processes(pictures: Path, alone: tuple[Path, str], tm
     assert done.code == 0, done
     assert "over 2 rank(s)" in done.out
     assert losses(tmp_path / "runs") == pytest.approx(losses(alone[0]), rel=1e-4)
+    command[1] = "nowhere"
+    with Running(command, cwd=tmp_path, env=outside(tmp_path)) as job:
+        done = job.finish()
+    assert done.code == 1, done
+    assert re.search(r"rank [01] of 2 failed: exit code 1\n +nowhere/train is not there", done.err)
+    assert "Traceback" not in done.err
 
 
 def test_real_small_pictures_are_learnt(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from lockstep.recipes.crnn.modes import prepare
 from lockstep.recipes.crnn.options import parse
 from lockstep.recipes.crnn.train import begin, evaluate, fit, lines_of
 from tests.harness import collect_outcomes, run_ranks
-from tests.launching import Finished, run
+from tests.launching import Finished, run, start
 
 CRNN = "lockstep.recipes.crnn"
 #: Two epochs of three steps, the last of a single line: on several ranks all but one have none of it.
@@ -125,6 +125,26 @@ def test_it_learns_to_read(trained: tuple[Path, Finished]) -> None:
     assert float(found[2]) < 0.4
     assert re.search(r"epoch  1/1  loss +[\d.]+  step [\d.]+ ms  ", done.out)
     assert "2 replica(s) in processes, on cpu, global batch 32, 91,403 parameters -> runs/crnn/run-001" in done.out
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(360)
+def test_nine_lines_of_ten_are_read_within_five_minutes(tmp_path: Path) -> None:
+    with start(["lockstep", "run", "-n", "2", "-m", CRNN, "--mode", "ddp"], tmp_path, torch=True) as job:
+        done = job.finish(limit=300)
+    assert done.code == 0, done
+    found = re.match(r"([\d.]+) of 1000 lines read right", last_line(done.out))
+    assert found, done.out
+    assert float(found[1]) > 0.9
+
+
+def test_a_run_that_has_no_checkpoint_yet_begins_anew_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "runs/crnn/run-001").mkdir(parents=True)
+    command = ["lockstep.launch", "--nproc_per_node=2", "-m", CRNN, *SMALL, "--resume"]  # passes --local_rank
+    done = run(command, tmp_path, torch=True)
+    assert done.code == 0, done
+    assert "run-001 has no checkpoint yet: it begins anew" in done.out
+    assert "of 7 lines read right" in done.out
 
 
 def test_a_checkpoint_of_two_ranks_is_tested_the_same_on_one_device(trained: tuple[Path, Finished]) -> None:

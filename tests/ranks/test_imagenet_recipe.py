@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
+from lockstep import knobs
+from lockstep.launch.ports import free_port
 from lockstep.recipes.imagenet.cifar import ResNetCifar
+from lockstep.recipes.imagenet.options import parse
 from lockstep.recipes.imagenet.records import read_table
-from tests.harness import RanksFailed, collect_outcomes
+from lockstep.recipes.imagenet.schedule import factors
+from tests.harness import RanksFailed, collect_outcomes, run_ranks
 from tests.imagenet_cases import (
     COMMON,
     SITE,
@@ -29,7 +33,7 @@ from tests.imagenet_cases import (
     sample,
     unpack,
 )
-from tests.launching import LIMIT, environment, start, wait_for
+from tests.launching import LIMIT, Running, environment, start, wait_for
 
 MODULE = "lockstep.recipes.imagenet"
 
@@ -106,7 +110,7 @@ def test_a_checkpoint_of_two_ranks_tests_the_same_on_one_device_and_on_three(pic
     )
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(4 * LIMIT)
 def test_a_run_that_is_killed_goes_on_with_the_same_bits(pictures: Path, tmp_path: Path) -> None:
     options = [
         str(pictures), *COMMON[:4], "-j", "2", "--warmup-epochs", "1", "--log-every", "1", "-b", "16", "--epochs", "3",
@@ -119,7 +123,11 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(pictures: Path, tmp_pat
     with start(argv, tmp_path, torch=True, PYTHONPATH=path) as job:
         run = killed / "run-001"
         # Killed within the second epoch (steps 4 to 6), whose rows and checkpoints are partly written then.
-        wait_for(lambda: (run / "step-00000004").exists() or job.process.poll() is not None, "a checkpoint")
+        wait_for(
+            lambda: (run / "step-00000004").exists() or job.process.poll() is not None,
+            "a checkpoint",
+            limit=2 * LIMIT,
+        )
         assert job.process.poll() is None, job.finish()
         job.process.kill()
         job.finish()
@@ -199,8 +207,68 @@ def test_too_many_broken_pictures_are_an_error_on_every_rank(tmp_path: Path) -> 
 
 
 def test_a_resumed_run_keeps_its_options(pictures: Path, alone: tuple[Path, str]) -> None:
+    words = (pictures, *COMMON, "--epochs", "2", "--folder", alone[0])
     with pytest.raises(RanksFailed, match="batch-size is 8 and was 16"):
-        recipe(2, pictures, *COMMON, "-b", "8", "--epochs", "2", "--folder", alone[0], "--resume")
+        recipe(2, *words, "-b", "8", "--resume")
+    with pytest.raises(RanksFailed, match="begun with, but arch is resnet18 and was resnet20-cifar"):
+        recipe(2, *words, "-a", "resnet18", "--image-size", "32", "--augment", "cifar", "-b", "16", "--resume")
+    with pytest.raises(RanksFailed, match="trained with, but image-size is 40 and was 32"):
+        recipe(2, *words, "--image-size", "40", "--evaluate")
+
+
+def test_a_run_that_can_not_begin_leaves_no_folder_to_resume(pictures: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    words = (str(pictures), *COMMON, "-b", "16", "--epochs", "1", "--folder", str(folder))
+    for options, message in (
+        (("-a", "resnet55"), "-a resnet55: unknown"),
+        (("-b", "1"), "--batch-size 1 is smaller than the world of 2 ranks"),
+        (("--pretrained", str(tmp_path / "none.pth")), "no such file"),
+        (("--resume",), "no run in .* yet: train first"),
+        (("--evaluate",), "no run in .* yet: train first"),
+    ):
+        for outcome in collect_outcomes(alone_or_launched, 2, [*words, *options], True):
+            assert re.search(message, outcome.message or ""), outcome
+        assert not folder.exists()
+    (folder / "run-007").mkdir(parents=True)  # killed before its first checkpoint
+    text = recipe(2, *words, "--resume", "--local_rank=0")
+    assert re.search(r"run-007 has no checkpoint yet: it begins anew", text)
+    assert [path.name for path in folder.iterdir()] == ["run-007"]
+
+
+def test_machines_must_see_the_same_names(tmp_path: Path) -> None:
+    folders = [
+        str(make_pictures(tmp_path / third, train=2, val=1, classes=("blue", "green", third)))
+        for third in ("red", "pink")
+    ]
+    for outcome in collect_outcomes(_own_folder, 2, folders, tmp_path / "runs"):
+        assert outcome.error == "SystemExit"
+        assert "as many classes and pictures, but under different names" in (outcome.message or "")
+    one = make_pictures(tmp_path / "one", train=2, val=1, classes=("red",))
+    with pytest.raises(RanksFailed, match="there is one class only, red"):
+        recipe(1, one, *COMMON, "--folder", tmp_path / "runs")
+
+
+def _own_folder(folders: list[str], runs: Path) -> str:
+    return alone_or_launched([folders[int(os.environ["RANK"])], *COMMON, "--folder", str(runs)], True)
+
+
+def test_every_steps_rate_is_written_down(alone: tuple[Path, str]) -> None:
+    rates = [float(row["lr"]) for row in read_table(alone[0] / "run-001/steps.csv")]
+    chosen = parse(["DATA", *COMMON, "-b", "16", "--epochs", "2"], launched=False)
+    factor = factors(chosen, 3)
+    assert rates == pytest.approx([0.2 * 16 / 256 * factor(step) for step in range(6)])
+    assert "learning rate 0.2 x 16 / 256 = 0.0125" in alone[1]
+
+
+def test_labels_are_smoothed_in_training_and_not_in_the_test(pictures: Path, tmp_path: Path) -> None:
+    rows = {}
+    for smoothing in ("0", "0.6"):
+        options = ("--lr", "1e-9", "-b", "39", "--epochs", "1", "--label-smoothing", smoothing)
+        recipe(1, pictures, *COMMON, *options, "--folder", tmp_path / smoothing)
+        (rows[smoothing],) = read_table(tmp_path / smoothing / "run-001/epochs.csv")
+    # The same weights and pictures: only the targets of the training loss differ.
+    assert float(rows["0.6"]["val_loss"]) == pytest.approx(float(rows["0"]["val_loss"]))
+    assert float(rows["0.6"]["train_loss"]) != pytest.approx(float(rows["0"]["train_loss"]), rel=1e-2)
 
 
 def test_pretrained_weights_of_other_classes_lack_the_classifier(pictures: Path, tmp_path: Path) -> None:
@@ -228,29 +296,44 @@ def test_other_ways_to_compute_train_as_well(options: tuple[str, ...], pictures:
     assert last_line(text).startswith("test: top-1")
 
 
-def test_a_compiled_model_has_the_same_loss_curve(pictures: Path, alone: tuple[Path, str], tmp_path: Path) -> None:
-    recipe(2, pictures, *COMMON, "-b", "16", "--epochs", "2", "--folder", tmp_path, "--compile", "eager")
-    assert losses(tmp_path) == pytest.approx(losses(alone[0]), rel=1e-4)
+def test_a_compiled_model_has_the_same_loss_curve(pictures: Path, tmp_path: Path) -> None:
+    # One batch of all pictures: each other size is traced anew, for seconds of all cores.
+    options = (*COMMON, "-b", "39", "--epochs", "3")
+    recipe(None, pictures, *options, "--folder", tmp_path / "one")
+    recipe(2, pictures, *options, "--folder", tmp_path / "compiled", "--compile", "eager")
+    curve = losses(tmp_path / "one")
+    assert max(curve) - min(curve) > 0.2
+    assert losses(tmp_path / "compiled") == pytest.approx(curve, rel=1e-4)
 
 
+def outside(tmp_path: Path) -> dict[str, str]:
+    """The environment of processes that nobody launched: here torchvision loads, and each uses one core.
+
+    Two "machines" are one here, and each would use all its cores: threads that spin while they wait for others, which
+    wait for a core, take four times the work, and many times that beside other work.
+    """
+    path = f"{SITE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    env = environment(tmp_path, PYTHONPATH=path, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    del env[knobs.PRELOAD]
+    return env
+
+
+@pytest.mark.timeout(3 * LIMIT)
 def test_spawned_ranks_of_two_machines_meet_at_the_address(
     pictures: Path, alone: tuple[Path, str], tmp_path: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     argv = [
         sys.executable, "-m", MODULE, str(pictures), *COMMON, "-b", "16", "--epochs", "2", "--folder",
-        str(tmp_path / "runs"), "--mode", "spawn", "--nprocs", "1", "--dist-url", f"tcp://127.0.0.1:{port}",
+        str(tmp_path / "runs"), "--mode", "spawn", "--nprocs", "1", "--dist-url", f"tcp://127.0.0.1:{free_port()}",
         "--world-size", "2",
     ]  # fmt: skip
-    env = environment(tmp_path, PYTHONPATH=f"{SITE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     pipe = subprocess.PIPE
     machines = [
-        subprocess.Popen([*argv, "--rank", rank], env=env, stdout=pipe, stderr=pipe, text=True) for rank in "10"
+        subprocess.Popen([*argv, "--rank", rank], env=outside(tmp_path), stdout=pipe, stderr=pipe, text=True)
+        for rank in "10"
     ]
     try:
-        texts = ["".join(machine.communicate(timeout=LIMIT)) for machine in machines]
+        texts = ["".join(machine.communicate(timeout=2 * LIMIT)) for machine in machines]
     finally:
         for machine in machines:
             machine.kill()
@@ -258,6 +341,38 @@ def test_spawned_ranks_of_two_machines_meet_at_the_address(
     assert [machine.returncode for machine in machines] == [0, 0], texts
     assert "2 replica(s) in processes" in texts[1]
     assert losses(tmp_path / "runs") == pytest.approx(losses(alone[0]), rel=1e-4)
+
+
+def test_processes_that_nobody_launched_meet_at_the_address(
+    pictures: Path, alone: tuple[Path, str], tmp_path: Path
+) -> None:
+    words = [
+        str(pictures), *COMMON, "-b", "16", "--epochs", "2", "--folder", str(tmp_path), "--dist-backend", "gloo",
+        "--dist-url", f"tcp://127.0.0.1:{free_port()}", "--world-size", "2", "--rank",
+    ]  # fmt: skip
+    texts = run_ranks(_told_its_rank, 2, words)
+    assert "2 replica(s) in processes" in texts[0]
+    assert losses(tmp_path) == pytest.approx(losses(alone[0]), rel=1e-4)
+
+
+def _told_its_rank(words: list[str]) -> str:
+    return alone_or_launched([*words, os.environ["RANK"]], False)
+
+
+def test_it_starts_its_own_processes(pictures: Path, alone: tuple[Path, str], tmp_path: Path) -> None:
+    options = [*COMMON, "-b", "16", "--epochs", "2", "--folder", str(tmp_path / "runs")]
+    command = [MODULE, str(pictures), *options, "--mode", "spawn", "--nprocs", "2"]
+    with Running(command, cwd=tmp_path, env=outside(tmp_path)) as job:
+        done = job.finish()
+    assert done.code == 0, done
+    assert "over 2 rank(s)" in done.out
+    assert losses(tmp_path / "runs") == pytest.approx(losses(alone[0]), rel=1e-4)
+    command[1] = "nowhere"
+    with Running(command, cwd=tmp_path, env=outside(tmp_path)) as job:
+        done = job.finish()
+    assert done.code == 1, done
+    assert re.search(r"rank [01] of 2 failed: exit code 1\n +nowhere/train is not there", done.err)
+    assert "Traceback" not in done.err
 
 
 def test_real_small_pictures_are_learnt(tmp_path: Path) -> None:
@@ -268,7 +383,15 @@ def test_real_small_pictures_are_learnt(tmp_path: Path) -> None:
     assert found, text
     assert int(found[3]) == 400
     assert float(found[1]) > 0.15, "no better than guessing one of ten"
-    assert any((tmp_path / "runs/run-001/tensorboard").iterdir())
+    events = EventAccumulator(str(tmp_path / "runs/run-001/tensorboard"))
+    events.Reload()
+    rows = read_table(tmp_path / "runs/run-001/epochs.csv")
+    assert [event.step for event in events.Scalars("epochs/top1")] == [int(row["step"]) for row in rows] == [13, 26]
+    for name in ("train_loss", "val_loss", "top1", "top5", "lr"):
+        assert [event.value for event in events.Scalars(f"epochs/{name}")] == pytest.approx(
+            [float(row[name]) for row in rows]
+        )
+    assert events.Scalars("steps/loss")
 
 
 def test_real_large_pictures_go_through_a_model_of_torchvision(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_scores_are_counts_that_add_up() -> None:
         (["--lines", "-1"], "--lines -1: expected a positive number"),
         (["--lr", "nan"], "--lr nan: expected a positive number"),
         (["--save-every", "-2"], "--save-every -2: expected 0 or more"),
+        (["--mode", "dp", "--gpus", "cpu,x"], "'x' is no device"),
         (["--mode", "both"], "invalid choice: 'both'"),
         (["--mode", "single", "--gpus", "0,1"], "--gpus 0,1: --mode single does not choose devices"),
     ],
@@ -97,6 +98,10 @@ def test_bad_options_are_refused(arguments: list[str], text: str, capsys: pytest
     with pytest.raises(SystemExit):
         parse(arguments)
     assert text in capsys.readouterr().err
+
+
+def test_the_argument_that_launchers_pass_changes_nothing() -> None:
+    assert parse(["--local_rank=1"]) == parse(["--local-rank", "1"]) == parse([])
 
 
 def test_devices_are_read_as_people_write_them() -> None:

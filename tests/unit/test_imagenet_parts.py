@@ -17,7 +17,9 @@ from torch import nn
 import lockstep
 from lockstep.recipes.imagenet import transforms, vision
 from lockstep.recipes.imagenet.cifar import ResNetCifar
+from lockstep.recipes.imagenet.evaluate import counted
 from lockstep.recipes.imagenet.folders import Folders, find
+from lockstep.recipes.imagenet.main import main
 from lockstep.recipes.imagenet.models import build
 from lockstep.recipes.imagenet.options import Options, parse
 from lockstep.recipes.imagenet.pictures import Collate, Pictures, Sample, decode
@@ -83,6 +85,8 @@ def test_a_split_is_the_same_every_time_and_parts_nothing(tmp_path: Path) -> Non
         (("train/a/1.txt", "val/a/1.jpg"), {}, "no pictures in its classes' folders"),
         (("train/a/1.jpg", "val/b/1.jpg"), {}, "val has classes that .*train has not: b"),
         (("train/a/1.jpg",), {"val_split": 0.3}, "of 1 pictures that leaves 0 to test on"),
+        (("train/a/1.jpg", "train/b/1.txt", "val/a/1.jpg"), {}, "no pictures of 1 of its 2 classes: b; put some"),
+        (("a/1.jpg", "b/1.txt"), {"val_split": 0.3}, "no pictures of 1 of its 2 classes: b; put some"),
     ],
 )
 def test_folders_that_lack_something_are_named(
@@ -91,6 +95,27 @@ def test_folders_that_lack_something_are_named(
     touch(tmp_path, *names)
     with pytest.raises(SystemExit, match=message):
         found(tmp_path, **arguments)
+
+
+def test_hidden_files_and_folders_are_no_pictures(tmp_path: Path) -> None:
+    touch(tmp_path, "train/a/1.jpg", "train/a/._1.jpg", "train/.ipynb_checkpoints/a.jpg", "val/a/2.JPG")
+    (tmp_path / "train/a/link.Png").symlink_to(tmp_path / "train/a/1.jpg")
+    folders = found(tmp_path)
+    assert folders.classes == ("a",)
+    assert folders.train is not None
+    assert [folders.train.name(index) for index in range(len(folders.train))] == ["a/1.jpg", "a/link.Png"]
+    assert [folders.val.name(index) for index in range(len(folders.val))] == ["a/2.JPG"]
+
+
+def test_folders_with_other_names_have_another_digest(tmp_path: Path) -> None:
+    digests = set()
+    for number, names in enumerate([("a/1.jpg", "b/1.jpg"), ("a/1.jpg", "c/1.jpg"), ("a/1.jpg", "b/2.jpg")]):
+        root = tmp_path / str(number)
+        touch(root, *(f"{part}/{name}" for part in ("train", "val") for name in names))
+        assert found(root).digest() == found(root).digest()
+        digests.add(found(root).digest())
+    assert len(digests) == 3
+    assert all(0 <= digest < 2**63 for digest in digests)
 
 
 # Pictures.
@@ -156,6 +181,23 @@ def test_bytes_are_scaled_as_torchvision_scales_them() -> None:
     assert not transforms.FromBytes(nn.Linear(1, 1)).state_dict().keys() - {"model.weight", "model.bias"}
 
 
+def test_pictures_reach_the_model_in_half_precision_and_in_the_layout() -> None:
+    inside: list[torch.Tensor] = []
+
+    class Spy(nn.Conv2d):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            inside.extend([images, super().forward(images)])
+            return inside[-1]
+
+    pictures = torch.arange(2 * 3 * 8 * 8, dtype=torch.int64).remainder(256).to(torch.uint8).view(2, 3, 8, 8)
+    for amp, last in ((None, False), (torch.bfloat16, False), (None, True)):
+        scores = transforms.FromBytes(Spy(3, 4, 3), amp=amp, channels_last=last)(pictures)
+        given, made = inside[-2:]
+        assert scores.dtype == torch.float32
+        assert made.dtype == (amp or torch.float32)
+        assert given.is_contiguous(memory_format=torch.channels_last) == last
+
+
 # Models.
 
 
@@ -185,6 +227,21 @@ def test_unknown_models_and_norms_without_effect_are_refused() -> None:
         build("resnet55", 10, "batch")
     with pytest.raises(SystemExit, match="alexnet has no batch norms"):
         build("alexnet", 10, "sync")
+
+
+# Accuracy.
+
+
+def test_hits_among_the_first_and_the_first_five_are_counted() -> None:
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(40, 12, generator=generator)
+    labels = torch.randint(12, (40,), generator=generator)
+    places = [int((row > row[label]).sum()) for row, label in zip(scores, labels, strict=True)]
+    loss, top1, top5, pictures = counted(scores, labels).tolist()
+    assert (top1, top5, pictures) == (places.count(0), sum(place < 5 for place in places), 40)
+    assert 0 < top1 < top5 < 40
+    assert loss == pytest.approx(nn.functional.cross_entropy(scores, labels).item() * 40)
+    assert counted(scores[:, :3], labels % 3)[2] == 40, "of three classes the right one is always among five"
 
 
 # Schedule.
@@ -248,6 +305,9 @@ def test_missing_packages_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
     with pytest.raises(SystemExit, match=r"needs tensorboard, .* or pass --no-tensorboard"):
         vision.require_installed(tensorboard=True)
     vision.require_installed(tensorboard=False)
+    without("PIL")
+    with pytest.raises(SystemExit, match="needs pillow, not installed here"):
+        main(["DATA"])
 
 
 def test_a_torchvision_for_another_torch_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep
+from lockstep.recipes.places import accept_local_rank
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -151,14 +152,17 @@ def predict(model: nn.Module, images: Tensor) -> Tensor:
 
 def choose_run(world: lockstep.World, parent: Path, *, new: bool) -> Path:
     """**Collective.** A run folder under ``parent``: the next free number, or the newest one that is there."""
+    newest = 0
     with world.main_first():
-        numbers = [int(path.name[4:]) for path in parent.glob("run-*") if re.fullmatch(r"run-\d+", path.name)]
-        newest = max(numbers, default=0)
-        if new and world.is_main:
-            newest += 1
-            (parent / f"run-{newest:03d}").mkdir(parents=True, mode=0o700)
-        elif newest == 0:
-            raise SystemExit(f"no run in {parent} yet: train first, without --resume and --evaluate")
+        if world.is_main:
+            numbers = [int(path.name[4:]) for path in parent.glob("run-*") if re.fullmatch(r"run-\d+", path.name)]
+            newest = max(numbers, default=0)
+            if new:
+                newest += 1
+                (parent / f"run-{newest:03d}").mkdir(parents=True, mode=0o700)
+    newest = world.all_reduce(newest)  # rank 0's: a shared file system may show a new folder to others late
+    if newest == 0:
+        raise SystemExit(f"no run in {parent} yet: train first, without --resume and --evaluate")
     return parent / f"run-{newest:03d}"
 
 
@@ -193,6 +197,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("runs/digits"), help="(default: runs/digits)")
     parser.add_argument("--resume", action="store_true", help="go on with the newest run instead of a new one")
     parser.add_argument("--evaluate", action="store_true", help="only test the newest run's newest checkpoint")
+    accept_local_rank(parser)
     options = parser.parse_args(arguments)
     for name in ("epochs", "batch_size", "lr"):
         if getattr(options, name) <= 0:

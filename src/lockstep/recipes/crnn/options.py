@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 import lockstep
+from lockstep.recipes.places import accept_local_rank, read_devices, refuse_in
 
 Mode = Literal["dp", "ddp", "single"]
 #: What decides which steps a run takes; the learning rate's schedule depends on all of them.
@@ -46,6 +45,7 @@ class Options:
                 f"--mode {self.mode} is one process, and this is rank {world.rank} of {world.world_size}: "
                 "start it with python -m lockstep.recipes.crnn, or use --mode ddp"
             )
+        refuse_in(world, devices=self.devices, batch_size=world.world_size if self.evaluate else self.batch_size)
 
 
 class Kept:
@@ -99,6 +99,7 @@ def parse(arguments: Sequence[str]) -> Options:
     add("--resume", action="store_true", help="go on with the newest run instead of a new one")
     add("--evaluate", action="store_true", help="only test the newest run's newest checkpoint")
     add("--picture", type=Path, help="write a PNG of a few test lines with what the model read, in the end")
+    accept_local_rank(parser)
     options = parser.parse_args(arguments)
     for name in ("epochs", "batch_size", "lr", "lines", "test_lines", "longest"):
         if not getattr(options, name) > 0:
@@ -108,13 +109,5 @@ def parse(arguments: Sequence[str]) -> Options:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: expected 0 or more")
     if options.devices is not None and options.mode != "dp":
         parser.error(f"--gpus {options.devices}: --mode {options.mode} does not choose devices; it is for --mode dp")
-    options.devices = _devices(options.devices) if options.mode == "dp" else ()
+    options.devices = read_devices(parser, options.devices) if options.mode == "dp" else ()
     return Options(**vars(options))
-
-
-def _devices(text: str | None) -> tuple[str, ...]:
-    """The devices of --mode dp; by default all CUDA devices, or else two replicas on the CPU."""
-    if text is None:
-        return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count())) or ("cpu", "cpu")
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    return tuple(f"cuda:{name}" if name.isdigit() else name for name in names)

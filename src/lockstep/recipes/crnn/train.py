@@ -83,6 +83,8 @@ def begin(world: lockstep.World, options: Options, folder: Path) -> Run:
 def fit(run: Run) -> None:
     """**Collective.** Train to the last epoch, from where the run stands; save and test after each."""
     epochs = run.options.epochs
+    if run.saved.restore() is None and run.options.resume:
+        run.world.print(f"{run.saved.folder.name} has no checkpoint yet: it begins anew")
     for epoch in run.saved.epochs(epochs):
         before = len(run.losses)
         train_epoch(run, f"epoch {epoch + 1:2d}/{epochs}")

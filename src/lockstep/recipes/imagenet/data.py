@@ -37,7 +37,7 @@ def load(world: lockstep.World, options: Options) -> Data:
 
 
 def _compare(world: lockstep.World, found: Folders) -> None:
-    """Ranks that see other files would train on other labels; sizes are compared by lockstep.shard()."""
+    """Ranks that see other files would train on other pictures, or with other labels."""
     counts = [len(found.classes), len(found.val), len(found.train or ())]
     for what, count in zip(("classes", "test pictures", "training pictures"), counts, strict=True):
         least, most = world.all_reduce(count, "min"), world.all_reduce(count, "max")
@@ -46,6 +46,17 @@ def _compare(world: lockstep.World, found: Folders) -> None:
                 f"rank {world.rank} found {count} {what}, and other ranks {least} to {most}: the data's folder must be "
                 "the same on all machines"
             )
+    least, most = (world.all_reduce(found.digest(), op) for op in ("min", "max"))
+    if least != most:
+        raise SystemExit(
+            f"rank {world.rank}: the ranks found as many classes and pictures, but under different names: the data's "
+            "folder must be the same on all machines"
+        )
+    if len(found.classes) == 1 and found.train is not None:
+        raise SystemExit(
+            f"rank {world.rank}: there is one class only, {found.classes[0]}, and nothing to tell it from: is the "
+            "folder that holds the classes' folders one further down?"
+        )
 
 
 def shared(

@@ -46,7 +46,7 @@ def evaluate(
     for batch in lockstep.track(loader, title):
         missing += batch.unreadable
         if len(batch.labels):
-            sums += _sums(scores_of(batch.images), batch.labels)
+            sums += counted(scores_of(batch.images), batch.labels)
     unread = world.all_reduce(len(missing))
     if unread:
         unreadable.note(missing)
@@ -61,8 +61,8 @@ def evaluate(
     return Score(loss / pictures, top1 / pictures, top5 / pictures, int(pictures))
 
 
-def _sums(scores: Tensor, labels: Tensor) -> Tensor:
-    """Sum of losses, hits among the first and the first five, pictures: float64 [4], on the CPU."""
+def counted(scores: Tensor, labels: Tensor) -> Tensor:
+    """**Local.** Sum of losses, hits among the first and the first five, pictures: float64 [4], on the CPU."""
     labels = labels.to(scores.device)
     best = scores.topk(min(5, scores.shape[1]), dim=1).indices == labels.unsqueeze(1)
     loss = nn.functional.cross_entropy(scores.float(), labels, reduction="sum")

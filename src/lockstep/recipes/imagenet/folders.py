@@ -46,6 +46,15 @@ class Folders:
     train: Listing | None
     val: Listing
 
+    def digest(self) -> int:
+        """**Local.** A number below 2^63 that two sets of folders share only if they have the same names in them."""
+        found = hashlib.blake2b(repr(self.classes).encode(errors="surrogateescape"), digest_size=7)
+        for listing in (self.val, self.train):
+            if listing is not None:
+                found.update(listing.names.tobytes())
+                found.update(listing.labels.tobytes())
+        return int.from_bytes(found.digest(), "little")
+
 
 def find(data: Path, *, val_split: float, only_val: bool) -> Folders:
     """**Local.** The pictures under ``data``, the same on every rank that sees the same files.
@@ -66,7 +75,7 @@ def find(data: Path, *, val_split: float, only_val: bool) -> Folders:
         return Folders(classes, None, _listing(val_root, classes))
     classes = _classes(train_root)
     if val_split:
-        everything = _listing(train_root, classes)
+        everything = _training(train_root, classes)
         held_out = _held_out(everything, val_split)
         return Folders(classes, everything.chosen(~held_out), everything.chosen(held_out))
     if not val_root.is_dir():
@@ -76,13 +85,14 @@ def find(data: Path, *, val_split: float, only_val: bool) -> Folders:
     unknown = sorted(set(_classes(val_root)) - set(classes))
     if unknown:
         raise SystemExit(f"{val_root} has classes that {train_root} has not: {', '.join(unknown[:5])}")
-    return Folders(classes, None if only_val else _listing(train_root, classes), _listing(val_root, classes))
+    return Folders(classes, None if only_val else _training(train_root, classes), _listing(val_root, classes))
 
 
 def _classes(root: Path) -> tuple[str, ...]:
     if not root.is_dir():
         raise SystemExit(f"{root} is not there: expected a folder for each class in it, with the pictures of the class")
-    classes = tuple(sorted(entry.name for entry in os.scandir(root) if entry.is_dir()))
+    # Hidden ones are tools' own, such as .ipynb_checkpoints.
+    classes = tuple(sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and entry.name[0] != "."))
     if not classes:
         raise SystemExit(f"{root} holds no folders: expected one for each class, with the pictures of the class")
     return classes
@@ -99,13 +109,26 @@ def _listing(root: Path, classes: Sequence[str]) -> Listing:
             os.path.relpath(os.path.join(parent, file), root)
             for parent, _, files in os.walk(root / folder, followlinks=True)
             for file in files
-            if file.lower().endswith(EXTENSIONS)
+            if file.lower().endswith(EXTENSIONS) and file[0] != "."  # "._x.jpg" is macOS's note about x.jpg
         )
         names += [os.fsencode(name) for name in found]
         labels += [label] * len(found)
     if not names:
         raise SystemExit(f"{root}: no pictures in its classes' folders (looked for {', '.join(EXTENSIONS)})")
     return Listing(root, np.array(names, dtype=np.bytes_), np.array(labels, dtype=np.int64))
+
+
+def _training(root: Path, classes: Sequence[str]) -> Listing:
+    """A listing that something can be learnt from."""
+    listing = _listing(root, classes)
+    counts = np.bincount(listing.labels, minlength=len(classes))
+    empty = [name for name, count in zip(classes, counts, strict=True) if not count]
+    if empty:
+        raise SystemExit(
+            f"{root} has no pictures of {len(empty)} of its {len(classes)} classes: {', '.join(empty[:5])}; put some "
+            "into their folders, or remove these"
+        )
+    return listing
 
 
 def _held_out(listing: Listing, fraction: float) -> np.ndarray:

@@ -13,7 +13,7 @@ from lockstep.recipes.imagenet import data as pictures
 from lockstep.recipes.imagenet.evaluate import evaluate
 from lockstep.recipes.imagenet.models import build, load_pretrained
 from lockstep.recipes.imagenet.modes import prepare, start
-from lockstep.recipes.imagenet.options import Options, parse
+from lockstep.recipes.imagenet.options import Kept, Options, parse
 from lockstep.recipes.imagenet.schedule import scaled_rate
 from lockstep.recipes.imagenet.train import EMA_FILE, begin, fit, test
 from lockstep.recipes.imagenet.unreadable import Unreadable
@@ -41,14 +41,13 @@ def run(options: Options) -> None:
 def train(world: lockstep.World, options: Options, data: pictures.Data) -> None:
     """**Collective.** Train to the last epoch, and say what came of it."""
     begun = time.monotonic()
-    folder = choose_run(world, options.folder, new=not options.resume)
-    job = begin(world, options, data, folder)
+    job = begin(world, options, data)
     parameters = sum(parameter.numel() for parameter in job.computing.model.parameters())
     world.print(f"{options.arch}, {parameters:,} parameters, {len(data.classes)} classes: {job.computing.words}")
     world.print(scaled_rate(options)[1])
     world.print(
         f"{len(job.loader.dataset)} pictures to train on, {len(data.val.dataset)} to test on, "
-        f"{len(job.loader)} steps in each of {options.epochs} epochs -> {folder}"
+        f"{len(job.loader)} steps in each of {options.epochs} epochs -> {options.folder / job.saved.folder.name}"
     )
     score = fit(job)
     if score is None:
@@ -61,11 +60,12 @@ def train(world: lockstep.World, options: Options, data: pictures.Data) -> None:
 
 def load_and_test(world: lockstep.World, options: Options, data: pictures.Data) -> None:
     """**Collective.** Test a weight file, or the newest checkpoint or the averaged weights of the newest run."""
-    model = build(options.arch, len(data.classes), options.norm)
     source = options.pretrained
     if source is None:
         source = choose_run(world, options.folder, new=False)
+        Kept(options, data.classes).refuse_other(source, testing=True)
         source = source / EMA_FILE if options.ema else source
+    model = build(options.arch, len(data.classes), options.norm)
     load_pretrained(world, source, model, strict=True)
     computing = prepare(world, options, model)
     model.eval()

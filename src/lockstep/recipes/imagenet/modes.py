@@ -30,7 +30,10 @@ def start(options: Options, main: Main) -> None:
         return
     if options.address is not None:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = options.address[0], str(options.address[1])
-    lockstep.spawn(_spawned, (options, main), nprocs=options.nprocs)
+    try:
+        lockstep.spawn(_spawned, (options, main), nprocs=options.nprocs)
+    except lockstep.RankFailed as error:
+        raise SystemExit(str(error)) from error  # it holds the rank's traceback; this process's own says nothing
 
 
 def _spawned(local_rank: int, options: Options, main: Main) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 import lockstep
+from lockstep.recipes.places import accept_local_rank, read_devices, refuse_in
 
 Mode = Literal["single", "dp", "ddp", "spawn"]
 Norm = Literal["batch", "sync", "group"]
@@ -20,6 +23,10 @@ _KEPT = (
     "arch", "norm", "batch_size", "epochs", "lr", "scale_lr", "momentum", "weight_decay", "warmup_epochs", "schedule",
     "step_size", "gamma", "label_smoothing", "ema", "augment", "image_size", "val_split", "amp", "seed",
 )  # fmt: skip
+#: What of it decides which model is tested on which pictures.
+_TESTED = ("arch", "augment", "image_size", "val_split")
+#: In a run's folder: the same in JSON.
+_NOTE = "options.json"
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class Options:
 
     def refuse_in(self, world: lockstep.World) -> None:
         """**Local.** End the program with a message if the options make no sense in this world."""
+        refuse_in(world, devices=self.devices, batch_size=world.world_size if self.evaluate else self.batch_size)
         if self.amp == "fp16" and self.device_type(world) != "cuda":
             raise SystemExit(
                 "--amp fp16 needs a GPU: its gradients need scaling, which torch does on CUDA devices only; use bf16"
@@ -98,19 +106,52 @@ class Kept:
         Raises:
             lockstep.CheckpointMismatch: one differs, or the classes do.
         """
-        differing = [
-            f"{name.replace('_', '-')} is {self._options[name]} and was {state.get(name)}"
-            for name in _KEPT
-            if state.get(name) != self._options[name]
-        ]
-        if state.get("classes") != self._classes:
-            differing.append(
-                f"there are {len(self._classes)} classes, other ones than the {len(state['classes'])} then"
-            )
+        differing = self._differences(state, _KEPT)
         if differing:
             raise lockstep.CheckpointMismatch(
                 f"a run is resumed with the options that it was begun with, but {'; '.join(differing)}"
             )
+
+    def write(self, folder: Path) -> None:
+        """**Rank 0.** Note the options in a run's folder, where people and :meth:`refuse_other` find them."""
+        with open(os.open(folder / _NOTE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(self.state_dict(), file, indent=1)
+
+    def refuse_other(self, folder: Path, *, testing: bool) -> None:
+        """**Local.** Compare with the note in ``folder``, if there is one, before anything is loaded.
+
+        Args:
+            folder: of a run.
+            testing: compare only what decides which model is tested on which pictures.
+
+        Raises:
+            lockstep.CheckpointMismatch: an option differs, or the classes do.
+        """
+        try:
+            state = json.loads((folder / _NOTE).read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return  # killed before it was written; the checkpoints have the same
+        if not testing:
+            self.load_state_dict(state)
+            return
+        differing = self._differences(state, _TESTED)
+        if differing:
+            raise lockstep.CheckpointMismatch(
+                f"{folder} is tested with the options that it was trained with, but {'; '.join(differing)}; other "
+                "pictures can be tested with --pretrained and a weight file of the run"
+            )
+
+    def _differences(self, state: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+        differing = [
+            f"{name.replace('_', '-')} is {self._options[name]} and was {state.get(name)}"
+            for name in names
+            if state.get(name) != self._options[name]
+        ]
+        if state.get("classes") != self._classes:
+            differing.append(
+                f"there are {len(self._classes)} classes, other ones than the {len(state.get('classes', ()))} then"
+            )
+        return differing
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -125,6 +166,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_data(parser.add_argument_group("model and pictures").add_argument)
     _add_training(parser.add_argument_group("training").add_argument)
     _add_run(parser.add_argument_group("the run").add_argument)
+    accept_local_rank(parser)
     return parser
 
 
@@ -137,7 +179,7 @@ def _add_places(add: Any) -> None:
     add("--dist-url", help="several machines: tcp://HOST:PORT of the machine with rank 0")
     add("--world-size", type=int, default=-1, help="with --dist-url: machines for --mode spawn, processes for ddp")
     add("--rank", type=int, default=-1, help="with --dist-url: this machine or process among them, from 0")
-    add("--backend", help="gloo or shm for CPUs, nccl for GPUs (default: as lockstep.init chooses)")
+    add("--backend", "--dist-backend", help="gloo or shm for CPUs, nccl for GPUs (default: as lockstep.init chooses)")
     add("--timeout", type=float, help="seconds that a rank waits for the others (default: 600)")
 
 
@@ -201,7 +243,7 @@ def parse(arguments: Sequence[str], *, launched: bool) -> Options:
         given.mode = "ddp" if launched or given.dist_url else "single"
     _check_mode(parser, given, launched)
     given.address = _address(parser, given, launched)
-    given.devices = _devices(given.devices) if given.mode == "dp" else ()
+    given.devices = read_devices(parser, given.devices) if given.mode == "dp" else ()
     given.nprocs = given.nprocs or max(2, torch.cuda.device_count())
     if given.arch == "resnet20-cifar":
         given.image_size, given.augment = given.image_size or 32, given.augment or "cifar"
@@ -276,11 +318,3 @@ def _address(parser: argparse.ArgumentParser, given: argparse.Namespace, launche
             "rank from 0 to one less"
         )
     return host.strip("[]"), int(port)
-
-
-def _devices(text: str | None) -> tuple[str, ...]:
-    """The devices of --mode dp; by default all CUDA devices, or else two replicas on the CPU."""
-    if text is None:
-        return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count())) or ("cpu", "cpu")
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    return tuple(f"cuda:{name}" if name.isdigit() else name for name in names)

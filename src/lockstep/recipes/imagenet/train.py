@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lockstep
+from lockstep.recipes.digits import choose_run
 from lockstep.recipes.imagenet.data import Data
 from lockstep.recipes.imagenet.evaluate import Score, evaluate
 from lockstep.recipes.imagenet.losses import Losses
@@ -49,8 +49,8 @@ class Run:
     saved: lockstep.Checkpointer
 
 
-def begin(world: lockstep.World, options: Options, data: Data, folder: Path) -> Run:
-    """**Collective.** Everything that a run in ``folder`` needs; nothing is restored yet."""
+def begin(world: lockstep.World, options: Options, data: Data) -> Run:
+    """**Collective.** Everything that a run needs; nothing is restored yet."""
     if data.train is None:
         raise ValueError("there is nothing to train on: the data was loaded for a test")
     model = build(options.arch, len(data.classes), options.norm)
@@ -67,13 +67,20 @@ def begin(world: lockstep.World, options: Options, data: Data, folder: Path) -> 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors(options, len(data.train)))
     scaler = torch.amp.GradScaler(computing.device.type, enabled=options.amp == "fp16")
     losses, unreadable = Losses(world, computing.device), Unreadable(world, most=options.max_bad_images)
+    kept = Kept(options, data.classes)
     extra: dict[str, Any] = {
-        "options": Kept(options, data.classes),
+        "options": kept,
         "scaler": scaler,
         "losses": losses,
         "unreadable": unreadable,
         **({} if ema is None else {"ema": ema}),
     }
+    # Last, so that no empty run is left behind, and then resumed, where something above makes no sense.
+    folder = choose_run(world, options.folder, new=not options.resume)
+    if options.resume:
+        kept.refuse_other(folder, testing=False)
+    elif world.is_main:
+        kept.write(folder)
     saved = lockstep.Checkpointer(
         folder,
         model=model,
@@ -90,7 +97,8 @@ def begin(world: lockstep.World, options: Options, data: Data, folder: Path) -> 
 def fit(run: Run) -> Score | None:
     """**Collective.** Train to the last epoch, from where the run stands; the last test's score, if there was one."""
     options, score = run.options, None
-    run.saved.restore()
+    if run.saved.restore() is None and options.resume:
+        run.world.print(f"{run.saved.folder.name} has no checkpoint yet: it begins anew")
     with Records(run.world, run.saved.folder, step=run.saved.step, tensorboard=options.tensorboard) as records:
         for epoch in run.saved.epochs(options.epochs):
             begun = time.monotonic()
@@ -196,6 +204,8 @@ def _write_averaged(run: Run, model: nn.Module) -> None:
         try:
             save_file(tensors, beside)
             os.chmod(beside, 0o600)
+            with open(beside, "rb") as file:
+                os.fsync(file)
             os.replace(beside, path)
         except (OSError, SafetensorError) as error:
             failure = error

@@ -14,7 +14,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 from lockstep.checkpoint.captured import capture, divided
 from lockstep.checkpoint.peers import OverStore
 from lockstep.checkpoint.storage import POSIX, Storage
-from lockstep.checkpoint.write import Place, prune, write
+from lockstep.checkpoint.pruning import prune
+from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.write import Place, write
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ def save(
     timeout: float = 20.0,
 ) -> list[Path | BaseException]:
     """Save as one rank for each state; what each returned or raised."""
+    rule = Retention(last=keep)
     storages = on if on is not None else [POSIX] * len(states)
     where = place if place is not None else Place(1, 0, False)
     store = HashStore()
@@ -54,7 +57,7 @@ def save(
         storage = storages[rank]
         try:
             return write(
-                root, share, where, peers=peers, tidy=lambda new: prune(root, new, keep, on=storage), on=storage
+                root, share, where, peers=peers, tidy=lambda new: prune(root, new, rule, on=storage), on=storage
             )
         except BaseException as error:  # noqa: BLE001  (handed to the test)
             return error

@@ -33,6 +33,7 @@ _HOMES = {
     "RendezvousError": "lockstep.errors",
     "ReplicaMismatch": "lockstep.errors",
     "Restored": "lockstep.checkpoint.api",
+    "Retention": "lockstep.checkpoint.retention",
     "ShardedLoader": "lockstep.sampling.loader",
     "SyncBatchNorm": "lockstep.ddp.batchnorm",
     "World": "lockstep.comm.world",
@@ -55,6 +56,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from lockstep.checkpoint.api import Checkpointer as Checkpointer
     from lockstep.checkpoint.api import Restored as Restored
+    from lockstep.checkpoint.retention import Retention as Retention
     from lockstep.checkpoint.weights import LoadedWeights as LoadedWeights
     from lockstep.checkpoint.weights import load_weights as load_weights
     from lockstep.comm.init import init as init

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
+import shutil
 import signal
 import warnings
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
+from lockstep.checkpoint.lock import RunLock
 from tests.harness import collect_outcomes, run_ranks
 
 
@@ -234,7 +237,7 @@ def _restore_from_a_folder_that_went(folder: str) -> None:
     _, _, _, saved = _bench(folder)
     world.barrier()
     if world.is_main:
-        Path(folder).rmdir()
+        shutil.rmtree(folder)
     saved.restore()
 
 
@@ -282,7 +285,7 @@ def _disk_full(folder: str) -> tuple[str, int, list[str]]:
         saved.save()
     if world.is_main:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    there = sorted(path.name for path in Path(folder).iterdir())
+    there = sorted(path.name for path in Path(folder).iterdir() if path.name != "run.lock")
     world.barrier()
     _step(model, optimizer)  # training goes on
     saved.save()
@@ -296,7 +299,7 @@ def test_a_save_that_fails_fails_on_every_rank_and_leaves_the_last_one(tmp_path:
         assert "limits allow" in message
         assert there == ["step-00000001"]
         assert step == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003"]
 
 
 def _killed_in_save(folder: str, fault: str) -> None:
@@ -471,7 +474,7 @@ def _extras(folder: str) -> tuple[Any, ...]:
     alone = lockstep.Checkpointer(folder, model=Net())
     with pytest.warns(RuntimeWarning, match=r"also holds optimizer, scheduler, loader, extra 'average', extra 'scal"):
         alone.restore()
-    return first.name, sorted(path.name for path in Path(folder).iterdir())
+    return first.name, sorted(path.name for path in Path(folder).glob("step-*"))
 
 
 def test_schedulers_samplers_and_extra_objects_come_back(tmp_path: Path) -> None:
@@ -502,3 +505,93 @@ def test_wrong_arguments_are_refused() -> None:
     assert "becomes one by lockstep.shard(loader)" in said[2]
     assert "keep=0" in said[3]
     assert "call lockstep.init() first" in said[4]
+
+
+def _kept_by_a_rule(folder: str) -> list[str]:
+    lockstep.init()
+    rule = lockstep.Retention(last=1, every=4, best=1, mode="max")
+    model, optimizer, _, saved = _bench(folder, keep=rule)
+    for accuracy in (0.1, 0.7, 0.5, math.nan, math.inf, 0.6):
+        _step(model, optimizer)
+        saved.save(metric=accuracy)
+    return sorted(path.name for path in Path(folder).glob("step-*"))
+
+
+def test_the_last_every_fourth_and_the_best_stay(tmp_path: Path) -> None:
+    expected = [f"step-0000000{step}" for step in (2, 4, 6)]
+    assert run_ranks(_kept_by_a_rule, 2, str(tmp_path))[0] == expected
+
+
+def _saves_behind_a_damaged_one(folder: str) -> list[str]:
+    lockstep.init()
+    model, optimizer, _, saved = _bench(folder, keep=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        restored = saved.restore()
+    assert restored is not None
+    assert restored.step == 3
+    for _ in range(2):
+        _step(model, optimizer)
+        _step(model, optimizer)
+        saved.save()
+    return sorted(path.name for path in Path(folder).glob("step-*"))
+
+
+def test_a_damaged_checkpoint_does_not_count_among_the_kept(tmp_path: Path) -> None:
+    run_ranks(_save_some, 1, str(tmp_path), 4, None)
+    _damage(tmp_path / "step-00000004", "flip")
+    # 3 was good, 4 is damaged, then 5 and 7 are saved.
+    assert run_ranks(_saves_behind_a_damaged_one, 1, str(tmp_path)) == [["step-00000005", "step-00000007"]]
+
+
+def _open_folder(folder: str) -> None:
+    lockstep.init()
+    _bench(folder)
+
+
+def test_a_second_job_is_refused_on_every_rank_with_the_owners_name(tmp_path: Path) -> None:
+    held = RunLock(tmp_path)
+    for outcome in collect_outcomes(_open_folder, 2, str(tmp_path)):
+        assert outcome.error == "CheckpointError", outcome.traceback
+        assert f"rank 0: {tmp_path} belongs to another job, process {os.getpid()} on " in str(outcome.message)
+    held.release()
+    run_ranks(_open_folder, 2, str(tmp_path))
+    assert list(tmp_path.iterdir()) == [], "let go of with the Checkpointer"
+
+
+def _die_holding_it(folder: str) -> None:
+    world = lockstep.init()
+    _, _, _, saved = _bench(folder)
+    world.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+    saved.save()
+
+
+def test_the_folder_of_a_killed_job_is_free(tmp_path: Path) -> None:
+    outcomes = collect_outcomes(_die_holding_it, 2, str(tmp_path))
+    assert {outcome.exit_code for outcome in outcomes} == {-signal.SIGKILL}
+    assert (tmp_path / "run.lock").exists()
+    run_ranks(_save_some, 2, str(tmp_path), 1)
+
+
+def _shared_by_one_job(folder: str) -> tuple[int, int]:
+    lockstep.init()
+    model, optimizer, _, saved = _bench(folder)
+    another = lockstep.Checkpointer(folder, model=model, optimizer=optimizer)
+    _step(model, optimizer)
+    del saved
+    another.save()
+    steps = another.step
+    del another
+    _step(model, optimizer)  # nobody counts any more
+    return steps, len(list(Path(folder).glob("run.lock")))
+
+
+def test_a_jobs_own_checkpointers_share_its_folder(tmp_path: Path) -> None:
+    assert run_ranks(_shared_by_one_job, 1, str(tmp_path)) == [(1, 0)]
+
+
+@pytest.mark.parametrize("keep", [True, 2.5, "all"])
+def test_a_keep_that_is_no_rule_is_refused(keep: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected a number of checkpoints, None, or a lockstep\.Retention"):
+        lockstep.Checkpointer("/nowhere", model=Net(), keep=keep)

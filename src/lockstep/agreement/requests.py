@@ -79,6 +79,8 @@ class Requests:
         """**Local.** Signals are again what they were; a request to leave that was not seen to is one now."""
         if not self._before or self._leaving or self._process != os.getpid():
             return
+        if threading.current_thread() is not threading.main_thread():
+            return  # a finalizer; only the main thread may change what signals do
         for signum, before in self._before.items():
             if signal.getsignal(signum) == self._on_signal:  # else the program has taken it over meanwhile
                 signal.signal(signum, before)

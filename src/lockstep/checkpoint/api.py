@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -17,13 +19,17 @@ from lockstep.checkpoint import folders, rng
 from lockstep.checkpoint.boundary import StepBoundary
 from lockstep.checkpoint.captured import Captured, Share, capture, divided, text
 from lockstep.checkpoint.codec import encode
+from lockstep.checkpoint.guard import reading
 from lockstep.checkpoint.load import Contents, read
+from lockstep.checkpoint.lock import RunLock
 from lockstep.checkpoint.match import bare
 from lockstep.checkpoint.peers import OverGroup
+from lockstep.checkpoint.pruning import prune
+from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
 from lockstep.checkpoint.training import Stateful, Training
-from lockstep.checkpoint.write import Place, prune, write
+from lockstep.checkpoint.write import Place, write
 from lockstep.comm.init import current_world
 from lockstep.errors import CheckpointCorrupt, CheckpointError, LockstepError
 
@@ -68,10 +74,14 @@ class Checkpointer:
         loader: the training loader, whose position is saved. :func:`lockstep.shard` makes one that resumes in
             mid-epoch; anything with ``state_dict`` and ``load_state_dict`` is taken.
         extra: more objects with a state, by name: ``{"scaler": scaler, "ema": ema}``. The same on all ranks.
-        keep: how many checkpoints to keep; None keeps all.
+        keep: how many checkpoints to keep; None keeps all. A :class:`lockstep.Retention` says more: every n-th, the
+            best. Checkpoints that someone is reading are left for the next save to remove.
+
+    The folder belongs to this job until its ranks have ended, or rank 0 has let go of every Checkpointer of the folder:
+    another job that makes a Checkpointer of it is refused. See Note [Run lock] in ``checkpoint/lock.py``.
 
     Raises:
-        CheckpointError: the folder can't be written; on every rank.
+        CheckpointError: the folder can't be written, or belongs to another job, which is named; on every rank.
         LockstepError: ``lockstep.init()`` has not been called.
         TypeError, ValueError: an argument is of no use.
     """
@@ -88,18 +98,16 @@ class Checkpointer:
         scheduler: Stateful | None = None,
         loader: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
-        keep: int | None = 3,
+        keep: int | Retention | None = 3,
     ) -> None:
         self._training = Training(model, optimizer, scheduler, loader, dict(extra or {}))
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep={keep}: expected at least 1, or None to keep all checkpoints")
+        self._rule = _rule(keep)
         world = current_world()
         if world is None:
             raise LockstepError("lockstep.Checkpointer: no world yet; call lockstep.init() first")
         self._world = world
         #: Where the checkpoints are.
         self.folder = Path(folder).absolute()
-        self._keep = keep
         #: Optimizer steps taken, which name the checkpoints. Without an optimizer it is yours to count up; a save at
         #: the step of the last one then counts one up by itself.
         self.step = 0
@@ -110,19 +118,21 @@ class Checkpointer:
         self._said_apart = False
         #: True once this run owns the folder: it went on from what is there, or has saved.
         self._owns_folder = False
-        together(
-            world,
-            lambda: folders.prepare_root(self.folder, on=self._storage) if world.is_main else None,
-            lambda _: None,
-        )
+        #: Checkpoints that restore() found damaged.
+        self._damaged: set[str] = set()
+        self._lock, _ = together(world, self._claim_folder, lambda _: None)
         if optimizer is not None:
-            optimizer.register_step_post_hook(self._count_step)
+            _count_steps(optimizer, self)
         self._boundary = StepBoundary(self, world, counts_steps=optimizer is not None)
         self._boundary.watch(loader)
+        weakref.finalize(self, self._boundary.close).atexit = False
 
-    def _count_step(self, *_: object) -> None:
-        self.step += 1
-        self._tell_step()
+    def _claim_folder(self) -> RunLock | None:
+        """Rank 0 makes the folder, and takes it for this job."""
+        if not self._world.is_main:
+            return None
+        folders.prepare_root(self.folder, on=self._storage)
+        return RunLock(self.folder)
 
     def _tell_step(self) -> None:
         own = standing.own()
@@ -177,12 +187,14 @@ class Checkpointer:
 
     # Saving.
 
-    def save(self, *, epoch_done: bool | None = None) -> Path:
+    def save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> Path:
         """**Collective.** Write a checkpoint to the disk itself; its folder. Older ones are pruned behind it.
 
         If it fails, the checkpoints before it are as they were, and training may go on.
 
         Args:
+            metric: a number by which the best checkpoints are kept, if ``keep`` says so; the same on all ranks
+                (rank 0's counts). NaN and infinities never are the best.
             epoch_done: within :meth:`epochs`: whether a resumed run goes on with the next epoch, or with this one.
                 None: with the next one, unless the loader is in the middle of its pass. What your loop does *after*
                 a save behind the loader's loop is not done again.
@@ -193,20 +205,20 @@ class Checkpointer:
         """
         if self._training.optimizer is None and self.step == self._last_saved:
             self.step += 1
-        share, place = self._capture(epoch_done)
+        share, place = self._capture(metric, epoch_done)
         folder = write(
             self.folder,
             share,
             place,
             peers=OverGroup(self._world),
-            tidy=lambda newest: prune(self.folder, newest, self._keep, on=self._storage),
+            tidy=lambda newest: prune(self.folder, newest, self._rule, damaged=self._damaged, on=self._storage),
             on=self._storage,
         )
         self._owns_folder = True
         self._last_saved = place.step
         return folder
 
-    def _capture(self, epoch_done: bool | None) -> tuple[Share, Place]:
+    def _capture(self, metric: float | None, epoch_done: bool | None) -> tuple[Share, Place]:
         """**Collective.** What this rank will write, copied nowhere yet, and where the run is."""
         (captured, _), records = together(self._world, self._own_state, lambda state: state[1])
         steps = [record["step"] for record in records]
@@ -224,7 +236,7 @@ class Checkpointer:
         if share.apart and self._world.is_main and not self._said_apart:
             self._said_apart = True
             warnings.warn(f"{_APART}: {share.apart}", RuntimeWarning, stacklevel=3)
-        return share, Place(self.step, *self._place(epoch_done))
+        return share, Place(self.step, *self._place(epoch_done), metric=_finite(metric))
 
     def _own_state(self) -> tuple[Captured, dict[str, Any]]:
         """This rank's state, and what the other ranks need to know of it."""
@@ -289,6 +301,7 @@ class Checkpointer:
                 if strict:
                     raise
                 damaged.append(str(error))
+                self._damaged.add(name)
                 continue
             if any(digest != digests[0] for digest in digests):
                 raise CheckpointError(f"the ranks see different checkpoints in {self.folder / name}: is it shared?")
@@ -307,7 +320,8 @@ class Checkpointer:
         )
 
     def _read_and_compare(self, folder: Path) -> Contents:
-        contents = read(folder, on=self._storage)
+        with reading(folder):
+            contents = read(folder, on=self._storage)
         self._training.refuse_other(contents, world_size=self._world.world_size)
         return contents
 
@@ -356,3 +370,31 @@ class Checkpointer:
             words.append(f"it also holds {', '.join(unused)}, for which nothing was given here")
         if words:
             warnings.warn(f"going on from {contents.folder}: " + "; ".join(words), RuntimeWarning, stacklevel=4)
+
+
+def _rule(keep: int | Retention | None) -> Retention:
+    if isinstance(keep, Retention):
+        return keep
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
+        raise TypeError(f"keep={keep!r}: expected a number of checkpoints, None, or a lockstep.Retention")
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep={keep}: expected at least 1, or None to keep all checkpoints")
+    return Retention(last=keep)
+
+
+def _finite(metric: float | None) -> float | None:
+    number = None if metric is None else float(metric)
+    return number if number is None or math.isfinite(number) else None
+
+
+def _count_steps(optimizer: torch.optim.Optimizer, saved: Checkpointer) -> None:
+    """Count the optimizer's steps in ``saved.step``, for as long as someone has ``saved``: its end frees the folder."""
+    weak = weakref.ref(saved)
+
+    def count(*_: object) -> None:
+        alive = weak()
+        if alive is not None:
+            alive.step += 1
+            alive._tell_step()
+
+    optimizer.register_step_post_hook(count)

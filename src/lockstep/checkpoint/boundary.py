@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -40,7 +41,8 @@ class StepBoundary:
     """The requests to one rank, and what the ranks make of them together. See Note [Stopping between steps]."""
 
     def __init__(self, saver: Saver, world: World, *, counts_steps: bool) -> None:
-        self._saver = saver
+        # The loader keeps this boundary, and must not keep the Checkpointer alive with it, which holds the folder.
+        self._saver = weakref.ref(saver)
         self._world = world
         self._requests = Requests()
         self._agreement: Agreement | None = None
@@ -83,20 +85,21 @@ class StepBoundary:
             SystemExit: the ranks were asked to stop, and have saved; with code 75.
             CheckpointError: they were asked to stop and could not save.
         """
-        if not self._watched:
+        saver = self._saver()
+        if saver is None or not self._watched:
             return
         self.listen()
         self._boundaries += 1
         if self._agreement is None:
             self._agreement = Agreement(_board(self._world), world_size=self._world.world_size)
-        step = self._saver.step if self._counts_steps else self._boundaries
+        step = saver.step if self._counts_steps else self._boundaries
         due = self._agreement.due(step, wanted=self._requests.wanted)
         if last and due is None:
             due = self._due_at_last()
         if due is Kind.SAVE:
-            self._save_and_go_on(epoch_done)
+            self._save_and_go_on(saver, epoch_done)
         elif due is Kind.STOP:
-            self._save_and_leave(epoch_done)
+            self._save_and_leave(saver, epoch_done)
 
     def _due_at_last(self) -> Kind | None:
         """The most urgent thing that any rank was asked for; for once it pays to ask all."""
@@ -106,33 +109,33 @@ class StepBoundary:
         everyones = [wish for wishes in all_gather_records(wanted, self._world.group) for wish in wishes]
         return Kind(min(everyones)) if everyones else None
 
-    def _save_and_go_on(self, epoch_done: bool | None) -> None:
+    def _save_and_go_on(self, saver: Saver, epoch_done: bool | None) -> None:
         self._requests.save = False
         try:
-            folder = self._saver.save(epoch_done=epoch_done)
+            folder = saver.save(epoch_done=epoch_done)
         except CheckpointError as error:  # the same on every rank
             if self._world.is_main:
-                warnings.warn(f"could not save at step {self._saver.step}, as asked by a signal: {error}", stacklevel=4)
+                warnings.warn(f"could not save at step {saver.step}, as asked by a signal: {error}", stacklevel=4)
             return
         if self._world.is_main:
-            print(f"lockstep: saved at step {self._saver.step} in {folder}", file=sys.stderr, flush=True)
+            print(f"lockstep: saved at step {saver.step} in {folder}", file=sys.stderr, flush=True)
 
-    def _save_and_leave(self, epoch_done: bool | None) -> None:
-        folder = self._saver.save(epoch_done=epoch_done)
-        self._leave_word(folder)
+    def _save_and_leave(self, saver: Saver, epoch_done: bool | None) -> None:
+        folder = saver.save(epoch_done=epoch_done)
+        self._leave_word(saver.step, folder)
         self._requests.leave()
         raise SystemExit(note.EXIT_SAVED)
 
-    def _leave_word(self, folder: Path) -> None:
+    def _leave_word(self, step: int, folder: Path) -> None:
         """Rank 0 tells the watcher where the run goes on or, where there is none, the user."""
         if not self._world.is_main:
             return
         job_folder = knobs.job_dir()
         if job_folder is not None and standing.own() is not None:
-            note.StopNote(self._saver.step, str(folder)).write(job_folder)
+            note.StopNote(step, str(folder)).write(job_folder)
             return
         by = "a signal" if self._requests.stop is None else self._requests.stop.name
-        print(f"lockstep: stopped by {by}; saved at step {self._saver.step} in {folder}", file=sys.stderr, flush=True)
+        print(f"lockstep: stopped by {by}; saved at step {step} in {folder}", file=sys.stderr, flush=True)
 
 
 def _board(world: World) -> Board:

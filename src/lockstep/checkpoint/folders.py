@@ -39,17 +39,17 @@ def prepare_root(root: Path, *, on: Storage = POSIX) -> None:
 
 def checkpoints(root: Path, *, on: Storage = POSIX) -> list[Path]:
     """**Local.** The folders of checkpoints in ``root``, newest first, whether whole or damaged."""
-    return sorted((root / name for name in on.folders(root) if _WHOLE.fullmatch(name)), key=_age, reverse=True)
+    return sorted((root / name for name in on.folders(root) if _WHOLE.fullmatch(name)), key=age, reverse=True)
 
 
 def step_of(folder: Path) -> int:
     """**Local.** The step in the name of a checkpoint's folder."""
-    return _age(folder)[0]
+    return age(folder)[0]
 
 
 def next_name(root: Path, step: int, *, on: Storage = POSIX) -> str:
     """**Local.** The name of a new checkpoint: never one that is taken."""
-    taken = [_age(folder)[1] for folder in checkpoints(root, on=on) if step_of(folder) == step]
+    taken = [age(folder)[1] for folder in checkpoints(root, on=on) if step_of(folder) == step]
     return f"step-{step:08d}" + (f"-r{max(taken) + 1}" if taken else "")
 
 
@@ -58,7 +58,8 @@ def draft_name(name: str) -> str:
     return f"{name}.tmp-{secrets.token_hex(8)}"
 
 
-def _age(folder: Path) -> tuple[int, int]:
+def age(folder: Path) -> tuple[int, int]:
+    """**Local.** The step in the name of a checkpoint's folder, and which save of that step it is, from 1."""
     matched = _WHOLE.fullmatch(folder.name)
     if matched is None:
         raise ValueError(f"{folder.name} is no name of a checkpoint")

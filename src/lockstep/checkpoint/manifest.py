@@ -69,6 +69,8 @@ class Manifest:
     versions: dict[str, str]
     #: By name.
     files: dict[str, FileEntry]
+    #: What it was saved with, for its run to keep the best; None: nothing, or no finite number.
+    metric: float | None = None
 
     def to_json(self) -> bytes:
         """**Local.** The manifest file, with a digest of itself."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint import folders
+from lockstep.checkpoint.guard import CheckpointGone, reading
 from lockstep.checkpoint.load import read_model, read_tensors
 from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.checkpoint.match import bare, compare
@@ -23,6 +24,8 @@ from lockstep.errors import CheckpointCorrupt, CheckpointError
 _INNER_KEYS = ("model_state_dict", "state_dict", "model")
 #: What wrappers put before every name.
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+#: How often a run's folder is listed anew, while checkpoints in it are removed as fast as they are listed.
+_LISTINGS = 10
 
 
 @dataclass(frozen=True)
@@ -94,16 +97,27 @@ def _find(path: Path) -> tuple[Path, Mapping[str, Any]]:
 
 def _from_folder(folder: Path) -> tuple[Path, Mapping[str, Any]]:
     if (folder / MANIFEST).exists():
-        return folder, read_model(folder)
+        with reading(folder):
+            return folder, read_model(folder)
+    for _ in range(_LISTINGS - 1):
+        try:
+            return _newest_whole(folder)
+        except CheckpointGone:
+            continue  # pruned since it was listed, so there is a newer one now
+    return _newest_whole(folder)
+
+
+def _newest_whole(folder: Path) -> tuple[Path, Mapping[str, Any]]:
     damaged = []
     for candidate in folders.checkpoints(folder):
         try:
-            state = read_model(candidate)
+            with reading(candidate):
+                state = read_model(candidate)
         except CheckpointCorrupt as error:
             damaged.append(str(error))
             continue
         if damaged:
-            warnings.warn(f"{candidate} is loaded; skipped: {'; '.join(damaged)}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"{candidate} is loaded; skipped: {'; '.join(damaged)}", RuntimeWarning, stacklevel=5)
         return candidate, state
     if damaged:
         raise CheckpointCorrupt(f"{folder}: no whole checkpoint there: {'; '.join(damaged)}")

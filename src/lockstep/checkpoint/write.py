@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -29,6 +28,8 @@ class Place:
     step: int
     epoch: int
     in_epoch: bool
+    #: By which the best are kept.
+    metric: float | None = None
 
 
 def write(
@@ -117,24 +118,8 @@ def _manifest(place: Place, world_size: int, files: dict[str, FileEntry]) -> Man
         epoch=place.epoch,
         in_epoch=place.in_epoch,
         world_size=world_size,
+        metric=place.metric,
         written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"lockstep": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         files=dict(sorted(files.items())),
     )
-
-
-def prune(root: Path, newest: Path, keep: int | None, *, on: Storage = POSIX) -> None:
-    """**Rank 0.** Remove the checkpoints that ``newest`` makes superfluous: earlier ones of its step, and all but the
-    ``keep`` last steps. Those of later steps (a damaged one, say, behind which training went on) are left alone."""
-    step = folders.step_of(newest)
-    there = folders.checkpoints(root, on=on)
-    older = [folder for folder in there if folders.step_of(folder) <= step and folder != newest]
-    same_step = [folder for folder in older if folders.step_of(folder) == step]
-    earlier = [folder for folder in older if folder not in same_step]
-    superfluous = same_step + ([] if keep is None else earlier[keep - 1 :])
-    for folder in superfluous:
-        try:
-            folders.remove(folder, on=on)
-        except OSError as error:
-            # The new checkpoint is safe; failing the save for an old one's sake would be wrong.
-            warnings.warn(f"could not remove the old checkpoint {folder}: {error}", RuntimeWarning, stacklevel=2)

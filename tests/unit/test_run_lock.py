@@ -1,0 +1,256 @@
+"""A run's folder belongs to one process, and the next one gets it however the first one ended."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lockstep
+from lockstep.checkpoint import lock
+from lockstep.checkpoint.lock import LOCK_FILE, Owner, RunLock, owner_of
+
+_HOLDER = """
+import sys
+from pathlib import Path
+from lockstep.checkpoint.lock import RunLock
+held = RunLock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def _holder(root: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the folder until its standard input ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def test_another_process_is_refused_by_name_until_the_owner_ends(tmp_path: Path) -> None:
+    with _holder(tmp_path) as process:
+        owner = owner_of(tmp_path)
+        assert owner is not None
+        assert (owner.pid, owner.is_gone) == (process.pid, False)
+        for _ in range(2):
+            with pytest.raises(lockstep.CheckpointError) as caught:
+                RunLock(tmp_path)
+        assert f"belongs to another job, process {process.pid} on {owner.host} (user {owner.user}, since 20" in str(
+            caught.value
+        )
+        assert "-c" in str(caught.value), "its command"
+        assert "wait for it, stop it, or choose another folder" in str(caught.value)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(20) == 0
+        assert list(tmp_path.iterdir()) == [], "an owner that ends in peace leaves nothing"
+        RunLock(tmp_path).release()
+
+
+def test_the_lock_of_a_killed_owner_is_free_at_once(tmp_path: Path) -> None:
+    with _holder(tmp_path) as process:
+        process.kill()
+        process.wait()
+        assert (tmp_path / LOCK_FILE).exists()
+        assert owner_of(tmp_path) is None
+        held = RunLock(tmp_path)
+        owner = owner_of(tmp_path)
+        assert owner is not None
+        assert owner.pid == os.getpid()
+        held.release()
+
+
+def test_a_stopped_owner_still_is_the_owner(tmp_path: Path) -> None:
+    with _holder(tmp_path) as process:
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(lockstep.CheckpointError, match=f"process {process.pid} on"):
+            RunLock(tmp_path)
+
+
+def test_one_process_shares_its_lock_and_the_last_holder_frees_it(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    first, second, third = (RunLock(tmp_path / name) for name in ("run", "link", "run"))
+    first.release()
+    first.release()
+    assert owner_of(tmp_path / "link") is not None, "asking must not free it"
+    assert _is_refused_elsewhere(tmp_path / "run")
+    second.release()
+    assert _is_refused_elsewhere(tmp_path / "run")
+    del third
+    assert owner_of(tmp_path / "run") is None
+    assert not (tmp_path / "run" / LOCK_FILE).exists()
+
+
+def _is_refused_elsewhere(root: Path) -> bool:
+    done = subprocess.run(
+        [sys.executable, "-c", _HOLDER, str(root)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30
+    )
+    assert f"process {os.getpid()} on" in done.stderr or done.returncode == 0, done.stderr
+    return done.returncode != 0
+
+
+def test_a_forked_child_neither_keeps_nor_frees_its_parents_lock(tmp_path: Path) -> None:
+    held = RunLock(tmp_path)
+    reading, writing = os.pipe()
+    tried, trying = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(writing)
+            os.close(tried)
+            held.release()  # a copy of the parent's: no effect
+            try:
+                RunLock(tmp_path)
+            except lockstep.CheckpointError as error:
+                code = 0 if f"process {os.getppid()} on" in str(error) else 2
+            os.write(trying, b".")
+            os.read(reading, 1)
+        finally:
+            os._exit(code)
+    os.close(reading)
+    os.close(trying)
+    os.read(tried, 1)
+    os.close(tried)
+    assert (tmp_path / LOCK_FILE).exists()
+    held.release()
+    assert not _is_refused_elsewhere(tmp_path), "the child is alive, and has a copy of every descriptor"
+    os.close(writing)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_many_jobs_at_once_have_one_winner_at_a_time(tmp_path: Path) -> None:
+    """Processes take and free the folder as fast as they can; a file made with O_EXCL tells if two ever have it."""
+    script = """
+import os, sys, time
+from pathlib import Path
+from lockstep.checkpoint.lock import RunLock
+from lockstep.errors import CheckpointError
+root, taken = Path(sys.argv[1]), 0
+limit = time.monotonic() + 20
+while taken < 40 and time.monotonic() < limit:
+    try:
+        held = RunLock(root)
+    except CheckpointError:
+        continue
+    os.close(os.open(root / "inside", os.O_CREAT | os.O_EXCL))
+    (root / "inside").unlink()
+    held.release()
+    taken += 1
+print(taken)
+"""
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    assert [job.communicate(timeout=60)[0] for job in jobs] == ["40\n"] * 4
+    assert [job.returncode for job in jobs] == [0] * 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_known_of_an_owner() -> None:
+    me = Owner.this_process()
+    assert not me.is_gone
+    assert Owner.from_json(json.dumps(asdict(me)).encode()) == me
+    assert replace(me, start=me.start - 1).is_gone, "the number is another process's now"
+    assert replace(me, boot="another").is_gone, "the machine has been started anew"
+    assert not replace(me, boot="another", host="elsewhere").is_gone, "not known from here"
+    assert not replace(me, namespace="another", pid=2**22 + 1).is_gone, "not known from here"
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert replace(me, pid=child, start=lock._start_of(child) or 0).is_gone, "a zombie"
+    os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"pid": 1}', b"\xff" * 20, b"[" * 5000])
+def test_a_broken_record_is_no_owner_and_no_obstacle(tmp_path: Path, content: bytes) -> None:
+    assert Owner.from_json(content) is None
+    (tmp_path / LOCK_FILE).write_bytes(content)
+    RunLock(tmp_path).release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_with_wrong_kinds_is_no_owner() -> None:
+    fields = asdict(Owner.this_process())
+    assert Owner.from_json(json.dumps({**fields, "pid": "1"}).encode()) is None
+    assert Owner.from_json(json.dumps({**fields, "user": 3}).encode()) is None
+
+
+def test_a_link_in_the_locks_place_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "run" / LOCK_FILE).symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError) as caught:
+        RunLock(tmp_path / "run")
+    assert caught.value.errno == errno.ELOOP
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that has none."""
+
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr(lock, "_SETTLING", 0.01)
+
+
+def _leave_record(root: Path, **changes: Any) -> Owner:
+    owner = replace(Owner.this_process(), **changes)
+    (root / LOCK_FILE).write_text(json.dumps(asdict(owner)))
+    return owner
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_the_record_counts_until_its_owner_is_known_to_be_gone(tmp_path: Path) -> None:
+    changes: dict[str, Any]
+    for changes in ({"host": "elsewhere"}, {"pid": os.getppid(), "start": lock._start_of(os.getppid())}):
+        owner = _leave_record(tmp_path, **changes)
+        assert owner_of(tmp_path) == owner
+        with pytest.raises(lockstep.CheckpointError, match=r"If it is gone, remove .*run\.lock: this file system has"):
+            RunLock(tmp_path)
+    for changes in ({"boot": "another"}, {"start": 1}):
+        _leave_record(tmp_path, **changes)
+        assert owner_of(tmp_path) is None
+        RunLock(tmp_path).release()
+        assert list(tmp_path.iterdir()) == []
+    RunLock(tmp_path).release()
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_the_last_of_two_at_once_has_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def another_writes_now(_: float) -> None:
+        _leave_record(tmp_path, pid=os.getppid())
+
+    monkeypatch.setattr(time, "sleep", another_writes_now)
+    with pytest.raises(lockstep.CheckpointError, match=f"process {os.getppid()} on"):
+        RunLock(tmp_path)

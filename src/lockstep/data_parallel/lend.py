@@ -190,7 +190,12 @@ class _Departure:
                 self.loss, self.lent, grad, retain_graph=keeps or creates, create_graph=creates, allow_unused=True
             )
 
-        task = self.loan.running[self.replica] = self.start(self.replica, run)
+        try:
+            task = self.loan.running[self.replica] = self.start(self.replica, run)
+        except BaseException:
+            if not self.loan.running:
+                self.loan.ended()
+            raise
         return _return_ticket(self.loan, self.replica, task)
 
 

@@ -13,9 +13,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 
 from lockstep.checkpoint.captured import capture, divided
 from lockstep.checkpoint.peers import OverStore
-from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.pruning import prune
 from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.write import Place, write
 
 

@@ -26,6 +26,8 @@ finally:
     [
         ("lockstep.cli", ["--help"]),
         ("lockstep.cli", ["run", "--help"]),
+        ("lockstep.cli", ["checkpoint", "--help"]),
+        ("lockstep.cli", ["checkpoint", "prune", "--help"]),
         ("lockstep.cli", ["run", "-n", "2", "train.py"]),
         ("lockstep.launch.__main__", ["--nproc_per_node=2", "train.py"]),
     ],

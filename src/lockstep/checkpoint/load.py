@@ -22,7 +22,7 @@ from lockstep.checkpoint.digests import PIECE, new_digest, strict_json
 from lockstep.checkpoint.manifest import MANIFEST, MAX_BYTES, MODEL, FileEntry, Manifest, Part
 from lockstep.checkpoint.sharing import BLOCK, cut
 from lockstep.checkpoint.storage import POSIX, Storage
-from lockstep.checkpoint.tensors import LENGTH, Described, header_length, parse_header
+from lockstep.checkpoint.tensors import LENGTH, Described, Header, header_length, parse_header
 from lockstep.errors import CheckpointCorrupt
 
 _DISAGREE = "its header and the manifest do not agree"
@@ -79,6 +79,17 @@ def read_manifest(folder: Path, *, on: Storage = POSIX) -> Manifest:
     """
     with _opened(folder.resolve(), None, on) as reader:
         return reader.manifest
+
+
+def read_header(folder: Path, *, on: Storage = POSIX) -> tuple[Described, ...]:
+    """**Local.** The tensors of a checkpoint's model, by the header of their file, which is verified; complex ones as
+    the pairs of reals that they are saved as.
+
+    Raises:
+        CheckpointCorrupt: the manifest or the header is damaged.
+    """
+    with _opened(folder.resolve(), None, on) as reader:
+        return reader.header()
 
 
 def verify(folder: Path, *, owners: Sequence[int] | None = None, on: Storage = POSIX) -> Manifest:
@@ -181,6 +192,11 @@ class _Reader:
             state.update(self._tree("model", {}))
         return state
 
+    def header(self) -> tuple[Described, ...]:
+        """The model's tensors."""
+        with self._file(MODEL, self.manifest.files[MODEL]) as file:
+            return file.header().tensors
+
     def part(self, name: str) -> Any:
         """A tree, with its tensors."""
         beside, tensors = f"{name}.safetensors", {}
@@ -240,15 +256,27 @@ class _File:
         self._fill(into, start, name)
         return into
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of a safetensors file."""
-        try:
+    def header(self) -> Header:
+        """What a safetensors file says is in it."""
+        with self._sense():
             header = parse_header(self._header(), self.size)
             if self._parts is not None:
                 found = {one.name: (one.start, one.stop) for one in header.tensors}
                 if found != {name: (part.start, part.stop) for name, part in self._parts.items() if name}:
                     raise ValueError(_DISAGREE)
+            return header
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of a safetensors file."""
+        header = self.header()
+        with self._sense():
             return header.finish({one.name: self._tensor(one) for one in header.tensors})
+
+    @contextmanager
+    def _sense(self) -> Iterator[None]:
+        """What makes no sense is damage."""
+        try:
+            yield
         except (ValueError, RuntimeError) as error:
             if isinstance(error, CheckpointCorrupt):
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from lockstep.cli.checkpoint import checkpoint
 from lockstep.cli.run import run
 from lockstep.version import __version__
 
@@ -15,3 +16,4 @@ def main() -> None:
 
 
 main.add_command(run)
+main.add_command(checkpoint)

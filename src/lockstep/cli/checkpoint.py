@@ -1,0 +1,224 @@
+"""``lockstep checkpoint``: look at a run's checkpoints, check them, remove what is not needed, hand one on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lockstep.checkpoint.inspect import Seen
+
+_FOLDER = click.argument("folder", type=click.Path(path_type=Path))
+_STEP = click.option("--step", type=click.IntRange(min=0), help="The checkpoint of this step; the newest if not given.")
+#: Columns where there is no terminal to ask.
+_WIDTH = 160
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def checkpoint() -> None:
+    """Look at checkpoints, check them, remove old ones, export one.
+
+    FOLDER is the folder of a run (given to lockstep.Checkpointer), or of one checkpoint (step-…).
+    """
+
+
+@checkpoint.command()
+@_FOLDER
+def ls(folder: Path) -> None:
+    """List the checkpoints of a run, newest first. Only their manifests are read."""
+    with _errors("ls"):
+        from rich.table import Table
+
+        from lockstep.checkpoint import inspect
+        from lockstep.checkpoint.lock import owner_of
+
+        table = Table("step", "epoch", "metric", "ranks", "size", "saved", "folder", box=None, pad_edge=False)
+        for column in table.columns[:5]:
+            column.justify = "right"
+        found = [inspect.glance(each) for each in inspect.find(folder)]
+        for seen in found:
+            table.add_row(*_row(seen))
+        console = _console()
+        console.print(table)
+        for seen in found:
+            if seen.damage is not None:
+                console.print(f"damaged: {seen.damage}", markup=False)
+        for path in inspect.leftovers(folder):
+            console.print(f"unfinished: {path.name}", markup=False)
+        owner = owner_of(folder)
+        if owner is not None:
+            console.print(f"the folder belongs to {owner}", markup=False)
+
+
+def _row(seen: Seen) -> list[str]:
+    manifest = seen.manifest
+    if manifest is None:
+        return ["?", "?", "", "?", "?", "damaged", seen.folder.name]
+    epoch = f"in {manifest.epoch}" if manifest.in_epoch else str(manifest.epoch)
+    metric = "" if manifest.metric is None else f"{manifest.metric:.6g}"
+    return [
+        str(manifest.step), epoch, metric, str(manifest.world_size), _bytes(seen.size), manifest.written,
+        seen.folder.name,
+    ]  # fmt: skip
+
+
+@checkpoint.command()
+@_FOLDER
+@_STEP
+def show(folder: Path, step: int | None) -> None:
+    """Show what is in a checkpoint: where training was, its files, the model's tensors."""
+    with _errors("show"):
+        from rich.table import Table
+
+        from lockstep.checkpoint import inspect
+
+        seen = inspect.glance(inspect.find(folder, step=step)[0])
+        if seen.manifest is None:
+            raise _damage(seen.damage or "")
+        manifest, console = seen.manifest, _console()
+        facts = Table(box=None, pad_edge=False, show_header=False)
+        place = f"{manifest.epoch}, some of it done" if manifest.in_epoch else f"{manifest.epoch}"
+        facts.add_row("folder", str(seen.folder))
+        facts.add_row("step", str(manifest.step))
+        facts.add_row("goes on with epoch", place)
+        facts.add_row("metric", "none" if manifest.metric is None else repr(manifest.metric))
+        facts.add_row("saved", f"{manifest.written} by {manifest.world_size} rank(s)")
+        facts.add_row("with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+        console.print(facts)
+        console.print()
+        files = Table("file", "size", box=None, pad_edge=False)
+        files.columns[1].justify = "right"
+        for name, entry in sorted(manifest.files.items()):
+            files.add_row(name, _bytes(entry.size))
+        console.print(files)
+        console.print()
+        tensors = Table("tensor of the model", "dtype", "shape", "size", box=None, pad_edge=False)
+        tensors.columns[3].justify = "right"
+        for tensor in inspect.tensors(seen.folder):
+            shape = " × ".join(map(str, tensor.shape)) or "a number"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            tensors.add_row(tensor.name, dtype, shape, _bytes(tensor.stop - tensor.start))
+        console.print(tensors)
+
+
+@checkpoint.command()
+@_FOLDER
+@click.option("--step", type=click.IntRange(min=0), help="Only the checkpoint of this step.")
+def verify(folder: Path, step: int | None) -> None:
+    """Read every byte of a run's checkpoints and compare it with its digest. The exit code is 1 if one is damaged."""
+    with _errors("verify"):
+        from lockstep.checkpoint import inspect
+
+        console, damaged = _console(), 0
+        for each in inspect.find(folder, step=step):
+            wrong = inspect.damages(each)
+            damaged += bool(wrong)
+            console.print(f"{each.name}: {'damaged' if wrong else 'whole'}", markup=False)
+            for line in wrong:
+                console.print(f"  {line}", markup=False)
+    sys.exit(1 if damaged else 0)
+
+
+@checkpoint.command()
+@_FOLDER
+@click.option("--last", type=click.IntRange(min=0), required=True, help="Keep those of the last so many steps.")
+@click.option("--every", type=click.IntRange(min=1), help="Keep those whose step is a multiple of this.")
+@click.option("--best", type=click.IntRange(min=0), default=0, help="Keep so many of the best by their metric.")
+@click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="Which is best.")
+@click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
+def prune(folder: Path, last: int, every: int | None, best: int, mode: Literal["min", "max"], dry_run: bool) -> None:
+    """Remove the checkpoints of a run that no option keeps.
+
+    The newest whole one always stays, and so do damaged ones that are newer; a checkpoint that someone is reading is
+    left. A job may be training in the folder meanwhile.
+    """
+    with _errors("prune"):
+        from lockstep.checkpoint import inspect, pruning
+        from lockstep.checkpoint.retention import Retention
+
+        console = _console()
+        plan = inspect.plan_pruning(folder, Retention(last, every, best, mode))
+        root = plan.newest.parent
+        for line in plan.damaged:
+            console.print(f"damaged, kept: {line}", markup=False)
+        if dry_run:
+            done = pruning.Pruned(tuple(root / entry.name for entry in plan.superfluous))
+        else:
+            done = pruning.remove(root, plan.superfluous)
+        for path in done.removed:
+            console.print(f"{'would remove' if dry_run else 'removed'} {path.name}", markup=False)
+        for path in done.being_read:
+            console.print(f"left, being read: {path.name}", markup=False)
+        for path, why in done.failed:
+            console.print(f"not removed: {path.name}: {why}", markup=False)
+        console.print(f"kept: {', '.join(entry.name for entry in plan.kept)}", markup=False)
+    sys.exit(1 if done.failed else 0)
+
+
+@checkpoint.command()
+@_FOLDER
+@click.argument("output", type=click.Path(path_type=Path, dir_okay=False))
+@_STEP
+@click.option("--format", "format_", type=click.Choice(["torch", "safetensors"]), help="By OUTPUT's suffix otherwise.")
+@click.option("--extra", metavar="NAME", help="An object saved as extra= (weights' average …), in place of the model.")
+@click.option("--force", is_flag=True, help="Replace OUTPUT if it is there.")
+def export(folder: Path, output: Path, step: int | None, format_: Any, extra: str | None, force: bool) -> None:
+    """Write a checkpoint's model into one file, OUTPUT.
+
+    A .safetensors file, or a torch file (.pt, .pth) that torch.load(weights_only=True) reads. Every byte is verified on
+    the way; without --step a damaged checkpoint is skipped for the newest whole one, and named.
+    """
+    with _errors("export"):
+        from lockstep.checkpoint import export as exporting
+        from lockstep.checkpoint import inspect
+        from lockstep.errors import CheckpointError
+
+        chosen = format_ or exporting.format_of(output)
+        if chosen is None:
+            raise CheckpointError(f"{output}: which format? Name the file .safetensors or .pt, or give --format")
+        done = exporting.export(
+            inspect.find(folder, step=step), output, format=chosen, extra=extra, overwrite=force
+        )  # fmt: skip
+        for line in done.skipped:
+            click.echo(f"skipped, damaged: {line}", err=True)
+        click.echo(f"{done.path}: {done.tensors} tensors of {done.source.name}, {_bytes(done.size)}, for {done.format}")
+
+
+@contextmanager
+def _errors(command: str) -> Iterator[None]:
+    """Errors as one line and exit code 2."""
+    from lockstep.errors import LockstepError
+
+    try:
+        yield
+    except (LockstepError, OSError) as error:
+        click.echo(f"lockstep checkpoint {command}: {error}", err=True)
+        sys.exit(2)
+
+
+def _damage(text: str) -> Exception:
+    from lockstep.errors import CheckpointCorrupt
+
+    return CheckpointCorrupt(text)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, soft_wrap=True)
+
+
+def _bytes(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,235 @@
+"""``lockstep checkpoint``: what it says, what it removes and what it writes, without any world."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+from lockstep.checkpoint.captured import text
+from lockstep.checkpoint.codec import encode
+from lockstep.checkpoint.guard import reading
+from lockstep.checkpoint.lock import RunLock
+from lockstep.checkpoint.manifest import MANIFEST, MODEL
+from lockstep.checkpoint.write import Place
+from lockstep.cli import main
+from tests.checkpoints import State, save
+
+
+def _model(step: int) -> dict[str, torch.Tensor]:
+    weight = torch.arange(6.0).reshape(2, 3) + step
+    return {"body.weight": weight, "tied.weight": weight, "steps": torch.tensor(step), "half": torch.ones(3).bfloat16()}
+
+
+def _save(root: Path, step: int, metric: float | None = None, **changes: Any) -> Path:
+    root.mkdir(exist_ok=True)
+    average = {"n": torch.tensor(step), "weight": torch.full((4,), float(step))}
+    parts = {"optimizer": {"state": {0: {"momentum": torch.ones(5)}}}, "extra": {"ema": average, "odd": [1, 2]}}
+    state = State({**_model(step), **changes.pop("model", {})}, parts=changes.pop("parts", parts), **changes)
+    (made,) = save(root, [state], place=Place(step, step // 2, bool(step % 2), metric))
+    assert isinstance(made, Path), made
+    return made
+
+
+def _run(*arguments: object) -> Result:
+    done = CliRunner().invoke(main, ["checkpoint", *map(str, arguments)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
+    return done
+
+
+def _flip(file: Path, position: int = -3) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 16
+    file.write_bytes(content)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Four checkpoints, the third with the best metric."""
+    for step, metric in enumerate([0.5, 0.75, 0.125, None]):
+        _save(tmp_path / "run", step, metric)
+    return tmp_path / "run"
+
+
+def test_ls_shows_what_there_is_newest_first(run: Path) -> None:
+    (run / "step-00000001" / MANIFEST).write_text("{")
+    (run / f"step-00000009.tmp-{'a' * 16}").mkdir()
+    held = RunLock(run)
+    lines = _run("ls", run).output.splitlines()
+    held.release()
+    assert lines[0].split() == ["step", "epoch", "metric", "ranks", "size", "saved", "folder"]
+    assert lines[1].split()[:3] == ["3", "in", "1"], "in mid-epoch, without a metric"
+    assert lines[2].split()[:4] == ["2", "1", "0.125", "1"]
+    assert [line.split()[-1] for line in lines[1:5]] == [f"step-0000000{step}" for step in (3, 2, 1, 0)]
+    assert "damaged" in lines[3]
+    assert lines[5].startswith("damaged: ")
+    assert "step-00000001/manifest.json: not a whole manifest" in lines[5]
+    assert lines[6] == f"unfinished: step-00000009.tmp-{'a' * 16}"
+    assert lines[7].startswith(f"the folder belongs to process {os.getpid()} on ")
+
+
+def test_show_tells_a_checkpoints_place_files_and_tensors(run: Path) -> None:
+    for arguments in ((run,), (run / "step-00000003",), (run, "--step", 3)):
+        said = _run("show", *arguments).output
+        assert "1, some of it done" in said
+        assert [line.split() for line in said.splitlines() if line.startswith("body.weight")] == [
+            ["body.weight", "float32", "2", "×", "3", "24", "B"]
+        ]
+        assert "half" in said
+        assert "bfloat16" in said
+        assert "optimizer.safetensors" in said
+    _flip(run / "step-00000003" / MANIFEST)
+    failed = _run("show", run)
+    assert failed.exit_code == 2
+    assert "not a whole manifest" in failed.output
+
+
+def test_verify_reads_every_byte_and_names_the_tensor(run: Path) -> None:
+    done = _run("verify", run)
+    assert (done.exit_code, done.output.count("whole")) == (0, 4)
+    _flip(run / "step-00000002" / "optimizer.safetensors")
+    (run / "step-00000000" / MODEL).unlink()
+    done = _run("verify", run)
+    assert done.exit_code == 1
+    lines = done.output.splitlines()
+    assert lines[:2] == ["step-00000003: whole", "step-00000002: damaged"]
+    assert "tensor optimizer.state.0.momentum: its content has changed" in lines[2]
+    assert lines[3:5] == ["step-00000001: whole", "step-00000000: damaged"]
+    assert "model.safetensors: No such file" in lines[5]
+    assert _run("verify", run, "--step", 3).exit_code == 0
+    assert _run("verify", run / "step-00000002").exit_code == 1
+
+
+def _left(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
+
+
+def test_prune_keeps_what_is_asked_for(run: Path) -> None:
+    arguments = ("prune", run, "--last", 1, "--every", 3, "--best", 1)
+    said = _run(*arguments, "--dry-run").output
+    assert said == "would remove step-00000001\nkept: step-00000003, step-00000002, step-00000000\n"
+    assert _left(run) == [0, 1, 2, 3]
+    with reading(run / "step-00000001"):
+        assert "left, being read: step-00000001" in _run(*arguments).output
+    assert _run(*arguments).output.splitlines()[0] == "removed step-00000001"
+    assert _left(run) == [0, 2, 3]
+    assert _run("prune", run, "--last", 0, "--best", 1, "--mode", "max").exit_code == 0
+    assert _left(run) == [0, 3], "the newest is kept besides the best"
+
+
+def test_prune_never_removes_the_last_good_one(run: Path) -> None:
+    for step in (3, 2):
+        _flip(run / f"step-0000000{step}" / MODEL)
+    said = _run("prune", run, "--last", 0).output
+    assert said.count("damaged, kept: ") == 2
+    assert "tensor half: its content has changed" in said
+    assert _left(run) == [1, 2, 3]
+    _flip(run / "step-00000001" / MODEL)
+    failed = _run("prune", run, "--last", 0)
+    assert (failed.exit_code, _left(run)) == (2, [1, 2, 3])
+    assert "no checkpoint there is whole, so nothing is removed" in failed.output
+
+
+def test_prune_works_beside_a_job_and_needs_to_be_told_what_to_keep(run: Path) -> None:
+    held = RunLock(run)
+    assert _run("prune", run, "--last", 2).exit_code == 0
+    held.release()
+    assert _left(run) == [2, 3]
+    assert "Missing option '--last'" in _run("prune", run).output
+
+
+def _same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    return set(found) == set(expected) and all(
+        torch.equal(found[name], expected[name]) and found[name].dtype == expected[name].dtype for name in expected
+    )
+
+
+def test_export_writes_one_file_for_torch_or_safetensors(run: Path, tmp_path: Path) -> None:
+    done = _run("export", run, tmp_path / "model.safetensors")
+    assert done.exit_code == 0, done.output
+    assert "4 tensors of step-00000003" in done.output
+    assert _same(load_file(tmp_path / "model.safetensors"), _model(3)), "tied tensors under both names"
+    assert _run("export", run, tmp_path / "model.pt", "--step", 1).exit_code == 0
+    assert _same(torch.load(tmp_path / "model.pt", weights_only=True), _model(1))
+    assert stat.S_IMODE((tmp_path / "model.pt").stat().st_mode) == 0o600
+    _run("export", run, tmp_path / "average.bin", "--extra", "ema", "--format", "safetensors")
+    average = load_file(tmp_path / "average.bin")
+    assert (average["n"].item(), average["weight"].tolist()) == (3, [3.0] * 4)
+    names = {"run", "model.safetensors", "model.pt", "average.bin"}
+    assert {path.name for path in tmp_path.iterdir()} == names, "nothing else is left"
+
+
+def test_export_skips_damaged_ones_unless_one_is_named(run: Path, tmp_path: Path) -> None:
+    _flip(run / "step-00000003" / MODEL)
+    done = _run("export", run, tmp_path / "model.pt")
+    assert done.exit_code == 0
+    assert "skipped, damaged: " in done.output
+    assert _same(torch.load(tmp_path / "model.pt", weights_only=True), _model(2))
+    refused = _run("export", run, tmp_path / "other.pt", "--step", 3)
+    assert (refused.exit_code, (tmp_path / "other.pt").exists()) == (2, False)
+    assert "its content has changed" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("model.xyz",), "which format? Name the file .safetensors or .pt, or give --format"),
+        (("there.pt",), "is there already"),
+        (("a.pt", "--step", "7"), "no checkpoint there of step 7; there are those of the steps 3, 2, 1, 0"),
+        (("a.pt", "--extra", "nothing"), "no extra object 'nothing' was saved; it has 'ema', 'odd'"),
+        (("a.pt", "--extra", "odd"), "extra 'odd' is a list, not a dict of tensors"),
+        (("nowhere/a.pt",), "No such file or directory"),
+    ],
+)
+def test_exports_that_make_no_sense_are_refused(run: Path, arguments: tuple[str, ...], message: str) -> None:
+    (run.parent / "there.pt").write_text("mine")
+    refused = _run("export", run, run.parent / arguments[0], *arguments[1:])
+    assert refused.exit_code == 2
+    assert message in refused.output
+    assert refused.output.startswith("lockstep checkpoint export: ")
+    assert {path.name for path in run.parent.iterdir()} == {"run", "there.pt"}
+    assert (run.parent / "there.pt").read_text() == "mine"
+    assert _run("export", run, run.parent / "there.pt", "--force").exit_code == 0
+
+
+def test_export_refuses_what_a_format_cannot_hold(tmp_path: Path) -> None:
+    folder = _save(tmp_path / "run", 1, model={"names": ["a", "b"], "threshold": 0.5})
+    refused = _run("export", folder, tmp_path / "a.safetensors")
+    assert "names, threshold: no tensors, which is all that safetensors holds" in refused.output
+    assert _run("export", folder, tmp_path / "a.pt").exit_code == 0
+    assert torch.load(tmp_path / "a.pt", weights_only=True)["names"] == ["a", "b"]
+    counted = {"rng.json": b"[]", "extra.json": text(encode({"seen": {"by class": Counter(a=2)}}, None, where="extra"))}
+    folder = _save(tmp_path / "other", 1, parts={}, texts=counted)
+    refused = _run("export", folder, tmp_path / "b.pt", "--extra", "seen")
+    assert "extra 'seen', by class: a collections.Counter, which torch.load(weights_only=True) would ref" in str(
+        refused.output
+    )
+    assert not (tmp_path / "b.pt").exists()
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "prune", "export"])
+def test_a_folder_without_checkpoints_is_one_line(tmp_path: Path, command: str) -> None:
+    others: dict[str, list[object]] = {"prune": ["--last", 1], "export": [tmp_path / "a.pt"]}
+    more = others.get(command, [])
+    for folder, message in ((tmp_path, "no checkpoint there"), (tmp_path / "none", "no such folder")):
+        done = _run(command, folder, *more)
+        assert done.exit_code == 2
+        assert done.output == f"lockstep checkpoint {command}: {folder}: {message}\n"
+
+
+def test_a_manifest_that_lies_outside_is_not_followed(run: Path, tmp_path: Path) -> None:
+    manifest = run / "step-00000003" / MANIFEST
+    (tmp_path / "elsewhere").write_bytes(manifest.read_bytes())
+    manifest.unlink()
+    manifest.symlink_to(tmp_path / "elsewhere")
+    assert "a link" in _run("verify", run, "--step", 3).output
+    assert json.loads((tmp_path / "elsewhere").read_text())["step"] == 3

@@ -50,9 +50,10 @@ class _Made:
 
     copy: Tensor
     version: int | None
-    #: Of each of its dense parts, see :func:`dense_parts`.
+    #: Where the original lay and how, see :func:`_place`.
+    place: tuple[Any, ...]
+    #: Of each of its dense parts. While there is a reference, no other storage gets the address.
     storages: list[StorageWeakRef]
-    layout: tuple[Any, ...]
     #: The copy's own version counter: a replica may have changed it in its forward.
     copy_version: int
 
@@ -83,8 +84,7 @@ class Slot:
         return (
             made.version is None
             or made.version != _version(self.source)
-            or [storage.cdata for storage in made.storages] != [part._cdata for part in _storages(self.source)]
-            or made.layout != _layout(self.source)
+            or made.place != _place(self.source)
             or made.copy_version != made.copy._version
         )
 
@@ -94,7 +94,7 @@ class Slot:
         if self.source.layout != torch.strided:
             self.lent[replica] = None
             return self.source.detach().to(device, copy=True)  # its parts may be of another size each time
-        if made is None or self.is_buffer or made.layout != _layout(self.source):
+        if made is None or self.is_buffer or made.place != _place(self.source):
             self.lent[replica] = None
             return torch.empty_like(self.source, device=device, requires_grad=False)
         return made.copy.data if quietly else made.copy
@@ -102,10 +102,9 @@ class Slot:
     def note(self, replica: int, destination: Tensor) -> None:
         """The copy is made."""
         made = self._made[replica]
-        same_memory = made is not None and _layout(made.copy) == _layout(destination)
-        kept = made.copy if made is not None and same_memory else destination
-        storages = [StorageWeakRef(storage) for storage in _storages(self.source)]
-        self._made[replica] = _Made(kept, _version(self.source), storages, _layout(self.source), kept._version)
+        kept = made.copy if made is not None and _place(made.copy) == _place(destination) else destination
+        storages = [StorageWeakRef(part.untyped_storage()) for part in dense_parts(self.source)]
+        self._made[replica] = _Made(kept, _version(self.source), _place(self.source), storages, kept._version)
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
@@ -120,17 +119,16 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
 
 
-def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    return [part.untyped_storage() for part in dense_parts(tensor)]
-
-
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    parts = [(part.data_ptr(), part.shape, part.stride(), part.dtype) for part in dense_parts(tensor)]
-    return (tensor.layout, tensor.shape, *parts)
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """The memory of a tensor, and how it lies in there."""
+    if tensor.layout == torch.strided:
+        storage = tensor.untyped_storage()._cdata
+        return storage, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return tensor.layout, tensor.shape, *(_place(part) for part in dense_parts(tensor))
 
 
 def _bytes(tensor: Tensor) -> int:

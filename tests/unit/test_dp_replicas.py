@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import warnings
 from collections.abc import Callable
@@ -295,3 +296,20 @@ def test_copies_of_a_trained_wrapper_train_on_by_themselves() -> None:
         next(twin.parameters()).zero_()
     assert not torch.equal(twin(batch(), target=target), parallel(batch(), target=target))
     torch.testing.assert_close(parallel(batch(), target=target), F.cross_entropy(net(batch()), target))
+
+
+def test_no_tensor_or_thread_piles_up_over_many_steps() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Linear(6, 3))
+    parallel = DataParallel(net, TWO, criterion=F.cross_entropy)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def alive_after(steps: int) -> tuple[int, int]:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            parallel(batch(), target=torch.tensor([0, 1, 2, 0, 1])).backward()
+            optimizer.step()
+        gc.collect()
+        return sum(issubclass(type(each), Tensor) for each in gc.get_objects()), threading.active_count()
+
+    assert alive_after(5) == alive_after(50)

@@ -55,13 +55,13 @@ def over(verdict: Verdict, *, now: float) -> str:
 def _apart(ranks: Mapping[int, Known], *, seconds: float, world_size: int) -> list[str]:
     looks = {rank: known.look for rank, known in ranks.items() if known.look is not None}
     waits_in = {rank: _waits_in(known) for rank, known in ranks.items()}
-    odd = odd_ones(waits_in, {rank: look.waits for rank, look in looks.items()}) if looks else ()
+    odd = odd_ones(looks, waits_in) if len(looks) == len(ranks) and len(ranks) == world_size else ()
     if len(ranks) < world_size:
         head = f"all ranks of this machine have waited for {seconds:.0f} s: the late one is on another machine"
-    elif odd and len(odd) < len(ranks):
+    elif odd:
         head = (
-            f"all ranks have waited for {seconds:.0f} s, and {_names(odd)} elsewhere than the others: it has left out "
-            "a collective that the others are in, or they one of its"
+            f"all ranks have waited for {seconds:.0f} s, {_names(odd)} elsewhere than the others: it has left out "
+            "the collective that they are in, or they have one too many"
         )
     elif len(set(waits_in.values())) > 1:
         head = f"all ranks have waited for {seconds:.0f} s, in different collectives: one of them has left one out"

@@ -172,18 +172,29 @@ def settle(verdict: Verdict, doing: Mapping[int, Doing]) -> Verdict | None:
     return Verdict(Kind.LATE if late else Kind.APART, late, waiting, verdict.since)
 
 
-def odd_ones(waits_in: Mapping[int, str], counts: Mapping[int, int]) -> tuple[int, ...]:
-    """**Local.** Which ranks are where the others are not, if all wait; empty if that can't be told.
+#: How far into a step a rank is by the last phase that it entered; the optimizer's is over when the step is counted.
+_ORDER = (Phase.OPTIMIZER, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE)
+
+
+def odd_ones(looks: Mapping[int, Look], waits_in: Mapping[int, str]) -> tuple[int, ...]:
+    """**Local.** Which ranks have left out a collective, if all wait; empty if that can't be told.
+
+    Who leaves out a collective gets further in the program than the others; or else is where most are not.
 
     Args:
+        looks: the pages of all ranks.
         waits_in: what each rank waits in, and where.
-        counts: how often each has waited so far; who has left out a collective has waited less often.
     """
-    fewest, most = min(counts.values()), max(counts.values())
-    if fewest != most:
-        return tuple(rank for rank, count in counts.items() if count == fewest)
-    groups = Counter(waits_in.values())
-    (common, size), *others = groups.most_common()
+    progress = {rank: (look.steps, _within_step(look)) for rank, look in looks.items()}
+    furthest = max(progress.values())
+    ahead = tuple(rank for rank in looks if progress[rank] == furthest)
+    if len(ahead) < len(looks):
+        return ahead
+    (common, size), *others = Counter(waits_in.values()).most_common()
     if not others or others[0][1] == size:
         return ()
     return tuple(rank for rank, what in waits_in.items() if what != common)
+
+
+def _within_step(look: Look) -> int:
+    return _ORDER.index(look.entered) if look.entered in _ORDER else 0

@@ -66,9 +66,9 @@ NAMES = {
 }
 
 #: In native order and alignment: each number is copied whole.
-#: Events, phase, the last phase whose line is known, when the phase began, steps, waits begun, when the wait under way
-#: began (0: none), events.
-NUMBERS = struct.Struct("@8Q")
+#: Events, phase, the last phase whose line is known, when the phase began, steps, when the wait under way began (0:
+#: none), events.
+NUMBERS = struct.Struct("@7Q")
 #: Seconds spent in each phase.
 SUMS = struct.Struct(f"@{len(Phase)}d")
 SUMS_AT = 64
@@ -106,8 +106,6 @@ class Look:
     place: str
     #: Optimizer steps taken.
     steps: int
-    #: Waits for other ranks, begun so far; over shared memory they are not counted.
-    waits: int
     #: When the wait under way began; None: the rank does not wait for others.
     waiting_since: float | None
     #: What it waits in, or waited in last, and at which line.
@@ -126,7 +124,7 @@ class Look:
 def decode(page: memoryview | bytes) -> Look | None:
     """What a page says, or None if it was written to meanwhile; see Note [Torn pages]."""
     last = NUMBERS.unpack_from(page)[-1]
-    events, number, entered, since, steps, waits, waiting_since, _ = NUMBERS.unpack_from(page)
+    events, number, entered, since, steps, waiting_since, _ = NUMBERS.unpack_from(page)
     phase, entered = Phase(min(number, max(Phase))), Phase(min(entered, max(Phase)))
 
     def text(start: int, size: int) -> str:
@@ -139,7 +137,6 @@ def decode(page: memoryview | bytes) -> Look | None:
         entered=entered,
         place=text(place_at(entered), PLACE),
         steps=steps,
-        waits=waits,
         waiting_since=waiting_since / 1e9 if waiting_since else None,
         waits_in=text(WAITS_IN_AT, WORDS),
         reason=text(REASON_AT, WORDS),

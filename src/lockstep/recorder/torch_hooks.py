@@ -47,4 +47,4 @@ def _watch_compiler() -> None:
         return
     compiling = writer.phase(Phase.COMPILE)
     callback.on_compile_start(lambda *_: compiling.__enter__())
-    callback.on_compile_end(lambda *_: compiling.__exit__())
+    callback.on_compile_end(lambda *_: compiling.__exit__(None))

@@ -47,7 +47,6 @@ class Recorder:
         self._phase = self._entered = int(Phase.START)
         self._since = monotonic_ns()
         self._steps = 0
-        self._waits = 0
         #: When the wait under way began, and how many waits are within each other.
         self._waiting_since = 0
         self._depth = 0
@@ -77,7 +76,7 @@ class Recorder:
         self._phase = self._entered = phase
         self._since = now
         self._events = events = self._events + 1
-        _pack(self._page, 0, events, phase, phase, now, self._steps, self._waits, self._waiting_since, events)
+        _pack(self._page, 0, events, phase, phase, now, self._steps, self._waiting_since, events)
 
     def resume(self, phase: int) -> None:
         """**Local.** Back in a phase whose line is known: what was inside it is over."""
@@ -85,7 +84,7 @@ class Recorder:
         self._sums[self._phase] += now - self._since
         self._phase, self._since = phase, now
         self._events = events = self._events + 1
-        _pack(self._page, 0, events, phase, self._entered, now, self._steps, self._waits, self._waiting_since, events)
+        _pack(self._page, 0, events, phase, self._entered, now, self._steps, self._waiting_since, events)
         if now - self._published > _PUBLISH:
             self.publish()
 
@@ -99,17 +98,12 @@ class Recorder:
         self.publish()
         self.enter(Phase.LEAVING)
 
-    def begin_wait(self, what: str, *, counts: bool = True) -> None:
-        """**Local.** From now on this rank sleeps until others come, in ``what``.
-
-        ``counts``: every rank waits here, whether the others have come before it or not, so that ranks can be told
-        apart by how often they did.
-        """
+    def begin_wait(self, what: str) -> None:
+        """**Local.** From now on this rank sleeps until others come, in ``what``."""
         if get_ident() in _background:
             return
         self._depth += 1
         self._note_wait(what)
-        self._waits += counts
         if self._depth > 1:  # a backend knows more of a wait than who called it
             self._write()
             return
@@ -118,8 +112,9 @@ class Recorder:
         self._since, self._waiting_since = now, now
         self._write()
 
-    def end_wait(self) -> None:
-        """**Local.** The others have come."""
+    def end_wait(self, *, failed: bool = False) -> None:
+        """**Local.** The others have come; or the wait has ``failed``, and the page goes on telling of it until the
+        rank does something else."""
         if get_ident() in _background:
             return
         self._depth -= 1
@@ -127,7 +122,8 @@ class Recorder:
             now = monotonic_ns()
             self._sums[_WAIT] += now - self._waiting_since
             self._since, self._waiting_since = now, 0
-            self._write()
+            if not failed:
+                self._write()
 
     def expect(self, text: str) -> None:
         """**Local.** Why this rank expects to be slow; empty if it does not."""
@@ -157,7 +153,7 @@ class Recorder:
 
     def _write(self) -> None:
         self._events = events = self._events + 1
-        numbers = self._phase, self._entered, self._since, self._steps, self._waits, self._waiting_since
+        numbers = self._phase, self._entered, self._since, self._steps, self._waiting_since
         _pack(self._page, 0, events, *numbers, events)
 
 
@@ -212,14 +208,14 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 class waiting:  # (used as a verb, like contextlib.suppress)
     """**Local.** A context: this rank waits for others in ``what``."""
 
-    def __init__(self, what: str, *, counts: bool = True) -> None:
-        self._what, self._counts = what, counts
+    def __init__(self, what: str) -> None:
+        self._what = what
 
     def __enter__(self) -> None:
-        _own.begin_wait(self._what, counts=self._counts)
+        _own.begin_wait(self._what)
 
-    def __exit__(self, *_: object) -> None:
-        _own.end_wait()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        _own.end_wait(failed=kind is not None)
 
 
 class phase(ContextDecorator):
@@ -233,8 +229,9 @@ class phase(ContextDecorator):
         self._before = _own.phase
         _own.enter(self._which)
 
-    def __exit__(self, *_: object) -> None:
-        _own.resume(self._before)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # else the page goes on telling where it failed
+            _own.resume(self._before)
 
 
 def told() -> str:

@@ -46,7 +46,7 @@ class MailWork(ShmWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._awaited()
         limit = timeout.total_seconds() if timeout is not None else 0.0
-        with writer.waiting(str(self), counts=False):
+        with writer.waiting(str(self)):
             self._mail.drive(self, limit if limit > 0 else None)
         if not self.ready():
             raise CollectiveTimeout(f"{self.name} was not complete after {limit:g} s; it goes on in the background")

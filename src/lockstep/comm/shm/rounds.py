@@ -157,7 +157,7 @@ class Rounds:
         """Take the tokens that are not there yet: all from ``index`` on."""
         pending = self._poll(self._waits[index:])
         if pending:
-            with writer.waiting(fingerprint.describe(self._current), counts=False):
+            with writer.waiting(fingerprint.describe(self._current)):
                 self._sleep(pending)
 
     def _sleep(self, pending: list[tuple[int, int]]) -> None:

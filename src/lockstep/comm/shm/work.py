@@ -111,7 +111,7 @@ class ShmWork(dist.Work):
 
     def _sleep(self, seconds: float | None) -> bool:
         assert self._done is not None  # (for the type checker)
-        with writer.waiting(self.name, counts=False):
+        with writer.waiting(self.name):
             return self._done.wait(seconds)
 
     def is_completed(self) -> bool:

@@ -39,6 +39,7 @@ _HOMES = {
     "World": "lockstep.comm.world",
     "bf16_compress_hook": "lockstep.ddp.compress",
     "convert_sync_batchnorm": "lockstep.ddp.batchnorm",
+    "expect_slow": "lockstep.recorder.expect",
     "fp16_compress_hook": "lockstep.ddp.compress",
     "init": "lockstep.comm.init",
     "join": "lockstep.ddp.api",
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
     from lockstep.errors import ReplicaMismatch as ReplicaMismatch
     from lockstep.launch.spawn import spawn as spawn
     from lockstep.progress import track as track
+    from lockstep.recorder.expect import expect_slow as expect_slow
     from lockstep.sampling.loader import ShardedLoader as ShardedLoader
     from lockstep.sampling.loader import shard as shard
     from lockstep.sampling.sampler import DistributedSampler as DistributedSampler

@@ -32,6 +32,8 @@ from lockstep.checkpoint.training import Stateful, Training
 from lockstep.checkpoint.write import Place, write
 from lockstep.comm.init import current_world
 from lockstep.errors import CheckpointCorrupt, CheckpointError, LockstepError
+from lockstep.recorder import writer
+from lockstep.recorder.layout import Phase
 
 _APART = (
     "the replicas have drifted apart: other ranks hold other values, or other tensors, than rank 0, so rank 0's are "
@@ -187,6 +189,7 @@ class Checkpointer:
 
     # Saving.
 
+    @writer.phase(Phase.SAVE)
     def save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> Path:
         """**Collective.** Write a checkpoint to the disk itself; its folder. Older ones are pruned behind it.
 
@@ -274,6 +277,7 @@ class Checkpointer:
 
     # Restoring.
 
+    @writer.phase(Phase.RESTORE)
     def restore(self, *, strict: bool = False) -> Restored | None:
         """**Collective.** Go on from the newest whole checkpoint; None if there is none.
 

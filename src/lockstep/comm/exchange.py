@@ -48,6 +48,7 @@ def all_gather_records(record: Any, group: dist.ProcessGroup | None = None) -> l
         wait_for(
             lambda: dist.all_gather(parts, mine, group=group),
             lambda: f"rank {rank} of {world_size}: exchanging records with the other ranks",
+            name="exchanging records with the other ranks",
         )
 
     gather(sizes, torch.tensor([payload.numel()], dtype=torch.int64, device=device))

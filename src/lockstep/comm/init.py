@@ -32,6 +32,7 @@ from lockstep.comm.shm.rendezvous import why_apart
 from lockstep.comm.world import World
 from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
 from lockstep.identity import Identity
+from lockstep.recorder import torch_hooks, writer
 
 _world: World | None = None
 #: Whether shutdown() may destroy the default group: not if the user's own code opened it.
@@ -77,7 +78,8 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     if dist.is_initialized():
         identity = _identity_of_open_group(identity)
     else:
-        _open_group(backend, identity, limit, device)
+        with writer.waiting("lockstep.init(), where the ranks meet"):
+            _open_group(backend, identity, limit, device)
         _owns_group = True
         atexit.register(_shutdown_at_exit)
     group = dist.group.WORLD
@@ -95,6 +97,7 @@ def _count_steps() -> None:
     if own is not None and not own.counting:
         register_optimizer_step_post_hook(own.took_step)
         own.count()
+        torch_hooks.watch_optimizers(torch.optim.optimizer)
 
 
 def world() -> World:

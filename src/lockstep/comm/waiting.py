@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
+from lockstep.recorder import writer
 
 
-def wait_for(wait: Callable[[], object], what: Callable[[], str]) -> None:
+def wait_for(wait: Callable[[], object], what: Callable[[], str], *, name: str | None = "a collective") -> None:
     """**Local.** Call ``wait``, which ends within the process group's timeout, and name ``what`` failed if it does.
 
     Args:
         wait: the ``wait`` method of a work or a future.
         what: describes this rank, its step and the operation; called only after a failure.
+        name: what the recorder calls it; None if ``wait`` tells the recorder itself.
 
     Raises:
         CollectiveTimeout: a rank did not arrive within the process group's timeout.
         PeerLost: a rank is gone.
     """
     try:
-        wait()
+        if name is None:
+            wait()
+        else:
+            with writer.waiting(name):
+                wait()
     except LockstepError as error:  # of a backend that knows more than its words: it names ranks and places
         raise type(error)(f"{what()}: {error}") from error
     except RuntimeError as error:
@@ -33,7 +39,7 @@ def failure(error: RuntimeError, what: str) -> LockstepError:
     if "timed out" in text.lower() or "timeout" in text.lower():
         return CollectiveTimeout(
             f"{what}: a rank did not arrive in time. It may be stuck or slow, in another collective, or out of data "
-            f"(see lockstep.join). The backend says: {text}"
+            f"(see lockstep.join). The backend says: {text}{writer.told()}"
         )
     return PeerLost(
         f"{what}: a rank is gone, or sent something else. Look at the first rank that failed for the cause. "

@@ -16,6 +16,7 @@ from lockstep.comm.exchange import all_gather_records, group_device
 from lockstep.comm.waiting import wait_for
 from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
 from lockstep.identity import Identity
+from lockstep.recorder import writer
 from lockstep.share import BatchShare
 
 ReduceOp = Literal["sum", "mean", "min", "max"]
@@ -119,7 +120,8 @@ class World:
         try:
             if "cpu:gloo" in dist.get_backend_config(self.group).split(","):
                 # The group's own method: dist.monitored_barrier refuses a group that has NCCL beside gloo.
-                self.group.monitored_barrier(limit, wait_all_ranks=True)  # type: ignore[attr-defined]  # not in the stubs
+                with writer.waiting("World.barrier()"):
+                    self.group.monitored_barrier(limit, wait_all_ranks=True)  # type: ignore[attr-defined]  # not in the stubs
             elif dist.get_backend(self.group) == "shm":  # its own errors name the ranks and say where they stand
                 options = dist.BarrierOptions()
                 options.timeout, options.asyncOp = limit, False
@@ -128,7 +130,8 @@ class World:
                 devices = [torch.cuda.current_device()] if group_device(self.group).type == "cuda" else None
                 work = dist.barrier(self.group, async_op=True, device_ids=devices)
                 if work is not None:
-                    work.wait(limit)
+                    with writer.waiting("World.barrier()"):
+                        work.wait(limit)
         except LockstepError as error:
             raise type(error)(f"rank {self.rank} of {self.world_size}: World.barrier(): {error}") from error
         except RuntimeError as error:
@@ -139,7 +142,7 @@ class World:
                 ) from error
             raise CollectiveTimeout(
                 f"rank {self.rank} of {self.world_size}: not every rank reached the barrier within "
-                f"{limit.total_seconds():g} s. torch says: {error}"
+                f"{limit.total_seconds():g} s. torch says: {error}{writer.told()}"
             ) from error
 
     def all_reduce(self, value: Reducible, op: ReduceOp = "sum") -> Reducible:
@@ -206,6 +209,7 @@ class World:
         wait_for(
             lambda: dist.all_reduce(total, op=op, group=self.group),
             lambda: f"rank {self.rank} of {self.world_size}: World.{name}()",
+            name=f"World.{name}()",
         )
 
     @contextmanager

@@ -36,7 +36,8 @@ def broadcast_tensors(
         # As bytes: dtypes share a message, and backends that do not know a dtype need not.
         parts = [_bytes_of(tensor) for tensor in chunk]
         message = torch.cat(parts)
-        wait_for(lambda message=message: dist.broadcast(message, group_src=source, group=group), what)  # type: ignore[misc]
+        send = lambda message=message: dist.broadcast(message, group_src=source, group=group)  # noqa: E731
+        wait_for(send, what, name="sending rank 0's tensors")
         if not sends:
             for tensor, part in zip(chunk, message.split_with_sizes([len(part) for part in parts]), strict=True):
                 received = part.clone().view(tensor.dtype).view(tensor.shape)

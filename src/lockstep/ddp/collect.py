@@ -92,7 +92,7 @@ class Collector:
     def _wait(self, cycle: Cycle, bucket: Bucket) -> None:
         wait, result = cycle.take_wait(bucket.index), cycle.results.get(bucket.index)
         if wait is not None:
-            wait_for(wait, lambda: f"{self.whoami()}: averaging {self.describe(bucket)}")
+            wait_for(wait, lambda: f"{self.whoami()}: averaging {self.describe(bucket)}", name="averaging gradients")
         if result is not None:
             value = result()
             tensor = value[0] if isinstance(value, (list, tuple)) else value

@@ -352,7 +352,8 @@ class Reducer:
             if self._call.asyncOp:
                 self._cycle.waits[bucket.index] = call().wait
             else:
-                wait_for(call, lambda: f"{self._whoami()}: averaging {self._collector.describe(bucket)}")
+                what = lambda: f"{self._whoami()}: averaging {self._collector.describe(bucket)}"  # noqa: E731
+                wait_for(call, what, name=None)  # a backend that reduces at once sleeps, and tells of it, by itself
 
     def _launch_hook(self, state: Any, hook: CommHook, bucket: Bucket) -> None:
         cycle = self._cycle

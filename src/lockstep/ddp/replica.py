@@ -29,7 +29,11 @@ from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.sparse import SparseSlot
 from lockstep.ddp.weighting import AccumulatedWeights
 from lockstep.errors import LockstepError
+from lockstep.recorder import writer
+from lockstep.recorder.layout import Phase
 
+_FORWARD, _EVALUATE, _BACKWARD = int(Phase.FORWARD), int(Phase.EVALUATE), int(Phase.BACKWARD)
+_REDUCE, _OWN = int(Phase.REDUCE), int(Phase.OWN)
 #: A bucket's cap that no model reaches.
 _ALL = 1 << 62
 
@@ -175,6 +179,7 @@ class Replica(Joinable):
         if self._forwards in (0, 1) or self._forwards % _LOOK_EVERY == 0:
             self._refuse_changed()
         self._forwards += 1
+        writer.own().enter(_FORWARD if module.training else _EVALUATE)
         for param in self._frozen:
             if param.requires_grad:
                 self._lay_out_again(module)
@@ -240,6 +245,7 @@ class Replica(Joinable):
         self._watch.open(self._latest if self._latest is not None else self._context_now())
 
     def _begin(self, context: ForwardContext) -> None:
+        writer.own().enter(_BACKWARD)
         weight, kept = self._weights.enter(context.weight, self._reducer.pending)
         self._current = context
         self._reducer.begin(
@@ -269,7 +275,9 @@ class Replica(Joinable):
         assert context is not None  # _begin set it
         self._current = self._latest = None
         self._weights.leave(synced=context.sync)
+        writer.own().enter(_REDUCE)
         self._reducer.finish(then=lambda: self._send_buffers_again(context))
+        writer.own().resume(_OWN)
 
     def _send_buffers_again(self, context: ForwardContext) -> None:
         module = self._module()

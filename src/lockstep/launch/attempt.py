@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.agreement import note
 from lockstep.agreement.standing import Place, Slots
 from lockstep.launch import ports, records, report
+from lockstep.launch.hangs import HangWatch
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.policy import Policy
 from lockstep.launch.spec import JobSpec, rank_environment
@@ -44,6 +45,8 @@ class Attempt:
         self.local_rank = {spec.identity(k).rank: k for k in range(spec.nproc)}
         self.policy = Policy(self.local_rank, grace=spec.grace)
         self._slots: Slots | None = Slots(self.folder, spec.world_size)
+        #: Says which rank holds up the others.
+        self.hangs = HangWatch(self.folder, self.local_rank, world_size=spec.world_size)
 
     def forks(self, master: tuple[str, int], streams: Streams) -> list[Fork]:
         """What to ask the zygote for; the caller closes the descriptors."""
@@ -100,6 +103,7 @@ class Attempt:
 
     def close(self) -> None:
         """Let go of the mapped memory; the folder stays until the job's goes."""
+        self.hangs.close()
         if self._slots is not None:
             self._slots.close()
             self._slots = None

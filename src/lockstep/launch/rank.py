@@ -27,6 +27,7 @@ from lockstep.identity import Identity
 from lockstep.launch import processes
 from lockstep.launch.records import FailureRecord
 from lockstep.launch.signals import SAVE, STOPPING
+from lockstep.recorder import torch_hooks, writer
 
 #: What a shell reports for a process that SIGINT ended.
 INTERRUPTED = 128 + signal.SIGINT
@@ -85,15 +86,17 @@ def _take_streams(fds: Sequence[int]) -> None:
 
 
 def _take_slot() -> None:
-    """Tell the watcher from now on how many steps this rank has taken, whoever's optimizer takes them."""
+    """Tell the watcher from now on what this rank does and how many steps it takes, whoever's optimizer takes them."""
     folder, identity = knobs.job_dir(), Identity.from_environment()
     if folder is None:
         return
     own = standing.take(folder, rank=identity.rank, world_size=identity.world_size)
+    writer.take(folder, rank=identity.rank, local_rank=identity.local_rank)
     optimizers = sys.modules.get("torch.optim.optimizer")  # the zygote's; where it has none, lockstep.init() counts
     if optimizers is not None:
         optimizers.register_optimizer_step_post_hook(own.took_step)
         own.count()
+        torch_hooks.watch_optimizers(optimizers)
 
 
 def _reseed() -> None:
@@ -217,6 +220,7 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))  # blocked since before the fork
         program()
+        writer.own().leave()
     except SystemExit as stop:
         if os.getpid() == this_process and stop.code not in (None, 0):
             _record(stop, rank, stop.code if isinstance(stop.code, int) else 1)

@@ -291,10 +291,14 @@ class Watcher:
             self._zygote.signal(order.ranks, order.signum)
 
     def _look_for_stuck_failures(self, now: float) -> None:
-        """A rank whose exception was recorded but that can't get out, in a thread or a collective, holds up the job."""
+        """A rank whose exception was recorded but that can't get out, in a thread or a collective, holds up the job;
+        so does one that is late, which is only said."""
         if now < self._next_look:
             return
         self._next_look = now + _HEARTBEAT
+        if not (self._policy.stopping or self._policy.done):
+            for text in self._attempt.hangs.look(self._policy.states, now, ask=self._zygote.signal):
+                _say(text)
         for rank in self._policy.alive:
             record = self._attempt.record(rank)
             if record is not None and now - record.at > self._spec.grace:
@@ -329,6 +333,9 @@ class Watcher:
             return self._say_failure(self._refusal)
         if not self._policy.done:
             return self._conclude_without_zygote()
+        laggard = self._attempt.hangs.laggard()
+        if laggard:
+            _say(laggard)
         return 0
 
     def _say_failure(self, what_now: str) -> int:
@@ -337,7 +344,10 @@ class Watcher:
         first = report.first_failure(endings)
         assert first is not None, "a rank failed"
         described = report.describe(endings, first, world_size=self._spec.world_size)
-        _say("\n".join(line for line in (described, what_now) if line))
+        late = self._attempt.hangs.text
+        if first.record is not None and late in first.record.message:
+            late = ""  # the error says it already
+        _say("\n".join(line for line in (described, late, what_now) if line))
         return first.exit_code
 
     def _endings(self) -> list[report.Ending]:

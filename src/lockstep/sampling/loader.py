@@ -26,6 +26,8 @@ from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.init import current_world
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointMismatch, LockstepError
+from lockstep.recorder import writer
+from lockstep.recorder.layout import Phase
 from lockstep.sampling.agree import agreed
 from lockstep.sampling.cursor import Cursor, LoaderState
 from lockstep.sampling.device import on_device
@@ -252,9 +254,11 @@ class ShardedLoader:
         """**Local** (see :func:`shard` for the exceptions). A pass over the next epoch, or over the rest of a loaded
         one."""
         mine = self._begin_pass()
-        world, share = self._world, None
+        world, share, page = self._world, None, writer.own()
         try:
+            page.enter(Phase.DATA)
             for fetched in self._fetch():
+                page.resume(Phase.OWN)
                 share = BatchShare(fetched.samples, fetched.global_samples)
                 world.share = share
                 self._advance(fetched)
@@ -266,6 +270,8 @@ class ShardedLoader:
                         f"rank {world.rank}: another pass over this loader has begun, or a state was loaded, and "
                         "it has but one position; shard a second DataLoader to iterate over the data twice at a time"
                     )
+                page.enter(Phase.DATA)
+            page.resume(Phase.OWN)
             self._end_pass(mine)
         except GeneratorExit:  # the loop was left early
             self._end_pass(mine)

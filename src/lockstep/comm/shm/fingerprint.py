@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import sys
 import zlib
 from types import CodeType
 
 import torch
-from typing_extensions import deprecated  # (a dependency of torch)
 
 from lockstep.comm import labels
 from lockstep.comm.shm.layout import HEADER
+from lockstep.recorder.place import user_frame, words
 
 #: What must be equal on every rank: sequence number, elements, digest of the rest, operation, reduce op, dtype, root.
 _KEY = struct.Struct("<qqQHHHh")
@@ -64,14 +63,6 @@ def dtype_name(code: int) -> str:
 _CACHE_LIMIT = 4096
 _keys: dict[tuple[object, ...], bytes] = {}
 _places: dict[tuple[CodeType, int, str], bytes] = {}
-_ours: dict[CodeType, bool] = {}
-
-_HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-#: torch's older names (all_gather_into_tensor) are called through the wrapper of this decorator.
-_WRAPPERS = deprecated.__call__.__code__.co_filename
-#: Frames in these folders are not the user's program; recipes are.
-_LIBRARY = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _HERE, _WRAPPERS, "<frozen", "<string>")
-_RECIPES = os.path.join(_HERE, "recipes") + os.sep
 
 
 def take(
@@ -111,31 +102,19 @@ def place() -> str:
 
 def _place(label: str) -> bytes:
     """The innermost line of the caller's own program: the first frame outside torch and lockstep."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        ours = _ours.get(code)
-        if ours is None:
-            path = code.co_filename
-            ours = _ours[code] = path.startswith(_LIBRARY) and not path.startswith(_RECIPES)
-        if not ours:
-            known = _places.get((code, frame.f_lineno, label))
-            return known or _remember(code, frame.f_lineno, label)
-        frame = frame.f_back  # type: ignore[assignment]
-    return _render("torch's own thread (autograd or a reducer)", label)
+    frame = user_frame(sys._getframe(2))
+    if frame is None:
+        return _render("torch's own thread (autograd or a reducer)", label)
+    known = _places.get((frame.f_code, frame.f_lineno, label))
+    return known or _remember(frame.f_code, frame.f_lineno, label)
 
 
 def _remember(code: CodeType, line: int, label: str) -> bytes:
     if len(_places) > _CACHE_LIMIT:
         _places.clear()
-    text = _render(f"{_short(code.co_filename)}:{line} in {code.co_name}", label)
+    text = _render(words(code, line), label)
     _places[code, line, label] = text
     return text
-
-
-def _short(path: str) -> str:
-    """The end of a path: what fits, and what a reader needs."""
-    return path if len(path) <= 120 else "…" + path[-119:]
 
 
 def _render(place: str, label: str) -> bytes:

@@ -14,6 +14,7 @@ from lockstep.comm.shm.fingerprint import dtype_code
 from lockstep.comm.shm.mailbox import Envelope
 from lockstep.comm.shm.work import ShmWork
 from lockstep.errors import CollectiveTimeout
+from lockstep.recorder import writer
 
 
 class Driver(Protocol):
@@ -45,7 +46,8 @@ class MailWork(ShmWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._awaited()
         limit = timeout.total_seconds() if timeout is not None else 0.0
-        self._mail.drive(self, limit if limit > 0 else None)
+        with writer.waiting(str(self)):
+            self._mail.drive(self, limit if limit > 0 else None)
         if not self.ready():
             raise CollectiveTimeout(f"{self.name} was not complete after {limit:g} s; it goes on in the background")
         return super().wait()

@@ -40,6 +40,7 @@ from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.standing import Standing
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
+from lockstep.recorder import writer
 
 #: Seconds between two looks at the health of the group while a rank sleeps.
 SLICE = 0.05
@@ -155,6 +156,11 @@ class Rounds:
     def _wait(self, index: int) -> None:
         """Take the tokens that are not there yet: all from ``index`` on."""
         pending = self._poll(self._waits[index:])
+        if pending:
+            with writer.waiting(fingerprint.describe(self._current)):
+                self._sleep(pending)
+
+    def _sleep(self, pending: list[tuple[int, int]]) -> None:
         begun = time.monotonic()
         while pending:
             error = self._failure.known()
@@ -221,7 +227,8 @@ class Rounds:
         late = [peer for peer, _ in pending]
         others = [peer for peer, _ in self._waits if peer not in late]
         where = self._standing.describe([*late, *others])
-        return messages.late(self.rank, fingerprint.describe(self._current), self._timeout, late, where)
+        said = messages.late(self.rank, fingerprint.describe(self._current), self._timeout, late, where)
+        return said + writer.told()
 
     def _lost(self, gone: list[int], left: list[int]) -> str:
         where = self._standing.describe([*gone, *left])

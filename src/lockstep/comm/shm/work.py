@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lockstep.comm.shm.failure import again
 from lockstep.errors import CollectiveTimeout, LockstepError
+from lockstep.recorder import writer
 
 #: Guards the futures of all works: taken for moments, and only by who asks for a future or completes one.
 _lock = threading.Lock()
@@ -100,13 +101,18 @@ class ShmWork(dist.Work):
             CollectiveTimeout: ``timeout`` passed first. The operation goes on.
         """
         seconds = timeout.total_seconds() if timeout is not None else 0.0
-        if self._done is not None and not self._done.wait(seconds if seconds > 0 else None):
+        if self._done is not None and not self._done.is_set() and not self._sleep(seconds if seconds > 0 else None):
             raise CollectiveTimeout(f"{self.name} was not complete after {seconds:g} s; it goes on in the background")
         if self._error is not None:
             if isinstance(self._error, LockstepError):
                 raise again(self._error) from self._error
             raise self._error
         return True
+
+    def _sleep(self, seconds: float | None) -> bool:
+        assert self._done is not None  # (for the type checker)
+        with writer.waiting(self.name):
+            return self._done.wait(seconds)
 
     def is_completed(self) -> bool:
         return self._done is None or self._done.is_set()

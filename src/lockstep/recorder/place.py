@@ -1,0 +1,46 @@
+"""The line of the user's own program that is running: the innermost frame outside Python, torch and lockstep."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import CodeType, FrameType
+
+#: Characters of a path that are shown: its end is what a reader needs.
+_PATH = 120
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_RECIPES = os.path.join(_HERE, "recipes") + os.sep
+_ours: dict[CodeType, bool] = {}
+
+
+def _library() -> tuple[str, ...]:
+    """Frames of files that begin so are not the user's program; recipes are."""
+    found = [_HERE, "<frozen", "<string>"]
+    for name in ("torch", "typing_extensions", "contextlib", "multiprocessing", "threading"):
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if file is not None:
+            is_package = hasattr(module, "__path__")
+            found.append(os.path.dirname(file) + os.sep if is_package else file)
+    return tuple(found)
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """**Local.** The innermost of ``frame`` and its callers that is the user's, or None."""
+    while frame is not None:
+        code = frame.f_code
+        ours = _ours.get(code)
+        if ours is None:
+            path = code.co_filename
+            ours = _ours[code] = path.startswith(_library()) and not path.startswith(_RECIPES)
+        if not ours:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def words(code: CodeType, line: int) -> str:
+    """**Local.** ``train.py:30 in step``."""
+    path = code.co_filename
+    short = path if len(path) <= _PATH else "…" + path[1 - _PATH :]
+    return f"{short}:{line} in {code.co_name}"

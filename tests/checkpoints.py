@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,11 +14,56 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
 from lockstep.checkpoint.captured import capture, divided
-from lockstep.checkpoint.peers import OverStore
+from lockstep.checkpoint.peers import OverStore, Peers
 from lockstep.checkpoint.pruning import prune
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.write import Place, write
+
+
+class _Turns:
+    """Ranks as threads of which one runs at a time, from one exchange of records to the next: always the same order."""
+
+    def __init__(self, world_size: int) -> None:
+        self._changed = threading.Condition()
+        self._turn = 0
+        self._running = list(range(world_size))
+        self._rounds: list[dict[int, Any]] = []
+
+    def wait(self, rank: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._turn == rank, timeout=60)
+
+    def exchange(self, rank: int, number: int, record: Any) -> list[Any]:
+        with self._changed:
+            if len(self._rounds) == number:
+                self._rounds.append({})
+            records = self._rounds[number]
+            records[rank] = json.loads(json.dumps(record))
+            self._next(rank)
+        self.wait(rank)
+        return [records[other] for other in sorted(records)]
+
+    def leave(self, rank: int) -> None:
+        with self._changed:
+            self._next(rank)
+            self._running.remove(rank)
+
+    def _next(self, rank: int) -> None:
+        self._turn = self._running[(self._running.index(rank) + 1) % len(self._running)]
+        self._changed.notify_all()
+
+
+class InTurn:
+    """One rank's peers in :class:`_Turns`."""
+
+    def __init__(self, turns: _Turns, rank: int, world_size: int) -> None:
+        self._turns, self.rank, self.world_size, self._round = turns, rank, world_size, 0
+
+    def gather(self, record: Any) -> list[Any]:
+        """Every rank's record."""
+        self._round += 1
+        return self._turns.exchange(self.rank, self._round - 1, record)
 
 
 @dataclass(frozen=True)
@@ -38,16 +85,27 @@ def save(
     place: Place | None = None,
     on: Sequence[Storage] | None = None,
     keep: int | None = None,
-    timeout: float = 20.0,
+    in_turn: bool = False,
 ) -> list[Path | BaseException]:
-    """Save as one rank for each state; what each returned or raised."""
+    """Save as one rank for each state; what each returned or raised.
+
+    With ``in_turn`` one rank runs at a time, so that what they do comes in the same order each time.
+    """
     rule = Retention(last=keep)
     storages = on if on is not None else [POSIX] * len(states)
     where = place if place is not None else Place(1, 0, False)
-    store = HashStore()
+    size, store, turns = len(states), HashStore(), _Turns(len(states))
 
     def rank_main(rank: int) -> Path | BaseException:
-        peers = OverStore(store, rank=rank, world_size=len(states), key="save", timeout=timeout)
+        if not in_turn:
+            return rank_saves(rank, OverStore(store, rank=rank, world_size=size, key="save", timeout=20.0))
+        turns.wait(rank)
+        try:
+            return rank_saves(rank, InTurn(turns, rank, size))
+        finally:
+            turns.leave(rank)
+
+    def rank_saves(rank: int, peers: Peers) -> Path | BaseException:
         state = states[rank]
         named = frozenset(state.model) if state.parameters is None else state.parameters
         captured = capture(state.model, state.parts, parameters=named, is_main=rank == 0)

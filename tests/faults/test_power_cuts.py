@@ -1,0 +1,44 @@
+"""A checkpoint whose ``save()`` has returned survives a power cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.namespaces import run_inside, skip_unless
+
+#: A loop device, ext4 on it, and the mount, tried in a folder that goes away with its file system.
+_TRY = """
+mount -t tmpfs tmpfs /mnt
+truncate -s 8M /mnt/disk
+mkfs.ext4 -q /mnt/disk
+mkdir /mnt/mounted
+device=$(losetup --find --show /mnt/disk)
+trap 'umount -q /mnt/mounted; losetup --detach $device' EXIT
+mount -t ext4 $device /mnt/mounted
+"""
+
+
+def _loaded(folder: Path, count: int, how: str = "careful") -> list[int]:
+    skip_unless(_TRY, "a file system whose power is cut")
+    loaded: list[int] = run_inside("tests.faults.power_cuts", str(folder), str(count), how, limit=240)
+    return loaded
+
+
+def test_a_power_cut_right_after_a_save_loses_nothing(tmp_path: Path) -> None:
+    assert _loaded(tmp_path, 3) == [1, 2, 3]
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+def test_fifty_power_cuts_lose_nothing(tmp_path: Path) -> None:
+    loaded = _loaded(tmp_path, 50)
+    survived = sum(step == number for number, step in enumerate(loaded, 1))
+    print(f"\npower cuts: {survived} of {len(loaded)} new steps loaded")
+    assert loaded == list(range(1, 51))
+
+
+def test_the_cut_is_one(tmp_path: Path) -> None:
+    """Or a save that waits for nothing would survive it as well."""
+    assert _loaded(tmp_path, 2, "careless") == [-1, -1]

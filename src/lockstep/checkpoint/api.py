@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -122,19 +123,21 @@ class Checkpointer:
         self._owns_folder = False
         #: Checkpoints that restore() found damaged.
         self._damaged: set[str] = set()
-        self._lock, _ = together(world, self._claim_folder, lambda _: None)
+        (self._lock, _), owners = together(world, self._claim_folder, lambda claimed: claimed[1])
+        #: The users whose checkpoints are taken: this one, and as whom the file system makes its files.
+        self._owners = (os.geteuid(), int(owners[0]))
         if optimizer is not None:
             _count_steps(optimizer, self)
         self._boundary = StepBoundary(self, world, counts_steps=optimizer is not None)
         self._boundary.watch(loader)
         weakref.finalize(self, self._boundary.close).atexit = False
 
-    def _claim_folder(self) -> RunLock | None:
-        """Rank 0 makes the folder, and takes it for this job."""
+    def _claim_folder(self) -> tuple[RunLock | None, int]:
+        """Rank 0 makes the folder, and takes it for this job; whom what is made there belongs to."""
         if not self._world.is_main:
-            return None
-        folders.prepare_root(self.folder, on=self._storage)
-        return RunLock(self.folder)
+            return None, os.geteuid()
+        owner = folders.prepare_root(self.folder, on=self._storage)
+        return RunLock(self.folder), owner
 
     def _tell_step(self) -> None:
         own = standing.own()
@@ -325,7 +328,9 @@ class Checkpointer:
 
     def _read_and_compare(self, folder: Path) -> Contents:
         with reading(folder):
-            contents = read(folder, on=self._storage)
+            contents = read(folder, owners=self._owners, on=self._storage)
+        ranks = contents.manifest.world_size
+        rng.refuse_malformed(contents.parts.get("rng"), count=ranks, where=str(folder / "rng.json"))
         self._training.refuse_other(contents, world_size=self._world.world_size)
         return contents
 

@@ -106,7 +106,7 @@ def decode(data: Any, tensors: Mapping[str, torch.Tensor], *, where: str) -> Any
     """
     try:
         return _decode(data, tensors, 0)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise CheckpointCorrupt(f"{where}: not what lockstep writes ({type(error).__name__}: {error})") from None
 
 

@@ -13,8 +13,10 @@ _WHOLE = re.compile(r"step-(\d{8,18})(?:-r(\d{1,9}))?")
 _DRAFT = re.compile(_WHOLE.pattern + r"\.tmp-[0-9a-f]{16}")
 
 
-def prepare_root(root: Path, *, on: Storage = POSIX) -> None:
-    """**Local.** Make the folder of a run, and prove that it can be written.
+def prepare_root(root: Path, *, on: Storage = POSIX) -> int:
+    """**Local.** Make the folder of a run, and prove that it can be written; the user whom new files there belong to.
+
+    That may be another than this process's: a file server can map root, and all others, to whom it likes.
 
     Raises:
         OSError: it can't.
@@ -31,8 +33,11 @@ def prepare_root(root: Path, *, on: Storage = POSIX) -> None:
     probe = f".probe-{secrets.token_hex(8)}"
     opened = on.open_folder(root.resolve())
     try:
-        on.close(on.create(opened, probe))
+        file = on.create(opened, probe)
+        owner = on.owner(file)
+        on.close(file)
         on.remove(opened, probe)
+        return owner
     finally:
         on.close(opened)
 
@@ -45,6 +50,12 @@ def checkpoints(root: Path, *, on: Storage = POSIX) -> list[Path]:
 def step_of(folder: Path) -> int:
     """**Local.** The step in the name of a checkpoint's folder."""
     return age(folder)[0]
+
+
+def step_in(name: str) -> int | None:
+    """**Local.** The step in a folder's name, or None if it is no checkpoint's."""
+    matched = _WHOLE.fullmatch(name)
+    return None if matched is None else int(matched[1])
 
 
 def next_name(root: Path, step: int, *, on: Storage = POSIX) -> str:

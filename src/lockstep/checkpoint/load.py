@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lockstep.checkpoint import folders
 from lockstep.checkpoint.codec import decode
 from lockstep.checkpoint.digests import PIECE, new_digest, strict_json
 from lockstep.checkpoint.manifest import MANIFEST, MAX_BYTES, MODEL, FileEntry, Manifest, Part
@@ -55,6 +56,7 @@ def read(folder: Path, *, owners: Sequence[int] | None = None, on: Storage = POS
             the message names the file and the tensor, what was expected and what was found.
     """
     with _opened(folder, owners, on) as reader:
+        reader.refuse_other_step()
         files = reader.manifest.files
         names = [name.removesuffix(".json") for name in files if name.endswith(".json") and name != "model.json"]
         parts = {name: reader.part(name) for name in names}
@@ -155,6 +157,12 @@ class _Reader:
             if file.size > MAX_BYTES:
                 raise CheckpointCorrupt(f"{file.path}: larger than {MAX_BYTES} bytes, so it is no manifest")
             self.manifest = Manifest.from_json(bytes(file.content(0, file.size)), where=str(file.path))
+
+    def refuse_other_step(self) -> None:
+        """A folder that was renamed would bring back another step than it says."""
+        step = folders.step_in(self._path.name)
+        if step is not None and step != self.manifest.step:
+            raise CheckpointCorrupt(f"{self._path}: holds step {self.manifest.step}: it has been renamed")
 
     def _refuse_foreign(self, opened: int, path: Path) -> None:
         owner = self._on.owner(opened)
@@ -333,4 +341,6 @@ class _File:
 
 
 def _name(tensor: str) -> str:
-    return f"tensor {tensor}" if tensor else "outside of the tensors"
+    if not tensor:
+        return "outside of the tensors"
+    return f"tensor {tensor if tensor.isprintable() else ascii(tensor)}"  # a name could hold a terminal's commands

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.errors import CheckpointCorrupt
+
 
 def capture(device: torch.device) -> dict[str, Any]:
     """**Local.** The state of every generator, as JSON can say it."""
@@ -21,15 +23,42 @@ def capture(device: torch.device) -> dict[str, Any]:
     }
 
 
+def refuse_malformed(states: Any, *, count: int, where: str) -> None:
+    """**Local.** Whether :func:`restore` can take each of ``count`` states; nothing is changed.
+
+    Raises:
+        CheckpointCorrupt: it can't.
+    """
+    try:
+        if type(states) is not list or len(states) != count:
+            raise ValueError(f"expected the states of {count} rank(s)")
+        for state in states:
+            random.Random().setstate(_python(state))
+            np.random.RandomState().set_state(_numpy(state))
+            torch.Generator().set_state(_bytes(state["torch"]))
+            if state["cuda"] is not None:
+                _bytes(state["cuda"])
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointCorrupt(f"{where}: no states of random number generators: {error}") from None
+
+
 def restore(state: dict[str, Any], device: torch.device) -> None:
     """**Local.** Put every generator back; the GPU's only if the state has one and this rank has a GPU."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(int(word) for word in np.frombuffer(bytes.fromhex(words), dtype="<u4")), gauss))
-    keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state(("MT19937", np.frombuffer(bytes.fromhex(keys), dtype="<u4"), position, has_gauss, cached))
+    random.setstate(_python(state))
+    np.random.set_state(_numpy(state))
     torch.set_rng_state(_bytes(state["torch"]))
     if state["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(_bytes(state["cuda"]), device)
+
+
+def _python(state: dict[str, Any]) -> tuple[Any, ...]:
+    version, words, gauss = state["python"]
+    return version, tuple(int(word) for word in np.frombuffer(bytes.fromhex(words), dtype="<u4")), gauss
+
+
+def _numpy(state: dict[str, Any]) -> tuple[str, Any, int, int, float]:
+    keys, position, has_gauss, cached = state["numpy"]
+    return "MT19937", np.frombuffer(bytes.fromhex(keys), dtype="<u4"), position, has_gauss, cached
 
 
 def _hex(state: torch.Tensor) -> str:

@@ -16,6 +16,8 @@
                        the CPU keeps the memory that it frees, up to a GiB.
 ``LOCKSTEP_SHM_CHUNK`` bytes that a rank shares at a time over the backend "shm" (three such
                        stages per rank); for tests, and for machines whose caches differ much.
+``LOCKSTEP_LATE``      seconds that a rank may hold up the others before ``lockstep run`` says so, where ten
+                       steps take less. 5 by default.
 ====================== ==========================================================================
 """
 
@@ -35,9 +37,13 @@ BACKEND = "LOCKSTEP_BACKEND"
 TIMEOUT = "LOCKSTEP_TIMEOUT"
 KEEP_MEMORY = "LOCKSTEP_KEEP_MEMORY"
 SHM_CHUNK = "LOCKSTEP_SHM_CHUNK"
+LATE = "LOCKSTEP_LATE"
 
 #: Seconds a collective may wait before it is an error, unless the user says otherwise.
 DEFAULT_TIMEOUT = 600.0
+
+#: Seconds that a rank may hold up the others before the launcher says so.
+DEFAULT_LATE = 5.0
 
 #: Bytes of a stage of the backend "shm": three per rank stay in the L2 cache of common machines.
 DEFAULT_SHM_CHUNK = 512 * 1024
@@ -82,15 +88,28 @@ def timeout(env: Mapping[str, str] = os.environ) -> float:
     Raises:
         EnvironmentMismatch: ``LOCKSTEP_TIMEOUT`` is not a positive number.
     """
-    text = env.get(TIMEOUT)
+    return _seconds(env, TIMEOUT, DEFAULT_TIMEOUT)
+
+
+def late(env: Mapping[str, str] = os.environ) -> float:
+    """**Local.** Seconds that a rank may hold up the others before the launcher says so.
+
+    Raises:
+        EnvironmentMismatch: ``LOCKSTEP_LATE`` is not a positive number.
+    """
+    return _seconds(env, LATE, DEFAULT_LATE)
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name)
     if text is None:
-        return DEFAULT_TIMEOUT
+        return default
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds > 0):
-        raise EnvironmentMismatch(f"{TIMEOUT}={text!r}: expected a positive number of seconds, e.g. {TIMEOUT}=600")
+        raise EnvironmentMismatch(f"{name}={text!r}: expected a positive number of seconds, e.g. {name}={default:g}")
     return seconds
 
 

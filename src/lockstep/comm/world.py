@@ -17,6 +17,7 @@ from lockstep.comm.waiting import wait_for
 from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
 from lockstep.identity import Identity
 from lockstep.recorder import writer
+from lockstep.recorder.expect import expect_slow
 from lockstep.share import BatchShare
 
 ReduceOp = Literal["sum", "mean", "min", "max"]
@@ -225,7 +226,8 @@ class World:
         if failed:
             raise RuntimeError(f"rank {self.rank}: rank 0 failed in the main_first() block; its error says why")
         try:
-            yield
+            with expect_slow("main_first()"):
+                yield
         finally:
             if self.is_main:
                 all_gather_records(sys.exc_info()[0] is not None, self.group)

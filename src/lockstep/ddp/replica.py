@@ -275,7 +275,7 @@ class Replica(Joinable):
         assert context is not None  # _begin set it
         self._current = self._latest = None
         self._weights.leave(synced=context.sync)
-        writer.own().enter(_REDUCE)
+        writer.own().resume(_REDUCE)
         self._reducer.finish(then=lambda: self._send_buffers_again(context))
         writer.own().resume(_OWN)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep import knobs
 from lockstep.agreement import note
 from lockstep.agreement.standing import Place, Slots
 from lockstep.launch import ports, records, report
@@ -46,7 +47,7 @@ class Attempt:
         self.policy = Policy(self.local_rank, grace=spec.grace)
         self._slots: Slots | None = Slots(self.folder, spec.world_size)
         #: Says which rank holds up the others.
-        self.hangs = HangWatch(self.folder, self.local_rank, world_size=spec.world_size)
+        self.hangs = HangWatch(self.folder, self.local_rank, world_size=spec.world_size, shortest=knobs.late())
 
     def forks(self, master: tuple[str, int], streams: Streams) -> list[Fork]:
         """What to ask the zygote for; the caller closes the descriptors."""

@@ -16,9 +16,9 @@ from lockstep.launch import kernel, lateness, stacks
 from lockstep.launch.kernel import Facts
 from lockstep.launch.lateness import Known
 from lockstep.launch.policy import RankState
-from lockstep.recorder.compare import Doing, Kind, Seen, StepTimes, Verdict, compare, settle
+from lockstep.recorder.compare import STEPS, WARMING_UP, Doing, Kind, Seen, StepTimes, Verdict, compare, settle
 from lockstep.recorder.laggards import Pace
-from lockstep.recorder.layout import Look
+from lockstep.recorder.layout import Look, Phase
 from lockstep.recorder.reader import Pages
 from lockstep.recorder.writer import REPORT, STACK_SIGNAL
 
@@ -48,9 +48,11 @@ class HangWatch:
         folder: the private folder of this start.
         local_ranks: the ranks of this machine, and each one's local rank.
         world_size: of the whole job.
+        shortest: seconds that a rank may hold up the others before it is reported, however short the steps are.
     """
 
-    def __init__(self, folder: Path, local_ranks: Mapping[int, int], *, world_size: int) -> None:
+    def __init__(self, folder: Path, local_ranks: Mapping[int, int], *, world_size: int, shortest: float) -> None:
+        self._shortest = shortest
         self._folder = folder
         self._local_ranks = dict(local_ranks)
         self._world_size = world_size
@@ -62,7 +64,8 @@ class HangWatch:
         #: When this watcher looked last, and since when it has looked without a break.
         self._looked = self._awake = time.monotonic()
         self._asked: _Asked | None = None
-        self._quiet_until = 0.0
+        #: When to ask again, where the answers were that nobody is late.
+        self._quiet_until: dict[Kind, float] = {}
         self._verdict: Verdict | None = None
         #: How many events the ranks had seen when they were reported.
         self._events: dict[int, int] = {}
@@ -91,8 +94,8 @@ class HangWatch:
             return self._see_whether_over(states, now)
         if self._asked is not None:
             return self._answered(states, now)
-        verdict = compare([self._seen(state, now) for state in states.values()], now=now, median=self._times.median)
-        if verdict is not None and (verdict.kind is not Kind.STILL or now >= self._quiet_until):
+        verdict = self._compare(states, now)
+        if verdict is not None and now >= self._quiet_until.get(verdict.kind, now):
             self._ask(verdict, states, now, ask)
         return []
 
@@ -120,6 +123,18 @@ class HangWatch:
         if len(self._looks) == len(self._local_ranks):
             self._times.add(min(look.steps for look in self._looks.values()), now)
 
+    def _compare(self, states: Mapping[int, RankState], now: float) -> Verdict | None:
+        return compare(
+            [self._seen(state, now) for state in states.values()],
+            now=now,
+            usual=self._usual,
+            whole=len(states) == self._world_size,
+        )
+
+    @property
+    def _usual(self) -> float:
+        return max(self._shortest, STEPS * self._times.median)
+
     def _seen(self, state: RankState, now: float) -> Seen:
         moved = self._moved.setdefault(state.rank, now)
         return Seen(state.rank, self._looks.get(state.rank), moved, state.exit_code, since=self._awake)
@@ -144,7 +159,10 @@ class HangWatch:
         known = {rank: self._known(state, asked) for rank, state in states.items()}
         verdict = settle(asked.verdict, {rank: _doing(each, asked, now - asked.at) for rank, each in known.items()})
         if verdict is None:
-            self._quiet_until = now + _PAUSE
+            self._quiet_until[asked.verdict.kind] = now + _PAUSE
+            return []
+        if any(_is_excused(known[rank], asked, held=now - verdict.since, now=now) for rank in verdict.late):
+            self._quiet_until[asked.verdict.kind] = now + self._usual
             return []
         self._verdict = verdict
         self._events = {rank: look.events for rank, look in self._looks.items()}
@@ -155,7 +173,7 @@ class HangWatch:
 
     def _has_gone_on(self, verdict: Verdict, states: Mapping[int, RankState], now: float) -> bool:
         """Whether what was suspected is over before it was reported."""
-        again = compare([self._seen(state, now) for state in states.values()], now=now, median=self._times.median)
+        again = self._compare(states, now)
         return again is None or (again.kind, again.late) != (verdict.kind, verdict.late)
 
     def _known(self, state: RankState, asked: _Asked) -> Known:
@@ -176,16 +194,30 @@ class HangWatch:
         return [lateness.over(verdict, now=now)]
 
 
+def _is_excused(known: Known, asked: _Asked, *, held: float, now: float) -> bool:
+    """Whether a late rank is at what may take long, by its stack; see Note [Late or slow]."""
+    stack, facts = known.stack, known.facts
+    if stack is None or facts is None:
+        return False
+    evaluates = stack.in_model and (known.look is None or known.look.phase is Phase.OWN)
+    return stack.in_debugger or (evaluates and held < WARMING_UP and _works(known, asked, now - asked.at))
+
+
+def _works(known: Known, asked: _Asked, seconds: float) -> bool:
+    now, before = known.facts, asked.facts.get(known.rank)
+    if now is None or before is None:
+        return False
+    return (now.processor - before.processor) / max(seconds, 0.1) > _WORKS
+
+
 def _doing(known: Known, asked: _Asked, seconds: float) -> Doing:
     if known.look is not None and known.look.waiting:
         return Doing.WAITS
-    stack, now, before = known.stack, known.facts, asked.facts.get(known.rank)
-    if stack is None or now is None or before is None or not now.sleeps:
+    stack, facts = known.stack, known.facts
+    if stack is None or facts is None or not facts.sleeps:
         return Doing.WORKS
-    if stack.in_collective:
-        return Doing.WAITS
-    works = (now.processor - before.processor) / max(seconds, 0.1) > _WORKS
-    return Doing.WAITS if stack.in_engine and not works else Doing.WORKS
+    waits = stack.in_collective or (stack.in_engine and not _works(known, asked, seconds))
+    return Doing.WAITS if waits else Doing.WORKS
 
 
 def _leave(path: Path, text: str) -> None:

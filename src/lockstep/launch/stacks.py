@@ -47,6 +47,20 @@ class Stack:
         return bool(self.frames) and _ENGINE in self.frames[0].file
 
     @property
+    def in_model(self) -> bool:
+        """Whether the innermost frame is torch's own, called from a module."""
+        return (
+            bool(self.frames)
+            and "/torch/" in self.frames[0].file
+            and any("/torch/nn/modules/" in frame.file for frame in self.frames)
+        )
+
+    @property
+    def in_debugger(self) -> bool:
+        """Whether somebody looks at the program with Python's debugger, or one that is built on it."""
+        return any(frame.file.endswith(("/pdb.py", "/bdb.py")) for frame in self.frames)
+
+    @property
     def users(self) -> Frame | None:
         """The innermost line outside torch, lockstep and Python's own files."""
         library = ("/torch/", "/lockstep/", f"{os.sep}lib{os.sep}python", "<frozen", "<string>")

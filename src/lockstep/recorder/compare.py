@@ -5,7 +5,7 @@ Note [Late or slow]
 A rank is late when others wait for it in a collective and it does not wait itself. It is reported once the last of the
 others has waited for the rank's *patience* and the rank's own page has not changed for as long:
 
-- five seconds, or ten median steps where these are longer;
+- five seconds (``LOCKSTEP_LATE``), or ten median steps where these are longer: what is *usual*;
 - a minute, while the rank has taken fewer than two steps (start-up, the first compilation), and while it evaluates: its
   last forward was one in eval mode;
 - five minutes, while lockstep saves or restores a checkpoint there, or torch.compile compiles;
@@ -15,8 +15,11 @@ A rank whose page does change is at work, not stuck, and is reported only after 
 These are seconds without a sign of life, so work of any length that goes through lockstep (a loader's batches,
 a model's forwards) is no alarm as long as it moves.
 
-If all ranks wait, none is late: they wait in different collectives, or for another machine. If none is known to wait
-and none moves, their stacks are looked at; see :func:`settle`.
+Before the report the stacks of all ranks are looked at. A late rank that sits in a debugger is left alone; one that
+computes in a model outside of a step (an average of weights on rank 0, say) evaluates, and has its minute.
+
+If all ranks wait, none is late: they wait in different collectives, or for another machine (reported after a minute).
+If none is known to wait and none moves, their stacks tell who waits; see :func:`settle`.
 """
 
 from __future__ import annotations
@@ -31,7 +34,6 @@ from dataclasses import dataclass
 from lockstep.recorder.layout import Look, Phase
 
 #: Seconds without a sign of life; see Note [Late or slow].
-PATIENCE = 5.0
 STEPS = 10
 WARMING_UP = 60.0
 LONG = 300.0
@@ -108,11 +110,10 @@ class StepTimes:
         return statistics.median(self._times) if self._times else 0.0
 
 
-def patience(look: Look | None, median: float) -> float:
+def patience(look: Look | None, usual: float) -> float:
     """**Local.** Seconds that a rank may hold up others without a sign of life; see Note [Late or slow]."""
     if look is not None and look.reason:
         return math.inf
-    usual = max(PATIENCE, STEPS * median)
     if look is None or look.steps < _WARM or look.phase is Phase.EVALUATE:
         usual = max(usual, WARMING_UP)
     if look is not None and look.phase in (Phase.SAVE, Phase.RESTORE, Phase.COMPILE):
@@ -120,13 +121,16 @@ def patience(look: Look | None, median: float) -> float:
     return usual
 
 
-def compare(ranks: Sequence[Seen], *, now: float, median: float) -> Verdict | None:
-    """**Local.** Who holds up whom for longer than is usual; None: nobody."""
+def compare(ranks: Sequence[Seen], *, now: float, usual: float, whole: bool = True) -> Verdict | None:
+    """**Local.** Who holds up whom for longer than is ``usual`` (in seconds); None: nobody.
+
+    ``whole``: these are all ranks of the job; what those of other machines do is not known here.
+    """
     waits = {seen.rank: since for seen in ranks if (since := seen.waiting_since) is not None}
     late = [seen for seen in ranks if seen.rank not in waits]
     alive = [seen for seen in ranks if seen.exit_code is None]
     if not waits:
-        if len(alive) > 1 and all(now - seen.moved > patience(seen.look, median) for seen in alive):
+        if len(alive) > 1 and all(now - seen.moved > patience(seen.look, usual) for seen in alive):
             return Verdict(Kind.STILL, tuple(seen.rank for seen in alive), (), max(seen.moved for seen in alive))
         return None
     since = max(waits.values())
@@ -134,19 +138,18 @@ def compare(ranks: Sequence[Seen], *, now: float, median: float) -> Verdict | No
         looks = [seen.look for seen in ranks]
         if any(look is not None and look.reason for look in looks):
             return None
-        limit = max(patience(look, median) for look in looks)
+        limit = max(0.0 if whole else WARMING_UP, *(patience(look, usual) for look in looks))
         return Verdict(Kind.APART, (), tuple(waits), since) if now - since > limit else None
-    if any(not _is_overdue(seen, since=since, now=now, median=median) for seen in late if seen.exit_code is None):
+    if any(not _is_overdue(seen, since=since, now=now, usual=usual) for seen in late if seen.exit_code is None):
         return None
-    limit = max(PATIENCE, STEPS * median)
-    if now - since <= limit:  # all that is late has ended
+    if now - since <= usual:  # all that is late has ended
         return None
     still_there = [seen for seen in late if seen.exit_code is None]
     return Verdict(Kind.LATE, tuple(seen.rank for seen in still_there or late), tuple(waits), since)
 
 
-def _is_overdue(seen: Seen, *, since: float, now: float, median: float) -> bool:
-    limit = patience(seen.look, median)
+def _is_overdue(seen: Seen, *, since: float, now: float, usual: float) -> bool:
+    limit = patience(seen.look, usual)
     held, quiet = now - since, now - seen.moved
     return held > limit and (quiet > limit or held > max(WARMING_UP, 10 * limit))
 

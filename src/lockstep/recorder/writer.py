@@ -144,7 +144,7 @@ class Recorder:
         self._page[start : start + layout.PLACE] = layout.encode(words(code, line), layout.PLACE)
 
     def _note_wait(self, what: str) -> None:
-        frame = user_frame(_getframe(3))
+        frame = user_frame(_getframe(2))
         wait = (what, 0, None) if frame is None else (what, frame.f_lineno, frame.f_code)
         if wait != self._wait:
             self._wait = wait

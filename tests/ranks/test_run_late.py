@@ -1,0 +1,176 @@
+"""A rank that holds up the others is named while it does: with what it is doing, and where the others wait."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from tests.launching import Running, run, start
+
+_TRAINING = """
+import os, signal, sys, threading, time
+import torch, lockstep
+from torch import nn
+
+world = lockstep.init()
+model = lockstep.replicate(nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def hang():
+{hang}
+
+for step in range(8):
+    if step == 5 and world.rank == 1:
+        hang()
+    loss = model(torch.ones(8, 4)).sum()
+    optimizer.zero_grad()
+    loss.backward()  # here the others wait
+    optimizer.step()
+print("done", flush=True)
+"""
+_WAIT_LINE = 1 + _TRAINING.splitlines().index("    loss.backward()  # here the others wait")
+
+
+def _write(tmp_path: Path, hang: str) -> int:
+    """The training script with a hang in it; how many lines it is longer than the template."""
+    lines = hang.strip("\n").splitlines()
+    (tmp_path / "train.py").write_text(_TRAINING.format(hang="\n".join(f"    {line}" for line in lines)))
+    return len(lines) - 1
+
+
+def _report(job: Running) -> list[str]:
+    """The watcher's next message on a late rank, line by line; nothing else may come before it."""
+    assert job.process.stderr is not None
+    lines = [job.process.stderr.readline().rstrip("\n")]
+    while lines[-1] and not lines[-1].startswith("Nothing was stopped"):
+        lines.append(job.process.stderr.readline().rstrip("\n"))
+    return lines
+
+
+def test_a_blocked_read_is_named_with_its_file_once_it_is_unexpected(tmp_path: Path) -> None:
+    fifo = tmp_path / "shard-7"
+    os.mkfifo(fifo)
+    longer = _write(
+        tmp_path,
+        f"""
+with lockstep.expect_slow("looking for data"):
+    time.sleep(4)
+with open({str(fifo)!r}, "rb", buffering=0) as file:
+    file.read(1)
+""",
+    )
+    argv = ["lockstep", "run", "-n", "2", "train.py"]
+    with start(argv, tmp_path, torch=True, LOCKSTEP_LATE="1") as job:
+        writing = os.open(fifo, os.O_RDWR)  # so that the rank gets as far as the read
+        try:
+            report = _report(job)
+            os.write(writing, b"x")
+            done = job.finish()
+        finally:
+            os.close(writing)
+    assert re.fullmatch(r"lockstep: rank 1 of 2 has held up the others for \d s", report[0]), report
+    assert int(report[0].split()[-2]) >= 4, "it said so before it was unexpected"
+    assert f"is sleeping in read of {fifo}" in report[1]
+    assert "in phase own code" in report[2]
+    assert f"behind optimizer at {tmp_path}/train.py:{_WAIT_LINE + longer + 1} in <module>, after 5 steps" in report[2]
+    assert report[4].endswith("train.py:14 in hang")
+    waits = next(line for line in report if line.startswith("  rank 0 waits in "))
+    assert f"at {tmp_path}/train.py:{_WAIT_LINE + longer} in <module>" in waits
+    assert done.code == 0, done
+    assert re.search(r"lockstep: rank 1 has gone on, after \d+ s", done.err)
+    assert "held up" not in done.err, "one message is enough"
+
+
+def test_the_error_at_the_timeout_says_it_again(tmp_path: Path) -> None:
+    _write(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)")
+    done = run(
+        ["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True, LOCKSTEP_LATE="1", LOCKSTEP_TIMEOUT="6"
+    )
+    assert done.code == 1
+    before, _, after = done.err.partition("CollectiveTimeout: ")
+    for text in (before, after):
+        assert "rank 1 of 2 has held up the others for " in text
+        assert "is stopped by a signal" in text
+    assert "gone on" not in done.err
+
+
+def test_a_collective_that_one_rank_leaves_out_is_named_with_both_places(tmp_path: Path) -> None:
+    script = _TRAINING.format(hang="    pass").replace(
+        "    loss = model", "    if step != 5 or world.rank != 1:\n        world.barrier()\n    loss = model"
+    )
+    (tmp_path / "train.py").write_text(script)
+    line = 1 + script.splitlines().index("        world.barrier()")
+    argv = ["lockstep", "run", "-n", "2", "train.py"]
+    done = run(argv, tmp_path, torch=True, LOCKSTEP_LATE="1", LOCKSTEP_BACKEND="gloo", LOCKSTEP_TIMEOUT="6")
+    assert done.code == 1
+    report = done.err[done.err.index("lockstep: all ranks have waited") :].splitlines()
+    assert "rank 1 elsewhere than the others: it has left out the collective that they are in" in report[0]
+    assert report[1].startswith("  rank 1 (process ")
+    assert f"it waits in averaging gradients at {tmp_path}/train.py:" in report[2]
+    assert f"  rank 0 waits in World.barrier() at {tmp_path}/train.py:{line} in <module>" in report
+
+
+_OWN_GROUP = """
+import threading, torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(8):
+    if step == 5 and dist.get_rank() == 1:
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire(timeout=30)
+    loss = model(torch.ones(8, 4)).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_ranks_with_a_process_group_of_their_own_are_told_apart_by_their_stacks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_OWN_GROUP)
+    argv = ["lockstep", "run", "-n", "2", "train.py"]
+    with start(argv, tmp_path, torch=True, LOCKSTEP_LATE="1") as job:
+        report = _report(job)
+        job.process.terminate()
+        job.finish()
+    assert report[0].startswith("lockstep: rank 1 of 2 has held up the others for "), report
+    assert f"    {tmp_path}/train.py:13 in <module>" in report
+    assert any(line.startswith("  rank 0 waits in ") and f"{tmp_path}/train.py:16 in" in line for line in report)
+
+
+_LAGGARD = """
+import time, torch, lockstep
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 280
+
+    def __getitem__(self, index):
+        time.sleep(0.05 if world.rank == 1 else 0.01)
+        return torch.ones(4)
+
+world = lockstep.init()
+model = lockstep.replicate(nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in lockstep.shard(DataLoader(Slow(), batch_size=4), seed_samples=False):
+    loss = model(batch).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_rank_that_is_steadily_slower_is_named_at_the_end_and_is_no_alarm(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_LAGGARD)
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True, LOCKSTEP_LATE="1")
+    assert done.code == 0, done
+    assert "held up" not in done.err
+    assert "lockstep: rank 1 was steadily slower than the others: " in done.err
+    assert "most of the difference in data (" in done.err

@@ -1,0 +1,131 @@
+"""What is found out about a rank that is late, and how it is said."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lockstep.launch import kernel, lateness, stacks
+from lockstep.launch.lateness import Known
+from lockstep.launch.stacks import Frame
+from lockstep.recorder.compare import Kind, Verdict
+from tests.launching import wait_for
+from tests.unit.test_recorder_compare import NOW, _look
+
+_DUMP = """\
+Thread 0x00007f0000000001 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+
+Current thread 0x00007f0000000002 (most recent call first):
+  File "/site-packages/torch/distributed/distributed_c10d.py", line 4165 in barrier
+  File "/home/me/train.py", line 12 in evaluate
+  File "/home/me/train.py", line 40 in <module>
+  File "/site-packages/lockstep/launch/rank.py", line 150 in _run_script
+  File "/site-packages/lockstep/launch/zygote.py", line 60 in main
+  File "<string>", line 6 in <module>
+"""
+
+
+def test_a_stack_is_the_main_threads_without_the_launchers_own_frames() -> None:
+    stack = stacks.parse(_DUMP)
+    assert stack is not None
+    assert [frame.line for frame in stack.frames] == ["4165", "12", "40"]
+    assert stack.in_collective
+    assert stack.users == Frame("/home/me/train.py", "12", "evaluate")
+    assert not stack.in_debugger
+    assert stacks.parse("") is None
+
+
+def test_a_model_outside_of_a_step_and_a_debugger_are_seen() -> None:
+    def stack(*files: str) -> stacks.Stack:
+        return stacks.Stack(tuple(Frame(file, "1", "f") for file in files))
+
+    assert stack("/x/torch/nn/modules/conv.py", "/x/torch/nn/modules/module.py", "/me/eval.py").in_model
+    assert not stack("/me/model.py", "/x/torch/nn/modules/module.py").in_model, "a loop in the user's own forward"
+    assert stack("/usr/lib/python3.12/pdb.py", "/usr/lib/python3.12/bdb.py", "/me/eval.py").in_debugger
+
+
+@contextmanager
+def _running(code: str, *args: str) -> Iterator[int]:
+    process = subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def _describe(pid: int) -> str:
+    facts = kernel.facts(pid)
+    assert facts is not None
+    return facts.describe()
+
+
+def test_a_blocked_read_names_its_file_and_a_stopped_process_is_stopped(tmp_path: Path) -> None:
+    fifo = tmp_path / "shard-7"
+    os.mkfifo(fifo)
+    code = "import os, sys; fd = os.open(sys.argv[1], os.O_RDWR); print('ready', flush=True); os.read(fd, 1)"
+    with _running(code, str(fifo)) as pid:
+        wait_for(lambda: f"sleeping in read of {fifo}" in _describe(pid), "the read")
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda: _describe(pid) == "stopped by a signal (SIGCONT lets it go on)", "the stop")
+    assert kernel.facts(pid) is None
+
+
+def test_a_busy_process_runs_and_uses_the_processor() -> None:
+    with _running("print('ready', flush=True)\nwhile True: pass") as pid:
+        wait_for(lambda: _describe(pid) == "running", "the loop")
+        before = kernel.facts(pid)
+        assert before is not None
+        wait_for(lambda: (now := kernel.facts(pid)) is not None and now.processor > before.processor, "a tick")
+
+
+def test_only_a_process_with_a_handler_is_asked_for_its_stack() -> None:
+    number = int(signal.SIGRTMIN) + 11
+    with _running("print('ready', flush=True)\nwhile True: pass") as pid:
+        assert not kernel.catches(pid, number)
+    code = f"import faulthandler; faulthandler.register({number}); print('ready', flush=True)\nwhile True: pass"
+    with _running(code) as pid:
+        assert kernel.catches(pid, number)
+
+
+def _known(rank: int, **changes: object) -> Known:
+    fields: dict[str, object] = {
+        "pid": 4000 + rank, "exit_code": None, "look": _look(), "facts": None, "stack": None
+    }  # fmt: skip
+    return Known(rank, **{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_the_report_names_the_late_rank_its_place_and_where_the_others_wait() -> None:
+    late = _known(1, facts=kernel.Facts("S", 1.0, "read of /data/7", "pipe_read"), stack=stacks.parse(_DUMP))
+    waits = _known(0, look=_look(waiting_since=NOW - 7, waits_in="all_reduce #12 at train.py:30 in step"))
+    text = lateness.describe(Verdict(Kind.LATE, (1,), (0,), NOW - 7), {0: waits, 1: late}, now=NOW, world_size=2)
+    assert text.splitlines()[:5] == [
+        "rank 1 of 2 has held up the others for 7 s",
+        "  rank 1 (process 4001) is sleeping in read of /data/7 (pipe_read)",
+        "  in phase own code since 500 s, entered at train.py:3, after 10 steps",
+        "  its Python stack, the innermost line first:",
+        "    /site-packages/torch/distributed/distributed_c10d.py:4165 in barrier",
+    ]
+    assert "  rank 0 waits in all_reduce #12 at train.py:30 in step, for 7 s" in text
+    assert "expect_slow" in text
+
+
+def test_ranks_that_all_wait_are_told_apart_and_from_other_machines() -> None:
+    one = _known(0, look=_look(waiting_since=NOW - 7, waits_in="barrier at train.py:3"))
+    other = _known(1, look=_look(waiting_since=NOW - 7, waits_in="all_reduce at train.py:9", steps=11))
+    verdict = Verdict(Kind.APART, (), (0, 1), NOW - 7)
+    text = lateness.describe(verdict, {0: one, 1: other}, now=NOW, world_size=2)
+    assert text.startswith("all ranks have waited for 7 s, rank 1 elsewhere than the others")
+    assert "rank 0 waits in barrier at train.py:3" in text
+    assert "it waits in all_reduce at train.py:9" in text
+    elsewhere = lateness.describe(verdict, {0: one, 1: other}, now=NOW, world_size=4)
+    assert elsewhere.startswith("all ranks of this machine have waited for 7 s: the late one is on another machine")

@@ -13,14 +13,18 @@ from tests.launching import Finished, Running, environment
 
 SCRIPT = Path(__file__).with_name("training.py")
 RANKS = 2
-PREFIX = "torch,torch.distributed,numpy.random,lockstep.comm.init"
 
 
 def start_job(
-    folder: Path, *options: str, restarts: int = 0, plan: list[dict[str, Any]] | None = None, **env: str
+    folder: Path,
+    *options: str,
+    restarts: int = 0,
+    grace: float = 10.0,
+    plan: list[dict[str, Any]] | None = None,
+    **env: str,
 ) -> Running:
     """Start the training over ``folder``; what is there already is gone on from."""
-    run = ["lockstep", "run", "-n", str(RANKS), "--log-dir", str(folder / "logs")]
+    run = ["lockstep", "run", "-n", str(RANKS), "--log-dir", str(folder / "logs"), "--grace", str(grace)]
     if restarts:
         run += ["--max-restarts", str(restarts)]
     if plan is not None:

@@ -4,8 +4,9 @@ Everything that must come out the same however often it is interrupted is in it:
 dropout, AdamW, a schedule, random augmentation from three generators, a loader that is resumed in mid-epoch. Each rank
 writes down which samples each step used, and at the end the digests of what it has.
 
-``--plan`` names a file of faults: ``[{"life": 0, "rank": 1, "point": "backward", "step": 7, "signal": 9}, …]``. A life
-is one start of the ranks: ``--life`` plus the restarts so far.
+``--plan`` names a file of faults: ``[{"life": 0, "rank": 1, "point": "backward", "taken": 2, "signal": 9}, …]``. A
+life is one start of the ranks: ``--life`` plus the restarts so far; ``taken`` counts the steps of this life. The signal
+goes to the rank itself unless ``whom`` is ``"peer"`` (the next rank), ``"watcher"`` or ``"group"`` (all there are).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import hashlib
 import json
 import os
 import random
-import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import lockstep
 from lockstep.comm.shm.reduction import Reduction
 
 #: Where a fault can strike, in the order of a run.
-POINTS = ("restore", "data", "forward", "backward", "reduce", "optimizer", "save", "commit", "epoch")
+POINTS = ("restore", "started", "data", "forward", "backward", "reduce", "optimizer", "save", "commit", "epoch")
 LENGTH = 46  # 11 batches of 4 and one of 2
 BATCH = 4
 
@@ -52,22 +53,30 @@ class Faults:
     def __init__(self, plan: Path | None, *, rank: int, life: int) -> None:
         entries = [] if plan is None else json.loads(plan.read_text())
         self.entries = [entry for entry in entries if (entry["life"], entry["rank"]) == (life, rank)]
-        self.step = -1
+        self._peer = f"pid-{life}-{(rank + 1) % 2}"
+        self.folder = Path()
+        #: Steps of this life.
+        self.taken = 0
         self.backward = False
 
     def at(self, point: str) -> None:
         """Strike, if this is the place and the time."""
         assert point in POINTS
-        for entry in [e for e in self.entries if e["point"] == point and e["step"] in (None, self.step)]:
+        for entry in [e for e in self.entries if e["point"] == point and e["taken"] <= self.taken]:
             self.entries.remove(entry)
-            whom = {"rank": os.getpid(), "watcher": _watcher(), "terminal": _watcher()}[entry.get("whom", "rank")]
-            (os.killpg if entry.get("whom") == "terminal" else os.kill)(whom, entry["signal"])
+            whom = entry.get("whom", "rank")
+            if whom == "peer":
+                os.kill(int((self.folder / self._peer).read_text()), entry["signal"])
+            elif whom == "group":
+                os.killpg(os.getpgrp(), entry["signal"])
+            else:
+                os.kill(os.getpid() if whom == "rank" else _watcher(), entry["signal"])
 
     def plant(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Make the places known that the loop below does not see."""
         model.register_forward_pre_hook(lambda *_: self.at("forward"))
         optimizer.register_step_pre_hook(lambda *_: self._stepping())
-        load, over, rename = type(model).load_state_dict, Reduction.over, os.rename
+        load, over = type(model).load_state_dict, Reduction.over
 
         def loading(*args: Any, **kwargs: Any) -> Any:
             self.at("restore")
@@ -78,13 +87,16 @@ class Faults:
                 self.at("reduce")
             over(*args, **kwargs)
 
-        def renaming(*args: Any, **kwargs: Any) -> None:
-            self.at("commit")
-            rename(*args, **kwargs)
+        def before(call: Callable[..., None]) -> Callable[..., None]:
+            def committing(*args: Any, **kwargs: Any) -> None:
+                self.at("commit")
+                call(*args, **kwargs)
+
+            return committing
 
         model.load_state_dict = loading.__get__(model)  # type: ignore[method-assign]
         Reduction.over = reducing  # type: ignore[method-assign]
-        os.rename = renaming
+        os.rename, os.replace = before(os.rename), before(os.replace)
 
     def _stepping(self) -> None:
         self.backward = False
@@ -139,6 +151,7 @@ def main() -> None:
     (options.folder / f"pid-{life}-{world.rank}").write_text(str(os.getpid()))
     audit = Audit(options.folder, world.rank, life)
     faults = Faults(options.plan, rank=world.rank, life=life)
+    faults.folder = options.folder
 
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 3))
     model = lockstep.replicate(lockstep.convert_sync_batchnorm(net))
@@ -156,9 +169,9 @@ def main() -> None:
 
     resumed = saved.restore()
     audit.write(resumed=saved.step if resumed else 0)
+    faults.at("started")
     for epoch in saved.epochs(options.epochs):
         for images, labels, indices in loader:
-            faults.step = saved.step + 1
             faults.at("data")
             loss = nn.functional.cross_entropy(model(images), labels)
             loss.register_hook(lambda _: faults.at("backward"))
@@ -167,6 +180,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             scheduler.step()
+            faults.taken += 1
             audit.write(epoch=epoch, step=saved.step, indices=indices.tolist())
             if options.slow:
                 time.sleep(options.slow)
@@ -191,5 +205,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     main()

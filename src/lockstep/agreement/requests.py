@@ -41,7 +41,8 @@ class Requests:
         #: The signal that asked to leave, or None.
         self.stop: signal.Signals | None = None
         self.save = False
-        self._leaving = False
+        #: Whether the request to leave is being seen to.
+        self.leaving = False
         self._asked_at = 0.0
         self._process = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
@@ -73,11 +74,11 @@ class Requests:
 
     def leave(self) -> None:
         """**Local.** The request to leave is seen to: what comes now does not hit the way out."""
-        self._leaving = True
+        self.leaving = True
 
     def close(self) -> None:
-        """**Local.** Signals are again what they were; a request to leave that was not seen to is one now."""
-        if not self._before or self._leaving or self._process != os.getpid():
+        """**Local.** Signals are again what they were, from the next one on."""
+        if not self._before or self.leaving or self._process != os.getpid():
             return
         if threading.current_thread() is not threading.main_thread():
             return  # a finalizer; only the main thread may change what signals do
@@ -86,8 +87,6 @@ class Requests:
                 signal.signal(signum, before)
         self._before.clear()
         self._tell_watcher()
-        if self.stop is not None:
-            os.kill(os.getpid(), self.stop)
 
     def _tell_watcher(self) -> None:
         own = standing.own()

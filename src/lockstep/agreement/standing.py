@@ -41,7 +41,7 @@ class Slots:
     def __init__(self, folder: str | Path, world_size: int) -> None:
         fd = os.open(Path(folder) / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(fd, world_size * SLOT)
+            os.posix_fallocate(fd, 0, world_size * SLOT)  # a full disk is an error here, not a SIGBUS later
             self._memory = mmap.mmap(fd, world_size * SLOT)
         finally:
             os.close(fd)

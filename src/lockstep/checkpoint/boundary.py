@@ -67,7 +67,15 @@ class StepBoundary:
 
     def close(self) -> None:
         """**Local.** Signals are no requests any more."""
+        asked, left = self._requests.stop, self._requests.leaving
         self._requests.close()
+        if asked is not None and not left:
+            print(
+                f"lockstep: rank {self._world.rank}: {asked.name} came, but the training loop was left before the "
+                "ranks had saved; a second one stops this process",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def between_steps(self, *, epoch_done: bool | None) -> None:
         """**Collective.** A loop of the user's own is between two steps."""

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import knobs
-from lockstep.agreement import note
+from lockstep.agreement import at_work, note
 from lockstep.agreement.standing import Place, Slots
 from lockstep.launch import ports, records, report
+from lockstep.launch.causes import Facts
 from lockstep.launch.hangs import HangWatch
 from lockstep.launch.logs import LogFolder
+from lockstep.launch.memory import memory_group
 from lockstep.launch.policy import Policy
 from lockstep.launch.spec import JobSpec, rank_environment
 from lockstep.launch.streams import Streams
@@ -48,6 +50,9 @@ class Attempt:
         self._slots: Slots | None = Slots(self.folder, spec.world_size)
         #: Says which rank holds up the others.
         self.hangs = HangWatch(self.folder, self.local_rank, world_size=spec.world_size, shortest=knobs.late())
+        self._memory = memory_group()
+        self._kills_before = self._memory.kills() if self._memory is not None else None
+        self._facts: Facts | None = None
 
     def forks(self, master: tuple[str, int], streams: Streams) -> list[Fork]:
         """What to ask the zygote for; the caller closes the descriptors."""
@@ -89,6 +94,15 @@ class Attempt:
     def record(self, rank: int) -> records.FailureRecord | None:
         """A rank's last words."""
         return records.read(self.folder, rank)
+
+    @property
+    def facts(self) -> Facts:
+        """What the machine says about the failure, as it was when first asked."""
+        if self._facts is None:
+            self._facts = Facts.collect(
+                self._memory, kills_before=self._kills_before, worker=lambda pid: at_work.find(self.folder, pid)
+            )
+        return self._facts
 
     def endings(self, streams: Streams, logs: LogFolder) -> list[report.Ending]:
         """How each rank ended."""

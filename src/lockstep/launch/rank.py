@@ -228,10 +228,21 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
     except BaseException as error:  # noqa: BLE001  (Python's own top level does the same)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         if os.getpid() == this_process:  # and not a child that the program forked
+            _hear_of_no_more_workers()
             _record(error, rank, code)
         if not silent:
             _print_exception(error)
         raise SystemExit(code) from None
+
+
+def _hear_of_no_more_workers() -> None:
+    """torch raises in whatever runs when a DataLoader worker dies: it must not be what tells of the first error."""
+    for _ in range(2):
+        try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        except RuntimeError:  # a worker that had died already
+            continue
+        return
 
 
 def _record(error: BaseException, rank: int, exit_code: int) -> None:

@@ -86,11 +86,21 @@ def first_failure(endings: Sequence[Ending]) -> Ending | None:
     return min((e for e in endings if e.failed_by_itself), key=lambda e: e.when, default=None)
 
 
-def describe(endings: Sequence[Ending], first: Ending, *, world_size: int) -> str:
-    """The report: the first rank to fail in full, the others in a line each."""
+def describe(
+    endings: Sequence[Ending], first: Ending, *, world_size: int, explanation: Sequence[str] | None = None
+) -> str:
+    """The report: the first rank to fail in full, the others in a line each.
+
+    Args:
+        endings: every rank's.
+        first: the one that failed first.
+        world_size: ranks of the job.
+        explanation: what killed it, in words; None: nobody looked.
+    """
     lines = [f"rank {first.rank} of {world_size} failed: {first.status}"]
-    if first.state.exit_code == -signal.SIGKILL and first.record is None:
+    if explanation is None and first.state.exit_code == -signal.SIGKILL and first.record is None:
         lines.append("  (unless somebody sent it, the kernel's out-of-memory killer did: see dmesg)")
+    lines += explanation or []
     record = first.record
     if record is not None and record.type == "SystemExit" and record.message:
         lines.append(f"  {record.message}")

@@ -7,23 +7,23 @@ import resource
 import selectors
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 from lockstep.agreement.note import EXIT_SAVED
 from lockstep.agreement.standing import Place
 from lockstep.errors import LaunchError
-from lockstep.launch import ports, processes, program, report
+from lockstep.launch import farewell, ports, processes, program, report
 from lockstep.launch.attempt import Attempt, Fork
+from lockstep.launch.farewell import say
 from lockstep.launch.handle import ZygoteHandle
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.output import Relay
 from lockstep.launch.policy import Order, Policy
 from lockstep.launch.restarts import Failure, Restarts
-from lockstep.launch.signals import SAVE, STOPPING, Arrival, SignalQueue, catches, ignored, name
+from lockstep.launch.signals import SAVE, STOPPING, Arrival, SignalQueue, catches, ignored
 from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec
 from lockstep.launch.streams import Streams
 
@@ -145,7 +145,7 @@ class Watcher:
             processes.sweep(patience=_PATIENCE)  # see Note [No orphans]
         self._drain()
         code = self._conclude()
-        self._name_logs()
+        farewell.name_logs(self._attempt, self._streams, self._logs)
         return code
 
     def close(self) -> None:
@@ -181,6 +181,7 @@ class Watcher:
             first,
             step=self._attempt.standing(first.rank, Place.STEP),
             taken=self._attempt.standing(first.rank, Place.COUNTED),
+            out_of_memory=self._attempt.facts.out_of_memory(first),
         )
         refusal = self._restarts.refusal(failure)
         self._refusal = refusal or ""
@@ -249,7 +250,7 @@ class Watcher:
         if willing and not self._policy.stopping:
             self._zygote.signal(willing, arrival.signum)
         else:
-            _say(
+            say(
                 f"{arrival.signum.name}: no rank can save now: a Checkpointer with the training loader does in its loop"
             )
 
@@ -260,7 +261,7 @@ class Watcher:
         if signum in (signal.SIGINT, signal.SIGTERM):
             self._asked_listeners = True
             what = "Ctrl-C" if signum == signal.SIGINT else signum.name
-            _say(f"{what}: the ranks finish a step, save and leave (within --grace); a second one stops them at once")
+            say(f"{what}: the ranks finish a step, save and leave (within --grace); a second one stops them at once")
 
     def _on_messages(self) -> None:
         try:
@@ -298,7 +299,7 @@ class Watcher:
         self._next_look = now + _HEARTBEAT
         if not (self._policy.stopping or self._policy.done):
             for text in self._attempt.hangs.look(self._policy.states, now, ask=self._zygote.signal):
-                _say(text)
+                say(text)
         for rank in self._policy.alive:
             record = self._attempt.record(rank)
             if record is not None and now - record.at > self._spec.grace:
@@ -318,88 +319,26 @@ class Watcher:
         """Say what went wrong, if anything did, and return the job's exit code."""
         states, local_rank = self._policy.states, self._attempt.local_rank
         if any((states[rank].exit_code or 0) < 0 and self._streams.shown(local_rank[rank]) for rank in states):
-            _show_cursor()
+            farewell.show_cursor()
         if self._broken is not None:
-            _say(f"the ranks could not be started:\n{self._broken.rstrip()}")
+            say(f"the ranks could not be started:\n{self._broken.rstrip()}")
             return 1
-        note = self._attempt.stop_note()
-        if note is not None and all(state.exit_code == EXIT_SAVED for state in states.values()):
-            by = "a signal to the ranks" if self._policy.stopped_by is None else self._policy.stopped_by.name
-            _say(f"stopped by {by}; saved at step {note.step} in {note.folder}")
-            return EXIT_SAVED
+        saved = farewell.saved(self._attempt)
+        if saved is not None:
+            return saved
         if self._policy.stopped_by is not None and not self._policy.failing:
-            return self._conclude_stopped(self._policy.stopped_by)
+            return farewell.stopped(self._attempt, self._policy.stopped_by, listened=self._asked_listeners)
         if report.first_failure(self._endings()) is not None:
             return self._say_failure(self._refusal)
         if not self._policy.done:
-            return self._conclude_without_zygote()
+            return farewell.without_zygote(self._zygote)
         laggard = self._attempt.hangs.laggard()
         if laggard:
-            _say(laggard)
+            say(laggard)
         return 0
 
     def _say_failure(self, what_now: str) -> int:
-        """Name the first rank to fail, and what comes of it; the exit code of that rank."""
-        endings = self._endings()
-        first = report.first_failure(endings)
-        assert first is not None, "a rank failed"
-        described = report.describe(endings, first, world_size=self._spec.world_size)
-        late = self._attempt.hangs.text
-        if first.record is not None and late in first.record.message:
-            late = ""  # the error says it already
-        _say("\n".join(line for line in (described, late, what_now) if line))
-        return first.exit_code
+        return farewell.failure(self._attempt, self._endings(), world_size=self._spec.world_size, what_now=what_now)
 
     def _endings(self) -> list[report.Ending]:
         return self._attempt.endings(self._streams, self._logs)
-
-    def _name_logs(self) -> None:
-        """Output that nobody has seen must not be lost for want of knowing where it is."""
-        streams = self._streams
-        local_rank = self._attempt.local_rank
-        hidden = [rank for rank, k in local_rank.items() if streams.logged(k) and not streams.shown(k)]
-        unseen = self._logs.unseen(hidden)
-        if unseen:
-            ranks = f"rank {unseen[0]}" if len(unseen) == 1 else f"ranks {', '.join(map(str, unseen))}"
-            _say(f"what {ranks} wrote is in {self._logs.path}")
-
-    def _conclude_without_zygote(self) -> int:
-        code = self._zygote.wait(limit=1.0) or 0
-        how = f"was killed by signal {-code} ({name(-code)})" if code < 0 else f"ended with exit code {code}"
-        _say(f"the process that starts the ranks (process {self._zygote.pid}) {how}; all ranks were stopped")
-        return 128 - code if code < 0 else 1
-
-    def _conclude_stopped(self, signum: signal.Signals) -> int:
-        states = self._policy.states
-        if self._asked_listeners and all(state.exit_code == 0 for state in states.values()):
-            _say(f"{signum.name} came when training was over: all ranks ended by themselves")
-            return 0
-        words = [f"stopped by {signum.name}"]
-        killed = [rank for rank, state in states.items() if state.exit_code == -signal.SIGKILL]
-        if killed:
-            words.append(f"rank {', '.join(map(str, killed))} did not leave in time (--grace) and was killed")
-        note = self._attempt.stop_note()
-        if note is not None:
-            words.append(f"saved at step {note.step} in {note.folder}")
-        for rank in states:
-            record = self._attempt.record(rank)
-            if record is not None and record.type not in ("KeyboardInterrupt", "SystemExit"):
-                words.append(f"rank {rank} failed on the way out: {record.summary}")
-                break
-        _say("; ".join(words))
-        return 128 + signum
-
-
-def _show_cursor() -> None:
-    """A rank that a signal ends in the middle of a progress bar leaves the cursor hidden, at the end of the bar."""
-    for fd in (2, 1):
-        if os.isatty(fd):
-            with suppress(OSError):
-                os.write(fd, b"\x1b[?25h\n")
-            return
-
-
-def _say(text: str) -> None:
-    """One message of lockstep's own, after everything the ranks wrote."""
-    sys.stdout.flush()
-    print(f"lockstep: {text}", file=sys.stderr, flush=True)

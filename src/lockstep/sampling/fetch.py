@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
+from lockstep import knobs
+from lockstep.agreement.at_work import AtWork
 from lockstep.sampling.nested import fingerprint, nothing_of
 from lockstep.sampling.order import mix, slice_bounds
 from lockstep.sampling.seeding import preserved_generators, seed_generators
@@ -20,6 +23,8 @@ Collate = Callable[[list[Any]], Any]
 # What mix() tells apart within one epoch, beside the positions of samples (0 and up).
 _COLLATE = 2**62
 _OPEN_STREAM = 2**62 + 1
+
+_loaders = count()
 
 
 class SliceKey(NamedTuple):
@@ -57,6 +62,8 @@ class SliceDataset(Dataset[Fetched]):
         self._seeded = seeded
         # The same batch that default_collate would stack sample by sample, bit for bit, at a fraction of the time.
         self._at_once = type(dataset) is TensorDataset and collate is default_collate
+        #: In a worker of a job that lockstep started: told which sample is fetched.
+        self.at_work: AtWork | None = None
 
     def __getitem__(self, key: SliceKey) -> Fetched:
         if self._at_once:
@@ -69,16 +76,23 @@ class SliceDataset(Dataset[Fetched]):
 
     def _fetch(self, key: SliceKey) -> Any:
         seed = mix(key.epoch_key, key.position, _COLLATE) if self._seeded else None
+        if self.at_work is not None:
+            self.at_work.note(key.indices[0])
         if self._seeded:
             samples = []
             for offset, index in enumerate(key.indices):
                 seed_generators(mix(key.epoch_key, key.position + offset))
-                samples.append(self.dataset[index])
+                samples.append(self._sample(index))
         elif callable(getattr(self.dataset, "__getitems__", None)):
             samples = self.dataset.__getitems__(key.indices)
         else:
-            samples = [self.dataset[index] for index in key.indices]
+            samples = [self._sample(index) for index in key.indices]
         return collated(samples, self._collate, empty=key.samples == 0, seed=seed)
+
+    def _sample(self, index: int) -> Any:
+        if self.at_work is not None:
+            self.at_work.note(index)
+        return self.dataset[index]
 
 
 class StreamDataset(IterableDataset[Fetched]):
@@ -103,6 +117,8 @@ class StreamDataset(IterableDataset[Fetched]):
         #: mix(seed, epoch), int64 of shape (1,), owned here and shared with the workers: a worker that persists is
         #: told of a new epoch by nothing else.
         self._epoch_key = torch.zeros(1, dtype=torch.int64).share_memory_()
+        #: In a worker of a job that lockstep started: told which sample is read.
+        self.at_work: AtWork | None = None
 
     def begin(self, epoch_key: int) -> None:
         """**Local.** Choose the epoch of the next pass; called in the main process before it begins."""
@@ -133,6 +149,8 @@ class StreamDataset(IterableDataset[Fetched]):
         while True:
             if self._seeded:
                 seed_generators(mix(key, position))
+            if self.at_work is not None:
+                self.at_work.note(position)
             try:
                 sample = next(stream)
             except StopIteration:
@@ -155,17 +173,37 @@ class WorkerStart:
     need more batches to finish a step.
     """
 
-    def __init__(self, then: Callable[[int], None] | None) -> None:
+    def __init__(self, then: Callable[[int], None] | None, *, rank: int) -> None:
         self._then = then
+        self._rank = rank
+        #: Tells the workers of this loader from those of another one.
+        self._loader = next(_loaders)
 
     def __call__(self, worker_id: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, (SliceDataset, StreamDataset)):
+            folder = knobs.job_dir()
+            if folder is not None:
+                info.dataset.at_work = AtWork(folder, rank=self._rank, name=f"{self._loader}-{worker_id}")
             # torch's documentation tells users to split a stream through worker_info.dataset, which is a frozen record.
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._then is not None:
             self._then(worker_id)
+
+
+def naming_dead_workers(slices: Iterable[Fetched]) -> Iterator[Fetched]:
+    """**Local.** ``slices`` as they come.
+
+    A worker that dies while it hands over a batch is at first no more than a lost connection. torch's handler for
+    SIGCHLD says which worker it was and what killed it, a moment later.
+    """
+    try:
+        yield from slices
+    except (ConnectionError, EOFError):
+        for _ in range(50):
+            time.sleep(0.01)  # the handler raises in here
+        raise
 
 
 def as_is(fetched: Fetched) -> Fetched:

@@ -66,7 +66,7 @@ def inner_loader(
         # Without an accelerator there is nothing to pin for, and torch would warn at each pass.
         pin_memory=pinned or (given.pin_memory and torch.accelerator.is_available()),
         timeout=given.timeout,
-        worker_init_fn=WorkerStart(given.worker_init_fn),
+        worker_init_fn=WorkerStart(given.worker_init_fn, rank=world.rank),
         multiprocessing_context=given.multiprocessing_context,
         generator=generator,
         prefetch_factor=given.prefetch_factor,

@@ -32,7 +32,7 @@ from lockstep.sampling.agree import agreed
 from lockstep.sampling.cursor import Cursor, LoaderState
 from lockstep.sampling.device import on_device
 from lockstep.sampling.drawn import digest_of, draw_order
-from lockstep.sampling.fetch import Fetched, StreamDataset
+from lockstep.sampling.fetch import Fetched, StreamDataset, naming_dead_workers
 from lockstep.sampling.inner import Keys, inner_loader, slice_keys
 from lockstep.sampling.order import batch_count, epoch_order, mix
 from lockstep.sampling.seeding import can_be_random
@@ -257,7 +257,7 @@ class ShardedLoader:
         world, share, page = self._world, None, writer.own()
         try:
             page.enter(Phase.DATA)
-            for fetched in self._fetch():
+            for fetched in naming_dead_workers(self._fetch()):
                 page.resume(Phase.OWN)
                 share = BatchShare(fetched.samples, fetched.global_samples)
                 world.share = share

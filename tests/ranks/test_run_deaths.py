@@ -1,0 +1,75 @@
+"""What killed a rank, in words: the real thing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import LIMIT, environment, run
+
+_WORKERS = """
+import os, signal, torch, lockstep
+from torch.utils.data import DataLoader, Dataset
+
+class Deadly(Dataset):
+    def __len__(self): return 40
+    def __getitem__(self, index):
+        {trouble}
+        return torch.zeros({size})
+
+world = lockstep.init()
+for batch in lockstep.shard(DataLoader(Deadly(), batch_size=4, num_workers=2)):
+    pass
+"""
+
+
+def test_a_worker_that_dies_is_told_with_its_sample(tmp_path: Path) -> None:
+    trouble = "if index == 22: os.kill(os.getpid(), signal.SIGKILL)"
+    (tmp_path / "train.py").write_text(_WORKERS.format(trouble=trouble, size=1))
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True)
+    assert done.code == 1
+    (line,) = [line for line in done.err.splitlines() if line.startswith("a DataLoader worker of rank 1 (process ")]
+    assert line.endswith("died of Killed while it fetched sample 22"), "of the global batch 20 to 23, the second half"
+
+
+def test_open_files_that_run_out_are_told(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("files = [open('/dev/null') for _ in range(100000)]\n")
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -n 64 && exec {sys.executable} -m lockstep run -n 1 train.py"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 1
+    assert "a process may have 64 files open, and rank 0 wanted more" in done.stderr
+    assert "ulimit -n" in done.stderr
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="a small /dev/shm of one's own needs root and unshare"
+)
+def test_a_full_dev_shm_is_told(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_WORKERS.format(trouble="pass", size=300_000))
+    own = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", f"{own} && exec {sys.executable} -m lockstep run -n 1 train.py"],
+        cwd=tmp_path,
+        env={name: text for name, text in environment(tmp_path).items() if name != "LOCKSTEP_PRELOAD"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        stdin=subprocess.DEVNULL,
+    )
+    if done.returncode == 32 or "unshare failed" in done.stderr:
+        pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
+    assert done.returncode != 0
+    assert "/dev/shm (1 MiB, of which " in done.stderr, done.stderr
+    assert "docker run --shm-size" in done.stderr

@@ -1,0 +1,175 @@
+"""SIGTERM, Ctrl-C and SIGUSR1 to a training with a Checkpointer: a step is finished, all is saved, nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+from lockstep.agreement.note import EXIT_SAVED
+from tests.faults import jobs
+from tests.harness import collect_outcomes
+from tests.launching import Finished, gone_within, run, start, wait_for
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What an undisturbed run ends with."""
+    return jobs.undisturbed(tmp_path_factory.mktemp("calm") / "run")
+
+
+def _strike(whom: str, signum: int, *, taken: int = 5, point: str = "backward", rank: int = 1) -> dict[str, Any]:
+    return {"life": 0, "rank": rank, "point": point, "taken": taken, "signal": int(signum), "whom": whom}
+
+
+@pytest.mark.parametrize(
+    ("whom", "signum", "says"),
+    [
+        ("watcher", signal.SIGTERM, "SIGTERM"),
+        ("group", signal.SIGINT, "SIGINT"),  # workers, zygote and all, as a terminal does
+        ("rank", signal.SIGTERM, "a signal to the ranks"),
+    ],
+)
+def test_a_run_that_is_asked_to_stop_goes_on_bit_for_bit(
+    tmp_path: Path, calm: list[dict[str, Any]], whom: str, signum: int, says: str
+) -> None:
+    stopped = jobs.run_job(tmp_path, "--workers", "2", plan=[_strike(whom, signum)])
+    assert stopped.code == EXIT_SAVED, stopped
+    steps = [line["step"] for line in jobs.lines(tmp_path, 0) if "step" in line]
+    words = f"lockstep: stopped by {says}; saved at step {steps[-1]} in {tmp_path}/run/step-{steps[-1]:08d}"
+    assert words in stopped.err.splitlines()
+    assert "Traceback" not in stopped.err
+    assert "KeyboardInterrupt" not in (tmp_path / "logs" / "rank1.log").read_text()
+    resumed = jobs.run_job(tmp_path, "--workers", "2", "--life", "1", plan=[])
+    assert resumed.code == 0, resumed
+    assert jobs.final(tmp_path) == calm
+    assert jobs.check_audit(tmp_path) == calm[0]["step"]
+
+
+def test_sigusr1_saves_and_goes_on(tmp_path: Path, calm: list[dict[str, Any]]) -> None:
+    done = jobs.run_job(tmp_path, "--save-every", "1000", plan=[_strike("watcher", signal.SIGUSR1)])
+    assert done.code == 0, done
+    said = [line for line in done.err.splitlines() if line.startswith("lockstep: saved at step ")]
+    assert len(said) == 1
+    assert 7 <= int(said[0].split()[4]) < 12, "in mid-epoch, before the script's own first save"
+    assert jobs.final(tmp_path) == calm
+
+
+def test_a_request_at_the_very_end_is_seen_to(tmp_path: Path) -> None:
+    strike = _strike("rank", signal.SIGTERM, point="epoch", taken=36, rank=1)
+    done = jobs.run_job(tmp_path, plan=[strike])
+    assert done.code == EXIT_SAVED, done
+    assert "saved at step 36" in done.err
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    with jobs.start_job(tmp_path, "--slow", "30", "--workers", "1") as job:
+        wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 1 if jobs.pids(tmp_path, 0) else False, "training")
+        everyone = job.tree()
+        os.killpg(job.pid, signal.SIGINT)
+        time.sleep(0.4)  # two signals within a quarter of a second are taken for one
+        os.killpg(job.pid, signal.SIGINT)
+        done = job.finish(limit=10)
+    assert done.code == 128 + signal.SIGINT
+    assert "Ctrl-C: the ranks finish a step, save and leave" in done.err
+    assert gone_within(everyone, 1.0) == []
+
+
+def test_who_does_not_finish_the_step_within_the_grace_period_is_killed(tmp_path: Path) -> None:
+    with jobs.start_job(tmp_path, "--slow", "30", grace=0.5) as job:
+        wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 1 if jobs.pids(tmp_path, 0) else False, "training")
+        os.kill(job.pid, signal.SIGTERM)
+        done = job.finish(limit=10)
+    assert done.code == 128 + signal.SIGTERM
+    assert "did not leave in time (--grace) and was killed" in done.err
+
+
+_OTHER_LOOPS = """
+import os, signal, torch, lockstep
+from torch import nn
+
+world = lockstep.init()
+model = lockstep.replicate(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+saved = lockstep.Checkpointer("run", model=model, optimizer=optimizer)
+for epoch in saved.epochs(2):
+    for step in range(20):
+        {boundary}
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        {trouble}
+    saved.save()
+world.print("done at", saved.step)
+"""
+
+
+def _other_loop(tmp_path: Path, trouble: str, boundary: str = "saved.between_steps()") -> Finished:
+    (tmp_path / "train.py").write_text(_OTHER_LOOPS.format(boundary=boundary, trouble=trouble))
+    return run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True)
+
+
+_TERM = "if saved.step == 25 and world.is_main: os.kill(os.getpid(), signal.SIGTERM)"
+
+
+def test_a_loop_over_another_loader_says_itself_where_its_steps_end(tmp_path: Path) -> None:
+    assert _other_loop(tmp_path, _TERM).code == EXIT_SAVED
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == [
+        "step-00000020",
+        "step-00000027",
+    ]
+    again = _other_loop(tmp_path, "")
+    assert again.code == 0, again
+    assert "done at 47" in again.out, "the second epoch began again behind step 27"
+
+
+def test_without_a_loop_that_says_so_everything_is_as_under_python(tmp_path: Path) -> None:
+    assert _other_loop(tmp_path, _TERM, boundary="pass").code == 128 + signal.SIGTERM
+
+
+def test_a_save_that_fails_on_the_way_out_is_told(tmp_path: Path) -> None:
+    trouble = "if saved.step == 25: saved.save = lambda **_: 1 / 0\n        " + _TERM.replace("getpid", "getppid")
+    trouble = trouble.replace(
+        "os.getppid()", "int(open(f'/proc/{os.getppid()}/status').read().split('PPid:')[1].split()[0])"
+    )
+    done = _other_loop(tmp_path, trouble)
+    assert done.code == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM; rank 0 failed on the way out: ZeroDivisionError: division by zero" in done.err
+
+
+def test_sigusr1_kills_nobody_who_has_no_use_for_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os\nprint('here', flush=True)\nprint(input())\n")
+    with start(["lockstep", "run", "-n", "1", "train.py"], tmp_path) as job:
+        assert job.read_line() == "here"
+        os.killpg(job.pid, signal.SIGUSR1)
+        done = job.finish()
+    assert "SIGUSR1" in done.err
+
+
+def _asked_under_another_launcher(folder: str) -> None:
+    world = lockstep.init(seed=1)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = lockstep.shard(DataLoader(TensorDataset(torch.randn(40, 2)), batch_size=4))
+    saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer, loader=loader)
+    for _ in saved.epochs(1):
+        for (batch,) in loader:
+            if saved.step == 3 and world.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            model(batch).sum().backward()
+            for parameter in model.parameters():
+                world.all_reduce(parameter.grad)  # type: ignore[type-var]  # a gradient is there
+            optimizer.step()
+
+
+def test_ranks_agree_through_the_groups_store_under_another_launcher(tmp_path: Path) -> None:
+    outcomes = collect_outcomes(_asked_under_another_launcher, 2, str(tmp_path / "run"))
+    assert [(outcome.error, outcome.message) for outcome in outcomes] == [("SystemExit", str(EXIT_SAVED))] * 2
+    assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == ["step-00000006"]

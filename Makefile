@@ -35,6 +35,7 @@ bench: $(READY)  ## measure launch and step times against torch (some minutes; n
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.collectives
 	$(BIN)/python -m benchmarks.data_parallel
+	$(BIN)/python -m benchmarks.checkpoint
 	PYTHONPATH=tests/site $(BIN)/python -m benchmarks.imagenet_input
 
 clean:  ## remove the virtual environment and caches

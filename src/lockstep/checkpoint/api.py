@@ -17,6 +17,7 @@ from torch import nn
 
 from lockstep.agreement import standing
 from lockstep.checkpoint import folders, rng
+from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
 from lockstep.checkpoint.captured import Captured, Share, capture, divided, text
 from lockstep.checkpoint.codec import encode
@@ -24,7 +25,7 @@ from lockstep.checkpoint.guard import reading
 from lockstep.checkpoint.load import Contents, read
 from lockstep.checkpoint.lock import RunLock
 from lockstep.checkpoint.match import bare
-from lockstep.checkpoint.peers import OverGroup
+from lockstep.checkpoint.peers import OverGroup, Peers
 from lockstep.checkpoint.pruning import prune
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.storage import POSIX, Storage
@@ -126,6 +127,7 @@ class Checkpointer:
         (self._lock, _), owners = together(world, self._claim_folder, lambda claimed: claimed[1])
         #: The users whose checkpoints are taken: this one, and as whom the file system makes its files.
         self._owners = (os.geteuid(), int(owners[0]))
+        self._background = Background(world)
         if optimizer is not None:
             _count_steps(optimizer, self)
         self._boundary = StepBoundary(self, world, counts_steps=optimizer is not None)
@@ -172,6 +174,7 @@ class Checkpointer:
                 self._boundary.reached(epoch_done=True, last=self._epoch + 1 == count)
                 self._in_body = False
                 self._epoch += 1
+            self.wait()
         finally:
             self._in_body = False
             self._boundary.close()
@@ -209,23 +212,70 @@ class Checkpointer:
             CheckpointError: it could not be written (disk full, permissions, a value that can't be written down), or
                 the ranks are at different steps, or the folder holds another run; the same error on every rank.
         """
-        if self._training.optimizer is None and self.step == self._last_saved:
-            self.step += 1
+        earlier: CheckpointError | None = None
+        try:
+            self.wait()
+        except CheckpointError as error:
+            earlier = error
         share, place = self._capture(metric, epoch_done)
-        folder = write(
+        folder = self._write(share, place, OverGroup(self._world))
+        self._owns_folder = True
+        self._last_saved = place.step
+        if earlier is not None and self._world.is_main:
+            warnings.warn(f"{earlier}; the save at step {place.step} succeeded", RuntimeWarning, stacklevel=2)
+        return folder
+
+    def async_save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> None:
+        """**Collective.** As :meth:`save`, but training goes on as soon as the state is copied in memory.
+
+        A thread writes the copy. At most one save is under way: the next one waits for it. Memory: each rank keeps one
+        buffer as large as what it writes, about the size of the state divided by the number of ranks (pinned on a
+        CUDA rank), from the first call on until the Checkpointer goes. See Note [Saving in the background] in
+        ``checkpoint/background.py``.
+
+        A failure is said on rank 0's standard error when it happens, and raised on all ranks by the next of these:
+        ``async_save`` (which then begins no save; call it again), :meth:`wait`, the end of :meth:`epochs`. A process
+        that ends waits for the save, and if that failed and was not raised, ends with exit code 1. A following
+        :meth:`save` that succeeds makes it a warning.
+
+        Args:
+            metric, epoch_done: as for :meth:`save`.
+
+        Raises:
+            CheckpointError: the save before this one failed; or as :meth:`save`, as far as it is known before anything
+                is written. The same on every rank.
+        """
+        self.wait()
+        share, place = self._capture(metric, epoch_done)
+        self._background.forget_records()  # all ranks have waited, or they would not have met in the line above
+        self._background.begin(share, step=place.step, write=lambda copied, peers: self._write(copied, place, peers))
+        self._last_saved = place.step
+
+    def wait(self) -> Path | None:
+        """**Local.** Wait until the :meth:`async_save` that is under way is on the disk: its folder; None if there is
+        none.
+
+        Raises:
+            CheckpointError: it failed; the same on every rank, and raised once.
+        """
+        folder = self._background.wait()
+        self._owns_folder |= folder is not None
+        return folder
+
+    def _write(self, share: Share, place: Place, peers: Peers) -> Path:
+        return write(
             self.folder,
             share,
             place,
-            peers=OverGroup(self._world),
+            peers=peers,
             tidy=lambda newest: prune(self.folder, newest, self._rule, damaged=self._damaged, on=self._storage),
             on=self._storage,
         )
-        self._owns_folder = True
-        self._last_saved = place.step
-        return folder
 
     def _capture(self, metric: float | None, epoch_done: bool | None) -> tuple[Share, Place]:
         """**Collective.** What this rank will write, copied nowhere yet, and where the run is."""
+        if self._training.optimizer is None and self.step == self._last_saved:
+            self.step += 1
         (captured, _), records = together(self._world, self._own_state, lambda state: state[1])
         steps = [record["step"] for record in records]
         if any(step != self.step for step in steps):
@@ -295,6 +345,7 @@ class Checkpointer:
             CheckpointMismatch: the checkpoint is of another model, optimizer, scheduler or dataset.
             CheckpointError: the ranks do not see the same folder.
         """
+        self.wait()
         _, listings = together(self._world, self._listing, lambda names: names)
         damaged: list[str] = []
         for name in listings[0]:

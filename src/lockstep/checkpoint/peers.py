@@ -11,6 +11,8 @@ for a store may answer one question at a time and training may want to ask it so
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import time
 from typing import Any, Protocol
 
@@ -22,6 +24,8 @@ from lockstep.errors import CollectiveTimeout
 
 #: Seconds between two looks: at first, and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+#: Seconds that a process which ends with an error waits for ranks that may have ended before it.
+_LAST_WAIT = 5.0
 
 
 class Peers(Protocol):
@@ -89,6 +93,8 @@ class OverStore:
         deadline, pause = time.monotonic() + self._timeout, _FIRST_PAUSE
         names = [self._name(self._round, rank) for rank in range(self.world_size)]
         while not self._store.check(names):
+            if _leaving_after_an_error():
+                deadline = min(deadline, time.monotonic() + _LAST_WAIT)  # only ever moves nearer
             if time.monotonic() > deadline:
                 late = [rank for rank, name in enumerate(names) if not self._store.check([name])]
                 raise CollectiveTimeout(
@@ -99,5 +105,29 @@ class OverStore:
             pause = min(2 * pause, _LONGEST_PAUSE)
         return [json.loads(self._store.get(name)) for name in names]
 
+    def part(self) -> None:
+        """**Collective.** End the conversation. Rank 0, which may have the store, leaves last, or after a while."""
+        if self.rank:
+            self._store.set(self._parting(self.rank), "")
+            return
+        deadline = time.monotonic() + _LAST_WAIT
+        others = [self._parting(rank) for rank in range(1, self.world_size)]
+        while others and not self._store.check(others) and time.monotonic() < deadline:
+            time.sleep(_FIRST_PAUSE)
+
+    def forget(self) -> None:
+        """**Local.** Remove what is left of this rank's records, once all ranks have ended the conversation."""
+        for number in range(max(1, self._round - 1), self._round + 1):
+            self._store.delete_key(self._name(number, self.rank))
+        if self.rank:
+            self._store.delete_key(self._parting(self.rank))
+
+    def _parting(self, rank: int) -> str:
+        return f"{self._key}/parted/{rank}"
+
     def _name(self, number: int, rank: int) -> str:
         return f"{self._key}/{number}/{rank}"
+
+
+def _leaving_after_an_error() -> bool:
+    return not threading.main_thread().is_alive() and getattr(sys, "last_value", None) is not None

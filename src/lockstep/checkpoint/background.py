@@ -1,0 +1,169 @@
+"""Saving beside training: one copy of the state in memory, written by a thread.
+
+Note [Saving in the background]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+What all ranks must agree on (the step, who writes which bytes) is agreed on before training goes on, by the training's
+process group; so is the copy made. From there on everything is the thread's: the copy, the records that the ranks
+exchange (over the store: Note [Records in the background]), the files. The state may change meanwhile.
+
+Each rank copies only what it writes, so the ranks together hold the state once more, whatever their number. The buffer
+is kept for the next save: fresh memory costs more than the copy itself, in page faults.
+
+At most one save is under way. All ranks hear of the same failure, for they write together; a rank raises it when it
+is asked for the next save, or waits. The thread is no daemon: a process that ends waits for it, and if it failed and
+nobody was told, ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lockstep.checkpoint.captured import Share
+from lockstep.checkpoint.peers import OverStore, Peers
+from lockstep.checkpoint.together import together
+from lockstep.comm.world import World
+from lockstep.errors import CheckpointError
+
+#: Writes a share with these peers, and returns the checkpoint's folder.
+Writer = Callable[[Share, Peers], Path]
+
+#: Conversations begun in this process, the same number on every rank.
+_conversations = 0
+_all: weakref.WeakSet[Background] = weakref.WeakSet()
+#: The process that has ``_at_exit`` registered.
+_registered_in: int | None = None
+
+
+class Background:
+    """One rank's saves in the background, of which one at most is under way. See Note [Saving in the background]."""
+
+    #: uint8, CPU, one dimension; pinned on a CUDA rank. Ours; grows to the largest share so far.
+    _buffer: torch.Tensor
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._thread: threading.Thread | None = None
+        self._peers: OverStore | None = None
+        self._step = 0
+        self._folder: Path | None = None
+        self._error: BaseException | None = None
+        self._pid = os.getpid()
+
+    def begin(self, share: Share, *, step: int, write: Writer) -> None:
+        """**Collective.** Copy what this rank is to write, and begin to write the copy.
+
+        Nothing may be under way: :meth:`wait` first. Training may go on when this returns.
+        """
+        peers = self._peers = self._new_peers()
+        try:
+            copied = self._copy(share)
+            task = partial(write, copied, peers)
+        except Exception as error:  # noqa: BLE001  (the other ranks' threads wait: they must hear of it)
+            task = partial(_fail_together, error, peers)
+        self._step, self._folder, self._error = step, None, None
+        self._thread = threading.Thread(
+            target=self._run, args=(task, peers), name=f"lockstep-save-{step}", daemon=False
+        )
+        _watch_exit(self)
+        self._thread.start()
+
+    def wait(self) -> Path | None:
+        """**Local.** Wait for the save that is under way: its folder, or None if there is none.
+
+        Raises:
+            CheckpointError: it failed; raised once.
+        """
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise CheckpointError(f"saving step {self._step} in the background failed: {error}") from error
+        return self._folder
+
+    def forget_records(self) -> None:
+        """**Local.** Remove this rank's records of the last save from the store; all ranks must have waited for it."""
+        if self._peers is not None:
+            self._peers.forget()
+            self._peers = None
+
+    def _copy(self, share: Share) -> Share:
+        if self._buffer.numel() < share.nbytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            self._buffer = torch.empty(share.nbytes, dtype=torch.uint8, pin_memory=self._world.device.type == "cuda")
+        copied = share.copied(self._buffer)
+        if self._world.device.type == "cuda":
+            torch.cuda.current_stream(self._world.device).synchronize()
+        return copied
+
+    def _new_peers(self) -> OverStore:
+        global _conversations
+        _conversations += 1
+        return OverStore(
+            # torch keeps the store of the default group to itself, also where the user's own code opened the group.
+            dist.distributed_c10d._get_default_store(),
+            rank=self._world.rank,
+            world_size=self._world.world_size,
+            key=f"lockstep/save/{_conversations}",
+            timeout=self._world.timeout,
+        )
+
+    def _run(self, task: Callable[[], Path], peers: OverStore) -> None:
+        try:
+            self._folder = task()
+        except BaseException as error:  # noqa: BLE001  (raised in the thread that trains, at its next call)
+            self._error = error
+            if self._world.is_main:  # now, because that call may be hours away
+                print(f"lockstep: saving step {self._step} in the background failed: {error}", file=sys.stderr)
+        finally:
+            peers.part()
+
+    def failed_unheard(self) -> bool:
+        """**Local.** Wait, and say whether the last save failed without anybody having been told."""
+        if self._pid != os.getpid() or self._thread is None:
+            return False
+        self._thread.join()
+        return self._error is not None
+
+
+def _fail_together(error: Exception, peers: Peers) -> Path:
+    """Take part in the others' ``write``, so that it fails on all ranks with ``error``."""
+
+    def fail() -> Path:
+        raise error
+
+    try:
+        return together(peers, fail, str)[0]
+    except CheckpointError:
+        peers.gather(None)  # they meet once more, when rank 0 has cleaned up
+        raise
+
+
+def _watch_exit(background: Background) -> None:
+    global _registered_in
+    _all.add(background)
+    if _registered_in != os.getpid():
+        _registered_in = os.getpid()
+        atexit.register(_at_exit)
+
+
+def _at_exit() -> None:
+    """A run whose last save failed must not look like one that ended well."""
+    failed = [each.failed_unheard() for each in _all]
+    if any(failed) and getattr(sys, "last_value", None) is None:
+        print("lockstep: the last save failed, so this process ends with exit code 1", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

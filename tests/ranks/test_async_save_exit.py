@@ -1,0 +1,81 @@
+"""The end of a process whose last save is still under way, or has failed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from lockstep import knobs
+from lockstep.checkpoint.background import Background
+from lockstep.checkpoint.load import read
+from tests.launching import LIMIT, environment
+
+_SCRIPT = """
+import os, sys
+import torch, lockstep
+from torch import nn
+from lockstep.checkpoint.storage import PosixStorage
+
+class Full(PosixStorage):
+    def write(self, file, data, offset):
+        raise OSError(28, "No space left on device")
+
+world = lockstep.init()
+torch.manual_seed(0)  # else the replicas differ, and rank 0 writes all
+model = nn.Linear(3, 3)
+saved = lockstep.Checkpointer("run", model=model)
+if sys.argv[1] == "full" and world.rank == 1:
+    saved._storage = Full()
+saved.async_save()
+print("trained", flush=True)
+if sys.argv[1] == "raise":
+    raise KeyError("mine")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("good", 0, []),
+        (
+            "full",
+            1,
+            ["saving step 0 in the background failed: rank 1: ", "the disk is full", "ends with exit code 1"],
+        ),
+        ("raise", 1, ["KeyError: 'mine'"]),
+    ],
+)
+def test_a_process_that_ends_waits_and_does_not_end_well_if_the_save_failed(
+    tmp_path: Path, how: str, code: int, words: list[str]
+) -> None:
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "run", "-n", "2", "train.py", how],
+        cwd=tmp_path,
+        env={name: value for name, value in environment(tmp_path).items() if name != knobs.PRELOAD},  # torch once
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == code, done
+    assert "trained" in done.stdout
+    for word in words:
+        assert word in done.stderr
+    whole = [path.name for path in (tmp_path / "run").glob("step-*")]
+    assert whole == ([] if how == "full" else ["step-00000000"])
+    if whole:
+        assert read(tmp_path / "run" / whole[0]).manifest.step == 0
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_save() -> None:
+    class Never(Background):
+        def __init__(self) -> None:
+            self._pid = os.getpid() + 1
+            self._thread = threading.current_thread()
+
+    assert not Never().failed_unheard()

@@ -68,9 +68,10 @@ def test_nobody_outlives_a_killed_launcher(tmp_path: Path, victim: str) -> None:
 def test_workers_die_with_their_rank_even_if_nobody_is_left_to_see_to_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import multiprocessing, os, signal\n"
-        "worker = multiprocessing.get_context('fork').Process(target=signal.pause)\n"
-        "worker.start()\n"
-        "open('ready', 'w').write(str(worker.pid))\n"
+        "def work():\n"  # once it is here, it is tied to its rank
+        "    open('ready', 'w').write(str(os.getpid()))\n"
+        "    signal.pause()\n"
+        "multiprocessing.get_context('fork').Process(target=work).start()\n"
         "signal.pause()\n"
     )
     # Nobody is left to remove the job's folder either, so it stands in the test's own.

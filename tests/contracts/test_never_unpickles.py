@@ -49,6 +49,8 @@ for epoch in saved.epochs(1):
         model(inputs).sum().backward()
         optimizer.step()
         saved.save()
+saved.async_save()
+saved.wait()
 again, *_, restored = bench()
 assert restored.restore(strict=True).step == 3
 assert torch.equal(again[0].weight, model[0].weight)

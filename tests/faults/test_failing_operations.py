@@ -115,7 +115,15 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def _train_while_it_fails(folder: str, numbers: list[int], bad_rank: int) -> list[str]:
+def _save_somehow(saved: lockstep.Checkpointer, *, background: bool) -> None:
+    if background:
+        saved.async_save()
+        saved.wait()
+    else:
+        saved.save()
+
+
+def _train_while_it_fails(folder: str, numbers: list[int], bad_rank: int, background: bool) -> list[str]:
     world = lockstep.init()
     model, optimizer, saved = _bench(folder)
     _step(model, optimizer)
@@ -123,11 +131,11 @@ def _train_while_it_fails(folder: str, numbers: list[int], bad_rank: int) -> lis
     said = []
     for count, number in enumerate(numbers):
         _step(model, optimizer)
-        before = saved.folder / f"step-{saved.step - 1:08d}"
+        before = saved.folder / f"step-{saved.step - 1:08d}"  # of the save before this step
         if world.rank == bad_rank:
             saved._storage = Failing(at=number, error=_ERRORS[count % 4], lasting=True)
         with pytest.raises(lockstep.CheckpointError, match=f"rank {bad_rank}: ") as caught:
-            saved.save()
+            _save_somehow(saved, background=background)
         said.append(str(caught.value))
         verify(before)  # the one before it is as it was
         saved._storage = POSIX
@@ -139,11 +147,12 @@ def _train_while_it_fails(folder: str, numbers: list[int], bad_rank: int) -> lis
     return said
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_training_goes_on_where_a_save_fails(tmp_path: Path, bad_rank: int) -> None:
+def test_training_goes_on_where_a_save_fails(tmp_path: Path, bad_rank: int, background: bool) -> None:
     # Rank 1 only writes its part: it opens the draft and a file in it, writes, syncs.
     numbers = [0, 3, 8, 12, 14] if bad_rank == 0 else [0, 1, 2, 3]
-    said = run_ranks(_train_while_it_fails, 2, str(tmp_path), numbers, bad_rank)
+    said = run_ranks(_train_while_it_fails, 2, str(tmp_path), numbers, bad_rank, background)
     assert said[0] == said[1]
     assert {os.strerror(error) for error in _ERRORS} == {words for text in said[0] for words in _named(text)}
 

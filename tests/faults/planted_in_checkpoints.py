@@ -1,0 +1,107 @@
+"""Faults that somebody might make in the writing and reading of checkpoints."""
+
+from __future__ import annotations
+
+from tests.faults.planting import Fault
+
+_CRASHES = ("tests/faults/test_crash_states.py",)
+_DAMAGE = ("tests/faults/test_damage.py",)
+_HOSTILE = ("tests/unit/test_hostile_checkpoints.py",)
+_SHARING = ("tests/unit/test_sharing.py",)
+
+CHECKPOINT_FAULTS = [
+    Fault(
+        "a file is not fsynced",
+        "checkpoint/draft.py",
+        "        on.sync(file)\n        on.close(file)\n    return -1\n",
+        "        on.close(file)\n    return -1\n",
+        _CRASHES,
+    ),
+    Fault(
+        "a draft's folder is not fsynced",
+        "checkpoint/draft.py",
+        "            self._on.sync(self._folder)\n",
+        "            pass\n",
+        _CRASHES,
+    ),
+    Fault(
+        "the run's folder is not fsynced",
+        "checkpoint/draft.py",
+        "                folders.sync_folder(self._root, on=self._on)\n",
+        "                pass\n",
+        _CRASHES,
+    ),
+    Fault(
+        "a draft is renamed before its manifest is written",
+        "checkpoint/draft.py",
+        "        self.write(MANIFEST, content)\n"
+        "        with named(self.path):\n            self._on.sync(self._folder)\n"
+        "        whole = self._root / self._name\n        self._on.rename(self.path, whole)\n",
+        "        whole = self._root / self._name\n        self._on.rename(self.path, whole)\n"
+        "        self.write(MANIFEST, content)\n        self._on.sync(self._folder)\n",
+        _CRASHES,
+    ),
+    Fault(
+        "files of an old checkpoint go before its name has gone",
+        "checkpoint/folders.py",
+        "    sync_folder(folder.parent, on=on)\n    remove_tree(leftover, on=on)\n",
+        "    remove_tree(leftover, on=on)\n",
+        _CRASHES,
+    ),
+    Fault(
+        "a digest is not compared",
+        "checkpoint/load.py",
+        "        if digest.hexdigest() != expected:\n",
+        "        if not digest.hexdigest():\n",
+        _DAMAGE,
+    ),
+    Fault(
+        "the wrong ranks' digests are taken",
+        "checkpoint/captured.py",
+        "for own, values in zip(self.division, digests, strict=True):\n",
+        "for own, values in zip(self.division, digests[::-1], strict=True):\n",
+        _SHARING,
+    ),
+    Fault(
+        "buffers are taken from all ranks",
+        "checkpoint/tensors.py",
+        "alike is None or key in alike",
+        "True",
+        _SHARING,
+    ),
+    Fault(
+        "replicas that have drifted apart are mixed",
+        "checkpoint/captured.py",
+        "        if alike and any(theirs.get(name) != prints[0][name] for theirs in prints)\n",
+        "        if alike and any(name not in theirs for theirs in prints)\n",
+        _SHARING,
+    ),
+    Fault(
+        "links are followed",
+        "checkpoint/storage.py",
+        "access | os.O_NOFOLLOW | os.O_NONBLOCK",
+        "access | os.O_NONBLOCK",
+        _HOSTILE,
+    ),
+    Fault(
+        "a key may occur twice",
+        "checkpoint/digests.py",
+        "    if len(found) != len(pairs):\n",
+        "    if len(found) > len(pairs):\n",
+        _HOSTILE,
+    ),
+    Fault(
+        "anybody's checkpoint is taken",
+        "checkpoint/api.py",
+        "owners=self._owners, ",
+        "",
+        _HOSTILE,
+    ),
+    Fault(
+        "a failed write is not noticed by the other ranks",
+        "checkpoint/write.py",
+        "        writing.give_up()\n        peers.gather(None)\n        raise\n",
+        "        writing.give_up()\n        return root\n",
+        ("tests/faults/test_failing_operations.py", "-k", "some_operations"),
+    ),
+]

@@ -104,4 +104,20 @@ CHECKPOINT_FAULTS = [
         "        writing.give_up()\n        return root\n",
         ("tests/faults/test_failing_operations.py", "-k", "some_operations"),
     ),
+    Fault(
+        "older checkpoints go before the new one is there",
+        "checkpoint/write.py",
+        "        path = self._draft.commit(",
+        "        for old in folders.checkpoints(self._root, on=self._on):\n"
+        "            folders.remove(old, on=self._on)\n"
+        "        path = self._draft.commit(",
+        _CRASHES,
+    ),
+    Fault(
+        "blocks are written where others belong",
+        "checkpoint/draft.py",
+        "on.write(file, piece, offset + start)",
+        "on.write(file, piece, start)",
+        ("tests/ranks/test_checkpointer.py",),
+    ),
 ]

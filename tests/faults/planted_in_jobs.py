@@ -1,0 +1,71 @@
+"""Faults that somebody might make in starting, watching and stopping jobs."""
+
+from __future__ import annotations
+
+from tests.faults.planting import Fault
+
+JOB_FAULTS = [
+    Fault(
+        "ranks outlive the process that started them",
+        "launch/processes.py",
+        "    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)\n",
+        "",
+        ("tests/ranks/test_run_orphans.py",),
+    ),
+    Fault(
+        "a job's folder stays behind",
+        "launch/supervisor.py",
+        "        undo.callback(shutil.rmtree, folder, ignore_errors=True)\n",
+        "",
+        ("tests/ranks/test_run_orphans.py", "tests/ranks/test_run.py"),
+    ),
+    Fault(
+        "a failure that repeats is tried again",
+        "launch/restarts.py",
+        "        if last is not None and _same(last, failure):",
+        "        if False:",
+        ("tests/unit/test_restarts.py",),
+    ),
+    Fault(
+        "each rank stops at a step of its own",
+        "agreement/agree.py",
+        "LEAD = 2",
+        "LEAD = 0",
+        ("tests/unit/test_agreement.py",),
+    ),
+    Fault(
+        "those who wait are called late",
+        "recorder/compare.py",
+        "    late = [seen for seen in ranks if seen.rank not in waits]",
+        "    late = [seen for seen in ranks if seen.rank in waits]",
+        ("tests/unit/test_recorder_compare.py",),
+    ),
+    Fault(
+        "a rank is late as soon as the first of the others waits for it",
+        "recorder/compare.py",
+        "    since = max(waits.values())\n",
+        "    since = min(waits.values())\n",
+        ("tests/unit/test_recorder_compare.py",),
+    ),
+    Fault(
+        "a wait that fails counts as one that ended",
+        "recorder/writer.py",
+        "            if not failed:\n                self._write()\n",
+        "            self._write()\n",
+        ("tests/unit/test_recorder_pages.py",),
+    ),
+    Fault(
+        "a loader's worker writes into its rank's page",
+        "recorder/writer.py",
+        "        _own.detach()\n",
+        "        _own.publish()\n",
+        ("tests/unit/test_recorder_pages.py",),
+    ),
+    Fault(
+        "a process without a handler is sent the signal that asks for its stack",
+        "launch/kernel.py",
+        "            return bool(int(line.split()[1], 16) >> (signum - 1) & 1)\n",
+        "            return True\n",
+        ("tests/unit/test_launch_lateness.py",),
+    ),
+]

@@ -19,13 +19,6 @@ _SLOW = ("--slow", "0.01", "--epochs")
 _CHOSEN = ("forward", "backward", "reduce", "optimizer", "save", "commit", "restore")
 
 
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
-
-
 class _Assassin:
     """Kills a rank of a running job at a random moment of each of its starts."""
 
@@ -33,7 +26,8 @@ class _Assassin:
         self._job = job
         self._folder = folder
         self._chance = chance
-        self._last: list[int] = []
+        #: The start before this one: ranks and what they had started.
+        self._last: set[int] = set()
         self.kills = 0
 
     def strike(self) -> bool:
@@ -43,22 +37,32 @@ class _Assassin:
         done_before = self._steps()
 
         def started() -> bool:
-            tree = _children(self._job.pid)
-            ranks[:] = [pid for pid in (_children(tree[0]) if tree else []) if pid not in self._last][: jobs.RANKS]
-            return len(ranks) == jobs.RANKS or self._job.process.poll() is not None
+            ranks[:] = [pid for pid in self._below_zygote() if pid not in self._last]
+            return len(ranks) == jobs.RANKS or self._ended()
 
         wait_for(started, "the next start")
         if self.kills % 2:
-            wait_for(lambda: self._steps() > done_before or self._job.process.poll() is not None, "training")
+            wait_for(lambda: self._steps() > done_before or self._ended(), "training")
         time.sleep(self._chance.uniform(0.0, 0.5))  # the moment is what is random here
+        self._last = set(self._job.tree())
+        if self._ended() or not set(ranks) <= self._last:
+            return False  # it had finished
         try:
             os.kill(self._chance.choice(ranks), signal.SIGKILL)
-        except (ProcessLookupError, IndexError):
-            return False  # it had finished
+        except ProcessLookupError:
+            return False
         self.kills += 1
-        self._last = ranks
         assert gone_within(ranks, 5.0) == []
         return True
+
+    def _below_zygote(self) -> list[int]:
+        tree = self._job.tree()
+        own = Path(f"/proc/{tree[0]}/task/{tree[0]}/children") if tree else None
+        children = own.read_text().split() if own is not None and own.exists() else []
+        return [pid for pid in tree if str(pid) in children]
+
+    def _ended(self) -> bool:
+        return self._job.process.poll() is not None
 
     def _steps(self) -> int:
         """Lines of rank 0's audit: a step taken is a line more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def pids(folder: Path, life: int) -> list[int] | None:
         return None
 
 
-def left_in_shared_memory() -> set[str]:
-    """Names in /dev/shm."""
-    return set(os.listdir("/dev/shm"))
+def left_in_shared_memory(pids: Iterable[int]) -> list[str]:
+    """What these processes left in /dev/shm. torch names its memory ``torch_<process>_…``."""
+    owners = {str(pid) for pid in pids}
+    return [name for name in os.listdir("/dev/shm") if owners & set(name.split("_"))]

@@ -17,7 +17,9 @@ import click
 @click.option("--log-dir", type=click.Path(path_type=Path), help="Folder for every rank's log (rank1.log …).")
 @click.option("--all-output", is_flag=True, help="Show every rank's lines, not only rank 0's.")
 @click.option("--grace", default=10.0, show_default=True, metavar="SECONDS", help="Time to stop before being killed.")
-@click.option("--max-restarts", default=0, show_default=True, metavar="K", help="Start again after a failure.")
+@click.option(
+    "--max-restarts", default=0, show_default=True, metavar="K", help="Start again after a failure, up to K times."
+)
 @click.argument("program")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -33,7 +35,11 @@ def run(
     """Run PROGRAM on N ranks of this machine.
 
     What follows PROGRAM goes to it as it is. Rank 0 has the terminal; the others write to a log each. If a rank fails,
-    it is named and the others are stopped; the exit code is that rank's.
+    it is named and the others are stopped; the exit code is that rank's. With --max-restarts all ranks start again, and
+    a Checkpointer goes on from its newest good checkpoint.
+
+    SIGTERM or Ctrl-C: a training with a Checkpointer finishes its step, saves, and ends with exit code 75; run the same
+    command again to go on. Once more: stop at once. SIGUSR1: save and go on.
     """
     from lockstep import machine
     from lockstep.errors import LaunchError

@@ -7,10 +7,8 @@ import importlib
 import os
 import pickle
 import selectors
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing import context, reduction, resource_tracker
@@ -20,6 +18,7 @@ from typing import Any
 from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
 from lockstep.identity import Identity
 from lockstep.launch import ports, records, report
+from lockstep.launch.folders import JobFolder
 from lockstep.launch.handle import ZygoteHandle
 from lockstep.launch.policy import Order, Policy
 from lockstep.launch.spawned import SentDescriptor
@@ -86,11 +85,11 @@ class SpawnContext:
         preparation = multiprocessing_spawn.get_preparation_data("rank")
         _check_main(preparation)
         master = _master()
-        self._folder = tempfile.mkdtemp(prefix="lockstep-")
+        self._folder = JobFolder()
         try:
-            self._zygote = ZygoteHandle(self._folder)
+            self._zygote = ZygoteHandle(self._folder.path)
         except BaseException:
-            shutil.rmtree(self._folder)
+            self._folder.remove()
             raise
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._zygote, selectors.EVENT_READ)
@@ -152,7 +151,7 @@ class SpawnContext:
                 identity,
                 nnodes=1,
                 master=master,
-                folder=self._folder,
+                folder=self._folder.path,
                 loopback=ports.is_loopback(master[0]) and "GLOO_SOCKET_IFNAME" not in os.environ,
             )
             with _Parcel({**preparation, "name": f"rank-{rank}"}, fn, args) as parcel:
@@ -194,7 +193,7 @@ class SpawnContext:
     def _conclude(self) -> None:
         """All ranks have ended: how?"""
         states = self._policy.states
-        endings = [report.Ending(states[rank], records.read(self._folder, rank)) for rank in states]
+        endings = [report.Ending(states[rank], records.read(self._folder.path, rank)) for rank in states]
         first = report.first_failure(endings)
         if first is not None:
             self._error = RankFailed(
@@ -215,7 +214,7 @@ class SpawnContext:
         if self._policy.alive:
             self._zygote.signal(self._policy.alive, signal.SIGKILL)
         self._zygote.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def _at_exit(self) -> None:
         if self._daemon:

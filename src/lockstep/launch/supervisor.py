@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import selectors
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -18,6 +16,7 @@ from lockstep.errors import LaunchError
 from lockstep.launch import farewell, ports, processes, program, report
 from lockstep.launch.attempt import Attempt, Fork
 from lockstep.launch.farewell import say
+from lockstep.launch.folders import JobFolder
 from lockstep.launch.handle import ZygoteHandle
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.output import Relay
@@ -55,11 +54,11 @@ def run(spec: JobSpec) -> int:
         signals = SignalQueue(s for s in (*STOPPING, SAVE, signal.SIGWINCH) if s not in ignored())
         undo.callback(signals.close)
         processes.become_subreaper()
-        folder = tempfile.mkdtemp(prefix="lockstep-")
-        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = JobFolder()
+        undo.callback(folder.remove)
         logs = LogFolder(spec.log_dir, program=spec.program.name)
         undo.callback(logs.close, [spec.identity(local_rank).rank for local_rank in range(spec.nproc)])
-        watcher = Watcher(spec, folder=folder, logs=logs, signals=signals)
+        watcher = Watcher(spec, folder=folder.path, logs=logs, signals=signals)
         undo.callback(watcher.close)
         watcher.start(master)
         return watcher.watch()

@@ -1,0 +1,72 @@
+"""A job's private folder: made, locked, and removed; where a job was killed with all its processes, by the next job.
+
+Note [Abandoned folders]
+~~~~~~~~~~~~~~~~~~~~~~~~
+Watcher and zygote remove the folder, whichever is there in the end. If both are killed at once nobody does, so each job
+looks for folders that nobody holds any more. A folder is held by a lock (``flock``) that goes with its owner. Whoever
+makes a folder looks again once it holds the lock: another job may have found it in between, and removed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+_PREFIX = "lockstep-job-"
+_OURS = re.compile(_PREFIX + r"[a-z0-9_]{8}")  # as tempfile makes them
+
+
+class JobFolder:
+    """A new folder (0700) in the place for temporary files, held until it is removed. See Note [Abandoned folders]."""
+
+    def __init__(self) -> None:
+        _remove_abandoned(Path(tempfile.gettempdir()))
+        while True:
+            self.path = tempfile.mkdtemp(prefix=_PREFIX)
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            if _locks(self._lock) and os.path.exists(self.path):
+                return
+            os.close(self._lock)
+
+    def remove(self) -> None:
+        """**Local.** Remove the folder with all that is in it. Does nothing the second time."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _remove_abandoned(home: Path) -> None:
+    with os.scandir(home) as entries:
+        found = [
+            entry.path
+            for entry in entries
+            if _OURS.fullmatch(entry.name)
+            and entry.is_dir(follow_symlinks=False)
+            and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+        ]
+    for path in found:
+        with contextlib.suppress(OSError):  # another job may be removing it as well
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if _locks(fd):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(fd)
+
+
+def _locks(fd: int) -> bool:
+    """Whether nobody else holds the folder; then it is held through ``fd``."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,80 @@
+"""SIGTERM in every phase of training, and Ctrl-C twice: what is saved is whole, and goes on with the same bits."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.agreement.note import EXIT_SAVED
+from tests.faults import jobs
+from tests.launching import gone_within, wait_for
+
+_PHASES = ("started", "data", "forward", "backward", "reduce", "optimizer", "save", "commit", "epoch", "restore")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stops", [2, pytest.param(30, marks=pytest.mark.campaign)])
+def test_sigterm_in_every_phase(tmp_path: Path, stops: int) -> None:
+    """One run, stopped again and again and gone on with by the next job."""
+    chance = random.Random(stops)
+    epochs = ("--epochs", str(2 + stops // 3))
+    calm = jobs.undisturbed(tmp_path / "calm", *epochs)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for life in range(stops):
+        phase = _PHASES[life % len(_PHASES)]
+        rank = 0 if phase == "commit" else life // len(_PHASES) % jobs.RANKS
+        whom = chance.choice(("watcher", "rank", "peer"))  # a notice to the job, or one that reaches a single rank
+        taken = 0 if phase in ("restore", "started") else chance.randrange(5)
+        strike = {"life": life, "rank": rank, "point": phase, "taken": taken, "signal": signal.SIGTERM, "whom": whom}
+        workers = str(life % 2 * jobs.RANKS)
+        begun = time.monotonic()
+        done = jobs.run_job(folder, *epochs, "--life", str(life), "--workers", workers, plan=[strike])
+        assert done.code == EXIT_SAVED, (phase, whom, done)
+        step = max(line["step"] for line in jobs.lines(folder, 0) if "step" in line)
+        assert f"saved at step {step} in " in done.err, (phase, whom, done)
+        assert time.monotonic() - begun < 60
+    done = jobs.run_job(folder, *epochs, "--life", str(stops))
+    assert done.code == 0, done
+    assert jobs.final(folder) == calm
+    assert jobs.check_audit(folder) == calm[0]["step"]
+    phases = min(stops, len(_PHASES))
+    print(f"\n{stops} SIGTERMs in {phases} phases: each saved where it stopped, and the same bits in the end")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.campaign)])
+def test_ctrl_c_twice(tmp_path: Path, times: int) -> None:
+    """The second stops at once, in the middle of a step or of a save; what was saved before is there and good."""
+    chance = random.Random(times)
+    epochs = ("--epochs", "3", "--save-every", "2")
+    calm = jobs.undisturbed(tmp_path / "calm", *epochs)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    killed = 0
+    for life in range(times):
+        before = len(jobs.lines(folder, 0)) if life else 0
+        options = (*epochs, "--life", str(life), "--workers", "2", "--slow", "1.5")
+        with jobs.start_job(folder, *options, grace=60.0) as job:
+            wait_for(lambda: jobs.pids(folder, life) and len(jobs.lines(folder, 0)) > before + 2, "training")  # noqa: B023
+            everyone = job.tree()
+            os.killpg(job.pid, signal.SIGINT)
+            time.sleep(chance.uniform(0.3, 1.0))  # closer together they would be one
+            os.killpg(job.pid, signal.SIGINT)
+            asked = time.monotonic()
+            done = job.finish()
+        assert time.monotonic() - asked < 3.0, "at once"
+        assert gone_within(everyone, 1.0) == []
+        assert done.code in (128 + signal.SIGINT, EXIT_SAVED), done
+        killed += done.code != EXIT_SAVED
+    done = jobs.run_job(folder, *epochs, "--life", str(times))
+    assert done.code == 0, done
+    assert jobs.final(folder) == calm
+    assert jobs.check_audit(folder) == calm[0]["step"]
+    assert killed > times // 2
+    print(f"\n{times} times Ctrl-C twice: {killed} stopped at once; nothing left, the same bits in the end")

@@ -25,6 +25,48 @@ FAULTS = [
         "",
         ("tests/ranks/test_ddp_replica.py", "-k", "non_finite or skipped"),
     ),
+    Fault(
+        "a reader does not look whether its checkpoint is still there",
+        "checkpoint/guard.py",
+        "if not _lock(fd, fcntl.LOCK_SH) or not _still_there(fd, folder):",
+        "if not _lock(fd, fcntl.LOCK_SH):",
+        ("tests/unit/test_pruning.py",),
+    ),
+    Fault(
+        "two jobs have one folder",
+        "checkpoint/lock.py",
+        "if _is_named(fd, path):",
+        "if True:",
+        ("tests/unit/test_run_lock.py",),
+    ),
+    Fault(
+        "the newest good checkpoint is pruned",
+        "checkpoint/retention.py",
+        "kept = {newest.name, *_wanted(candidates, rule)}",
+        "kept = _wanted(candidates, rule)",
+        ("tests/unit/test_retention.py",),
+    ),
+    Fault(
+        "a save beside training writes the state as it is later",
+        "checkpoint/background.py",
+        "copied = self._copy(share)",
+        "copied = share",
+        ("tests/ranks/test_async_save.py", "-k", "training_goes_on"),
+    ),
+    Fault(
+        "a failure in the background is lost",
+        "checkpoint/background.py",
+        "if error is not None:",
+        "if False:",
+        ("tests/ranks/test_async_save.py", "-k", "failure"),
+    ),
+    Fault(
+        "Python's random numbers do not come back",
+        "checkpoint/rng.py",
+        "    random.setstate((",
+        "    ((",
+        ("tests/ranks/test_resume_anywhere.py", "-k", "any_step"),
+    ),
 ]
 QUICK = {"bad gradients are averaged all the same"}
 

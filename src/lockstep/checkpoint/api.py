@@ -225,6 +225,7 @@ class Checkpointer:
             warnings.warn(f"{earlier}; the save at step {place.step} succeeded", RuntimeWarning, stacklevel=2)
         return folder
 
+    @writer.phase(Phase.SAVE)
     def async_save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> None:
         """**Collective.** As :meth:`save`, but training goes on as soon as the state is copied in memory.
 
@@ -251,6 +252,7 @@ class Checkpointer:
         self._background.begin(share, step=place.step, write=lambda copied, peers: self._write(copied, place, peers))
         self._last_saved = place.step
 
+    @writer.phase(Phase.SAVE)
     def wait(self) -> Path | None:
         """**Local.** Wait until the :meth:`async_save` that is under way is on the disk: its folder; None if there is
         none.

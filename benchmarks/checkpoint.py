@@ -96,7 +96,7 @@ class Lockstep:
     def _checkpointer(self) -> lockstep.Checkpointer:
         if self._saved is None:
             self._saved = lockstep.Checkpointer(
-                self._root, model=self._state.model, optimizer=self._state.optimizer, keep=1
+                self._root, model=self._state.model, optimizer=self._state.optimizer, keep=None
             )
             if not self._sync:
                 self._saved._storage = NoSync()  # no public switch: a checkpoint without fsync is none
@@ -192,7 +192,8 @@ def _measure_saves(state: State, root: Path, rounds: int) -> dict[str, list[tupl
                 found[way.name].append((stall, total))
             world.barrier()
             if world.is_main:
-                shutil.rmtree(path, ignore_errors=True)
+                for left in (path, *root.glob("lockstep-*/step-*")):
+                    shutil.rmtree(left, ignore_errors=True)
         world.barrier()
         if world.is_main:
             begun = time.perf_counter()

@@ -80,8 +80,8 @@ class Run:
             keep=None,
         )
 
-    def train(self, *, save: bool) -> dict[str, dict[str, str]]:
-        """What there is behind every step and every epoch."""
+    def train(self, *, save: bool, beside: bool = False) -> dict[str, dict[str, str]]:
+        """What there is behind every step and every epoch. ``beside``: saved while training goes on."""
         seen = {}
         for epoch in self.saved.epochs(EPOCHS):
             for images, labels in self.loader:
@@ -93,7 +93,9 @@ class Run:
                 self.scheduler.step()
                 self.average.update_parameters(self.model)
                 seen[f"step {self.saved.step}"] = {**self.state(), "loss": _digest(loss)}
-                if save:
+                if save and beside:
+                    self.saved.async_save()
+                elif save:
                     self.saved.save()
             torch.rand(2)  # whatever a script draws between epochs
             if save and epoch != 1:  # so that the last checkpoint of epoch 1 is one from within its loop
@@ -117,11 +119,13 @@ class Run:
         return {name: _digest(part) for name, part in parts.items()}
 
 
-def _interrupted_everywhere(folder: str, workers: int, steps: list[int]) -> tuple[Any, list[tuple[int, Any]]]:
+def _interrupted_everywhere(
+    folder: str, workers: int, steps: list[int], beside: bool
+) -> tuple[Any, list[tuple[int, Any]]]:
     """What the whole run saw, and what the runs saw that go on from each of its checkpoints."""
     world = lockstep.init(seed=3)
     root = Path(folder)
-    whole = Run(root / "whole", workers).train(save=True)
+    whole = Run(root / "whole", workers).train(save=True, beside=beside)
     resumed = []
     for step in steps:
         one = root / f"from-{step}"
@@ -134,9 +138,11 @@ def _interrupted_everywhere(folder: str, workers: int, steps: list[int]) -> tupl
     return whole, resumed
 
 
-@pytest.mark.parametrize(("workers", "steps"), [(0, list(range(1, STEPS + 1))), (2, [2, 6, 7])])
-def test_a_run_goes_on_with_the_same_bits_from_any_step(tmp_path: Path, workers: int, steps: list[int]) -> None:
-    ranks = run_ranks(_interrupted_everywhere, 2, str(tmp_path), workers, steps)
+@pytest.mark.parametrize(("workers", "steps", "beside"), [(0, list(range(1, STEPS + 1)), False), (2, [2, 6, 7], True)])
+def test_a_run_goes_on_with_the_same_bits_from_any_step(
+    tmp_path: Path, workers: int, steps: list[int], beside: bool
+) -> None:
+    ranks = run_ranks(_interrupted_everywhere, 2, str(tmp_path), workers, steps, beside)
     for whole, resumed in ranks:
         assert [step for step, _ in resumed] == steps
         for step, seen in resumed:

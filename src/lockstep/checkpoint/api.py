@@ -252,6 +252,7 @@ class Checkpointer:
         self._background.begin(share, step=place.step, write=lambda copied, peers: self._write(copied, place, peers))
         self._last_saved = place.step
 
+    @writer.phase(Phase.SAVE)
     def wait(self) -> Path | None:
         """**Local.** Wait until the :meth:`async_save` that is under way is on the disk: its folder; None if there is
         none.

@@ -225,6 +225,7 @@ class Checkpointer:
             warnings.warn(f"{earlier}; the save at step {place.step} succeeded", RuntimeWarning, stacklevel=2)
         return folder
 
+    @writer.phase(Phase.SAVE)
     def async_save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> None:
         """**Collective.** As :meth:`save`, but training goes on as soon as the state is copied in memory.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.planted_in_checkpoints import CHECKPOINT_FAULTS
+from tests.faults.planted_in_recorder import RECORDER_FAULTS
 from tests.faults.planting import Fault, plant, run_tests
 
 _LIMIT = 110.0
@@ -162,6 +163,7 @@ FAULTS = [
         ("tests/ranks/test_ddp_replica.py", "-k", "non_finite or skipped"),
     ),
     *CHECKPOINT_FAULTS,
+    *RECORDER_FAULTS,
 ]
 QUICK = {"the digest of a tensor is not compared", "each rank stops at a step of its own"}
 

@@ -145,6 +145,9 @@ class Watcher:
             processes.sweep(patience=_PATIENCE)  # see Note [No orphans]
         self._drain()
         code = self._conclude()
+        laggard = self._attempt.hangs.laggard()
+        if laggard:
+            say(laggard)
         farewell.name_logs(self._attempt, self._streams, self._logs)
         return code
 
@@ -332,9 +335,6 @@ class Watcher:
             return self._say_failure(self._refusal)
         if not self._policy.done:
             return farewell.without_zygote(self._zygote)
-        laggard = self._attempt.hangs.laggard()
-        if laggard:
-            say(laggard)
         return 0
 
     def _say_failure(self, what_now: str) -> int:

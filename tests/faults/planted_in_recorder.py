@@ -1,0 +1,38 @@
+"""Faults to plant in what finds a rank that holds up the others."""
+
+from __future__ import annotations
+
+from tests.faults.planting import Fault
+
+_PAGES = ("tests/unit/test_recorder_pages.py",)
+
+RECORDER_FAULTS = [
+    Fault(
+        "a rank is late as soon as the first of the others waits for it",
+        "recorder/compare.py",
+        "    since = max(waits.values())\n",
+        "    since = min(waits.values())\n",
+        ("tests/unit/test_recorder_compare.py",),
+    ),
+    Fault(
+        "a wait that fails counts as one that ended",
+        "recorder/writer.py",
+        "            if not failed:\n                self._write()\n",
+        "            self._write()\n",
+        _PAGES,
+    ),
+    Fault(
+        "a loader's worker writes into its rank's page",
+        "recorder/writer.py",
+        "        _own.detach()\n",
+        "        _own.publish()\n",
+        _PAGES,
+    ),
+    Fault(
+        "a process without a handler is sent the signal that asks for its stack",
+        "launch/kernel.py",
+        "            return bool(int(line.split()[1], 16) >> (signum - 1) & 1)\n",
+        "            return True\n",
+        ("tests/unit/test_launch_lateness.py",),
+    ),
+]

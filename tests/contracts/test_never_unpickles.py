@@ -71,7 +71,6 @@ print("nothing was unpickled")
 _ATTACKS = {
     "a class": "import collections, io, _pickle; _pickle.loads(b'ccollections\\nOrderedDict\\n.')",
     "plain data": "pickle.loads(b'N.')",
-    "torch": "import torch; torch.save(torch.ones(1), folder + '/x'); torch.load(folder + '/x', weights_only=False)",
 }
 
 

@@ -87,7 +87,7 @@ def _campaign(tmp_path: Path, cases: Callable[[int], list[tuple[int, int, bool]]
 
 
 def test_some_operations_fail(tmp_path: Path) -> None:
-    found = _campaign(tmp_path, lambda count: [(number, _ERRORS[number % 4], False) for number in range(0, count, 4)])
+    found = _campaign(tmp_path, lambda count: [(number, _ERRORS[number % 4], False) for number in range(0, count, 5)])
     assert set(found) == {"an error on all ranks", "saved, an old one left"}
 
 
@@ -147,8 +147,7 @@ def _train_while_it_fails(folder: str, numbers: list[int], bad_rank: int, backgr
     return said
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize(("bad_rank", "background"), [(0, False), (1, True)])
 def test_training_goes_on_where_a_save_fails(tmp_path: Path, bad_rank: int, background: bool) -> None:
     # Rank 1 only writes its part: it opens the draft and a file in it, writes, syncs.
     numbers = [0, 3, 8, 12, 14] if bad_rank == 0 else [0, 1, 2, 3]

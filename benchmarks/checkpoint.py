@@ -280,6 +280,7 @@ def _report(results: dict[str, Any], ranks: int, rounds: int, where: str) -> str
         f"{machine_name()}.",
         f"{results['bytes'] / 1e6:.0f} MB of state (a model and Adam's moments), {ranks} ranks, {where}. "
         f"{rounds} rounds after one to warm up; seconds: median (fastest to slowest).",
+        f"Load average of the machine at the end: {os.getloadavg()[0]:.1f} (ours is about {ranks}).",
         "",
         "| way | stall | total | stall / one memory copy |",
         "|---|---:|---:|---:|",

@@ -17,7 +17,7 @@ import xxhash
 #: What a digest looks like.
 DIGEST = re.compile(r"[0-9a-f]{32}")
 #: Bytes hashed and then written, or read and then hashed, at a time: they are still in the cache the second time.
-PIECE = 2**20
+PIECE = 2**18
 
 
 def new_digest() -> xxhash.xxh3_128:

@@ -57,9 +57,9 @@ def final(folder: Path) -> list[dict[str, Any]]:
 
 
 def lines(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """A rank's audit; a line that a kill cut short was no step that anything went on from."""
-    text = (folder / f"audit-{rank}.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    """A rank's audit so far; none before it has begun."""
+    file = folder / f"audit-{rank}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def check_audit(folder: Path) -> int:

@@ -167,10 +167,12 @@ def main() -> None:
         faults.at("save")
         saved.save()
 
-    resumed = saved.restore()
-    audit.write(resumed=saved.step if resumed else 0)
-    faults.at("started")
+    begun = False
     for epoch in saved.epochs(options.epochs):
+        if not begun:
+            begun = True
+            audit.write(resumed=saved.step)
+            faults.at("started")
         for images, labels, indices in loader:
             faults.at("data")
             loss = nn.functional.cross_entropy(model(images), labels)

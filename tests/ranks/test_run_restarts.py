@@ -60,7 +60,7 @@ def test_killed_ranks_come_back_and_finish(tmp_path: Path) -> None:
     assert f"rank 1's log: {tmp_path / 'logs'}/restart-1/rank1.log".replace(f"{tmp_path}/", "") in done.err
     back = [float(line.rpartition(" ")[2]) for line in done.out.splitlines() if line.startswith("back within")]
     assert len(back) == 2
-    assert min(back) < 1.0 + 0.5, f"seconds from death to the first step: {back} (1, and half a one for a busy machine)"
+    assert min(back) < 2.0, f"seconds from death to the first step: {back} (half a second, and more where it is busy)"
 
 
 def test_restarts_are_used_up(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_request_at_the_very_end_is_seen_to(tmp_path: Path) -> None:
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     with jobs.start_job(tmp_path, "--slow", "30", "--workers", "1") as job:
-        wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 1 if jobs.pids(tmp_path, 0) else False, "training")
+        wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 1, "training")
         everyone = job.tree()
         os.killpg(job.pid, signal.SIGINT)
         time.sleep(0.4)  # two signals within a quarter of a second are taken for one
@@ -85,7 +85,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
 
 def test_who_does_not_finish_the_step_within_the_grace_period_is_killed(tmp_path: Path) -> None:
     with jobs.start_job(tmp_path, "--slow", "30", grace=0.5) as job:
-        wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 1 if jobs.pids(tmp_path, 0) else False, "training")
+        wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 1, "training")
         os.kill(job.pid, signal.SIGTERM)
         done = job.finish(limit=10)
     assert done.code == 128 + signal.SIGTERM

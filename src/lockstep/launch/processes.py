@@ -25,6 +25,9 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
+#: Seconds that multiprocessing's resource trackers have to remove the shared memory that their process left.
+_TRACKERS_PATIENCE = 3.0
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -89,7 +92,9 @@ def sweep(*, patience: float, limit: float = 5.0) -> list[int]:
             _signal_all(fresh, signal.SIGTERM)
             asked.update(fresh)
         else:
-            _signal_all(left, signal.SIGKILL)  # again in each round: a process may have forked meanwhile
+            # Again in each round: a process may have forked meanwhile. On a busy machine a tracker takes its time, and
+            # what it would have removed, nobody else knows of.
+            _signal_all([p for p in left if waited > _TRACKERS_PATIENCE or not _is_tracker(p)], signal.SIGKILL)
         time.sleep(0.005)
 
 
@@ -127,6 +132,13 @@ def _remove_shared_memory(dead: set[int]) -> None:
             if match and int(match[1]) in dead:
                 with contextlib.suppress(OSError):
                     os.unlink(f"/dev/shm/{name}")
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False  # gone
 
 
 def _signal_all(pids: list[int], signum: int) -> None:

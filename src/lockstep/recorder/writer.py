@@ -15,12 +15,12 @@ from contextlib import ContextDecorator
 from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
-from types import CodeType
+from types import CodeType, FrameType
 
 from lockstep import knobs
 from lockstep.recorder import layout
 from lockstep.recorder.layout import PAGE, Phase
-from lockstep.recorder.place import user_frame, words
+from lockstep.recorder.place import user_frame, user_frame_and_depth, words
 
 #: The file of a job's pages, and those that a rank's Python stacks go to.
 FILE = "recorder"
@@ -57,6 +57,8 @@ class Recorder:
         #: The line that stands in the page for each phase.
         self._codes: list[CodeType | None] = [None] * len(Phase)
         self._lines = [0] * len(Phase)
+        #: How many callers away it was: nearly always it is there again, and no frame between needs to be looked at.
+        self._depths = [1] * len(Phase)
         self._write()
 
     @property
@@ -68,11 +70,14 @@ class Recorder:
         """**Local.** A phase begins, and with it ends the one before."""
         now = monotonic_ns()
         self._sums[self._phase] += now - self._since
-        frame = user_frame(_getframe(1))
-        if frame is not None:
-            code, line = frame.f_code, frame.f_lineno
-            if line != self._lines[phase] or code is not self._codes[phase]:
-                self._note_place(phase, code, line)
+        try:
+            frame = _getframe(self._depths[phase])
+        except ValueError:  # the stack is not that deep today
+            frame = None
+        if frame is None or frame.f_code is not self._codes[phase]:
+            self._find_place(phase, _getframe(1))
+        elif frame.f_lineno != self._lines[phase]:
+            self._note_place(phase, frame.f_code, frame.f_lineno)
         self._phase = self._entered = phase
         self._since = now
         self._events = events = self._events + 1
@@ -137,6 +142,12 @@ class Recorder:
     def detach(self) -> None:
         """**Local.** Write into memory that nobody reads from now on: this is a forked child."""
         self._page = memoryview(bytearray(PAGE))
+
+    def _find_place(self, phase: int, caller: FrameType) -> None:
+        frame, away = user_frame_and_depth(caller)
+        if frame is not None:  # else this is a thread of autograd's, and what is known stands
+            self._depths[phase] = 1 + away
+            self._note_place(phase, frame.f_code, frame.f_lineno)
 
     def _note_place(self, phase: int, code: CodeType, line: int) -> None:
         self._codes[phase], self._lines[phase] = code, line

@@ -27,7 +27,7 @@ format: $(READY)  ## let ruff format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-faults: $(READY)  ## the longer campaigns of killed processes; the other tests hold a selection of them
+faults: $(READY)  ## the longer campaigns of killed and stuck processes; the other tests hold a selection of them
 	$(BIN)/python -m pytest -m campaign
 
 bench: $(READY)  ## measure launch and step times against torch (some minutes; nothing else should run meanwhile)
@@ -36,6 +36,7 @@ bench: $(READY)  ## measure launch and step times against torch (some minutes; n
 	$(BIN)/python -m benchmarks.collectives
 	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.recorder
 	PYTHONPATH=tests/site $(BIN)/python -m benchmarks.imagenet_input
 
 clean:  ## remove the virtual environment and caches

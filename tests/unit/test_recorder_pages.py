@@ -173,3 +173,65 @@ def test_without_a_watcher_nothing_is_written(tmp_path: Path) -> None:
     writer.take(tmp_path, rank=0, local_rank=0)
     assert writer.own() is before
     assert os.listdir(tmp_path) == []
+
+
+def _step(recorder: Recorder, memory: memoryview) -> list[Look]:
+    """What the page says at each event of a step of no length."""
+    looks = []
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
+        recorder.enter(phase)
+        looks.append(_look(memory))
+    recorder.took_step()
+    return [*looks, _look(memory)]
+
+
+def test_short_steps_are_noted_in_short_and_still_show_every_event() -> None:
+    recorder, memory = _page()
+    events, shorts = [], 0
+    for step in range(200):
+        looks = _step(recorder, memory)
+        assert [look.phase for look in looks] == [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OWN]
+        assert [look.entered for look in looks] == [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OPTIMIZER]
+        assert [look.steps for look in looks] == [step, step, step, step + 1]
+        assert all(look.place.endswith(" in _step") for look in looks)
+        events += [look.events for look in looks]
+        shorts += recorder._short
+    assert events == sorted(set(events)), "an event that leaves no trace looks like a rank that is stuck"
+    assert shorts > 150
+
+
+def test_the_time_of_short_steps_is_divided_among_the_phases_and_none_is_lost() -> None:
+    recorder, memory = _page()
+    begun = recorder._since
+    while not recorder._short:
+        _step(recorder, memory)
+    _step(recorder, memory)
+    recorder.record_in_full()
+    assert sum(recorder._sums) == pytest.approx(recorder._since - begun, abs=len(Phase))
+    assert recorder._sums[Phase.FORWARD] > 0
+    assert recorder._sums[Phase.WAIT] == 0
+
+
+def test_a_rank_that_sleeps_for_others_is_recorded_in_full_again() -> None:
+    recorder, memory = _page()
+    while not recorder._short:
+        _step(recorder, memory)
+    recorder.enter(Phase.BACKWARD)
+    recorder.begin_wait("all_reduce #9")
+    look = _look(memory)
+    assert look.waiting
+    assert (look.phase, look.entered) == (Phase.BACKWARD, Phase.BACKWARD)
+    recorder.end_wait(failed=True)
+    assert _look(memory).waiting
+    recorder.enter(Phase.DATA)
+    assert not _look(memory).waiting
+
+
+def test_a_long_row_of_events_without_a_step_knows_when_its_phase_began() -> None:
+    recorder, memory = _page()
+    while not recorder._short:
+        _step(recorder, memory)
+    before = _look(memory).since
+    for _ in range(writer._SHORT_EVENTS):
+        recorder.enter(Phase.EVALUATE)
+    assert _look(memory).since > before

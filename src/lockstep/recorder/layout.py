@@ -67,8 +67,12 @@ NAMES = {
 
 #: In native order and alignment: each number is copied whole.
 #: Events, phase, the last phase whose line is known, when the phase began, steps, when the wait under way began (0:
-#: none), events.
-NUMBERS = struct.Struct("@7Q")
+#: none), events noted in short since, events.
+NUMBERS = struct.Struct("@8Q")
+#: Those that are also written alone, by their place; see Note [Short steps] in writer.py.
+PHASE_CELL, ENTERED_CELL, STEPS_CELL, SHORT_CELL = 1, 2, 4, 6
+#: More events than are noted in short between two that are written whole.
+_SHORT_EVENTS = 1 << 10
 #: Seconds spent in each phase.
 SUMS = struct.Struct(f"@{len(Phase)}d")
 SUMS_AT = 64
@@ -124,14 +128,14 @@ class Look:
 def decode(page: memoryview | bytes) -> Look | None:
     """What a page says, or None if it was written to meanwhile; see Note [Torn pages]."""
     last = NUMBERS.unpack_from(page)[-1]
-    events, number, entered, since, steps, waiting_since, _ = NUMBERS.unpack_from(page)
+    events, number, entered, since, steps, waiting_since, short, _ = NUMBERS.unpack_from(page)
     phase, entered = Phase(min(number, max(Phase))), Phase(min(entered, max(Phase)))
 
     def text(start: int, size: int) -> str:
         return bytes(page[start : start + size]).partition(b"\0")[0].decode(errors="replace")
 
     look = Look(
-        events=events,
+        events=events * _SHORT_EVENTS + short,
         phase=phase,
         since=since / 1e9,
         entered=entered,

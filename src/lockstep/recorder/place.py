@@ -10,7 +10,8 @@ from types import CodeType, FrameType
 _PATH = 120
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _RECIPES = os.path.join(_HERE, "recipes") + os.sep
-_ours: dict[CodeType, bool] = {}
+#: Whether a file is none of the user's. (By name: a code object's hash takes a microsecond.)
+_ours: dict[str, bool] = {}
 
 
 def _library() -> tuple[str, ...]:
@@ -27,16 +28,21 @@ def _library() -> tuple[str, ...]:
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """**Local.** The innermost of ``frame`` and its callers that is the user's, or None."""
+    return user_frame_and_depth(frame)[0]
+
+
+def user_frame_and_depth(frame: FrameType | None) -> tuple[FrameType | None, int]:
+    """**Local.** As :func:`user_frame`, and how many callers it is away."""
+    depth = 0
     while frame is not None:
-        code = frame.f_code
-        ours = _ours.get(code)
+        path = frame.f_code.co_filename
+        ours = _ours.get(path)
         if ours is None:
-            path = code.co_filename
-            ours = _ours[code] = path.startswith(_library()) and not path.startswith(_RECIPES)
+            ours = _ours[path] = path.startswith(_library()) and not path.startswith(_RECIPES)
         if not ours:
-            return frame
-        frame = frame.f_back
-    return None
+            return frame, depth
+        frame, depth = frame.f_back, depth + 1
+    return None, depth
 
 
 def words(code: CodeType, line: int) -> str:

@@ -2,6 +2,15 @@
 
 Everything here does nothing in a process that no watcher looks at, so callers need not ask. What is written is meant
 for people and for no decision of the rank's own.
+
+Note [Short steps]
+~~~~~~~~~~~~~~~~~~
+To read the clock, look up the program's line and write all numbers takes some microseconds in the midst of a training
+step, which has better use for the caches. That is nothing beside a step of 20 ms, and too much for one of a
+millisecond. So after a step shorter than 20 ms that was recorded in full, the next 48 are noted in short: an event
+stores its phase and counts itself, so that the page still shows where the rank is and that it lives; lines and the
+times at which phases began are of a second ago at most. The time that these steps took together is divided among the
+phases as in the step before them. A rank that has to sleep for others has time for the full record again.
 """
 
 from __future__ import annotations
@@ -15,12 +24,12 @@ from contextlib import ContextDecorator
 from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
-from types import CodeType
+from types import CodeType, FrameType
 
 from lockstep import knobs
 from lockstep.recorder import layout
 from lockstep.recorder.layout import PAGE, Phase
-from lockstep.recorder.place import user_frame, words
+from lockstep.recorder.place import user_frame, user_frame_and_depth, words
 
 #: The file of a job's pages, and those that a rank's Python stacks go to.
 FILE = "recorder"
@@ -33,9 +42,15 @@ STACK_SIGNAL = signal.SIGRTMIN + 11
 #: Nanoseconds between two times that the sums are brought up to date.
 _PUBLISH = 200_000_000
 
+#: See Note [Short steps]: nanoseconds of a step that is short, how many are noted in short, and how many events.
+_SHORT = 20_000_000
+_SHORT_STEPS = 48
+_SHORT_EVENTS = 64
+
 _getframe = sys._getframe
+_PHASE, _ENTERED, _STEPS, _EVENT = layout.PHASE_CELL, layout.ENTERED_CELL, layout.STEPS_CELL, layout.SHORT_CELL
 _pack = layout.NUMBERS.pack_into
-_WAIT = int(Phase.WAIT)
+_WAIT, _OWN = int(Phase.WAIT), int(Phase.OWN)
 
 
 class Recorder:
@@ -43,6 +58,8 @@ class Recorder:
 
     def __init__(self, memory: memoryview) -> None:
         self._page = memory
+        #: The same memory, as whole numbers.
+        self._cells = memory[:PAGE].cast("Q")
         self._events = 0
         self._phase = self._entered = int(Phase.START)
         self._since = monotonic_ns()
@@ -53,48 +70,112 @@ class Recorder:
         #: The text, line and code of the wait that the page tells of.
         self._wait: tuple[str, int, CodeType | None] = ("", 0, None)
         self._sums = [0] * len(Phase)
+        #: Of Note [Short steps]: whether events are noted in short, and for how many steps more.
+        self._short = False
+        self._short_left = 0
+        #: When the step began that is recorded in full (0: none is), the sums then, and what such a step took.
+        self._whole_since = 0
+        self._sums_then = self._sums
+        self._profile = self._sums
+        self._took = 1
         self._published = self._since
         #: The line that stands in the page for each phase.
         self._codes: list[CodeType | None] = [None] * len(Phase)
         self._lines = [0] * len(Phase)
+        #: How many callers away it was: nearly always it is there again, and no frame between needs to be looked at.
+        self._depths = [1] * len(Phase)
         self._write()
 
     @property
     def phase(self) -> int:
         """The phase under way."""
-        return self._phase
+        return self._cells[_PHASE]
 
     def enter(self, phase: int) -> None:
         """**Local.** A phase begins, and with it ends the one before."""
+        if self._short:
+            cells = self._cells
+            cells[_PHASE] = cells[_ENTERED] = phase
+            cells[_EVENT] = noted = cells[_EVENT] + 1
+            if not noted % _SHORT_EVENTS:
+                self._bring_up_to_date()
+            return
         now = monotonic_ns()
         self._sums[self._phase] += now - self._since
-        frame = user_frame(_getframe(1))
-        if frame is not None:
-            code, line = frame.f_code, frame.f_lineno
-            if line != self._lines[phase] or code is not self._codes[phase]:
-                self._note_place(phase, code, line)
+        try:
+            frame = _getframe(self._depths[phase])
+        except ValueError:  # the stack is not that deep today
+            frame = None
+        if frame is None or frame.f_code is not self._codes[phase]:
+            self._find_place(phase, _getframe(1))
+        elif frame.f_lineno != self._lines[phase]:
+            self._note_place(phase, frame.f_code, frame.f_lineno)
         self._phase = self._entered = phase
         self._since = now
         self._events = events = self._events + 1
-        _pack(self._page, 0, events, phase, phase, now, self._steps, self._waiting_since, events)
+        _pack(self._page, 0, events, phase, phase, now, self._steps, self._waiting_since, 0, events)
 
     def resume(self, phase: int) -> None:
         """**Local.** Back in a phase whose line is known: what was inside it is over."""
+        if self._short:
+            cells = self._cells
+            cells[_PHASE] = phase
+            cells[_EVENT] = noted = cells[_EVENT] + 1
+            if not noted % _SHORT_EVENTS:
+                self._bring_up_to_date()
+            return
         now = monotonic_ns()
         self._sums[self._phase] += now - self._since
         self._phase, self._since = phase, now
         self._events = events = self._events + 1
-        _pack(self._page, 0, events, phase, self._entered, now, self._steps, self._waiting_since, events)
+        _pack(self._page, 0, events, phase, self._entered, now, self._steps, self._waiting_since, 0, events)
         if now - self._published > _PUBLISH:
             self.publish()
 
     def took_step(self) -> None:
         """**Local.** An optimizer took a step."""
         self._steps += 1
-        self.resume(Phase.OWN)
+        if self._short:
+            self._short_left = left = self._short_left - 1
+            if left:
+                cells = self._cells
+                cells[_PHASE], cells[_STEPS] = _OWN, self._steps
+                cells[_EVENT] += 1
+                return
+            self.record_in_full()
+        self.resume(_OWN)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """See Note [Short steps]."""
+        now = self._since
+        if self._whole_since and 0 < now - self._whole_since < _SHORT:
+            self._took = now - self._whole_since
+            self._profile = [after - before for after, before in zip(self._sums, self._sums_then, strict=True)]
+            self._short, self._short_left = True, _SHORT_STEPS
+        self._whole_since, self._sums_then = now, list(self._sums)
+
+    def record_in_full(self) -> None:
+        """**Local.** From now on, until a short step has been recorded from its beginning to its end."""
+        if self._short:
+            now = monotonic_ns()
+            passed = now - self._since
+            self._sums = [
+                each + passed * part // self._took for each, part in zip(self._sums, self._profile, strict=True)
+            ]
+            self._short, self._since, self._phase = False, now, self._cells[_PHASE]
+            self._entered = self._cells[_ENTERED]
+        self._whole_since = 0
+
+    def _bring_up_to_date(self) -> None:
+        """In a long row of events without a step, as in an evaluation: when the phase began is not to be too old."""
+        self._events = events = self._events + 1
+        now, cells = monotonic_ns(), self._cells
+        _pack(self._page, 0, events, cells[_PHASE], cells[_ENTERED], now, self._steps, 0, 0, events)
 
     def leave(self) -> None:
         """**Local.** The program is over."""
+        self.record_in_full()
         self.publish()
         self.enter(Phase.LEAVING)
 
@@ -102,6 +183,7 @@ class Recorder:
         """**Local.** From now on this rank sleeps until others come, in ``what``."""
         if get_ident() in _background:
             return
+        self.record_in_full()
         self._depth += 1
         self._note_wait(what)
         if self._depth > 1:  # a backend knows more of a wait than who called it
@@ -137,6 +219,13 @@ class Recorder:
     def detach(self) -> None:
         """**Local.** Write into memory that nobody reads from now on: this is a forked child."""
         self._page = memoryview(bytearray(PAGE))
+        self._cells = self._page.cast("Q")
+
+    def _find_place(self, phase: int, caller: FrameType) -> None:
+        frame, away = user_frame_and_depth(caller)
+        if frame is not None:  # else this is a thread of autograd's, and what is known stands
+            self._depths[phase] = 1 + away
+            self._note_place(phase, frame.f_code, frame.f_lineno)
 
     def _note_place(self, phase: int, code: CodeType, line: int) -> None:
         self._codes[phase], self._lines[phase] = code, line
@@ -154,7 +243,7 @@ class Recorder:
     def _write(self) -> None:
         self._events = events = self._events + 1
         numbers = self._phase, self._entered, self._since, self._steps, self._waiting_since
-        _pack(self._page, 0, events, *numbers, events)
+        _pack(self._page, 0, events, *numbers, 0, events)
 
 
 #: A page that nobody reads, for processes that have no watcher: cheaper than to ask at every event.
@@ -227,6 +316,7 @@ class phase(ContextDecorator):
 
     def __enter__(self) -> None:
         self._before = _own.phase
+        _own.record_in_full()
         _own.enter(self._which)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

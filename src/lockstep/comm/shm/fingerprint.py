@@ -62,7 +62,8 @@ def dtype_name(code: int) -> str:
 # hold more than any training loop needs.
 _CACHE_LIMIT = 4096
 _keys: dict[tuple[object, ...], bytes] = {}
-_places: dict[tuple[CodeType, int, str], bytes] = {}
+#: By file, function, line and label. (A code object's hash takes a microsecond, that of its names nothing.)
+_places: dict[tuple[str, str, int, str], bytes] = {}
 
 
 def take(
@@ -105,15 +106,16 @@ def _place(label: str) -> bytes:
     frame = user_frame(sys._getframe(2))
     if frame is None:
         return _render("torch's own thread (autograd or a reducer)", label)
-    known = _places.get((frame.f_code, frame.f_lineno, label))
-    return known or _remember(frame.f_code, frame.f_lineno, label)
+    code = frame.f_code
+    known = _places.get((code.co_filename, code.co_name, frame.f_lineno, label))
+    return known or _remember(code, frame.f_lineno, label)
 
 
 def _remember(code: CodeType, line: int, label: str) -> bytes:
     if len(_places) > _CACHE_LIMIT:
         _places.clear()
     text = _render(words(code, line), label)
-    _places[code, line, label] = text
+    _places[code.co_filename, code.co_name, line, label] = text
     return text
 
 

@@ -40,32 +40,4 @@ JOB_FAULTS = [
         "    late = [seen for seen in ranks if seen.rank in waits]",
         ("tests/unit/test_recorder_compare.py",),
     ),
-    Fault(
-        "a rank is late as soon as the first of the others waits for it",
-        "recorder/compare.py",
-        "    since = max(waits.values())\n",
-        "    since = min(waits.values())\n",
-        ("tests/unit/test_recorder_compare.py",),
-    ),
-    Fault(
-        "a wait that fails counts as one that ended",
-        "recorder/writer.py",
-        "            if not failed:\n                self._write()\n",
-        "            self._write()\n",
-        ("tests/unit/test_recorder_pages.py",),
-    ),
-    Fault(
-        "a loader's worker writes into its rank's page",
-        "recorder/writer.py",
-        "        _own.detach()\n",
-        "        _own.publish()\n",
-        ("tests/unit/test_recorder_pages.py",),
-    ),
-    Fault(
-        "a process without a handler is sent the signal that asks for its stack",
-        "launch/kernel.py",
-        "            return bool(int(line.split()[1], 16) >> (signum - 1) & 1)\n",
-        "            return True\n",
-        ("tests/unit/test_launch_lateness.py",),
-    ),
 ]

@@ -9,12 +9,13 @@ import pytest
 from tests.faults.planted_in_checkpoints import CHECKPOINT_FAULTS
 from tests.faults.planted_in_gradients import GRADIENT_FAULTS
 from tests.faults.planted_in_jobs import JOB_FAULTS
+from tests.faults.planted_in_recorder import RECORDER_FAULTS
 from tests.faults.planted_in_runs import RUN_FAULTS
 from tests.faults.planting import Fault, plant, run_tests
 
 _LIMIT = 110.0
 
-FAULTS = [*CHECKPOINT_FAULTS, *RUN_FAULTS, *JOB_FAULTS, *GRADIENT_FAULTS]
+FAULTS = [*CHECKPOINT_FAULTS, *RUN_FAULTS, *JOB_FAULTS, *RECORDER_FAULTS, *GRADIENT_FAULTS]
 QUICK = {"a digest is not compared", "each rank stops at a step of its own"}
 
 

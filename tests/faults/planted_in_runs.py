@@ -43,8 +43,8 @@ RUN_FAULTS = [
     Fault(
         "Python's random numbers do not come back",
         "checkpoint/rng.py",
-        "    random.setstate((",
-        "    ((",
+        "    random.setstate(_python(state))\n",
+        "    _python(state)\n",
         ("tests/ranks/test_resume_anywhere.py", "-k", "any_step"),
     ),
     Fault(

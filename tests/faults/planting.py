@@ -45,14 +45,23 @@ def plant(fault: Fault, folder: Path) -> Path:
     Raises:
         LookupError: the text is not there exactly once: the code has changed, and the fault must follow it.
     """
+    planted = changed(fault)
     source = folder / "src"
     shutil.copytree(_ROOT / "src", source, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    path = source / "lockstep" / fault.file
-    text = path.read_text()
+    (source / "lockstep" / fault.file).write_text(planted)
+    return source
+
+
+def changed(fault: Fault) -> str:
+    """The fault's file with the fault in it.
+
+    Raises:
+        LookupError: as :func:`plant`.
+    """
+    text = (_ROOT / "src" / "lockstep" / fault.file).read_text()
     if text.count(fault.before) != 1:
         raise LookupError(f"{fault.name}: {fault.file} has {text.count(fault.before)} places like {fault.before!r}")
-    path.write_text(text.replace(fault.before, fault.after))
-    return source
+    return text.replace(fault.before, fault.after)
 
 
 def run_tests(source: Path | None, tests: tuple[str, ...], *, limit: float) -> Outcome:

@@ -11,7 +11,7 @@ from tests.faults.planted_in_gradients import GRADIENT_FAULTS
 from tests.faults.planted_in_jobs import JOB_FAULTS
 from tests.faults.planted_in_recorder import RECORDER_FAULTS
 from tests.faults.planted_in_runs import RUN_FAULTS
-from tests.faults.planting import Fault, plant, run_tests
+from tests.faults.planting import Fault, changed, plant, run_tests
 
 _LIMIT = 110.0
 
@@ -26,6 +26,11 @@ QUICK = {"a digest is not compared", "each rank stops at a step of its own"}
 def test_somebody_notices(fault: Fault, tmp_path: Path) -> None:
     outcome = run_tests(plant(fault, tmp_path), fault.noticed_by, limit=_LIMIT)
     assert outcome.failed, outcome.text
+
+
+def test_every_fault_has_its_place() -> None:
+    for fault in FAULTS:
+        compile(changed(fault), fault.file, "exec")
 
 
 @pytest.mark.campaign

@@ -13,11 +13,11 @@ JOB_FAULTS = [
         ("tests/ranks/test_run_orphans.py",),
     ),
     Fault(
-        "a job's folder stays behind",
-        "launch/supervisor.py",
-        "        undo.callback(shutil.rmtree, folder, ignore_errors=True)\n",
-        "",
-        ("tests/ranks/test_run_orphans.py", "tests/ranks/test_run.py"),
+        "a killed job's folder stays behind",
+        "launch/zygote.py",
+        "        shutil.rmtree(self._folder, ignore_errors=True)\n",
+        "        pass\n",
+        ("tests/ranks/test_run_orphans.py", "-k", "nobody_outlives"),
     ),
     Fault(
         "a failure that repeats is tried again",

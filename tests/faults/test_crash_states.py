@@ -124,7 +124,7 @@ def _replay(story: Story, tmp_path: Path, *, samples: int, limit: int | None = N
 
 
 def test_some_crashes_leave_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
-    found, wrong = _replay(_record(tmp_path / "run", world_size=2), tmp_path, samples=4, limit=150)
+    found, wrong = _replay(_record(tmp_path / "run", world_size=2), tmp_path, samples=4, limit=60)
     assert not wrong, wrong[:3]
     assert set(found) == {"step-00000002", "step-00000003"}
 
@@ -140,7 +140,9 @@ def test_every_crash_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, wo
     assert found.total() >= 700, "distinct disks"
 
 
-@pytest.mark.parametrize("forget", ["file", "folder", "root"])
+@pytest.mark.parametrize(
+    "forget", ["folder", *[pytest.param(other, marks=pytest.mark.campaign) for other in ("file", "root")]]
+)
 def test_the_replay_notices_an_fsync_that_is_left_out(tmp_path: Path, forget: str) -> None:
     _, wrong = _replay(_record(tmp_path / "run", world_size=2, forget=forget), tmp_path, samples=4, limit=100)
     assert wrong

@@ -142,7 +142,7 @@ def _restore_all(folder: str, rows: int, kind: str, count: int) -> dict[str, int
     return found
 
 
-@pytest.mark.parametrize(("kind", "count"), [("flips", 40), ("pages", 10), ("truncations", 16 * _PAGE)])
+@pytest.mark.parametrize(("kind", "count"), [("flips", 15), ("pages", 10), ("truncations", 16 * _PAGE)])
 def test_some_damage_is_found_and_the_older_one_used(tmp_path: Path, kind: str, count: int) -> None:
     (found,) = run_ranks(_restore_all, 1, str(tmp_path), 500, kind, count)
     assert found["tensors"] >= 5

@@ -87,7 +87,7 @@ def _campaign(tmp_path: Path, cases: Callable[[int], list[tuple[int, int, bool]]
 
 
 def test_some_operations_fail(tmp_path: Path) -> None:
-    found = _campaign(tmp_path, lambda count: [(number, _ERRORS[number % 4], False) for number in range(0, count, 5)])
+    found = _campaign(tmp_path, lambda count: [(number, _ERRORS[number % 4], False) for number in range(0, count, 8)])
     assert set(found) == {"an error on all ranks", "saved, an old one left"}
 
 

@@ -80,6 +80,7 @@ def _check_straggler(done: Finished) -> None:
     assert "rank 0 took" in done.out
 
 
+@pytest.mark.campaign
 def test_a_straggler_is_named_at_the_end_and_raises_no_alarm(tmp_path: Path) -> None:
     _check_straggler(_straggle(tmp_path, seconds=17))
 

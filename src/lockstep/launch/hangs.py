@@ -99,6 +99,13 @@ class HangWatch:
             self._ask(verdict, states, now, ask)
         return []
 
+    def ended(self, states: Mapping[int, RankState]) -> list[str]:
+        """**Local.** To be called when all ranks have ended: that those reported last have gone on, if all ended well."""
+        if self._verdict is None or any(state.exit_code != 0 for state in states.values()):
+            return []
+        verdict, self._verdict, self.text = self._verdict, None, ""
+        return [lateness.over(verdict, now=time.monotonic())]
+
     def laggard(self) -> str:
         """**Local.** A sentence on the rank that was steadily slower than the others, or an empty text."""
         found = self._pace.laggard()

@@ -144,9 +144,9 @@ class Watcher:
             processes.sweep(patience=_PATIENCE)  # see Note [No orphans]
         self._drain()
         code = self._conclude()
-        laggard = self._attempt.hangs.laggard()
-        if laggard:
-            say(laggard)
+        for text in (*self._attempt.hangs.ended(self._policy.states), self._attempt.hangs.laggard()):
+            if text:
+                say(text)
         farewell.name_logs(self._attempt, self._streams, self._logs)
         return code
 

@@ -100,7 +100,7 @@ class HangWatch:
         return []
 
     def ended(self, states: Mapping[int, RankState]) -> list[str]:
-        """**Local.** To be called when all ranks have ended: that those reported last have gone on, if all ended well."""
+        """**Local.** What is left to say when all ranks have ended: who was late has gone on, if all is well."""
         if self._verdict is None or any(state.exit_code != 0 for state in states.values()):
             return []
         verdict, self._verdict, self.text = self._verdict, None, ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import ExitStack
 from pathlib import Path
 
 from tests.launching import Running, run, start
@@ -49,8 +50,9 @@ def _report(job: Running) -> list[str]:
 
 
 def test_a_blocked_read_is_named_with_its_file_once_it_is_unexpected(tmp_path: Path) -> None:
-    fifo = tmp_path / "shard-7"
+    fifo, end = tmp_path / "shard-7", tmp_path / "end"
     os.mkfifo(fifo)
+    os.mkfifo(end)
     longer = _write(
         tmp_path,
         f"""
@@ -60,16 +62,21 @@ with open({str(fifo)!r}, "rb", buffering=0) as file:
     file.read(1)
 """,
     )
+    with (tmp_path / "train.py").open("a") as script:
+        script.write(f"if world.rank == 0:\n    open({str(end)!r}, 'rb').read(1)\n")
     argv = ["lockstep", "run", "-n", "2", "train.py"]
-    with start(argv, tmp_path, torch=True, LOCKSTEP_LATE="1") as job:
-        writing = os.open(fifo, os.O_RDWR)  # so that the rank gets as far as the read
-        try:
-            report = _report(job)
-            os.write(writing, b"x")
-            done = job.finish()
-        finally:
-            os.close(writing)
-    assert re.fullmatch(r"lockstep: rank 1 of 2 has held up the others for \d s", report[0]), report
+    with start(argv, tmp_path, torch=True, LOCKSTEP_LATE="1") as job, ExitStack() as stack:
+        # Opened for reading too, so that a rank gets as far as the read.
+        writing, ending = (os.open(each, os.O_RDWR) for each in (fifo, end))
+        stack.callback(os.close, writing)
+        stack.callback(os.close, ending)
+        report = _report(job)
+        os.write(writing, b"x")
+        assert job.process.stderr is not None
+        over = job.process.stderr.readline()
+        os.write(ending, b"x")
+        done = job.finish()
+    assert re.fullmatch(r"lockstep: rank 1 of 2 has held up the others for \d+ s", report[0]), report
     assert int(report[0].split()[-2]) >= 4, "it said so before it was unexpected"
     assert f"is sleeping in read of {fifo}" in report[1]
     assert "in phase own code" in report[2]
@@ -78,7 +85,7 @@ with open({str(fifo)!r}, "rb", buffering=0) as file:
     waits = next(line for line in report if line.startswith("  rank 0 waits in "))
     assert f"at {tmp_path}/train.py:{_WAIT_LINE + longer} in <module>" in waits
     assert done.code == 0, done
-    assert re.search(r"lockstep: rank 1 has gone on, after \d+ s", done.err)
+    assert re.fullmatch(r"lockstep: rank 1 has gone on, after \d+ s\n", over)
     assert "held up" not in done.err, "one message is enough"
 
 

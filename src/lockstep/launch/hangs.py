@@ -128,7 +128,8 @@ class HangWatch:
                 self._moved[rank] = now
             self._looks[rank] = look
         if len(self._looks) == len(self._local_ranks):
-            self._times.add(min(look.steps for look in self._looks.values()), now)
+            slowest = min(self._looks.values(), key=lambda look: look.steps)
+            self._times.add(slowest.steps, slowest.since)  # not now: a rank that is stuck took its step a while ago
 
     def _compare(self, states: Mapping[int, RankState], now: float) -> Verdict | None:
         return compare(
@@ -194,7 +195,7 @@ class HangWatch:
         assert verdict is not None
         concerned = [rank for rank in verdict.waiting if self._waited.get(rank)] or verdict.late
         moved = any(rank in self._looks and self._looks[rank].events != self._events.get(rank, 0) for rank in concerned)
-        if not moved or any(state.exit_code is not None for state in states.values()):
+        if not moved or any(state.exit_code for state in states.values()):
             return []  # what was said stands, also as the reason of an end
         self._verdict, self.text = None, ""
         (self._folder / REPORT).unlink(missing_ok=True)

@@ -89,20 +89,20 @@ class Verdict:
 
 
 class StepTimes:
-    """How long a step takes, from the count of steps at each look."""
+    """How long a step takes, from the count of steps at each look. The first ones, which warm up, are left out."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
         self._steps = 0
         self._at: float | None = None
 
-    def add(self, steps: int, now: float) -> None:
-        """**Local.** The slowest rank has taken ``steps`` by ``now``."""
-        if steps <= self._steps:
+    def add(self, steps: int, at: float) -> None:
+        """**Local.** The slowest rank has taken ``steps`` by ``at``."""
+        if steps < _WARM or steps <= self._steps:
             return
         if self._at is not None:
-            self._times.append((now - self._at) / (steps - self._steps))
-        self._steps, self._at = steps, now
+            self._times.append((at - self._at) / (steps - self._steps))
+        self._steps, self._at = steps, at
 
     @property
     def median(self) -> float:

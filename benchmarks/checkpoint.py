@@ -22,7 +22,6 @@ restore model and optimizer at the same time.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import shutil
@@ -43,10 +42,9 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 
 import lockstep
 from benchmarks.naming import machine_name
+from benchmarks.publishing import publish
 from lockstep.checkpoint.load import read
 from lockstep.checkpoint.storage import PosixStorage
-
-_RESULTS = Path(__file__).parent / "results"
 
 
 class NoSync(PosixStorage):
@@ -321,12 +319,7 @@ def main() -> None:
     report = _report(results, options.ranks, rounds, f"on {_file_system(options.folder)}")
     explained = (__doc__ or "").partition("\n\n")[2].rpartition("\n\n")[0]
     report += f"\n{explained}\n"
-    print(report)
-    if options.write:
-        _RESULTS.mkdir(exist_ok=True)
-        path = _RESULTS / f"{datetime.date.today().isoformat()}-checkpoint.md"
-        path.write_text(report)
-        print(f"written to {path}")
+    publish(report, name="checkpoint", write=options.write)
 
 
 def _file_system(folder: Path) -> str:

@@ -16,7 +16,6 @@ and write at least that much on each rank.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import shutil
@@ -36,6 +35,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.naming import machine_name
+from benchmarks.publishing import publish
 
 SIZES = {
     "1KB": 2**10,
@@ -48,7 +48,6 @@ SIZES = {
 }
 #: How often the backends take turns.
 TURNS = 3
-_RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
@@ -70,12 +69,7 @@ def main() -> None:
             figures = json.loads(Path(folder, "figures").read_text())
         figures |= _run_mpi(ranks, options)
         report += _table(ranks, figures, sizes)
-    print(report)
-    if options.write:
-        _RESULTS.mkdir(exist_ok=True)
-        path = _RESULTS / f"{datetime.date.today().isoformat()}-collectives.md"
-        path.write_text(report)
-        print(f"written to {path}")
+    publish(report, name="collectives", write=options.write)
 
 
 def _measure(rank: int, ranks: int, folder: str, sizes: dict[str, int], seconds: float) -> None:

@@ -11,12 +11,10 @@ medians are shown.
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +23,7 @@ from torch.nn import functional as F
 import lockstep
 from benchmarks.models import Transformer, mlp, resnet18
 from benchmarks.naming import machine_name
-
-_RESULTS = Path(__file__).parent / "results"
+from benchmarks.publishing import publish
 
 
 @dataclass(frozen=True)
@@ -206,12 +203,7 @@ def main() -> None:
         "change; in an accumulating one only batch statistics do.\n\n"
         f"{_copies(cases, cpus)}\n\n{_on_gpus(cases, rounds)}"
     )
-    print(report)
-    if options.write:
-        _RESULTS.mkdir(exist_ok=True)
-        path = _RESULTS / f"{datetime.date.today().isoformat()}-data-parallel.md"
-        path.write_text(report)
-        print(f"written to {path}")
+    publish(report, name="data-parallel", write=options.write)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ with PYTHONPATH=tests/site, as the tests do.
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
 import tarfile
 import tempfile
@@ -31,12 +30,12 @@ from torch.utils.data import DataLoader
 
 import lockstep
 from benchmarks.naming import machine_name
+from benchmarks.publishing import publish
 from lockstep.recipes.imagenet import data, transforms
 from lockstep.recipes.imagenet.folders import find
 from lockstep.recipes.imagenet.options import parse
 from lockstep.recipes.imagenet.vision import require
 
-_RESULTS = Path(__file__).parent / "results"
 _BATCH = 64
 
 #: Each call is a pass over all pictures.
@@ -137,12 +136,7 @@ def main() -> None:
         rates = measure(folder, options.size, options.workers, rounds)
         lockstep.shutdown()
     report = _report(rates, options, rounds)
-    print(report)
-    if options.write:
-        _RESULTS.mkdir(exist_ok=True)
-        path = _RESULTS / f"{datetime.date.today().isoformat()}-imagenet-input.md"
-        path.write_text(report)
-        print(f"written to {path}")
+    publish(report, name="imagenet-input", write=options.write)
 
 
 def _report(rates: dict[str, list[float]], options: argparse.Namespace, rounds: int) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.naming import machine_name
+from benchmarks.publishing import publish
 
 _LOCKSTEP = """
 import time, torch, lockstep
@@ -85,12 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     tables = [_table(int(ranks), options.rounds) for ranks in options.ranks.split(",")]
     text = "\n".join([f"# Time to the first all-reduce, {time.strftime('%Y-%m-%d')}", "", machine_name(), "", *tables])
-    print(text)
-    if options.write:
-        path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-launch.md"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        print(f"written to {path}")
+    publish(text, name="launch", write=options.write)
 
 
 def _table(ranks: int, rounds: int) -> str:

@@ -10,7 +10,6 @@ slower rank. Without it an event still is a call, of a function that does nothin
 from __future__ import annotations
 
 import argparse
-import datetime
 import multiprocessing
 import os
 import random
@@ -29,12 +28,12 @@ from torch.optim import optimizer as optimizers
 import lockstep
 from benchmarks.models import WORKLOADS
 from benchmarks.naming import machine_name
+from benchmarks.publishing import publish
 from lockstep import knobs
 from lockstep.identity import Identity
 from lockstep.recorder import place, torch_hooks, writer
 from lockstep.recorder.reader import Pages
 
-_RESULTS = Path(__file__).parent / "results"
 _WORKLOAD = WORKLOADS[0]
 #: Steps of one round with the recorder or without it.
 _STEPS = 100
@@ -217,12 +216,7 @@ def main() -> None:
     rounds = 20 if options.quick else options.rounds
     measured = _run(options.ranks, options.backend, rounds)
     report = _report(measured, ranks=options.ranks, backend=options.backend, rounds=rounds)
-    print(report)
-    if options.write:
-        _RESULTS.mkdir(exist_ok=True)
-        path = _RESULTS / f"{datetime.date.today().isoformat()}-recorder.md"
-        path.write_text(report)
-        print(f"written to {path}")
+    publish(report, name="recorder", write=options.write)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ whatever else the machine does meets all of them; medians over the rounds, of th
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import multiprocessing
 import os
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,10 +26,9 @@ from torch import Tensor, nn
 import lockstep
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.naming import machine_name
+from benchmarks.publishing import publish
 from lockstep import knobs
 from lockstep.identity import Identity
-
-_RESULTS = Path(__file__).parent / "results"
 
 Suspend = Callable[[], AbstractContextManager[None]]
 
@@ -203,12 +200,7 @@ def main() -> None:
         "lockstep's DDP against torch's over gloo, both with default arguments. Below 1.00 lockstep is faster.\n\n"
         f"{table}\n"
     )
-    print(report)
-    if options.write:
-        _RESULTS.mkdir(exist_ok=True)
-        path = _RESULTS / f"{datetime.date.today().isoformat()}-step.md"
-        path.write_text(report)
-        print(f"written to {path}")
+    publish(report, name="step", write=options.write)
 
 
 if __name__ == "__main__":

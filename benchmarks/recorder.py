@@ -29,9 +29,9 @@ import lockstep
 from benchmarks.models import WORKLOADS
 from benchmarks.naming import machine_name
 from benchmarks.publishing import publish
-from lockstep import knobs
+from lockstep import caller, knobs
 from lockstep.identity import Identity
-from lockstep.recorder import place, torch_hooks, writer
+from lockstep.recorder import torch_hooks, writer
 from lockstep.recorder.reader import Pages
 
 _WORKLOAD = WORKLOADS[0]
@@ -60,20 +60,25 @@ class _Timed(writer.Recorder):
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
-        self.seconds: dict[str, list[float]] = {}
+        self.seconds: dict[tuple[str, int], list[float]] = {}
 
     def enter(self, phase: int) -> None:
         begun = time.perf_counter()
         super().enter(phase)
-        self._note(f"enter {phase}", begun)
+        self._note("enter", phase, time.perf_counter() - begun)
 
     def resume(self, phase: int) -> None:
         begun = time.perf_counter()
         super().resume(phase)
-        self._note(f"resume {phase}", begun)
+        self._note("resume", phase, time.perf_counter() - begun)
 
-    def _note(self, kind: str, begun: float) -> None:
-        self.seconds.setdefault(kind, []).append(time.perf_counter() - begun)
+    def took_step(self) -> None:
+        begun = time.perf_counter()
+        super().took_step()
+        self._note("took_step", 0, time.perf_counter() - begun)
+
+    def _note(self, kind: str, phase: int, seconds: float) -> None:
+        self.seconds.setdefault((kind, phase), []).append(seconds)
 
 
 @dataclass(frozen=True)
@@ -92,10 +97,6 @@ class Measured:
 
 def _memory() -> memoryview:
     return memoryview(bytearray(4096))
-
-
-def _use(recorder: writer.Recorder) -> None:
-    writer._own = recorder
 
 
 def _round(steps: int) -> float:
@@ -133,8 +134,8 @@ def _measure(rounds: int) -> Measured:
     _prepare()
     _round(20)
     # The recorder looks for the program's line: what takes the time is to be no line of the program.
-    place._ours[__file__] = True
-    _use(timed)
+    caller._ours[__file__] = True
+    writer.use(timed)
     _round(_STEPS)
     kinds = timed.seconds.values()
     events = sum(len(seconds) for seconds in kinds) / _STEPS
@@ -143,10 +144,10 @@ def _measure(rounds: int) -> Measured:
     draw = random.Random(7)  # the same on all ranks
     for _ in range(rounds):
         for recorded in draw.sample((True, False), 2):
-            _use(recording if recorded else nothing)
+            writer.use(recording if recorded else nothing)
             times[recorded].append(_round(_STEPS))
     call = min(timeit.repeat(lambda: nothing.enter(0), number=1000, repeat=20)) / 1000
-    _use(recording)
+    writer.use(recording)
     return Measured(times[True], times[False], events, alone, call)
 
 

@@ -51,7 +51,7 @@ class _Spy(writer.Recorder):
 
 def _spied() -> _Spy:
     spy = _Spy()
-    writer._own = spy
+    writer.use(spy)
     torch_hooks.watch_optimizers(optimizers)
     return spy
 

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -115,9 +116,18 @@ def test_long_texts_are_cut_and_others_stay_whole() -> None:
     assert _look(memory).reason == ""
 
 
-def test_expecting_to_be_slow_nests(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def own_page() -> Iterator[memoryview]:
+    """The memory of what is this process's page while the test runs."""
     recorder, memory = _page()
-    monkeypatch.setattr(writer, "_own", recorder)
+    before = writer.own()
+    writer.use(recorder)
+    yield memory
+    writer.use(before)
+
+
+def test_expecting_to_be_slow_nests(own_page: memoryview) -> None:
+    memory = own_page
     with expect_slow("evaluation"):
         with expect_slow("upload"):
             assert _look(memory).reason == "upload"

@@ -11,7 +11,6 @@ loop asks the loader for its next batch, and when it asks :meth:`Checkpointer.ep
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from lockstep import knobs
+from lockstep import caller, knobs
 from lockstep.agreement import note, standing
 from lockstep.agreement.agree import Agreement
 from lockstep.agreement.board import Board, Kind, SlotBoard, StoreBoard
@@ -123,7 +122,7 @@ class StepBoundary:
             folder = saver.save(epoch_done=epoch_done)
         except CheckpointError as error:  # the same on every rank
             if self._world.is_main:
-                warnings.warn(f"could not save at step {saver.step}, as asked by a signal: {error}", stacklevel=4)
+                caller.warn(f"could not save at step {saver.step}, as asked by a signal: {error}")
             return
         if self._world.is_main:
             print(f"lockstep: saved at step {saver.step} in {folder}", file=sys.stderr, flush=True)

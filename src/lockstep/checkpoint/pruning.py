@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep import caller
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.guard import taken
 from lockstep.checkpoint.load import read_manifest
@@ -88,9 +88,7 @@ def prune(root: Path, newest: Path, rule: Retention, *, damaged: Collection[str]
         there = entries(root, good=(newest.name,), damaged=damaged, metrics=rule.best > 0, on=on)
         gone = remove(root, superfluous(there, rule), on=on)
     except OSError as error:
-        warnings.warn(
-            f"could not look through the old checkpoints in {root}: {describe(error)}", RuntimeWarning, stacklevel=2
-        )
+        caller.warn(f"could not look through the old checkpoints in {root}: {describe(error)}", RuntimeWarning)
         return
     for folder, why in gone.failed:
-        warnings.warn(f"could not remove the old checkpoint {folder}: {why}", RuntimeWarning, stacklevel=2)
+        caller.warn(f"could not remove the old checkpoint {folder}: {why}", RuntimeWarning)

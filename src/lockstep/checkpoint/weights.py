@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep import caller
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.guard import CheckpointGone, reading
 from lockstep.checkpoint.load import read_model, read_tensors
@@ -117,7 +117,7 @@ def _newest_whole(folder: Path) -> tuple[Path, Mapping[str, Any]]:
             damaged.append(str(error))
             continue
         if damaged:
-            warnings.warn(f"{candidate} is loaded; skipped: {'; '.join(damaged)}", RuntimeWarning, stacklevel=5)
+            caller.warn(f"{candidate} is loaded; skipped: {'; '.join(damaged)}", RuntimeWarning)
         return candidate, state
     if damaged:
         raise CheckpointCorrupt(f"{folder}: no whole checkpoint there: {'; '.join(damaged)}")

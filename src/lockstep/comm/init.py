@@ -9,7 +9,6 @@ import random
 import secrets
 import sys
 import threading
-import warnings
 from datetime import timedelta
 
 import numpy as np
@@ -24,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 from torch.distributed.rendezvous import rendezvous
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lockstep import knobs, machine
+from lockstep import caller, knobs, machine
 from lockstep.agreement import standing
 from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.exchange import all_gather_records
@@ -193,11 +192,9 @@ def _resolve_backend(store: Store, identity: Identity, timeout: float, device: t
     if why is None:
         return "shm"
     if identity.rank == 0 and identity.local_world_size == identity.world_size:
-        warnings.warn(
+        caller.warn(
             f"the ranks can't share memory, so gradients go through the network, by gloo, which is slower: {why}. "
-            'lockstep.init("gloo") chooses that, and ends this warning',
-            UserWarning,
-            stacklevel=4,
+            'lockstep.init("gloo") chooses that, and ends this warning'
         )
     return "gloo"
 

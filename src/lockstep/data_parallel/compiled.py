@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lockstep.data_parallel import notice
+from lockstep import caller
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -57,7 +57,7 @@ def compile_as(source: nn.Module, replica: nn.Module) -> None:
     if callable(context):
         replica._compiled_call_impl = context(replica._call_impl)
         return
-    notice.warn(
+    caller.warn(
         f"this version of torch hides how {type(source).__name__}.compile() was called, so its replicas run "
         "uncompiled: use DataParallel(torch.compile(module)) instead"
     )

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.data_parallel import notice
+from lockstep import caller
 
 Result = TypeVar("Result")
 
@@ -42,7 +42,7 @@ class Draws:
         """**Local.** A forward has ended: what did it show?"""
         drew = turn.drew()
         if drew and not turn.in_turn:
-            notice.warn(
+            caller.warn(
                 "the replicas drew random numbers on the CPU in this forward and had not before, so this forward can't "
                 "be repeated exactly; later ones can, because the replicas run one after the other from now on"
             )

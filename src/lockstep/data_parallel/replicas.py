@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lockstep.data_parallel import notice
+from lockstep import caller
 from lockstep.data_parallel.compiled import compile_as, is_compiled_wrapper, rewrapped
 from lockstep.data_parallel.devices import refuse_misplaced
 from lockstep.data_parallel.lend import Lent, Loan, lend
@@ -269,7 +269,7 @@ class Replicas:
                 continue
             if name not in before or not _is_equal(before[name], value):
                 self._warned.add(label)
-                notice.warn(
+                caller.warn(
                     f"the forward sets {label}: with {len(self._devices)} replicas the module keeps what the first one "
                     "set, from its part of the batch, and the others' values are not seen. Return it from the forward, "
                     "or make it a buffer and change that in place"

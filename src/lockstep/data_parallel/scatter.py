@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from lockstep.containers import rebuilt
 from lockstep.data_parallel.cut import Piece, cut
-from lockstep.data_parallel.trees import is_packed, moved, parts_of, path_text, rebuilt
+from lockstep.data_parallel.trees import is_packed, moved, parts_of, path_text
 
 
 def batch_size(tree: Any, dim: int) -> int | None:

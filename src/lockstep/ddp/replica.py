@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from lockstep import caller
 from lockstep.comm.init import current_world
 from lockstep.comm.memory import InPlaceMemory, in_place_memory
 from lockstep.ddp.bucket import Bucket
@@ -179,7 +179,7 @@ class Replica(Joinable):
         if self._forwards in (0, 1) or self._forwards % _LOOK_EVERY == 0:
             self._refuse_changed()
         self._forwards += 1
-        writer.own().enter(_FORWARD if module.training else _EVALUATE)
+        writer.enter(_FORWARD if module.training else _EVALUATE)
         for param in self._frozen:
             if param.requires_grad:
                 self._lay_out_again(module)
@@ -245,7 +245,7 @@ class Replica(Joinable):
         self._watch.open(self._latest if self._latest is not None else self._context_now())
 
     def _begin(self, context: ForwardContext) -> None:
-        writer.own().enter(_BACKWARD)
+        writer.enter(_BACKWARD)
         weight, kept = self._weights.enter(context.weight, self._reducer.pending)
         self._current = context
         self._reducer.begin(
@@ -275,9 +275,9 @@ class Replica(Joinable):
         assert context is not None  # _begin set it
         self._current = self._latest = None
         self._weights.leave(synced=context.sync)
-        writer.own().resume(_REDUCE)
+        writer.resume(_REDUCE)
         self._reducer.finish(then=lambda: self._send_buffers_again(context))
-        writer.own().resume(_OWN)
+        writer.resume(_OWN)
 
     def _send_buffers_again(self, context: ForwardContext) -> None:
         module = self._module()
@@ -375,9 +375,7 @@ def _refuse_uninitialized(module: nn.Module) -> None:
 def _warn_never_used(names: list[str]) -> None:
     shown = ", ".join(f"'{name}'" for name in names[:10])
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    warnings.warn(
+    caller.warn(
         f"no rank used the parameter(s) {shown}{more} in the first backward. That is fine for the gradients of the "
-        "others; if it is what you mean, find_unused_parameters=True ends this warning",
-        UserWarning,
-        stacklevel=2,
+        "others; if it is what you mean, find_unused_parameters=True ends this warning"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
+from lockstep import caller
 from lockstep.ddp import api
 from lockstep.ddp.compress import CommHook
 from lockstep.ddp.options import CheckFinite, ReplicaOptions
@@ -172,11 +172,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 def _warn_without_effect(**given: bool) -> None:
     names = [name for name, passed in given.items() if passed]
     if names:
-        warnings.warn(
-            f"DistributedDataParallel: {' and '.join(names)} without effect (kept for scripts that pass it)",
-            UserWarning,
-            stacklevel=3,
-        )
+        caller.warn(f"DistributedDataParallel: {' and '.join(names)} without effect (kept for scripts that pass it)")
 
 
 def _resolve_devices(

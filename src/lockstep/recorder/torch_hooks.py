@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.recorder import writer
 from lockstep.recorder.layout import Phase
 
+_OPTIMIZER = int(Phase.OPTIMIZER)
 #: Whether this process's optimizers are watched, and torch.compile.
 _optimizers = _compiler = False
 
@@ -29,11 +30,11 @@ def watch_optimizers(optimizers: Any) -> None:
 
 
 def _before_step(*_: object) -> None:
-    writer.own().enter(Phase.OPTIMIZER)
+    writer.enter(_OPTIMIZER)
 
 
 def _after_step(*_: object) -> None:
-    writer.own().took_step()
+    writer.took_step()
     if not _compiler:
         _watch_compiler()
 

@@ -27,9 +27,9 @@ from time import monotonic_ns
 from types import CodeType, FrameType
 
 from lockstep import knobs
+from lockstep.caller import user_frame, user_frame_and_depth, words
 from lockstep.recorder import layout
 from lockstep.recorder.layout import PAGE, Phase
-from lockstep.recorder.place import user_frame, user_frame_and_depth, words
 
 #: The file of a job's pages, and those that a rank's Python stacks go to.
 FILE = "recorder"
@@ -249,6 +249,8 @@ class Recorder:
 #: A page that nobody reads, for processes that have no watcher: cheaper than to ask at every event.
 _nobody = Recorder(memoryview(bytearray(PAGE)))
 _own = _nobody
+#: The events of a training step, of this process's page: bound once, for each call within a step costs cold caches.
+enter, resume, took_step = _nobody.enter, _nobody.resume, _nobody.took_step
 #: Threads that wait for others in the background, while the rank goes on.
 _background: set[int] = set()
 
@@ -263,7 +265,6 @@ def take(folder: str | Path, *, rank: int, local_rank: int) -> None:
 
     Its Python stacks can be asked for from now on, by STACK_SIGNAL.
     """
-    global _own
     try:
         fd = os.open(Path(folder) / FILE, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -272,7 +273,7 @@ def take(folder: str | Path, *, rank: int, local_rank: int) -> None:
         memory = mmap.mmap(fd, (local_rank + 1) * PAGE)
     finally:
         os.close(fd)
-    _own = Recorder(memoryview(memory)[local_rank * PAGE :])
+    use(Recorder(memoryview(memory)[local_rank * PAGE :]))
     stack = os.open(
         Path(folder) / STACK.format(rank=rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
     )
@@ -282,6 +283,13 @@ def take(folder: str | Path, *, rank: int, local_rank: int) -> None:
 def own() -> Recorder:
     """**Local.** This process's page, or one that nobody reads."""
     return _own
+
+
+def use(recorder: Recorder) -> None:
+    """**Local.** Make this the process's page."""
+    global _own, enter, resume, took_step
+    _own = recorder
+    enter, resume, took_step = recorder.enter, recorder.resume, recorder.took_step
 
 
 def _leave_to_the_parent() -> None:

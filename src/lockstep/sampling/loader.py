@@ -40,6 +40,7 @@ from lockstep.sampling.source import Source, read_source
 from lockstep.share import BatchShare
 
 _log = logging.getLogger(__name__)
+_DATA, _OWN = int(Phase.DATA), int(Phase.OWN)
 
 
 def shard(
@@ -254,11 +255,11 @@ class ShardedLoader:
         """**Local** (see :func:`shard` for the exceptions). A pass over the next epoch, or over the rest of a loaded
         one."""
         mine = self._begin_pass()
-        world, share, page = self._world, None, writer.own()
+        world, share = self._world, None
         try:
-            page.enter(Phase.DATA)
+            writer.enter(_DATA)
             for fetched in naming_dead_workers(self._fetch()):
-                page.resume(Phase.OWN)
+                writer.resume(_OWN)
                 share = BatchShare(fetched.samples, fetched.global_samples)
                 world.share = share
                 self._advance(fetched)
@@ -270,8 +271,8 @@ class ShardedLoader:
                         f"rank {world.rank}: another pass over this loader has begun, or a state was loaded, and "
                         "it has but one position; shard a second DataLoader to iterate over the data twice at a time"
                     )
-                page.enter(Phase.DATA)
-            page.resume(Phase.OWN)
+                writer.enter(_DATA)
+            writer.resume(_OWN)
             self._end_pass(mine)
         except GeneratorExit:  # the loop was left early
             self._end_pass(mine)

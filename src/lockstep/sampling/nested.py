@@ -1,15 +1,15 @@
-"""Batches are tensors in tuples, lists, dicts, named tuples and dataclasses: walk them, move them, empty them."""
+"""Batches are tensors in containers: walk them, move them, empty them."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+
+from lockstep.containers import parts_of, rebuilt
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -39,10 +39,10 @@ def to_device(tree: Any, device: torch.device) -> Any:
 
 def map_leaves(tree: Any, fn: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """**Local.** ``tree`` with ``fn`` applied to everything that is not a container, container types kept."""
-    parts = None if is_leaf is not None and is_leaf(tree) else _parts(tree)
+    parts = None if is_leaf is not None and is_leaf(tree) else parts_of(tree)
     if parts is None:
         return fn(tree)
-    return _rebuilt(tree, {key: map_leaves(part, fn, is_leaf) for key, part in parts.items()})
+    return rebuilt(tree, {key: map_leaves(part, fn, is_leaf) for key, part in parts.items()})
 
 
 def nothing_of(one: Any, two: Any) -> Any:
@@ -62,10 +62,10 @@ def nothing_of(one: Any, two: Any) -> Any:
         return one
     if isinstance(one, Sequence) and len(one) != len(two):
         return one[: max(0, 2 * len(one) - len(two))]
-    parts, doubled = _parts(one), _parts(two)
+    parts, doubled = parts_of(one), parts_of(two)
     if parts is None or doubled is None:
         return one
-    return _rebuilt(one, {key: nothing_of(part, doubled[key]) for key, part in parts.items()})
+    return rebuilt(one, {key: nothing_of(part, doubled[key]) for key, part in parts.items()})
 
 
 def _empty_tensor(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
@@ -94,32 +94,3 @@ def fingerprint(tree: Any) -> str:
 
     map_leaves(tree, note)
     return digest.hexdigest()
-
-
-def _parts(tree: Any) -> dict[Any, Any] | None:
-    """The children of a container by key, or None for a leaf."""
-    if isinstance(tree, Mapping):
-        return dict(tree)
-    if isinstance(tree, (list, tuple)):
-        return dict(enumerate(tree))
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
-    return None
-
-
-def _rebuilt(tree: Any, parts: dict[Any, Any]) -> Any:
-    """A container like ``tree`` with other children."""
-    if isinstance(tree, MutableMapping):
-        clone = copy.copy(tree)  # keeps what a subclass carries beside its items
-        clone.update(parts)
-        return clone
-    if isinstance(tree, Mapping):
-        return parts
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*parts.values())
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(parts.values())
-    clone = copy.copy(tree)
-    for name, value in parts.items():
-        object.__setattr__(clone, name, value)  # a frozen dataclass as well; fields that __init__ does not take too
-    return clone

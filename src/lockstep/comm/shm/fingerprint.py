@@ -9,9 +9,9 @@ from types import CodeType
 
 import torch
 
+from lockstep.caller import user_frame, words
 from lockstep.comm import labels
 from lockstep.comm.shm.layout import HEADER
-from lockstep.recorder.place import user_frame, words
 
 #: What must be equal on every rank: sequence number, elements, digest of the rest, operation, reduce op, dtype, root.
 _KEY = struct.Struct("<qqQHHHh")

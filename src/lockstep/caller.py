@@ -1,14 +1,18 @@
-"""The line of the user's own program that is running: the innermost frame outside Python, torch and lockstep."""
+"""The line of the user's own program that is running: the innermost frame outside Python, torch and lockstep.
+
+Warnings point there, however many of lockstep's and torch's frames lie in between.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import warnings
 from types import CodeType, FrameType
 
 #: Characters of a path that are shown: its end is what a reader needs.
 _PATH = 120
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _RECIPES = os.path.join(_HERE, "recipes") + os.sep
 #: Whether a file is none of the user's. (By name: a code object's hash takes a microsecond.)
 _ours: dict[str, bool] = {}
@@ -50,3 +54,9 @@ def words(code: CodeType, line: int) -> str:
     path = code.co_filename
     short = path if len(path) <= _PATH else "…" + path[1 - _PATH :]
     return f"{short}:{line} in {code.co_name}"
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """**Local.** A warning at the line of the user's own program, or, in a thread that has none, at our caller's."""
+    frame, away = user_frame_and_depth(sys._getframe(1))
+    warnings.warn(text, category, stacklevel=2 if frame is None else 2 + away)

@@ -1,0 +1,49 @@
+"""Batches, inputs and outputs are leaves in tuples, lists, dicts, named tuples and dataclasses: take apart, rebuild."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+
+def parts_of(tree: Any) -> dict[Any, Any] | None:
+    """**Local.** The children of a container by key, or None for a leaf. Strings are leaves."""
+    if isinstance(tree, Mapping):
+        return dict(tree)
+    if isinstance(tree, (list, tuple)):
+        return dict(enumerate(tree))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        # A field that __init__ does not take may have no value yet.
+        return {
+            field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if hasattr(tree, field.name)
+        }
+    return None
+
+
+def rebuilt(tree: Any, parts: dict[Any, Any]) -> Any:
+    """**Local.** A container like ``tree`` with other children under the same keys.
+
+    A read-only mapping whose class can't be called with a dict becomes a dict, as in torch's own ``default_collate``.
+    """
+    if type(tree) is dict:
+        return parts
+    if isinstance(tree, MutableMapping):
+        clone = copy.copy(tree)  # keeps what a subclass carries beside its items
+        for key, value in parts.items():
+            clone[key] = value  # not update(), which some classes of outputs refuse
+        return clone
+    if isinstance(tree, Mapping):
+        try:
+            return type(tree)(parts)  # type: ignore[call-arg]
+        except TypeError:
+            return parts
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*parts.values())
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(parts.values())
+    clone = copy.copy(tree)
+    for name, value in parts.items():
+        object.__setattr__(clone, name, value)  # a frozen dataclass as well; fields that __init__ does not take too
+    return clone

@@ -32,7 +32,7 @@ _HOMES = {
     "RankFailed": "lockstep.errors",
     "RendezvousError": "lockstep.errors",
     "ReplicaMismatch": "lockstep.errors",
-    "Restored": "lockstep.checkpoint.api",
+    "Restored": "lockstep.checkpoint.restoring",
     "Retention": "lockstep.checkpoint.retention",
     "ShardedLoader": "lockstep.sampling.loader",
     "SyncBatchNorm": "lockstep.ddp.batchnorm",
@@ -56,7 +56,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.api import Checkpointer as Checkpointer
-    from lockstep.checkpoint.api import Restored as Restored
+    from lockstep.checkpoint.restoring import Restored as Restored
     from lockstep.checkpoint.retention import Retention as Retention
     from lockstep.checkpoint.weights import LoadedWeights as LoadedWeights
     from lockstep.checkpoint.weights import load_weights as load_weights

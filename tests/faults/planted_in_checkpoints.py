@@ -92,8 +92,8 @@ CHECKPOINT_FAULTS = [
     ),
     Fault(
         "anybody's checkpoint is taken",
-        "checkpoint/api.py",
-        "owners=self._owners, ",
+        "checkpoint/restoring.py",
+        "owners=owners, ",
         "",
         _HOSTILE,
     ),

@@ -49,9 +49,9 @@ RUN_FAULTS = [
     ),
     Fault(
         "random number generators are not restored",
-        "checkpoint/api.py",
-        """            rng.restore(parts["rng"][self._world.rank], self._world.device)""",
-        "            pass",
+        "checkpoint/restoring.py",
+        """        rng.restore(parts["rng"][world.rank], world.device)\n""",
+        "        pass\n",
         ("tests/ranks/test_resume.py",),
     ),
 ]

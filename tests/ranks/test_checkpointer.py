@@ -148,6 +148,7 @@ def _resume(folder: str, strict: bool = False, expect_warning: bool = True) -> t
         warnings.simplefilter("always")
         restored = saved.restore(strict=strict)
     assert bool(caught) == (world.is_main and expect_warning)
+    assert all(warning.filename == __file__ for warning in caught), "they point at the user's line"
     assert restored is not None
     return restored.step, list(restored.skipped), [str(warning.message) for warning in caught]
 

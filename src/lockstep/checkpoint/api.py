@@ -4,60 +4,34 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.agreement import standing
-from lockstep.checkpoint import folders, rng
+from lockstep import caller
+from lockstep.checkpoint import folders
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
-from lockstep.checkpoint.captured import Captured, Share, capture, divided, text
-from lockstep.checkpoint.codec import encode
-from lockstep.checkpoint.guard import reading
-from lockstep.checkpoint.load import Contents, read
+from lockstep.checkpoint.captured import Share
 from lockstep.checkpoint.lock import RunLock
-from lockstep.checkpoint.match import bare
 from lockstep.checkpoint.peers import OverGroup, Peers
+from lockstep.checkpoint.position import Position
 from lockstep.checkpoint.pruning import prune
+from lockstep.checkpoint.restoring import Restored, find, load, words_on_differences
 from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.saving import share_of, words_on_drift
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
 from lockstep.checkpoint.training import Stateful, Training
 from lockstep.checkpoint.write import Place, write
 from lockstep.comm.init import current_world
-from lockstep.errors import CheckpointCorrupt, CheckpointError, LockstepError
+from lockstep.errors import CheckpointError, LockstepError
 from lockstep.recorder import writer
 from lockstep.recorder.layout import Phase
-
-_APART = (
-    "the replicas have drifted apart: other ranks hold other values, or other tensors, than rank 0, so rank 0's are "
-    "saved, and a resumed run will not repeat this one bit for bit; files and ranks"
-)
-
-
-@dataclass(frozen=True)
-class Restored:
-    """The checkpoint that training goes on from."""
-
-    #: Its folder.
-    folder: Path
-    #: Optimizer steps taken.
-    step: int
-    #: The epoch to go on with, and whether some of it is done.
-    epoch: int
-    in_epoch: bool
-    #: Ranks of the job that wrote it.
-    world_size: int
-    #: Newer checkpoints that are damaged: file, what was expected and what was found.
-    skipped: tuple[str, ...]
 
 
 class Checkpointer:
@@ -112,27 +86,33 @@ class Checkpointer:
         self._world = world
         #: Where the checkpoints are.
         self.folder = Path(folder).absolute()
-        #: Optimizer steps taken, which name the checkpoints. Without an optimizer it is yours to count up; a save at
-        #: the step of the last one then counts one up by itself.
-        self.step = 0
-        self._last_saved: int | None = None
-        #: The epoch to go on with, between epochs; within epochs(), the one under way.
-        self._epoch = 0
-        self._in_body = False
+        self._position = Position()
         self._said_apart = False
         #: True once this run owns the folder: it went on from what is there, or has saved.
         self._owns_folder = False
-        #: Checkpoints that restore() found damaged.
+        #: The names of checkpoints that restore() found damaged.
         self._damaged: set[str] = set()
         (self._lock, _), owners = together(world, self._claim_folder, lambda claimed: claimed[1])
         #: The users whose checkpoints are taken: this one, and as whom the file system makes its files.
         self._owners = (os.geteuid(), int(owners[0]))
         self._background = Background(world)
         if optimizer is not None:
-            _count_steps(optimizer, self)
+            self._position.count(optimizer)
         self._boundary = StepBoundary(self, world, counts_steps=optimizer is not None)
         self._boundary.watch(loader)
         weakref.finalize(self, self._boundary.close).atexit = False
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken, which name the checkpoints.
+
+        Without an optimizer it is yours to count up; a save at the step of the last one then counts one up by itself.
+        """
+        return self._position.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._position.step = step
 
     def _claim_folder(self) -> tuple[RunLock | None, int]:
         """Rank 0 makes the folder, and takes it for this job; whom what is made there belongs to."""
@@ -140,11 +120,6 @@ class Checkpointer:
             return None, os.geteuid()
         owner = folders.prepare_root(self.folder, on=self._storage)
         return RunLock(self.folder), owner
-
-    def _tell_step(self) -> None:
-        own = standing.own()
-        if own is not None:
-            own.at_step(self.step)
 
     def epochs(self, count: int, *, resume: bool = True) -> Iterator[int]:
         """**Collective.** The epochs still to do out of ``count``: ``for epoch in saved.epochs(10)``.
@@ -162,21 +137,22 @@ class Checkpointer:
         """
         if count < 0:
             raise ValueError(f"epochs({count}): expected 0 or more")
+        position = self._position
         self._boundary.listen()
         try:
             if not self._owns_folder and resume:
                 self.restore()
             elif not self._owns_folder:
                 together(self._world, self._refuse_foreign_folder, lambda _: None)
-            while self._epoch < count:
-                self._in_body = True
-                yield self._epoch
-                self._boundary.reached(epoch_done=True, last=self._epoch + 1 == count)
-                self._in_body = False
-                self._epoch += 1
+            while position.epoch < count:
+                position.in_body = True
+                yield position.epoch
+                self._boundary.reached(epoch_done=True, last=position.epoch + 1 == count)
+                position.in_body = False
+                position.epoch += 1
             self.wait()
         finally:
-            self._in_body = False
+            position.in_body = False
             self._boundary.close()
 
     def between_steps(self) -> None:
@@ -191,7 +167,7 @@ class Checkpointer:
             CheckpointError: they could not save.
         """
         loader_knows = isinstance(getattr(self._training.loader, "in_epoch", None), bool)
-        self._boundary.between_steps(epoch_done=False if self._in_body and not loader_knows else None)
+        self._boundary.between_steps(epoch_done=False if self._position.in_body and not loader_knows else None)
 
     # Saving.
 
@@ -220,9 +196,9 @@ class Checkpointer:
         share, place = self._capture(metric, epoch_done)
         folder = self._write(share, place, OverGroup(self._world))
         self._owns_folder = True
-        self._last_saved = place.step
+        self._position.last_saved = place.step
         if earlier is not None and self._world.is_main:
-            warnings.warn(f"{earlier}; the save at step {place.step} succeeded", RuntimeWarning, stacklevel=2)
+            caller.warn(f"{earlier}; the save at step {place.step} succeeded", RuntimeWarning)
         return folder
 
     @writer.phase(Phase.SAVE)
@@ -250,7 +226,7 @@ class Checkpointer:
         share, place = self._capture(metric, epoch_done)
         self._background.forget_records()  # all ranks have waited, or they would not have met in the line above
         self._background.begin(share, step=place.step, write=lambda copied, peers: self._write(copied, place, peers))
-        self._last_saved = place.step
+        self._position.last_saved = place.step
 
     @writer.phase(Phase.SAVE)
     def wait(self) -> Path | None:
@@ -276,48 +252,16 @@ class Checkpointer:
 
     def _capture(self, metric: float | None, epoch_done: bool | None) -> tuple[Share, Place]:
         """**Collective.** What this rank will write, copied nowhere yet, and where the run is."""
-        if self._training.optimizer is None and self.step == self._last_saved:
-            self.step += 1
-        (captured, _), records = together(self._world, self._own_state, lambda state: state[1])
-        steps = [record["step"] for record in records]
-        if any(step != self.step for step in steps):
-            raise CheckpointError(
-                f"the ranks are not at the same step, so their states do not belong together; by rank: {steps}"
-            )
-        share = divided(captured, [record["outline"] for record in records], rank=self._world.rank)
-        if share.whole is not None:
-            loaders = [record["loader"] for record in records]
-            texts = {"rng.json": text([record["rng"] for record in records])}
-            if self._training.loader is not None:  # kept once if they are all the same
-                texts["loader.json"] = text(loaders[:1] if all(state == loaders[0] for state in loaders) else loaders)
-            share = share.with_texts(texts)
-        if share.apart and self._world.is_main and not self._said_apart:
+        training, position = self._training, self._position
+        if training.optimizer is None and position.step == position.last_saved:
+            position.step += 1
+        share = share_of(training, self._world, step=position.step, before=self._refuse_foreign_folder)
+        drift = words_on_drift(share)
+        if drift and self._world.is_main and not self._said_apart:
             self._said_apart = True
-            warnings.warn(f"{_APART}: {share.apart}", RuntimeWarning, stacklevel=3)
-        return share, Place(self.step, *self._place(epoch_done), metric=_finite(metric))
-
-    def _own_state(self) -> tuple[Captured, dict[str, Any]]:
-        """This rank's state, and what the other ranks need to know of it."""
-        self._refuse_foreign_folder()
-        model, loader, is_main = bare(self._training.model), self._training.loader, self._world.is_main
-        parameters = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
-        parts = self._training.trees() if is_main else self._training.common_trees()
-        captured = capture(model.state_dict(), parts, parameters=parameters, is_main=is_main)
-        return captured, {
-            "step": self.step,
-            "rng": rng.capture(self._world.device),
-            "loader": None if loader is None else encode(loader.state_dict(), None, where="loader"),
-            "outline": captured.outline(),
-        }
-
-    def _place(self, epoch_done: bool | None) -> tuple[int, bool]:
-        """The epoch to go on with, and whether some of it is done."""
-        loader = self._training.loader
-        in_epoch = bool(getattr(loader, "in_epoch", False)) if epoch_done is None else not epoch_done
-        if self._in_body:
-            return (self._epoch, True) if in_epoch else (self._epoch + 1, False)
-        epoch = getattr(loader, "epoch", None)  # the user counts epochs; a sharded loader knows which one it is in
-        return (epoch if isinstance(epoch, int) else self._epoch), in_epoch
+            caller.warn(drift, RuntimeWarning)
+        place = Place(position.step, *position.to_go_on_with(training.loader, epoch_done), metric=_finite(metric))
+        return share, place
 
     def _refuse_foreign_folder(self) -> None:
         """Rank 0 looks for checkpoints that this run has nothing to do with."""
@@ -348,90 +292,18 @@ class Checkpointer:
             CheckpointError: the ranks do not see the same folder.
         """
         self.wait()
-        _, listings = together(self._world, self._listing, lambda names: names)
-        damaged: list[str] = []
-        for name in listings[0]:
-            try:
-                contents, digests = together(
-                    self._world,
-                    lambda name=name: self._read_and_compare(self.folder / name),  # type: ignore[misc]
-                    lambda read_: read_.manifest.to_json().decode(),
-                )
-            except CheckpointCorrupt as error:
-                if strict:
-                    raise
-                damaged.append(str(error))
-                self._damaged.add(name)
-                continue
-            if any(digest != digests[0] for digest in digests):
-                raise CheckpointError(f"the ranks see different checkpoints in {self.folder / name}: is it shared?")
-            return self._apply(contents, tuple(damaged))
-        if damaged:
-            raise CheckpointCorrupt(f"{self.folder}: no checkpoint there is whole: {'; '.join(damaged)}")
+        found = find(self.folder, self._training, self._world, owners=self._owners, strict=strict, on=self._storage)
+        if found is not None:
+            self._damaged.update(found.damaged)
+            load(found.contents, self._training, self._world)
+            self._position.go_on_from(found.contents.manifest)
         self._owns_folder = True
-        return None
-
-    def _listing(self) -> list[str]:
-        """Rank 0's names of the checkpoints there, newest first."""
-        return (
-            [folder.name for folder in folders.checkpoints(self.folder, on=self._storage)]
-            if self._world.is_main
-            else []
-        )
-
-    def _read_and_compare(self, folder: Path) -> Contents:
-        with reading(folder):
-            contents = read(folder, owners=self._owners, on=self._storage)
-        ranks = contents.manifest.world_size
-        rng.refuse_malformed(contents.parts.get("rng"), count=ranks, where=str(folder / "rng.json"))
-        self._training.refuse_other(contents, world_size=self._world.world_size)
-        return contents
-
-    def _apply(self, contents: Contents, damaged: tuple[str, ...]) -> Restored:
-        manifest, parts = contents.manifest, contents.parts
-        undo: list[tuple[Stateful, Any]] = []
-        try:
-            together(self._world, lambda: self._training.load_small(parts, undo), lambda _: None)
-            together(self._world, lambda: self._training.load_loader(parts, self._world.rank), lambda _: None)
-        except CheckpointError:
-            for thing, before in reversed(undo):
-                thing.load_state_dict(before)
-            raise
-        together(self._world, lambda: self._training.load_tensors(contents), lambda _: None)
-        self.step = self._last_saved = manifest.step
-        self._tell_step()
-        self._epoch = manifest.epoch
-        self._owns_folder = True
-        if self._world.is_main:
-            self._say_what_is_not_as_it_was(contents, damaged)
-        if manifest.world_size == self._world.world_size:
-            rng.restore(parts["rng"][self._world.rank], self._world.device)
-        return Restored(
-            folder=contents.folder,
-            step=manifest.step,
-            epoch=manifest.epoch,
-            in_epoch=manifest.in_epoch,
-            world_size=manifest.world_size,
-            skipped=damaged,
-        )
-
-    def _say_what_is_not_as_it_was(self, contents: Contents, damaged: tuple[str, ...]) -> None:
-        words = []
-        if damaged:
-            words.append(f"skipped damaged checkpoints: {'; '.join(damaged)}")
-        saved, now = contents.manifest.world_size, self._world.world_size
-        if saved != now:
-            words.append(
-                f"it was written by {saved} rank(s) and there are {now} now: everything is restored but the random "
-                "number generators, so dropout will not repeat bit for bit"
-            )
-        elif (contents.parts["rng"][0]["cuda"] is None) != (self._world.device.type != "cuda"):
-            words.append("it was written on another kind of device: the GPU's random number generator is not restored")
-        unused = self._training.unused(contents)
-        if unused:
-            words.append(f"it also holds {', '.join(unused)}, for which nothing was given here")
-        if words:
-            warnings.warn(f"going on from {contents.folder}: " + "; ".join(words), RuntimeWarning, stacklevel=4)
+        if found is None:
+            return None
+        differences = words_on_differences(found, self._training, self._world)
+        if differences and self._world.is_main:
+            caller.warn(differences, RuntimeWarning)
+        return found.restored()
 
 
 def _rule(keep: int | Retention | None) -> Retention:
@@ -447,16 +319,3 @@ def _rule(keep: int | Retention | None) -> Retention:
 def _finite(metric: float | None) -> float | None:
     number = None if metric is None else float(metric)
     return number if number is None or math.isfinite(number) else None
-
-
-def _count_steps(optimizer: torch.optim.Optimizer, saved: Checkpointer) -> None:
-    """Count the optimizer's steps in ``saved.step``, for as long as someone has ``saved``: its end frees the folder."""
-    weak = weakref.ref(saved)
-
-    def count(*_: object) -> None:
-        alive = weak()
-        if alive is not None:
-            alive.step += 1
-            alive._tell_step()
-
-    optimizer.register_step_post_hook(count)

@@ -1,0 +1,64 @@
+"""Where a run is: its step, its epoch, and whether it is in the middle of that."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from lockstep.agreement import standing
+from lockstep.checkpoint.manifest import Manifest
+
+
+class Position:
+    """A run's place in its training, as this rank counts it."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        #: The step of the newest checkpoint that this run has written or gone on from.
+        self.last_saved: int | None = None
+        #: The epoch to go on with, between epochs; within the body of epochs(), the one under way.
+        self.epoch = 0
+        #: Whether the body of epochs() is running.
+        self.in_body = False
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken; the launcher is told of each."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        own = standing.own()
+        if own is not None:
+            own.at_step(step)
+
+    def count(self, optimizer: torch.optim.Optimizer) -> None:
+        """**Local.** Count the optimizer's steps, for as long as someone has this."""
+        weak = weakref.ref(self)
+
+        def took_step(*_: object) -> None:
+            alive = weak()
+            if alive is not None:
+                alive.step += 1
+
+        optimizer.register_step_post_hook(took_step)
+
+    def to_go_on_with(self, loader: object, epoch_done: bool | None) -> tuple[int, bool]:
+        """**Local.** The epoch that a run resumed from here goes on with, and whether some of it is done.
+
+        Args:
+            loader: the training loader, which may know.
+            epoch_done: what the user says of it; None: nothing.
+        """
+        in_epoch = bool(getattr(loader, "in_epoch", False)) if epoch_done is None else not epoch_done
+        if self.in_body:
+            return (self.epoch, True) if in_epoch else (self.epoch + 1, False)
+        epoch = getattr(loader, "epoch", None)  # the user counts epochs; a sharded loader knows which one it is in
+        return (epoch if isinstance(epoch, int) else self.epoch), in_epoch
+
+    def go_on_from(self, manifest: Manifest) -> None:
+        """**Local.** The run is where this checkpoint was made."""
+        self.step = self.last_saved = manifest.step
+        self.epoch = manifest.epoch

@@ -13,6 +13,7 @@ from tests.faults.training import LENGTH
 from tests.launching import Finished, Running, environment
 
 SCRIPT = Path(__file__).with_name("training.py")
+_ROOT = SCRIPT.parents[2]
 RANKS = 2
 
 
@@ -33,6 +34,7 @@ def start_job(
         options = (*options, "--plan", str(folder / "plan.json"))
     job_env = environment(folder, **env)
     del job_env["LOCKSTEP_PRELOAD"]  # as users have it
+    job_env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), job_env.get("PYTHONPATH", "")]))
     return Running([*run, str(SCRIPT), str(folder), *options], cwd=folder, env=job_env)
 
 

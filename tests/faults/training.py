@@ -12,7 +12,6 @@ goes to the rank itself unless ``whom`` is ``"peer"`` (the next rank), ``"watche
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -28,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lockstep
 from lockstep.comm.shm.reduction import Reduction
+from tests.digests import digest_of
 
 #: Where a fault can strike, in the order of a run.
 POINTS = ("restore", "started", "data", "forward", "backward", "reduce", "optimizer", "save", "commit", "epoch")
@@ -120,17 +120,6 @@ class Audit:
         os.write(self._fd, json.dumps({"life": self._life, **fields}).encode() + b"\n")
 
 
-def _digest(thing: Any) -> str:
-    def plain(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return [str(value.dtype), list(value.shape), bytes(value.detach().contiguous().view(-1).view(torch.uint8))]
-        if isinstance(value, dict):
-            return [[str(key), plain(item)] for key, item in value.items()]
-        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    return hashlib.sha256(repr(plain(thing)).encode()).hexdigest()[:16]
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -193,14 +182,14 @@ def main() -> None:
         save()
     final = {
         "step": saved.step,
-        "model": _digest(model.state_dict()),
-        "optimizer": _digest(optimizer.state_dict()),
-        "scheduler": _digest(scheduler.state_dict()),
-        "loader": _digest(loader.state_dict()),
+        "model": digest_of(model.state_dict()),
+        "optimizer": digest_of(optimizer.state_dict()),
+        "scheduler": digest_of(scheduler.state_dict()),
+        "loader": digest_of(loader.state_dict()),
         "generators": [
-            _digest(torch.get_rng_state()),
-            _digest(random.getstate()),
-            _digest([str(part) for part in np.random.get_state()]),
+            digest_of(torch.get_rng_state()),
+            digest_of(random.getstate()),
+            digest_of([str(part) for part in np.random.get_state()]),
         ],
     }
     (options.folder / f"final-{world.rank}.json").write_text(json.dumps(final))

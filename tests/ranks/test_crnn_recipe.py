@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import signal
@@ -10,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lockstep
 from lockstep.recipes.crnn.modes import prepare
 from lockstep.recipes.crnn.options import parse
 from lockstep.recipes.crnn.train import begin, evaluate, fit, lines_of
+from tests.digests import digest_of
 from tests.harness import collect_outcomes, run_ranks
 from tests.launching import Finished, run, start
 
@@ -42,17 +41,7 @@ def _train(folder: str, arguments: list[str], kill_at: int | None = None) -> dic
         register_optimizer_step_post_hook(kill)
     fit(run)
     states = {"model": run.computing.model.state_dict(), "optimizer": run.optimizer.state_dict()["state"]}
-    return {"losses": run.losses, "score": run.score, "steps": run.saved.step, "digest": _digest(states)}
-
-
-def _digest(tree: Any) -> str:
-    found = hashlib.blake2b()
-    if isinstance(tree, torch.Tensor):
-        found.update(tree.detach().contiguous().numpy().tobytes())
-    else:
-        for key, value in tree.items():
-            found.update(f"{key} {_digest(value)}".encode())
-    return found.hexdigest()
+    return {"losses": run.losses, "score": run.score, "steps": run.saved.step, "digest": digest_of(states)}
 
 
 @pytest.fixture(scope="module")

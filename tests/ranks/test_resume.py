@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import lockstep
+from tests.digests import digest_of
 from tests.harness import collect_outcomes, run_ranks
 
 
@@ -49,21 +49,6 @@ def _average_gradients(model: nn.Module, world: lockstep.World) -> None:
         scaled = parameter.grad * weight if weight else torch.zeros_like(parameter)
         dist.all_reduce(scaled)
         parameter.grad = scaled / world.world_size
-
-
-def _digest(*trees: Any) -> str:
-    found = hashlib.blake2b()
-    for tree in trees:
-        if isinstance(tree, torch.Tensor):
-            found.update(tree.detach().contiguous().numpy().tobytes())
-        elif isinstance(tree, dict):
-            for key, value in tree.items():
-                found.update(f"{key}{_digest(value)}".encode())
-        elif isinstance(tree, (list, tuple)):
-            found.update("".join(_digest(item) for item in tree).encode())
-        else:
-            found.update(repr(tree).encode())
-    return found.hexdigest()
 
 
 def _train(folder: str, optimizer_name: str, workers: int, kill_at: int | None, save_every: int) -> tuple[Any, ...]:
@@ -111,7 +96,7 @@ def _train(folder: str, optimizer_name: str, workers: int, kill_at: int | None, 
         "loader": loader.state_dict(),
         "generators": generators,
     }
-    return saved.step, {name: _digest(state) for name, state in final.items()}, losses[-1]
+    return saved.step, {name: digest_of(state) for name, state in final.items()}, losses[-1]
 
 
 @pytest.mark.parametrize(

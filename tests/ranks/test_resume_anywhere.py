@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import shutil
 import warnings
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 import lockstep
 from tests.backends import each_backend  # noqa: F401
+from tests.digests import digest_of
 from tests.harness import run_ranks
 
 EPOCHS, STEPS = 3, 9
@@ -43,20 +43,6 @@ class Net(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.layers(inputs))
-
-
-def _digest(tree: Any) -> str:
-    found = hashlib.blake2b(digest_size=12)
-    if isinstance(tree, torch.Tensor):
-        found.update(tree.detach().contiguous().numpy().tobytes())
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            found.update(f"{key}{_digest(value)}".encode())
-    elif isinstance(tree, (list, tuple)):
-        found.update("".join(_digest(item) for item in tree).encode())
-    else:
-        found.update(repr(tree).encode())
-    return found.hexdigest()
 
 
 class Run:
@@ -92,7 +78,7 @@ class Run:
                 self.scaler.update()
                 self.scheduler.step()
                 self.average.update_parameters(self.model)
-                seen[f"step {self.saved.step}"] = {**self.state(), "loss": _digest(loss)}
+                seen[f"step {self.saved.step}"] = {**self.state(), "loss": digest_of(loss)}
                 if save and beside:
                     self.saved.async_save()
                 elif save:
@@ -116,7 +102,7 @@ class Run:
             "python": random.getstate(),
             "numpy": [str(part) for part in np.random.get_state()],
         }
-        return {name: _digest(part) for name, part in parts.items()}
+        return {name: digest_of(part) for name, part in parts.items()}
 
 
 def _interrupted_everywhere(

@@ -7,19 +7,23 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
 
 import tests.site.sitecustomize  # noqa: F401  (makes torchvision loadable here; subprocesses get it by PYTHONPATH)
+from tests.faults import jobs
 
 # With it, a process's print() hands over a line in pieces, between which other processes' pieces come.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
-# A shell that runs the tests in the background makes them ignore Ctrl-C, and the jobs they start would inherit that.
+# Who runs the tests in the background or under nohup makes them ignore signals, and the jobs they start inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 #: In the environment of every process that the tests start, however it is orphaned later.
@@ -39,6 +43,12 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         leaks["shared memory"] &= set(os.listdir("/dev/shm"))
     if any(leaks.values()):
         pytest.fail(f"{request.node.nodeid} leaked: {leaks}")
+
+
+@pytest.fixture(scope="session")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> jobs.Calm:
+    """Runs of so many epochs that nobody disturbs, one for each number asked for."""
+    return cache(lambda epochs: jobs.undisturbed(tmp_path_factory.mktemp("calm") / "run", epochs))
 
 
 def _possessions() -> dict[str, set[str]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.faults.training import EPOCHS as EPOCHS
 from tests.faults.training import LENGTH
 from tests.launching import Finished, Running, environment
 
@@ -44,10 +45,15 @@ def run_job(folder: Path, *options: str, limit: float = 100.0, **how: Any) -> Fi
         return job.finish(limit)
 
 
-def undisturbed(folder: Path, *options: str) -> list[dict[str, Any]]:
+#: Epochs -> what each rank of a run of so many epochs ends with; see the fixture ``calm``. How often it saves, its
+#: loader's workers and its pace change nothing of that.
+Calm = Callable[[int], list[dict[str, Any]]]
+
+
+def undisturbed(folder: Path, epochs: int) -> list[dict[str, Any]]:
     """What each rank of a run ends with that nobody disturbs."""
     folder.mkdir()
-    done = run_job(folder, *options)
+    done = run_job(folder, "--epochs", str(epochs))
     assert done.code == 0, done
     check_audit(folder)
     return final(folder)

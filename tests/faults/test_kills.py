@@ -71,11 +71,10 @@ class _Assassin:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("kills", "epochs"), [(2, 4), pytest.param(200, 20, marks=pytest.mark.campaign)])
-def test_kills_at_random_moments(tmp_path: Path, kills: int, epochs: int) -> None:
+@pytest.mark.parametrize(("kills", "epochs"), [(2, 3), pytest.param(200, 20, marks=pytest.mark.campaign)])
+def test_kills_at_random_moments(tmp_path: Path, calm: jobs.Calm, kills: int, epochs: int) -> None:
     chance = random.Random(kills)
-    options = (*_SLOW, str(epochs))
-    calm = jobs.undisturbed(tmp_path / "calm", *options)
+    undisturbed, options = calm(epochs), (*_SLOW, str(epochs))
     done = runs = 0
     while done < kills:
         folder = tmp_path / f"run-{runs}"
@@ -87,8 +86,8 @@ def test_kills_at_random_moments(tmp_path: Path, kills: int, epochs: int) -> Non
                 pass
             finished = job.finish(limit=300)
         assert finished.code == 0, finished
-        assert jobs.final(folder) == calm
-        assert jobs.check_audit(folder) == calm[0]["step"]
+        assert jobs.final(folder) == undisturbed
+        assert jobs.check_audit(folder) == undisturbed[0]["step"]
         done, runs = done + assassin.kills, runs + 1
     print(f"\n{done} kills at random moments in {runs} runs: all ended with the bits of the undisturbed run")
 
@@ -109,14 +108,14 @@ def _plan(kills: int, *, seed: int) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.campaign)])
-def test_kills_at_chosen_places(tmp_path: Path, kills: int) -> None:
-    epochs = ("--epochs", str(2 + kills // 5))
-    calm = jobs.undisturbed(tmp_path / "calm", *epochs)
+def test_kills_at_chosen_places(tmp_path: Path, calm: jobs.Calm, kills: int) -> None:
+    count = 3 + kills // 6
+    undisturbed, epochs = calm(count), ("--epochs", str(count))
     folder = tmp_path / "run"
     folder.mkdir()
     done = jobs.run_job(folder, *epochs, restarts=kills, plan=_plan(kills, seed=kills), limit=800)
     assert done.code == 0, done
     assert done.err.count("killed by signal 9 (SIGKILL)") == kills
-    assert jobs.final(folder) == calm
-    assert jobs.check_audit(folder) == calm[0]["step"]
+    assert jobs.final(folder) == undisturbed
+    assert jobs.check_audit(folder) == undisturbed[0]["step"]
     print(f"\n{kills} kills at {len(_CHOSEN)} places on {jobs.RANKS} ranks: the bits of the undisturbed run")

@@ -1,4 +1,7 @@
-"""SIGTERM in every phase of training, and Ctrl-C twice: what is saved is whole, and goes on with the same bits."""
+"""SIGTERM in every phase of training, and Ctrl-C twice: what is saved is whole, and goes on with the same bits.
+
+Every run of the tests has a selection of this in ``tests/ranks/test_run_stops.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,14 @@ from tests.launching import gone_within, wait_for
 _PHASES = ("started", "data", "forward", "backward", "reduce", "optimizer", "save", "commit", "epoch", "restore")
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("stops", [2, pytest.param(30, marks=pytest.mark.campaign)])
-def test_sigterm_in_every_phase(tmp_path: Path, stops: int) -> None:
+@pytest.mark.parametrize("stops", [30])
+def test_sigterm_in_every_phase(tmp_path: Path, calm: jobs.Calm, stops: int) -> None:
     """One run, stopped again and again and gone on with by the next job."""
     chance = random.Random(stops)
-    epochs = ("--epochs", str(2 + stops // 2))  # enough steps for all of them
-    calm = jobs.undisturbed(tmp_path / "calm", *epochs)
+    count = 2 + stops // 2  # enough steps for all of them
+    undisturbed, epochs = calm(count), ("--epochs", str(count))
     folder = tmp_path / "run"
     folder.mkdir()
     for life in range(stops):
@@ -41,19 +45,19 @@ def test_sigterm_in_every_phase(tmp_path: Path, stops: int) -> None:
         assert time.monotonic() - begun < 60
     done = jobs.run_job(folder, *epochs, "--life", str(stops))
     assert done.code == 0, done
-    assert jobs.final(folder) == calm
-    assert jobs.check_audit(folder) == calm[0]["step"]
+    assert jobs.final(folder) == undisturbed
+    assert jobs.check_audit(folder) == undisturbed[0]["step"]
     phases = min(stops, len(_PHASES))
     print(f"\n{stops} SIGTERMs in {phases} phases: each saved where it stopped, and the same bits in the end")
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.campaign)])
-def test_ctrl_c_twice(tmp_path: Path, times: int) -> None:
+@pytest.mark.parametrize("times", [10])
+def test_ctrl_c_twice(tmp_path: Path, calm: jobs.Calm, times: int) -> None:
     """The second stops at once, in the middle of a step or of a save; what was saved before is there and good."""
     chance = random.Random(times)
-    epochs = ("--epochs", "3", "--save-every", "2")
-    calm = jobs.undisturbed(tmp_path / "calm", *epochs)
+    undisturbed, epochs = calm(3), ("--epochs", "3", "--save-every", "2")
     folder = tmp_path / "run"
     folder.mkdir()
     killed = 0
@@ -74,7 +78,7 @@ def test_ctrl_c_twice(tmp_path: Path, times: int) -> None:
         killed += done.code != EXIT_SAVED
     done = jobs.run_job(folder, *epochs, "--life", str(times))
     assert done.code == 0, done
-    assert jobs.final(folder) == calm
-    assert jobs.check_audit(folder) == calm[0]["step"]
+    assert jobs.final(folder) == undisturbed
+    assert jobs.check_audit(folder) == undisturbed[0]["step"]
     assert killed > times // 2
     print(f"\n{times} times Ctrl-C twice: {killed} stopped at once; nothing left, the same bits in the end")

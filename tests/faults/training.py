@@ -31,6 +31,7 @@ from tests.digests import digest_of
 
 #: Where a fault can strike, in the order of a run.
 POINTS = ("restore", "started", "data", "forward", "backward", "reduce", "optimizer", "save", "commit", "epoch")
+EPOCHS = 3
 LENGTH = 46  # 11 batches of 4 and one of 2
 BATCH = 4
 
@@ -125,7 +126,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--plan", type=Path)
     parser.add_argument("--life", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=3)
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step takes longer")

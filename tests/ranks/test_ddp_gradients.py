@@ -508,8 +508,9 @@ def train_after_init(attach: Callable[[nn.Module], nn.Module]) -> None:
         assert_averaged(model, mlp, squares, [step])
 
 
-@pytest.mark.parametrize("attach", [replicate_tiny, wrap_tiny], ids=name_of)
-@pytest.mark.parametrize("order", ["compile first", "compile last"])
+@pytest.mark.parametrize(
+    ("order", "attach"), [("compile first", wrap_tiny), ("compile last", replicate_tiny)], ids=["first", "last"]
+)
 def test_compiled_modules(order: str, attach: Attach) -> None:
     run_ranks(_compiled, 2, order, attach)
 

@@ -92,7 +92,7 @@ with open({str(fifo)!r}, "rb", buffering=0) as file:
 def test_the_error_at_the_timeout_says_it_again(tmp_path: Path) -> None:
     _write(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)")
     done = run(
-        ["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True, LOCKSTEP_LATE="1", LOCKSTEP_TIMEOUT="6"
+        ["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True, LOCKSTEP_LATE="1", LOCKSTEP_TIMEOUT="5"
     )
     assert done.code == 1
     before, _, after = done.err.partition("CollectiveTimeout: ")
@@ -109,7 +109,7 @@ def test_a_collective_that_one_rank_leaves_out_is_named_with_both_places(tmp_pat
     (tmp_path / "train.py").write_text(script)
     line = 1 + script.splitlines().index("        world.barrier()")
     argv = ["lockstep", "run", "-n", "2", "train.py"]
-    done = run(argv, tmp_path, torch=True, LOCKSTEP_LATE="1", LOCKSTEP_BACKEND="gloo", LOCKSTEP_TIMEOUT="6")
+    done = run(argv, tmp_path, torch=True, LOCKSTEP_LATE="1", LOCKSTEP_BACKEND="gloo", LOCKSTEP_TIMEOUT="5")
     assert done.code == 1
     report = done.err[done.err.index("lockstep: all ranks have waited") :].splitlines()
     assert "rank 1 elsewhere than the others: it has left out the collective that they are in" in report[0]

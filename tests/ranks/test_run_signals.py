@@ -14,13 +14,13 @@ import pytest
 from tests.launching import LIMIT, Running, environment, gone_within, start, wait_for
 
 _TRAIN = """
-import os, signal, sys
+import os, signal, sys, time
 rank = os.environ["RANK"]
 def on_term(signum, frame): raise SystemExit("asked to stop")
 if {handles_term}: signal.signal(signal.SIGTERM, on_term)
 try:
     open(f"ready-{{rank}}", "w").close()
-    while True: signal.pause()
+    while True: time.sleep(0.05)  # not pause(), which a signal that comes right before it does not end
 except KeyboardInterrupt:
     os.kill(os.getpid(), signal.SIGINT)      # a Ctrl-C that comes twice must not hit the clean-up
     with open(f"interrupted-{{rank}}", "a") as file: file.write("once ")

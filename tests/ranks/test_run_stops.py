@@ -20,12 +20,6 @@ from tests.harness import collect_outcomes
 from tests.launching import Finished, gone_within, run, start, wait_for
 
 
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What an undisturbed run ends with."""
-    return jobs.undisturbed(tmp_path_factory.mktemp("calm") / "run")
-
-
 def _strike(whom: str, signum: int, *, taken: int = 5, point: str = "backward", rank: int = 1) -> dict[str, Any]:
     return {"life": 0, "rank": rank, "point": point, "taken": taken, "signal": int(signum), "whom": whom}
 
@@ -39,7 +33,7 @@ def _strike(whom: str, signum: int, *, taken: int = 5, point: str = "backward", 
     ],
 )
 def test_a_run_that_is_asked_to_stop_goes_on_bit_for_bit(
-    tmp_path: Path, calm: list[dict[str, Any]], whom: str, signum: int, says: str
+    tmp_path: Path, calm: jobs.Calm, whom: str, signum: int, says: str
 ) -> None:
     stopped = jobs.run_job(tmp_path, "--workers", "2", plan=[_strike(whom, signum)])
     assert stopped.code == EXIT_SAVED, stopped
@@ -50,17 +44,17 @@ def test_a_run_that_is_asked_to_stop_goes_on_bit_for_bit(
     assert "KeyboardInterrupt" not in (tmp_path / "logs" / "rank1.log").read_text()
     resumed = jobs.run_job(tmp_path, "--workers", "2", "--life", "1", plan=[])
     assert resumed.code == 0, resumed
-    assert jobs.final(tmp_path) == calm
-    assert jobs.check_audit(tmp_path) == calm[0]["step"]
+    assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
+    assert jobs.check_audit(tmp_path) == calm(jobs.EPOCHS)[0]["step"]
 
 
-def test_sigusr1_saves_and_goes_on(tmp_path: Path, calm: list[dict[str, Any]]) -> None:
+def test_sigusr1_saves_and_goes_on(tmp_path: Path, calm: jobs.Calm) -> None:
     done = jobs.run_job(tmp_path, "--save-every", "1000", plan=[_strike("watcher", signal.SIGUSR1)])
     assert done.code == 0, done
     said = [line for line in done.err.splitlines() if line.startswith("lockstep: saved at step ")]
     assert len(said) == 1
     assert 7 <= int(said[0].split()[4]) < 12, "in mid-epoch, before the script's own first save"
-    assert jobs.final(tmp_path) == calm
+    assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
 
 
 def test_a_request_at_the_very_end_is_seen_to(tmp_path: Path) -> None:

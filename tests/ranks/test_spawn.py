@@ -223,11 +223,11 @@ def test_a_script_without_the_main_guard_is_told_so(tmp_path: Path) -> None:
 
 
 _ENDLESS = """
-import os, signal, subprocess, lockstep
+import subprocess, time, lockstep
 def work(rank):
     subprocess.Popen(["sleep", "1000"], start_new_session=True)
     open(f"ready-{rank}", "w").close()
-    while True: signal.pause()
+    while True: time.sleep(0.05)  # not pause(), which a signal that comes right before it does not end
 if __name__ == "__main__":
     lockstep.spawn(work, nprocs=2)
 """

@@ -19,6 +19,9 @@ from tests.faults import jobs
 # With it, a process's print() hands over a line in pieces, between which other processes' pieces come.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
+# Hundreds of processes start here; without their bytecode each of them would compile the package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Who runs the tests in the background or under nohup makes them ignore signals, and the jobs they start inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

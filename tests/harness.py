@@ -37,8 +37,12 @@ _PRELOAD = [
     "pytest",
     "sklearn.datasets",  # what the recipes read: most of a second as well
     "sklearn.model_selection",
+    "lockstep.checkpoint.api",
     "lockstep.comm.init",
+    "lockstep.comm.shm.process_group",
+    "lockstep.data_parallel.api",
     "lockstep.ddp.wrapper",
+    "lockstep.sampling.loader",
     "tests.harness",
     "tests.site.sitecustomize",  # before torchvision: makes it loadable
     "torchvision.transforms.v2",

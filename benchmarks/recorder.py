@@ -61,6 +61,7 @@ class _Timed(writer.Recorder):
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
         self.seconds: dict[tuple[str, int], list[float]] = {}
+        self._within = False
 
     def enter(self, phase: int) -> None:
         begun = time.perf_counter()
@@ -73,12 +74,16 @@ class _Timed(writer.Recorder):
         self._note("resume", phase, time.perf_counter() - begun)
 
     def took_step(self) -> None:
+        self._within = True  # it may resume a phase, which is no event of its own
         begun = time.perf_counter()
         super().took_step()
-        self._note("took_step", 0, time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        self._within = False
+        self._note("took_step", 0, seconds)
 
     def _note(self, kind: str, phase: int, seconds: float) -> None:
-        self.seconds.setdefault((kind, phase), []).append(seconds)
+        if not self._within:
+            self.seconds.setdefault((kind, phase), []).append(seconds)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import numpy as np
 import torch
 
 
 def digest_of(tree: Any) -> str:
-    """Of tensors in dicts, lists and tuples, with their dtypes and shapes; of anything else, its repr."""
-    found = hashlib.blake2b(digest_size=12)
+    """Of tensors and arrays in dicts, lists and tuples, with their dtypes and shapes; of anything else, its repr."""
+    found = hashlib.blake2b(type(tree).__name__.encode(), digest_size=12)
+    if isinstance(tree, np.ndarray):
+        tree = torch.from_numpy(tree)
     if isinstance(tree, torch.Tensor):
         found.update(f"{tree.dtype}{tuple(tree.shape)}".encode())
         found.update(tree.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

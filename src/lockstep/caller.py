@@ -57,6 +57,16 @@ def words(code: CodeType, line: int) -> str:
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """**Local.** A warning at the line of the user's own program, or, in a thread that has none, at our caller's."""
-    frame, away = user_frame_and_depth(sys._getframe(1))
-    warnings.warn(text, category, stacklevel=2 if frame is None else 2 + away)
+    """**Local.** A warning at the line of the user's own program.
+
+    A thread of autograd's or of our own has none: then it is our caller's; under ``python -c`` it is that program's.
+    """
+    caller = sys._getframe(1)
+    frame, away = user_frame_and_depth(caller)
+    if frame is None:
+        away, outermost = 0, caller
+        while outermost.f_back is not None:
+            away, outermost = away + 1, outermost.f_back
+        if outermost.f_code.co_filename != "<string>":
+            away = 0
+    warnings.warn(text, category, stacklevel=2 + away)

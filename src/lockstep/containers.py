@@ -25,16 +25,14 @@ def parts_of(tree: Any) -> dict[Any, Any] | None:
 def rebuilt(tree: Any, parts: dict[Any, Any]) -> Any:
     """**Local.** A container like ``tree`` with other children under the same keys.
 
-    A read-only mapping whose class can't be called with a dict becomes a dict, as in torch's own ``default_collate``.
+    ``tree`` stays as it is. A mapping that can neither be copied nor made from a dict becomes a dict, as in torch's own
+    ``default_collate``.
     """
     if type(tree) is dict:
         return parts
-    if isinstance(tree, MutableMapping):
-        clone = copy.copy(tree)  # keeps what a subclass carries beside its items
-        for key, value in parts.items():
-            clone[key] = value  # not update(), which some classes of outputs refuse
-        return clone
-    if isinstance(tree, Mapping):
+    if isinstance(tree, dict) or (isinstance(tree, MutableMapping) and hasattr(type(tree), "__copy__")):
+        return _copied_mapping(tree, parts)
+    if isinstance(tree, Mapping):  # a plain copy of such an object would share its items with it
         try:
             return type(tree)(parts)  # type: ignore[call-arg]
         except TypeError:
@@ -46,4 +44,19 @@ def rebuilt(tree: Any, parts: dict[Any, Any]) -> Any:
     clone = copy.copy(tree)
     for name, value in parts.items():
         object.__setattr__(clone, name, value)  # a frozen dataclass as well; fields that __init__ does not take too
+    return clone
+
+
+def _copied_mapping(tree: MutableMapping[Any, Any], parts: dict[Any, Any]) -> MutableMapping[Any, Any]:
+    """With what a subclass carries beside its items, and with its items' attributes, if it has such."""
+    clone = copy.copy(tree)
+    for key, value in parts.items():
+        clone[key] = value  # not update(), which some classes of outputs refuse
+    if getattr(tree, "__dict__", None) is tree:
+        clone.__dict__ = clone  # type: ignore[assignment]
+        return clone
+    attributes = getattr(clone, "__dict__", {})
+    for key in attributes.keys() & parts.keys():
+        if attributes[key] is tree[key]:
+            attributes[key] = parts[key]
     return clone

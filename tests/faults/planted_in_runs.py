@@ -50,7 +50,7 @@ RUN_FAULTS = [
     Fault(
         "random number generators are not restored",
         "checkpoint/restoring.py",
-        """        rng.restore(parts["rng"][world.rank], world.device)\n""",
+        """        rng.restore(contents.parts["rng"][world.rank], world.device)\n""",
         "        pass\n",
         ("tests/ranks/test_resume.py",),
     ),

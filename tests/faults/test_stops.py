@@ -1,6 +1,6 @@
 """SIGTERM in every phase of training, and Ctrl-C twice: what is saved is whole, and goes on with the same bits.
 
-Every run of the tests has a selection of this in ``tests/ranks/test_run_stops.py``.
+Every run of the tests has single stops in ``tests/ranks/test_run_stops.py``.
 """
 
 from __future__ import annotations

@@ -538,6 +538,26 @@ def _saves_behind_a_damaged_one(folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder).glob("step-*"))
 
 
+def _saves_behind_damaged_ones(folder: str) -> list[str]:
+    lockstep.init()
+    model, optimizer, _, saved = _bench(folder, keep=2)
+    for _ in range(3):
+        _step(model, optimizer)
+        saved.save()
+    for step in (2, 3):
+        _damage(Path(folder) / f"step-0000000{step}", "flip")
+    with pytest.raises(lockstep.CheckpointCorrupt, match="no checkpoint there is whole"):
+        saved.restore()
+    _step(model, optimizer)
+    saved.save()
+    return sorted(path.name for path in Path(folder).glob("step-*"))
+
+
+def test_what_a_failed_restore_found_damaged_does_not_count_either(tmp_path: Path) -> None:
+    # 2 and 3 were kept, and go, because 4 is the only one that is good.
+    assert run_ranks(_saves_behind_damaged_ones, 1, str(tmp_path)) == [["step-00000004"]]
+
+
 def test_a_damaged_checkpoint_does_not_count_among_the_kept(tmp_path: Path) -> None:
     run_ranks(_save_some, 1, str(tmp_path), 4, None)
     _damage(tmp_path / "step-00000004", "flip")

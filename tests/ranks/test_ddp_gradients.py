@@ -509,7 +509,13 @@ def train_after_init(attach: Callable[[nn.Module], nn.Module]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "attach"), [("compile first", wrap_tiny), ("compile last", replicate_tiny)], ids=["first", "last"]
+    ("order", "attach"),
+    [
+        pytest.param("compile first", wrap_tiny, id="compile first-wrap_tiny"),
+        pytest.param("compile first", replicate_tiny, id="compile first-replicate_tiny", marks=pytest.mark.campaign),
+        pytest.param("compile last", wrap_tiny, id="compile last-wrap_tiny", marks=pytest.mark.campaign),
+        pytest.param("compile last", replicate_tiny, id="compile last-replicate_tiny"),
+    ],
 )
 def test_compiled_modules(order: str, attach: Attach) -> None:
     run_ranks(_compiled, 2, order, attach)

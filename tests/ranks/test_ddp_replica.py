@@ -201,8 +201,9 @@ def _refusals() -> None:
     lockstep.register_comm_hook(net, None, lockstep.bf16_compress_hook)
     with pytest.raises(lockstep.LockstepError, match="a comm hook is registered already"):
         lockstep.register_comm_hook(net, None, lockstep.bf16_compress_hook)
-    with pytest.warns(UserWarning, match="dim and check_reduction without effect"):
+    with pytest.warns(UserWarning, match="dim and check_reduction without effect") as said:
         lockstep.DistributedDataParallel(mlp(), dim=1, check_reduction=True)
+    assert said[0].filename == __file__
 
 
 def test_arguments_that_make_no_sense_are_refused() -> None:

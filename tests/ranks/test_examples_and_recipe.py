@@ -26,6 +26,7 @@ def start(folder: Path, *command: str, expect: int = 0) -> subprocess.CompletedP
     return done
 
 
+@pytest.mark.campaign  # every run of the tests runs these commands, as blocks of the README
 def test_the_twelve_line_script_runs_on_two_ranks_and_goes_on_alone(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "train.py")
     together = start(tmp_path, *LOCKSTEP, "run", "-n", "2", script)
@@ -106,7 +107,7 @@ def weights_of(run: Path) -> bytes:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--batch-size", "1"], "batch"),
+        pytest.param(["--batch-size", "1"], "batch", marks=pytest.mark.campaign),
         (["--epochs", "0"], "--epochs 0: expected a positive number"),
         (["--evaluate"], "no run in runs/digits yet"),
     ],

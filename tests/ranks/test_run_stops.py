@@ -24,17 +24,8 @@ def _strike(whom: str, signum: int, *, taken: int = 5, point: str = "backward", 
     return {"life": 0, "rank": rank, "point": point, "taken": taken, "signal": int(signum), "whom": whom}
 
 
-@pytest.mark.parametrize(
-    ("whom", "signum", "says"),
-    [
-        ("watcher", signal.SIGTERM, "SIGTERM"),
-        ("group", signal.SIGINT, "SIGINT"),  # workers, zygote and all, as a terminal does
-        ("rank", signal.SIGTERM, "a signal to the ranks"),
-    ],
-)
-def test_a_run_that_is_asked_to_stop_goes_on_bit_for_bit(
-    tmp_path: Path, calm: jobs.Calm, whom: str, signum: int, says: str
-) -> None:
+def _stop(tmp_path: Path, whom: str, signum: int, says: str) -> None:
+    """Stop a job in its first epoch, and see that it has saved and says so."""
     stopped = jobs.run_job(tmp_path, "--workers", "2", plan=[_strike(whom, signum)])
     assert stopped.code == EXIT_SAVED, stopped
     steps = [line["step"] for line in jobs.lines(tmp_path, 0) if "step" in line]
@@ -42,12 +33,27 @@ def test_a_run_that_is_asked_to_stop_goes_on_bit_for_bit(
     assert words in stopped.err.splitlines()
     assert "Traceback" not in stopped.err
     assert "KeyboardInterrupt" not in (tmp_path / "logs" / "rank1.log").read_text()
-    if whom == "rank":  # the same on the way there as the others
-        return
+
+
+@pytest.mark.parametrize(
+    ("whom", "signum", "says"),
+    [
+        ("watcher", signal.SIGTERM, "SIGTERM"),
+        ("group", signal.SIGINT, "SIGINT"),  # workers, zygote and all, as a terminal does
+    ],
+)
+def test_a_run_that_is_asked_to_stop_goes_on_bit_for_bit(
+    tmp_path: Path, calm: jobs.Calm, whom: str, signum: int, says: str
+) -> None:
+    _stop(tmp_path, whom, signum, says)
     resumed = jobs.run_job(tmp_path, "--workers", "2", "--life", "1", plan=[])
     assert resumed.code == 0, resumed
     assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
     assert jobs.check_audit(tmp_path) == calm(jobs.EPOCHS)[0]["step"]
+
+
+def test_a_signal_to_one_rank_stops_them_all(tmp_path: Path) -> None:
+    _stop(tmp_path, "rank", signal.SIGTERM, "a signal to the ranks")
 
 
 def test_sigusr1_saves_and_goes_on(tmp_path: Path, calm: jobs.Calm) -> None:

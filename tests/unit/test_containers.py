@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any
 
@@ -38,6 +38,44 @@ class Carries(UserDict[str, Any]):
     """A mapping with an attribute of its own."""
 
     note = "class"
+
+
+class Attributes(dict[str, Any]):
+    """Its items are its attributes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Mirrors(dict[str, Any]):
+    """Its items were made attributes when it was."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        vars(self).update(self)
+
+
+class Textbook(MutableMapping[str, Any]):
+    """Keeps its items in a dict of its own, and says nothing of copies."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
 
 
 class ReadOnly(Mapping[str, Any]):
@@ -93,6 +131,22 @@ def test_a_mapping_that_refuses_update_keeps_its_attributes_in_step() -> None:
     tree["loss"] = 1
     found = _doubled(tree)
     assert (found["loss"], vars(found)["loss"], tree["loss"], vars(tree)["loss"]) == (2, 2, 1, 1)
+
+
+@pytest.mark.parametrize("kind", [Attributes, Mirrors])
+def test_items_that_are_attributes_too_stay_so(kind: type[dict[str, Any]]) -> None:
+    tree = kind(x=1000, y=2000)
+    found = _doubled(tree)
+    assert type(found) is kind
+    assert (found["x"], vars(found)["x"], vars(found)["y"]) == (2000, 2000, 4000)
+    assert (tree["x"], vars(tree)["x"]) == (1000, 1000)
+
+
+def test_a_mapping_of_ones_own_is_not_written_to() -> None:
+    tree = Textbook({"a": 1})
+    one, two = rebuilt(tree, {"a": 10}), rebuilt(tree, {"a": 20})
+    assert type(one) is type(two) is Textbook
+    assert (tree["a"], one["a"], two["a"]) == (1, 10, 20)
 
 
 def test_a_read_only_mapping_that_cannot_be_made_from_a_dict_becomes_one() -> None:

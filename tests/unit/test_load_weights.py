@@ -186,8 +186,9 @@ def test_a_damaged_checkpoint_is_skipped_or_refused(tmp_path: Path) -> None:
     whole = _checkpoint(tmp_path, older, 1)
     damaged = _checkpoint(tmp_path, newer, 2)
     _flip(damaged / "model.safetensors")
-    with pytest.warns(RuntimeWarning, match=r"step-00000001 is loaded; skipped: .*step-00000002.*has changed"):
+    with pytest.warns(RuntimeWarning, match=r"step-00000001 is loaded; skipped: .*step-00000002.*has changed") as said:
         assert lockstep.load_weights(tmp_path, model).source == whole
+    assert said[0].filename == __file__
     assert _equal(older, model)
     with pytest.raises(lockstep.CheckpointCorrupt, match="has changed"):
         lockstep.load_weights(damaged, model)

@@ -21,7 +21,7 @@ from lockstep.checkpoint.lock import RunLock
 from lockstep.checkpoint.peers import OverGroup, Peers
 from lockstep.checkpoint.position import Position
 from lockstep.checkpoint.pruning import prune
-from lockstep.checkpoint.restoring import Restored, find, load, words_on_differences
+from lockstep.checkpoint.restoring import Restored, find, load, load_generators, words_on_differences
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import share_of, words_on_drift
 from lockstep.checkpoint.storage import POSIX, Storage
@@ -292,14 +292,22 @@ class Checkpointer:
             CheckpointError: the ranks do not see the same folder.
         """
         self.wait()
-        found = find(self.folder, self._training, self._world, owners=self._owners, strict=strict, on=self._storage)
+        found = find(
+            self.folder,
+            self._training,
+            self._world,
+            owners=self._owners,
+            strict=strict,
+            damaged=self._damaged,
+            on=self._storage,
+        )
         if found is not None:
-            self._damaged.update(found.damaged)
             load(found.contents, self._training, self._world)
             self._position.go_on_from(found.contents.manifest)
         self._owns_folder = True
         if found is None:
             return None
+        load_generators(found.contents, self._world)
         differences = words_on_differences(found, self._training, self._world)
         if differences and self._world.is_main:
             caller.warn(differences, RuntimeWarning)

@@ -14,25 +14,14 @@ class Position:
     """A run's place in its training, as this rank counts it."""
 
     def __init__(self) -> None:
-        self._step = 0
+        #: Optimizer steps taken.
+        self.step = 0
         #: The step of the newest checkpoint that this run has written or gone on from.
         self.last_saved: int | None = None
         #: The epoch to go on with, between epochs; within the body of epochs(), the one under way.
         self.epoch = 0
         #: Whether the body of epochs() is running.
         self.in_body = False
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken; the launcher is told of each."""
-        return self._step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._step = step
-        own = standing.own()
-        if own is not None:
-            own.at_step(step)
 
     def count(self, optimizer: torch.optim.Optimizer) -> None:
         """**Local.** Count the optimizer's steps, for as long as someone has this."""
@@ -42,6 +31,7 @@ class Position:
             alive = weak()
             if alive is not None:
                 alive.step += 1
+                alive._tell()
 
         optimizer.register_step_post_hook(took_step)
 
@@ -62,3 +52,10 @@ class Position:
         """**Local.** The run is where this checkpoint was made."""
         self.step = self.last_saved = manifest.step
         self.epoch = manifest.epoch
+        self._tell()
+
+    def _tell(self) -> None:
+        """The launcher compares failures by their steps. Steps that a user counts are not told: they may be saves."""
+        own = standing.own()
+        if own is not None:
+            own.at_step(self.step)

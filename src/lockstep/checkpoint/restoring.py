@@ -36,10 +36,10 @@ class Restored:
 
 @dataclass(frozen=True)
 class Found:
-    """The newest whole checkpoint of a run, read and verified; and what is wrong with newer ones, by their names."""
+    """The newest whole checkpoint of a run, read and verified; and what is wrong with newer ones."""
 
     contents: Contents
-    damaged: dict[str, str]
+    skipped: tuple[str, ...]
 
     def restored(self) -> Restored:
         """**Local.** What the user is told."""
@@ -50,12 +50,19 @@ class Found:
             epoch=manifest.epoch,
             in_epoch=manifest.in_epoch,
             world_size=manifest.world_size,
-            skipped=tuple(self.damaged.values()),
+            skipped=self.skipped,
         )
 
 
 def find(
-    root: Path, training: Training, world: World, *, owners: Sequence[int], strict: bool, on: Storage
+    root: Path,
+    training: Training,
+    world: World,
+    *,
+    owners: Sequence[int],
+    strict: bool,
+    damaged: set[str],
+    on: Storage,
 ) -> Found | None:
     """**Collective.** The newest whole checkpoint in ``root``, or None if there is none at all. Changes nothing.
 
@@ -65,11 +72,12 @@ def find(
         world: its ranks.
         owners: the users whose checkpoints are taken.
         strict: refuse a damaged checkpoint instead of looking for an older one.
+        damaged: receives the names of those that were skipped, also if there is an error in the end.
         on: the file system.
 
     Raises:
         CheckpointCorrupt: no checkpoint there is whole (with ``strict``: the newest is not).
-        CheckpointMismatch: it is of another model, optimizer, scheduler or dataset.
+        CheckpointMismatch: it is of another model, optimizer or scheduler.
         CheckpointError: the ranks do not see the same folder.
     """
 
@@ -85,7 +93,7 @@ def find(
         return contents
 
     _, listings = together(world, names, lambda found: found)
-    damaged: dict[str, str] = {}
+    skipped: list[str] = []
     for name in listings[0]:
         try:
             contents, digests = together(
@@ -96,21 +104,24 @@ def find(
         except CheckpointCorrupt as error:
             if strict:
                 raise
-            damaged[name] = str(error)
+            damaged.add(name)
+            skipped.append(str(error))
             continue
         if any(digest != digests[0] for digest in digests):
             raise CheckpointError(f"the ranks see different checkpoints in {root / name}: is it shared?")
-        return Found(contents, damaged)
-    if damaged:
-        raise CheckpointCorrupt(f"{root}: no checkpoint there is whole: {'; '.join(damaged.values())}")
+        return Found(contents, tuple(skipped))
+    if skipped:
+        raise CheckpointCorrupt(f"{root}: no checkpoint there is whole: {'; '.join(skipped)}")
     return None
 
 
 def load(contents: Contents, training: Training, world: World) -> None:
-    """**Collective.** Put a checkpoint's states into the objects of a run.
+    """**Collective.** Put a checkpoint's states into the objects of a run, all but the random number generators'.
 
     Raises:
-        CheckpointError: an object does not take its state, and all are as they were; the same on every rank.
+        CheckpointMismatch: the loader is of another dataset.
+        CheckpointError: an object does not take its state; the scheduler and the extra objects are as they were, and
+            the model and the optimizer unless it was one of them. The same on every rank.
     """
     parts = contents.parts
     undo: list[tuple[Stateful, Any]] = []
@@ -122,15 +133,19 @@ def load(contents: Contents, training: Training, world: World) -> None:
             thing.load_state_dict(before)
         raise
     together(world, lambda: training.load_tensors(contents), lambda _: None)
+
+
+def load_generators(contents: Contents, world: World) -> None:
+    """**Local.** This rank's random numbers go on as they were, if there are as many ranks as there were."""
     if contents.manifest.world_size == world.world_size:
-        rng.restore(parts["rng"][world.rank], world.device)
+        rng.restore(contents.parts["rng"][world.rank], world.device)
 
 
 def words_on_differences(found: Found, training: Training, world: World) -> str:
     """**Local.** What to tell of a run that does not go on quite as it was; empty if it does."""
     contents, words = found.contents, []
-    if found.damaged:
-        words.append(f"skipped damaged checkpoints: {'; '.join(found.damaged.values())}")
+    if found.skipped:
+        words.append(f"skipped damaged checkpoints: {'; '.join(found.skipped)}")
     saved, now = contents.manifest.world_size, world.world_size
     if saved != now:
         words.append(

@@ -29,7 +29,8 @@ MAX_HEADER = 100_000_000
 
 _ALIASES = "lockstep.aliases"
 _COMPLEX = "lockstep.complex"
-#: Bytes at the beginning of each tensor by which ranks notice that their replicas differ.
+#: Bytes at the beginning of each tensor by which ranks notice that their replicas differ; at most those of its first row
+#: if it is not contiguous.
 _SAMPLE = 256
 
 _NAMES: dict[torch.dtype, str] = {
@@ -102,7 +103,7 @@ class TensorFile:
 
 def _first(tensor: torch.Tensor) -> torch.Tensor:
     """Some bytes of a tensor of any strides on any device, without a copy of all of it."""
-    while tensor.dim() > 1:
+    while tensor.dim() > 1 and not tensor.is_contiguous():
         tensor = tensor[0]
     count = _SAMPLE // tensor.element_size()
     return tensor.reshape(-1)[:count].resolve_neg().contiguous().view(torch.uint8)

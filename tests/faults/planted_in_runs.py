@@ -22,8 +22,8 @@ RUN_FAULTS = [
     Fault(
         "the newest good checkpoint is pruned",
         "checkpoint/retention.py",
-        "kept = {newest.name, *_wanted(candidates, rule)}",
-        "kept = _wanted(candidates, rule)",
+        "older, newest = oldest_first[: good[-1]], ",
+        "older, newest = oldest_first[: good[-1] + 1], ",
         ("tests/unit/test_retention.py",),
     ),
     Fault(

@@ -254,3 +254,22 @@ def test_without_locks_the_last_of_two_at_once_has_the_folder(tmp_path: Path, mo
     monkeypatch.setattr(time, "sleep", another_writes_now)
     with pytest.raises(lockstep.CheckpointError, match=f"process {os.getppid()} on"):
         RunLock(tmp_path)
+
+
+def test_a_lock_file_that_goes_while_it_is_taken_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner lets go of it between the two moments at which the next job opens it and locks it."""
+    locks = fcntl.lockf
+    taken = 0
+
+    def lets_go_first(fd: int, how: int) -> None:
+        nonlocal taken
+        taken += 1
+        if taken == 1:
+            (tmp_path / LOCK_FILE).unlink()
+        locks(fd, how)
+
+    monkeypatch.setattr(fcntl, "lockf", lets_go_first)
+    held = RunLock(tmp_path)
+    assert taken == 2
+    assert Owner.from_json((tmp_path / LOCK_FILE).read_bytes()) == Owner.this_process()
+    held.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,11 +47,22 @@ class Fetching:
     index: int | None
 
 
+def processes(folder: str | Path) -> set[int]:
+    """**Local.** The process ids of a job's workers, of those that have taken each other's place the last one's."""
+    return {owner for _, owner, _ in _records(folder)}
+
+
 def find(folder: str | Path, pid: int) -> Fetching | None:
     """**Local.** What the worker with this process id was doing last, or None if it left no record."""
-    for path in Path(folder).glob(f"{_PREFIX}*"):
-        owner, index = _RECORD.unpack(path.read_bytes())
+    for rank, owner, index in _records(folder):
         if owner == pid:
-            rank = int(path.name.removeprefix(_PREFIX).partition("-")[0])
             return Fetching(rank, index if index >= 0 else None)
     return None
+
+
+def _records(folder: str | Path) -> Iterator[tuple[int, int, int]]:
+    """Rank, process and index of each record; a worker that was killed while it made its file has left none."""
+    for path in Path(folder).glob(f"{_PREFIX}*"):
+        content = path.read_bytes()
+        if len(content) == _RECORD.size:
+            yield (int(path.name.removeprefix(_PREFIX).partition("-")[0]), *_RECORD.unpack(content))

@@ -63,7 +63,7 @@ def superfluous(entries: Iterable[Entry], rule: Retention) -> list[Entry]:
         return []
     older, newest = oldest_first[: good[-1]], oldest_first[good[-1]]
     candidates = [*_latest_of_each_step([entry for entry in older if entry.good is not False], newest), newest]
-    kept = {newest.name, *_wanted(candidates, rule)}
+    kept = _wanted(candidates, rule)
     oldest_of_the_last = _oldest_of_the_last(candidates, rule)
     return [
         entry

@@ -29,8 +29,8 @@ MAX_HEADER = 100_000_000
 
 _ALIASES = "lockstep.aliases"
 _COMPLEX = "lockstep.complex"
-#: Bytes at the beginning of each tensor by which ranks notice that their replicas differ; at most those of its first row
-#: if it is not contiguous.
+#: Bytes at the beginning of each tensor by which ranks notice that their replicas differ; at most its first row if it
+#: is not contiguous.
 _SAMPLE = 256
 
 _NAMES: dict[torch.dtype, str] = {

@@ -2,9 +2,10 @@
 
 Note [Abandoned folders]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-Watcher and zygote remove the folder, whichever is there in the end. If both are killed at once nobody does, so each job
-looks for folders that nobody holds any more. A folder is held by a lock (``flock``) that goes with its owner. Whoever
-makes a folder looks again once it holds the lock: another job may have found it in between, and removed it.
+Watcher and zygote remove the folder, whichever is there in the end. If both are killed at once nobody does, so each
+job looks for folders that nobody holds any more, and removes what the loader workers noted in them have left in
+/dev/shm, then the folder. A folder is held by a lock (``flock``) that goes with its owner. Whoever makes a folder looks
+again once it holds the lock: another job may have found it in between, and removed it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
+
+from lockstep.agreement import at_work
+from lockstep.launch.processes import remove_shared_memory
 
 _PREFIX = "lockstep-job-"
 _OURS = re.compile(_PREFIX + r"[a-z0-9_]{8}")  # as tempfile makes them
@@ -58,6 +62,9 @@ def _remove_abandoned(home: Path) -> None:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 if _locks(fd):
+                    # Who has one of their numbers now is another process, whose memory is its own.
+                    gone = {pid for pid in at_work.processes(path) if not os.path.exists(f"/proc/{pid}")}
+                    remove_shared_memory(gone)
                     shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(fd)

@@ -85,7 +85,7 @@ def sweep(*, patience: float, limit: float = 5.0) -> list[int]:
         left = descendants(os.getpid())
         waited = time.monotonic() - start
         if not left or waited > limit:
-            _remove_shared_memory(dead)
+            remove_shared_memory(dead)
             return left
         if waited < patience:
             fresh = [pid for pid in left if pid not in asked]
@@ -121,8 +121,8 @@ def reap() -> list[Dead]:
     return dead
 
 
-def _remove_shared_memory(dead: set[int]) -> None:
-    """Remove what a loader worker had named in /dev/shm and not yet unlinked at the moment it was killed.
+def remove_shared_memory(dead: set[int]) -> None:
+    """**Local.** Remove what loader workers had named in /dev/shm and not yet unlinked at the moment they were killed.
 
     torch names such memory ``torch_<process>_<random>_<count>`` and unlinks it a few instructions later.
     """

@@ -1,0 +1,69 @@
+"""What a job that was killed with all its processes has left is removed by the next one, and nothing else."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from lockstep.agreement.at_work import AtWork
+from lockstep.launch.folders import JobFolder
+
+_WORKER = "import sys; from lockstep.agreement.at_work import AtWork; AtWork(sys.argv[1], rank=0, name='0-1').note(7)"
+
+
+def _piece(pid: int) -> Path:
+    piece = Path(f"/dev/shm/torch_{pid}_{os.getpid()}_1")
+    piece.touch(0o600)
+    return piece
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the jobs' folders are."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def _left_by_a_dead_job(home: Path) -> tuple[Path, int]:
+    """A folder that nobody holds, and a dead worker that has its record in it."""
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-job-"))
+    assert folder.parent == home
+    worker = subprocess.Popen([sys.executable, "-c", _WORKER, str(folder)])
+    assert worker.wait(30) == 0
+    return folder, worker.pid
+
+
+def test_a_dead_jobs_folder_goes_with_what_its_workers_left_in_shared_memory(home: Path) -> None:
+    folder, dead = _left_by_a_dead_job(home)
+    (folder / "worker-1-0-0").touch()  # its worker was killed while it made this file
+    AtWork(str(folder), rank=0, name="0-0")  # this process: somebody who has a dead worker's number now
+    pieces = [_piece(pid) for pid in (dead, os.getpid(), dead + 1_000_000)]
+    try:
+        made = JobFolder()
+        assert not folder.exists()
+        assert [piece.exists() for piece in pieces] == [False, True, True], "others' memory is not touched"
+        made.remove()
+        assert list(home.iterdir()) == []
+    finally:
+        for piece in pieces:
+            piece.unlink(missing_ok=True)
+
+
+def test_a_folder_that_is_held_stays(home: Path) -> None:
+    folder, dead = _left_by_a_dead_job(home)
+    piece, held = _piece(dead), os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        made = JobFolder()
+        assert folder.exists()
+        assert piece.exists()
+        made.remove()
+    finally:
+        os.close(held)
+        piece.unlink()

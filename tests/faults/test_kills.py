@@ -109,7 +109,7 @@ def _plan(kills: int, *, seed: int) -> list[dict[str, Any]]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.campaign)])
 def test_kills_at_chosen_places(tmp_path: Path, calm: jobs.Calm, kills: int) -> None:
-    count = 3 + kills // 6
+    count = max(3, 2 + kills // 5)
     undisturbed, epochs = calm(count), ("--epochs", str(count))
     folder = tmp_path / "run"
     folder.mkdir()

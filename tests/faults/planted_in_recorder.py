@@ -24,8 +24,8 @@ RECORDER_FAULTS = [
     Fault(
         "a loader's worker writes into its rank's page",
         "recorder/writer.py",
-        "        _own.detach()\n",
-        "        _own.publish()\n",
+        "        current.detach()\n",
+        "        current.publish()\n",
         _PAGES,
     ),
     Fault(

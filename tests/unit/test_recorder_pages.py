@@ -205,7 +205,7 @@ def test_short_steps_are_noted_in_short_and_still_show_every_event() -> None:
         assert [look.steps for look in looks] == [step, step, step, step + 1]
         assert all(look.place.endswith(" in _step") for look in looks)
         events += [look.events for look in looks]
-        shorts += recorder._short
+        shorts += recorder.short
     assert events == sorted(set(events)), "an event that leaves no trace looks like a rank that is stuck"
     assert shorts > 150
 
@@ -213,7 +213,7 @@ def test_short_steps_are_noted_in_short_and_still_show_every_event() -> None:
 def test_the_time_of_short_steps_is_divided_among_the_phases_and_none_is_lost() -> None:
     recorder, memory = _page()
     begun = recorder._since
-    while not recorder._short:
+    while not recorder.short:
         _step(recorder, memory)
     _step(recorder, memory)
     recorder.record_in_full()
@@ -224,7 +224,7 @@ def test_the_time_of_short_steps_is_divided_among_the_phases_and_none_is_lost() 
 
 def test_a_rank_that_sleeps_for_others_is_recorded_in_full_again() -> None:
     recorder, memory = _page()
-    while not recorder._short:
+    while not recorder.short:
         _step(recorder, memory)
     recorder.enter(Phase.BACKWARD)
     recorder.begin_wait("all_reduce #9")
@@ -239,7 +239,7 @@ def test_a_rank_that_sleeps_for_others_is_recorded_in_full_again() -> None:
 
 def test_a_long_row_of_events_without_a_step_knows_when_its_phase_began() -> None:
     recorder, memory = _page()
-    while not recorder._short:
+    while not recorder.short:
         _step(recorder, memory)
     before = _look(memory).since
     for _ in range(writer._SHORT_EVENTS):

@@ -275,7 +275,8 @@ class Replica(Joinable):
         assert context is not None  # _begin set it
         self._current = self._latest = None
         self._weights.leave(synced=context.sync)
-        writer.resume(_REDUCE)
+        if not writer.current.short:
+            writer.resume(_REDUCE)
         self._reducer.finish(then=lambda: self._send_buffers_again(context))
         writer.resume(_OWN)
 

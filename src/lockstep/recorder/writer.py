@@ -8,9 +8,11 @@ Note [Short steps]
 To read the clock, look up the program's line and write all numbers takes some microseconds in the midst of a training
 step, which has better use for the caches. That is nothing beside a step of 20 ms, and too much for one of a
 millisecond. So after a step shorter than 20 ms that was recorded in full, the next 48 are noted in short: an event
-stores its phase and counts itself, so that the page still shows where the rank is and that it lives; lines and the
-times at which phases began are of a second ago at most. The time that these steps took together is divided among the
-phases as in the step before them. A rank that has to sleep for others has time for the full record again.
+stores its phase, and one that begins a phase counts itself, so that the page still shows where the rank is and that it
+lives; lines and the times at which phases began are of a second ago at most. That the ranks' gradients are being sent
+is left out: until backward ends this is backward, and a rank that waits in it says so. The time that these steps took
+together is divided among the phases as in the step before them. A rank that has to sleep for others has time for the
+full record again.
 """
 
 from __future__ import annotations
@@ -70,8 +72,9 @@ class Recorder:
         #: The text, line and code of the wait that the page tells of.
         self._wait: tuple[str, int, CodeType | None] = ("", 0, None)
         self._sums = [0] * len(Phase)
-        #: Of Note [Short steps]: whether events are noted in short, and for how many steps more.
-        self._short = False
+        #: Of Note [Short steps]: whether events are noted in short (public: what only a full record needs may be left
+        #: out meanwhile), and for how many steps more.
+        self.short = False
         self._short_left = 0
         #: When the step began that is recorded in full (0: none is), the sums then, and what such a step took.
         self._whole_since = 0
@@ -93,7 +96,7 @@ class Recorder:
 
     def enter(self, phase: int) -> None:
         """**Local.** A phase begins, and with it ends the one before."""
-        if self._short:
+        if self.short:
             cells = self._cells
             cells[_PHASE] = cells[_ENTERED] = phase
             cells[_EVENT] = noted = cells[_EVENT] + 1
@@ -117,12 +120,8 @@ class Recorder:
 
     def resume(self, phase: int) -> None:
         """**Local.** Back in a phase whose line is known: what was inside it is over."""
-        if self._short:
-            cells = self._cells
-            cells[_PHASE] = phase
-            cells[_EVENT] = noted = cells[_EVENT] + 1
-            if not noted % _SHORT_EVENTS:
-                self._bring_up_to_date()
+        if self.short:
+            self._cells[_PHASE] = phase
             return
         now = monotonic_ns()
         self._sums[self._phase] += now - self._since
@@ -135,7 +134,7 @@ class Recorder:
     def took_step(self) -> None:
         """**Local.** An optimizer took a step."""
         self._steps += 1
-        if self._short:
+        if self.short:
             self._short_left = left = self._short_left - 1
             if left:
                 cells = self._cells
@@ -152,18 +151,18 @@ class Recorder:
         if self._whole_since and 0 < now - self._whole_since < _SHORT:
             self._took = now - self._whole_since
             self._profile = [after - before for after, before in zip(self._sums, self._sums_then, strict=True)]
-            self._short, self._short_left = True, _SHORT_STEPS
+            self.short, self._short_left = True, _SHORT_STEPS
         self._whole_since, self._sums_then = now, list(self._sums)
 
     def record_in_full(self) -> None:
         """**Local.** From now on, until a short step has been recorded from its beginning to its end."""
-        if self._short:
+        if self.short:
             now = monotonic_ns()
             passed = now - self._since
             self._sums = [
                 each + passed * part // self._took for each, part in zip(self._sums, self._profile, strict=True)
             ]
-            self._short, self._since, self._phase = False, now, self._cells[_PHASE]
+            self.short, self._since, self._phase = False, now, self._cells[_PHASE]
             self._entered = self._cells[_ENTERED]
         self._whole_since = 0
 
@@ -248,7 +247,8 @@ class Recorder:
 
 #: A page that nobody reads, for processes that have no watcher: cheaper than to ask at every event.
 _nobody = Recorder(memoryview(bytearray(PAGE)))
-_own = _nobody
+#: This process's page.
+current = _nobody
 #: The events of a training step, of this process's page: bound once, for each call within a step costs cold caches.
 enter, resume, took_step = _nobody.enter, _nobody.resume, _nobody.took_step
 #: Threads that wait for others in the background, while the rank goes on.
@@ -282,20 +282,20 @@ def take(folder: str | Path, *, rank: int, local_rank: int) -> None:
 
 def own() -> Recorder:
     """**Local.** This process's page, or one that nobody reads."""
-    return _own
+    return current
 
 
 def use(recorder: Recorder) -> None:
     """**Local.** Make this the process's page."""
-    global _own, enter, resume, took_step
-    _own = recorder
+    global current, enter, resume, took_step
+    current = recorder
     enter, resume, took_step = recorder.enter, recorder.resume, recorder.took_step
 
 
 def _leave_to_the_parent() -> None:
     """A forked child (a DataLoader's worker) has its parent's memory and is no rank."""
-    if _own is not _nobody:
-        _own.detach()
+    if current is not _nobody:
+        current.detach()
     _background.clear()
 
 
@@ -309,10 +309,10 @@ class waiting:  # (used as a verb, like contextlib.suppress)
         self._what = what
 
     def __enter__(self) -> None:
-        _own.begin_wait(self._what)
+        current.begin_wait(self._what)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        _own.end_wait(failed=kind is not None)
+        current.end_wait(failed=kind is not None)
 
 
 class phase(ContextDecorator):
@@ -323,13 +323,13 @@ class phase(ContextDecorator):
         self._before = int(Phase.OWN)
 
     def __enter__(self) -> None:
-        self._before = _own.phase
-        _own.record_in_full()
-        _own.enter(self._which)
+        self._before = current.phase
+        current.record_in_full()
+        current.enter(self._which)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # else the page goes on telling where it failed
-            _own.resume(self._before)
+            current.resume(self._before)
 
 
 def told() -> str:

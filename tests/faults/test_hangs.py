@@ -54,6 +54,7 @@ def test_every_kind_of_hang_is_named(kind: str, tmp_path: Path) -> None:
     print(f"{kind}: {len(seconds)} of {EACH} named, after {min(seconds):.1f} to {max(seconds):.1f} s")
 
 
+@pytest.mark.campaign  # every run of the tests has those of tests/ranks/test_run_late.py
 def test_a_selection_of_hangs_is_named(tmp_path: Path) -> None:
     _play([Case("stop", 0, 9, "backward"), Case("read", 1, 10, "own", torch=True)], tmp_path)
 

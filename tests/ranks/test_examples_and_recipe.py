@@ -87,6 +87,7 @@ def test_evaluate_gives_the_same_accuracy_on_any_number_of_ranks(trained: tuple[
     assert accuracy(done.stdout) == accuracy(text)
 
 
+@pytest.mark.campaign  # every run of the tests resumes the larger recipes, with the same Checkpointer
 def test_resume_goes_on_and_a_new_run_leaves_the_old_one_alone(trained: tuple[Path, str], tmp_path: Path) -> None:
     first = start(tmp_path, *LOCKSTEP, "run", "-n", "2", "-m", DIGITS, "--epochs", "1")
     resumed = start(tmp_path, *LOCKSTEP, "run", "-n", "2", "-m", DIGITS, "--epochs", "2", "--resume")

@@ -318,6 +318,7 @@ def outside(tmp_path: Path) -> dict[str, str]:
     return env
 
 
+@pytest.mark.campaign  # two that nobody launched meet there in every run of the tests
 @pytest.mark.timeout(3 * LIMIT)
 def test_spawned_ranks_of_two_machines_meet_at_the_address(
     pictures: Path, alone: tuple[Path, str], tmp_path: Path

@@ -135,7 +135,7 @@ def _prepare() -> None:
 
 
 def _measure(rounds: int) -> Measured:
-    recording, nothing, timed = writer.own(), _Nothing(_memory()), _Timed(_memory())
+    recording, nothing, timed = writer.current, _Nothing(_memory()), _Timed(_memory())
     _prepare()
     _round(20)
     # The recorder looks for the program's line: what takes the time is to be no line of the program.

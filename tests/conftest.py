@@ -10,11 +10,14 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import tests.site.sitecustomize  # noqa: F401  (makes torchvision loadable here; subprocesses get it by PYTHONPATH)
-from tests.faults import jobs
+
+if TYPE_CHECKING:
+    from tests.faults.jobs import Calm
 
 # With it, a process's print() hands over a line in pieces, between which other processes' pieces come.
 os.environ.pop("PYTHONUNBUFFERED", None)
@@ -49,8 +52,10 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> jobs.Calm:
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
     """Runs of so many epochs that nobody disturbs, one for each number asked for."""
+    from tests.faults import jobs  # here, because it imports torch, which many tests do without
+
     return cache(lambda epochs: jobs.undisturbed(tmp_path_factory.mktemp("calm") / "run", epochs))
 
 

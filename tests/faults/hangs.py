@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,9 +82,8 @@ def hear(case: Case, folder: Path) -> Heard:
     return Heard(text, seconds)
 
 
-def listen(job: Running, enough: object, *, folder: Path) -> str:
+def listen(job: Running, enough: Callable[[str], bool], *, folder: Path) -> str:
     """The job's standard error until ``enough(text)``, its end, or WITHIN seconds after a rank got stuck."""
-    assert callable(enough)
     stream = job.process.stderr
     assert stream is not None
     said, limit = "", time.monotonic() + _LIMIT
@@ -96,9 +95,9 @@ def listen(job: Running, enough: object, *, folder: Path) -> str:
                 if not piece:
                     break
                 said += piece
-            if (folder / "stuck").exists():
-                at = float((folder / "stuck").read_text().split()[1] if (folder / "stuck").read_text() else "inf")
-                limit = min(limit, at + WITHIN + 2.0)
+            noted = (folder / "stuck").read_text().split() if (folder / "stuck").exists() else []
+            if noted:
+                limit = min(limit, float(noted[1]) + WITHIN + 2.0)
     return said
 
 

@@ -120,7 +120,7 @@ def test_long_texts_are_cut_and_others_stay_whole() -> None:
 def own_page() -> Iterator[memoryview]:
     """The memory of what is this process's page while the test runs."""
     recorder, memory = _page()
-    before = writer.own()
+    before = writer.current
     writer.use(recorder)
     yield memory
     writer.use(before)
@@ -154,9 +154,9 @@ import os, sys
 from lockstep.recorder import writer
 from lockstep.recorder.layout import Phase
 writer.take(sys.argv[1], rank=int(sys.argv[2]), local_rank=int(sys.argv[2]))
-writer.own().enter(Phase.BACKWARD)
+writer.current.enter(Phase.BACKWARD)
 if os.fork() == 0:
-    writer.own().enter(Phase.SAVE)  # a loader's worker is no rank
+    writer.current.enter(Phase.SAVE)  # a loader's worker is no rank
     os._exit(0)
 os.wait()
 assert "torch" not in sys.modules
@@ -179,9 +179,9 @@ def test_a_reader_sees_what_ranks_of_other_processes_write_and_not_their_childre
 
 
 def test_without_a_watcher_nothing_is_written(tmp_path: Path) -> None:
-    before = writer.own()
+    before = writer.current
     writer.take(tmp_path, rank=0, local_rank=0)
-    assert writer.own() is before
+    assert writer.current is before
     assert os.listdir(tmp_path) == []
 
 

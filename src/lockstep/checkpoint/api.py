@@ -301,12 +301,12 @@ class Checkpointer:
             damaged=self._damaged,
             on=self._storage,
         )
-        if found is not None:
-            load(found.contents, self._training, self._world)
-            self._position.go_on_from(found.contents.manifest)
-        self._owns_folder = True
         if found is None:
+            self._owns_folder = True
             return None
+        load(found.contents, self._training, self._world)
+        self._position.go_on_from(found.contents.manifest)
+        self._owns_folder = True
         load_generators(found.contents, self._world)
         differences = words_on_differences(found, self._training, self._world)
         if differences and self._world.is_main:

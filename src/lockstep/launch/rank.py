@@ -220,7 +220,7 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))  # blocked since before the fork
         program()
-        writer.own().leave()
+        writer.current.leave()
     except SystemExit as stop:
         if os.getpid() == this_process and stop.code not in (None, 0):
             _record(stop, rank, stop.code if isinstance(stop.code, int) else 1)

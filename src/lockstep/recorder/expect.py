@@ -34,8 +34,8 @@ class expect_slow(ContextDecorator):  # (used as a verb, like contextlib.suppres
 
     def __enter__(self) -> None:
         _reasons.append(self._reason)
-        writer.own().expect(_reasons[-1])
+        writer.current.expect(_reasons[-1])
 
     def __exit__(self, *_: object) -> None:
         _reasons.pop()
-        writer.own().expect(_reasons[-1] if _reasons else "")
+        writer.current.expect(_reasons[-1] if _reasons else "")

@@ -247,7 +247,7 @@ class Recorder:
 
 #: A page that nobody reads, for processes that have no watcher: cheaper than to ask at every event.
 _nobody = Recorder(memoryview(bytearray(PAGE)))
-#: This process's page.
+#: This process's page, or one that nobody reads.
 current = _nobody
 #: The events of a training step, of this process's page: bound once, for each call within a step costs cold caches.
 enter, resume, took_step = _nobody.enter, _nobody.resume, _nobody.took_step
@@ -278,11 +278,6 @@ def take(folder: str | Path, *, rank: int, local_rank: int) -> None:
         Path(folder) / STACK.format(rank=rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
     )
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
-
-
-def own() -> Recorder:
-    """**Local.** This process's page, or one that nobody reads."""
-    return current
 
 
 def use(recorder: Recorder) -> None:

@@ -85,6 +85,11 @@ def environment(tmp_path: Path, **changes: str) -> dict[str, str]:
     return env | {"XDG_STATE_HOME": str(tmp_path / "state"), knobs.PRELOAD: ""} | changes
 
 
+def python_path(*first: Path) -> str:
+    """What PYTHONPATH is to be for these folders to come before those of this process."""
+    return os.pathsep.join(filter(None, [*map(str, first), os.environ.get("PYTHONPATH", "")]))
+
+
 def start(argv: list[str], tmp_path: Path, *, torch: bool = False, stdin: str | None = None, **env: str) -> Running:
     """Start ``python -m <argv>``. ``torch``: with the zygote as users have it."""
     job_env = environment(tmp_path, **env)

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launching import python_path
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md"])
 #: Documents at a time: much of each is one process that imports.
@@ -80,9 +82,7 @@ def run(command: list[str], block: Block, document: Path, folder: Path) -> None:
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "site"), os.environ.get("PYTHONPATH", "")]).rstrip(
-            os.pathsep
-        ),
+        "PYTHONPATH": python_path(ROOT / "tests" / "site"),
         "XDG_STATE_HOME": str(folder / "state"),
     }
     done = subprocess.run(

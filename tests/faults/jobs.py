@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.faults.training import EPOCHS as EPOCHS
 from tests.faults.training import LENGTH
-from tests.launching import Finished, Running, environment
+from tests.launching import Finished, Running, environment, python_path
 
 SCRIPT = Path(__file__).with_name("training.py")
 _ROOT = SCRIPT.parents[2]
@@ -35,7 +35,7 @@ def start_job(
         options = (*options, "--plan", str(folder / "plan.json"))
     job_env = environment(folder, **env)
     del job_env["LOCKSTEP_PRELOAD"]  # as users have it
-    job_env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), job_env.get("PYTHONPATH", "")]))
+    job_env["PYTHONPATH"] = python_path(_ROOT)
     return Running([*run, str(SCRIPT), str(folder), *options], cwd=folder, env=job_env)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.launching import python_path
+
 _ROOT = Path(__file__).resolve().parents[2]
 _REMOVED = {"PYTEST_CURRENT_TEST"}
 
@@ -45,7 +47,7 @@ def run_inside(module: str, *arguments: str, limit: float) -> Any:
         AssertionError: it failed.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _REMOVED}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), environment.get("PYTHONPATH", "")]))
+    environment["PYTHONPATH"] = python_path(_ROOT)
     command = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
     command += [sys.executable, "-m", module, *arguments]
     done = subprocess.run(

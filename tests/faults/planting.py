@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.launching import python_path
+
 _ROOT = Path(__file__).resolve().parents[2]
 _OUTCOME = re.compile(r"(\d+) (failed|passed|error)")
 
@@ -71,8 +73,7 @@ def run_tests(source: Path | None, tests: tuple[str, ...], *, limit: float) -> O
         RuntimeError: pytest could not run them, so the outcome says nothing.
     """
     env = dict(os.environ)
-    path = [str(_ROOT), env.get("PYTHONPATH", "")]
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(source) if source is not None else "", *path]))
+    env["PYTHONPATH"] = python_path(_ROOT) if source is None else python_path(source, _ROOT)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=limit, check=False)
     counts = {kind: int(count) for count, kind in _OUTCOME.findall(done.stdout.rsplit("\n", 2)[-2])}

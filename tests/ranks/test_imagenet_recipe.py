@@ -33,7 +33,7 @@ from tests.imagenet_cases import (
     sample,
     unpack,
 )
-from tests.launching import LIMIT, Running, environment, start, wait_for
+from tests.launching import LIMIT, Running, environment, python_path, start, wait_for
 
 MODULE = "lockstep.recipes.imagenet"
 
@@ -118,9 +118,8 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(pictures: Path, tmp_pat
     ]  # fmt: skip
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     recipe(2, *options, "--folder", whole)
-    path = f"{SITE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     argv = ["lockstep", "run", "-n", "2", "-m", MODULE, *options, "--folder", str(killed)]
-    with start(argv, tmp_path, torch=True, PYTHONPATH=path) as job:
+    with start(argv, tmp_path, torch=True, PYTHONPATH=python_path(SITE)) as job:
         run = killed / "run-001"
         # Killed within the second epoch (steps 4 to 6), whose rows and checkpoints are partly written then.
         wait_for(
@@ -312,8 +311,7 @@ def outside(tmp_path: Path) -> dict[str, str]:
     Two "machines" are one here, and each would use all its cores: threads that spin while they wait for others, which
     wait for a core, take four times the work, and many times that beside other work.
     """
-    path = f"{SITE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    env = environment(tmp_path, PYTHONPATH=path, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    env = environment(tmp_path, PYTHONPATH=python_path(SITE), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     del env[knobs.PRELOAD]
     return env
 

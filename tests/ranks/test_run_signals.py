@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import LIMIT, Running, environment, gone_within, start, wait_for
+from tests.launching import LIMIT, Running, environment, gone_within, python_path, start, wait_for
 
 _TRAIN = """
 import os, signal, sys, time
@@ -141,7 +141,10 @@ def test_ctrl_c_before_the_ranks_run_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "slow_import.py").write_text("import os\nopen('importing', 'w').close()\nopen('fifo').read()\n")
     (tmp_path / "train.py").write_text("import signal\nsignal.pause()\n")
     with start(
-        ["lockstep", "run", "-n", "2", "train.py"], tmp_path, LOCKSTEP_PRELOAD="slow_import", PYTHONPATH=_path(tmp_path)
+        ["lockstep", "run", "-n", "2", "train.py"],
+        tmp_path,
+        LOCKSTEP_PRELOAD="slow_import",
+        PYTHONPATH=python_path(tmp_path),
     ) as job:
         wait_for((tmp_path / "importing").exists, "the import")
         os.killpg(job.pid, signal.SIGINT)
@@ -150,10 +153,6 @@ def test_ctrl_c_before_the_ranks_run_leaves_nothing(tmp_path: Path) -> None:
         done = job.finish(limit=8)  # not the grace period of 10
     assert done.code == 130
     assert gone_within(everyone, 1.0) == []
-
-
-def _path(tmp_path: Path) -> str:
-    return os.pathsep.join([str(tmp_path), *([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])])
 
 
 def _at_a_terminal(argv: list[str], tmp_path: Path) -> tuple[int, WaitForCode]:

@@ -75,14 +75,14 @@ class Running:
         return descendants(self.pid)
 
 
-def environment(tmp_path: Path, **changes: str) -> dict[str, str]:
+def environment(tmp_path: Path, *, torch: bool = False, **changes: str) -> dict[str, str]:
     """The environment of a job: logs under ``tmp_path``; no torch in the zygote unless the test asks for it.
 
-    Most tests here are about processes, and importing torch is nine tenths of their time; ``preload=True`` variants
-    run the launcher as users do.
+    Most tests here are about processes, and importing torch is nine tenths of their time; with ``torch=True`` the
+    zygote is as users have it.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-    return env | {"XDG_STATE_HOME": str(tmp_path / "state"), knobs.PRELOAD: ""} | changes
+    return env | {"XDG_STATE_HOME": str(tmp_path / "state")} | ({} if torch else {knobs.PRELOAD: ""}) | changes
 
 
 def python_path(*first: Path) -> str:
@@ -91,11 +91,8 @@ def python_path(*first: Path) -> str:
 
 
 def start(argv: list[str], tmp_path: Path, *, torch: bool = False, stdin: str | None = None, **env: str) -> Running:
-    """Start ``python -m <argv>``. ``torch``: with the zygote as users have it."""
-    job_env = environment(tmp_path, **env)
-    if torch:
-        del job_env[knobs.PRELOAD]
-    return Running(argv, cwd=tmp_path, env=job_env, stdin=stdin)
+    """Start ``python -m <argv>``; ``torch`` as for :func:`environment`."""
+    return Running(argv, cwd=tmp_path, env=environment(tmp_path, torch=torch, **env), stdin=stdin)
 
 
 def run(argv: list[str], tmp_path: Path, *, torch: bool = False, stdin: str | None = None, **env: str) -> Finished:

@@ -64,8 +64,7 @@ def start(case: Case, folder: Path) -> Running:
     """Start the job of one case."""
     run = ["lockstep", "run", "-n", str(case.ranks), "--grace", "1", "--log-dir", str(folder / "logs")]
     options = ["--kind", case.kind, "--rank", str(case.rank), "--step", str(case.step), "--place", case.place]
-    env = environment(folder, LOCKSTEP_BACKEND=case.backend)
-    del env["LOCKSTEP_PRELOAD"]  # as users have it
+    env = environment(folder, torch=True, LOCKSTEP_BACKEND=case.backend)
     return Running(
         [*run, str(SCRIPT), str(folder), *options, *(["--torch"] if case.torch else [])], cwd=folder, env=env
     )

@@ -33,9 +33,7 @@ def start_job(
     if plan is not None:
         (folder / "plan.json").write_text(json.dumps(plan))
         options = (*options, "--plan", str(folder / "plan.json"))
-    job_env = environment(folder, **env)
-    del job_env["LOCKSTEP_PRELOAD"]  # as users have it
-    job_env["PYTHONPATH"] = python_path(_ROOT)
+    job_env = environment(folder, torch=True, PYTHONPATH=python_path(_ROOT), **env)
     return Running([*run, str(SCRIPT), str(folder), *options], cwd=folder, env=job_env)
 
 

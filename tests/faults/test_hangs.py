@@ -61,8 +61,7 @@ def test_a_selection_of_hangs_is_named(tmp_path: Path) -> None:
 
 def _straggle(tmp_path: Path, *, seconds: float) -> Finished:
     """Train with a rank that fetches its data three times slower than the other."""
-    env = environment(tmp_path)
-    del env["LOCKSTEP_PRELOAD"]  # as users have it
+    env = environment(tmp_path, torch=True)
     options = ["--seconds", str(seconds), "--work", "0.01", "--slow", "3"]
     with Running(["lockstep", "run", "-n", "2", str(SCRIPT), str(tmp_path), *options], cwd=tmp_path, env=env) as job:
         return job.finish(seconds + 60)

@@ -79,7 +79,7 @@ def test_ranks_out_of_memory_are_told_and_started_again(tmp_path: Path, small_gr
     done = subprocess.run(
         ["bash", "-c", f"echo $$ > {small_group}/cgroup.procs && exec {command}"],
         cwd=tmp_path,
-        env={name: text for name, text in environment(tmp_path).items() if name != "LOCKSTEP_PRELOAD"},
+        env=environment(tmp_path, torch=True),
         capture_output=True,
         text=True,
         timeout=LIMIT * 3,

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import knobs
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.load import read
 from tests.launching import LIMIT, environment
@@ -57,7 +56,7 @@ def test_a_process_that_ends_waits_and_does_not_end_well_if_the_save_failed(
     done = subprocess.run(
         [sys.executable, "-m", "lockstep", "run", "-n", "2", "train.py", how],
         cwd=tmp_path,
-        env={name: value for name, value in environment(tmp_path).items() if name != knobs.PRELOAD},  # torch once
+        env=environment(tmp_path, torch=True),  # torch once
         capture_output=True,
         text=True,
         timeout=LIMIT,

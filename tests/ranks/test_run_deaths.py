@@ -62,7 +62,7 @@ def test_a_full_dev_shm_is_told(tmp_path: Path) -> None:
     done = subprocess.run(
         ["unshare", "--mount", "bash", "-c", f"{own} && exec {sys.executable} -m lockstep run -n 1 train.py"],
         cwd=tmp_path,
-        env={name: text for name, text in environment(tmp_path).items() if name != "LOCKSTEP_PRELOAD"},
+        env=environment(tmp_path, torch=True),
         capture_output=True,
         text=True,
         timeout=LIMIT,

@@ -30,10 +30,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
+from lockstep import _torch
+
+_will_execute = _torch.will_execute()
 Context = TypeVar("Context")
 
 
@@ -89,8 +91,7 @@ class BackwardWatch(Generic[Context]):
             self._begin(context)
             callback = _EndOfBackward(self._end)
             self._callback = weakref.ref(callback, self._on_dead_callback)
-            # Private, and the only way to run code at the end of a backward; FSDP2 ends its backward with it as well.
-            Variable._execution_engine.queue_callback(callback)
+            _torch.queue_callback(callback)
 
     def close(self) -> None:
         """**Local.** Let go of the parameters."""
@@ -98,10 +99,8 @@ class BackwardWatch(Generic[Context]):
 
     def _accumulates(self) -> bool:
         """Whether the backward under way will accumulate into parameters: false inside torch.autograd.grad."""
-        # Private, and the only way to ask; torch.autograd.graph.register_multi_grad_hook rests on it.
-        will_execute = torch._C._will_engine_execute_node
         try:
-            return any(will_execute(node) for node in self._nodes)
+            return any(_will_execute(node) for node in self._nodes)
         except RuntimeError:  # its answer for a leaf whose gradient torch.autograd.grad returns
             return False
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lockstep import _torch
 from lockstep.comm.shm import tensors
 from lockstep.comm.shm.group import Call, Group, Move, seconds
 from lockstep.comm.shm.rounds import Rounds
@@ -15,8 +16,7 @@ from lockstep.comm.shm.work import ShmWork
 
 Tensors = list[torch.Tensor]
 
-# Private, but the one cheap way to ask; record_function costs microseconds also when nobody records.
-_profiler_enabled: Any = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_profiler_enabled = _torch.profiler_enabled()
 
 
 def recorded(name: str) -> AbstractContextManager[object]:

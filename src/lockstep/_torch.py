@@ -1,0 +1,43 @@
+"""Every private name of torch that lockstep uses: one function each, with why there is no public way.
+
+torch changes private names without notice, so each is looked up here and nowhere else, and ``tests/unit/test_torch.py``
+has one test for each. Nothing here imports torch when this module is imported: the watching process reads it as well.
+A function whose caller is in a hot path returns torch's own function, for the caller to bind once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def profiler_enabled() -> Callable[[], bool]:
+    """Return the function that says whether a profiler records.
+
+    The one cheap way to ask: ``record_function`` costs microseconds also when nobody records.
+    """
+    import torch
+
+    enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+    return enabled
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Let autograd call ``callback`` when the backward under way has ended.
+
+    The only way to run code at the end of a backward; FSDP2 ends its backward with it as well.
+    """
+    from torch.autograd import Variable
+
+    Variable._execution_engine.queue_callback(callback)
+
+
+def will_execute() -> Callable[[Any], bool]:
+    """Return the function that says whether the backward under way will execute a node of the graph.
+
+    The only way to ask; ``torch.autograd.graph.register_multi_grad_hook`` rests on it.
+    """
+    import torch
+
+    execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+    return execute

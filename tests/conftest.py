@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import tests.site.sitecustomize  # noqa: F401  (makes torchvision loadable here; subprocesses get it by PYTHONPATH)
+from tests import warm
 
 if TYPE_CHECKING:
     from tests.faults.jobs import Calm
@@ -84,6 +85,7 @@ def _children() -> set[str]:
     servers = {
         getattr(forkserver._forkserver, "_forkserver_pid", None),
         getattr(resource_tracker._resource_tracker, "_pid", None),
+        getattr(warm.running(), "pid", None),
     }
     found: set[str] = set()
     for task in Path("/proc/self/task").iterdir():
@@ -97,6 +99,7 @@ def _descriptors() -> set[str]:
     server = {
         getattr(forkserver._forkserver, "_forkserver_alive_fd", None),
         getattr(resource_tracker._resource_tracker, "_fd", None),
+        getattr(warm.running(), "fd", None),
     }
     found: set[str] = set()
     for fd in os.listdir("/proc/self/fd"):

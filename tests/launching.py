@@ -15,6 +15,7 @@ from types import TracebackType
 
 from lockstep import knobs
 from lockstep.launch.processes import descendants
+from tests import warm
 
 #: Generous: it only ends a test that hangs.
 LIMIT = 60.0
@@ -30,9 +31,18 @@ class Finished:
 
 
 class Running:
-    """A job in a session of its own, so that signals to its process group reach nobody else."""
+    """A job in a session of its own, so that signals to its process group reach nobody else.
 
-    def __init__(self, argv: list[str], *, cwd: Path, env: dict[str, str], stdin: str | None = None) -> None:
+    A job with torch comes from the session's warm process, see tests/warm.py, unless it is to be ``cold``.
+    """
+
+    def __init__(
+        self, argv: list[str], *, cwd: Path, env: dict[str, str], stdin: str | None = None, cold: bool = False
+    ) -> None:
+        self.process: warm.Process | subprocess.Popen[str]
+        if not cold and knobs.PRELOAD not in env:
+            self.process = warm.Process(["-m", *argv], cwd=cwd, env=env, stdin=stdin)
+            return
         self.process = subprocess.Popen(
             [sys.executable, "-m", *argv],
             cwd=cwd,
@@ -68,7 +78,7 @@ class Running:
 
     def finish(self, limit: float = LIMIT) -> Finished:
         out, err = self.process.communicate(timeout=limit)
-        return Finished(self.process.returncode, out, err)
+        return Finished(self.process.wait(), out, err)
 
     def tree(self) -> list[int]:
         """Every process of the job but the watcher."""

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,22 @@ main(int(control), folder, [name for name in modules.split(",") if name])
 """
 
 
+def _execute(argv: list[str], control: int) -> int:
+    """Start a process that inherits ``control``, and return its pid."""
+    return os.posix_spawn(
+        sys.executable,
+        argv,
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_DUP2, control, control)],  # makes it inheritable
+        setsigmask=(*STOPPING, SAVE),  # until the zygote ignores them
+    )
+
+
+#: Starts the zygote's process, given its command line and its end of the control socket. The project's own tests fork
+#: it from a process that has torch already.
+start: Callable[[list[str], int], int] = _execute
+
+
 class ZygoteHandle:
     """A running zygote. Whoever made it must :meth:`close` it."""
 
@@ -64,13 +80,7 @@ class ZygoteHandle:
             home,
         ]
         try:
-            self.pid = os.posix_spawn(
-                sys.executable,
-                argv,
-                os.environ,
-                file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), theirs.fileno())],  # makes it inheritable
-                setsigmask=(*STOPPING, SAVE),  # until the zygote ignores them
-            )
+            self.pid = start(argv, theirs.fileno())
         except OSError:
             ours.close()
             raise

@@ -1,0 +1,415 @@
+"""Start Python programs without importing torch again: forks of one process that has imported what they need.
+
+A test of a job costs what its fresh interpreters import, three to four seconds, and a hundredth of that for what it is
+about. Here one server, started once per session of the tests, forks for each program a process that becomes what
+``python -m module`` or ``python script.py`` would be, and beside it the one that is to be the program's zygote. From
+there on everything is as it is for users: a watcher, a zygote below it, ranks that are forked from the zygote. Tests of what only a cold start shows (``-X`` flags, what imports what, orphans of
+a start that fails) start their interpreters themselves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import io
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, NoReturn, cast
+
+from lockstep.launch.channel import Channel
+from lockstep.launch.signals import SAVE, STOPPING
+
+_ROOT = Path(__file__).parents[1]
+
+#: What jobs import: torch, what its first optimizer imports, lockstep's rooms, and what the recipes read.
+_PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.algorithms.join",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "torch._dynamo",
+    "numpy.random",
+    "sklearn.datasets",
+    "sklearn.model_selection",
+    "tests.site.sitecustomize",  # before torchvision: makes it loadable
+    "torchvision.transforms.v2",
+    "lockstep.cli",
+    "lockstep.checkpoint.api",
+    "lockstep.comm.init",
+    "lockstep.comm.shm.process_group",
+    "lockstep.data_parallel.api",
+    "lockstep.ddp.wrapper",
+    "lockstep.launch.supervisor",
+    "lockstep.launch.spawn",
+    "lockstep.progress",
+    "lockstep.sampling.loader",
+)
+
+
+# --- in the tests --------------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """A program that runs, as :class:`subprocess.Popen` with text pipes has it.
+
+    Args:
+        argv: what would follow ``python``: ``-m module …`` or ``script.py …``.
+        cwd: the folder it starts in.
+        env: its whole environment.
+        stdin: text for its standard input; None: /dev/null.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdin: str | None = None
+    ) -> None:
+        self.args = list(argv)
+        self.returncode: int | None = None
+        out, child_out = os.pipe()
+        err, child_err = os.pipe()
+        status, child_status = os.pipe()
+        if stdin is None:
+            child_in = os.open(os.devnull, os.O_RDONLY)
+        else:
+            child_in, feed = os.pipe()
+            with os.fdopen(feed, "w") as pipe:  # (what fits into a pipe)
+                pipe.write(stdin)
+        given = [child_in, child_out, child_err, child_status]
+        try:
+            server().send({"argv": self.args, "cwd": str(cwd), "env": dict(env)}, given)
+        finally:
+            for fd in given:
+                os.close(fd)
+        self.stdout, self.stderr = _Stream(out), _Stream(err)
+        self._status = os.fdopen(status, "r")
+        self.pid = int(self._status.readline())
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdout.close()
+        self.stderr.close()
+        self.wait()
+
+    def poll(self) -> int | None:
+        """The exit code (negative: a signal), or None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.returncode = int(self._status.readline())
+            self._status.close()
+        return self.returncode
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """All it printed from here on, once it has ended. Raises subprocess.TimeoutExpired."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with selectors.DefaultSelector() as selector:
+            for stream in (self.stdout, self.stderr):
+                if not stream.ended:
+                    selector.register(stream, selectors.EVENT_READ)
+            while selector.get_map():
+                ready = selector.select(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+                for key, _ in ready:
+                    stream = cast("_Stream", key.fileobj)
+                    stream.read_some()
+                    if stream.ended:
+                        selector.unregister(key.fd)
+        self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return self.stdout.take(), self.stderr.take()
+
+
+class _Stream:
+    """The reading end of a pipe, line by line or all that is left."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._bytes = bytearray()
+        self.ended = False
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def readline(self) -> str:
+        """The next line, or what is left when the other end is closed."""
+        while b"\n" not in self._bytes and not self.ended:
+            self.read_some()
+        line, newline, rest = self._bytes.partition(b"\n")
+        self._bytes = rest
+        return (line + newline).decode()
+
+    def read_some(self) -> None:
+        """Wait for bytes, or the end."""
+        data = os.read(self._fd, 65536)
+        self._bytes += data
+        if not data:
+            self.close()
+
+    def take(self) -> str:
+        """All that was read and not taken yet."""
+        text = self._bytes.decode()
+        self._bytes.clear()
+        return text
+
+    def close(self) -> None:
+        if not self.ended:
+            self.ended = True
+            os.close(self._fd)
+
+
+_lock = threading.Lock()
+
+
+class _Server:
+    """The process that forks; ends with the tests."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        env = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+        env["PYTHONPATH"] = str(_ROOT)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.warm", str(theirs.fileno())],
+            env=env,
+            cwd=_ROOT,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._channel = Channel(ours)
+        self.pid = self._process.pid
+        self.fd = ours.fileno()
+        atexit.register(self.close)
+
+    def send(self, message: dict[str, Any], fds: Sequence[int]) -> None:
+        with _lock:
+            self._channel.send(message, fds)
+
+    def close(self) -> None:
+        self._channel.close()
+        self._process.wait()
+
+
+@functools.cache
+def server() -> _Server:
+    """The session's server; started when first asked for."""
+    return _Server()
+
+
+def running() -> _Server | None:
+    """The session's server, if anything has needed it."""
+    return server() if server.cache_info().currsize else None
+
+
+# --- in the server -------------------------------------------------------------------------------------------------------
+
+
+class _Forker:
+    """Forks a process for each request and tells how it ended; in such a process, :meth:`serve` returns its request."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(channel, selectors.EVENT_READ)
+        #: pidfd -> (process, where its end is told)
+        self._running: dict[int, tuple[int, int]] = {}
+
+    def serve(self) -> dict[str, Any] | None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is not self._channel:
+                    self._bury(cast("int", key.fileobj))
+                    continue
+                try:
+                    requests = self._channel.receive()
+                except EOFError:
+                    return None
+                for number, (request, fds) in enumerate(requests):
+                    if self._fork(fds):
+                        for _, others in requests[number + 1 :]:
+                            for fd in others:
+                                os.close(fd)
+                        return request
+
+    def _fork(self, fds: list[int]) -> bool:
+        *streams, status = fds
+        pid = os.fork()
+        if pid == 0:
+            self._leave()
+            os.close(status)
+            os.setsid()
+            for target, fd in enumerate(streams):
+                os.dup2(fd, target, inheritable=True)
+                os.close(fd)
+            return True
+        for fd in streams:
+            os.close(fd)
+        os.write(status, f"{pid}\n".encode())
+        end = os.pidfd_open(pid)
+        self._running[end] = (pid, status)
+        self._selector.register(end, selectors.EVENT_READ)
+        return False
+
+    def _bury(self, end: int) -> None:
+        self._selector.unregister(end)
+        pid, status = self._running.pop(end)
+        _, how = os.waitpid(pid, 0)
+        with contextlib.suppress(BrokenPipeError):  # the test has ended without it
+            os.write(status, f"{os.waitstatus_to_exitcode(how)}\n".encode())
+        os.close(status)
+        os.close(end)
+
+    def _leave(self) -> None:
+        self._selector.close()
+        self._channel.close()
+        for end, (_, status) in self._running.items():
+            os.close(end)
+            os.close(status)
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Have the environment and the streams of a process of one's own."""
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    own = [entry for entry in sys.path if entry not in ("", str(_ROOT))]
+    sys.path[:] = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry] + own
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        stream = io.TextIOWrapper(
+            open(fd, "wb", closefd=False),
+            errors="backslashreplace" if fd == 2 else "strict",
+            line_buffering=fd == 2 or os.isatty(fd),
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _fork_zygote() -> tuple[dict[str, Any], list[int]] | None:
+    """Fork what is to be this program's zygote, for when it asks for one. In that process: what it asked."""
+    from lockstep.launch import handle, processes
+
+    ours, theirs = socket.socketpair()
+    program = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        processes.die_with_parent(program)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        channel = Channel(theirs)
+        try:
+            asked: list[tuple[dict[str, Any], list[int]]] = []
+            while not asked:
+                asked = channel.receive()
+        except EOFError:
+            os._exit(0)  # the program has ended, or has its zygote from elsewhere
+        channel.close()
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, SAVE))  # as a zygote is started, see handle.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return asked[0]
+    theirs.close()
+    channel = Channel(ours)
+    cold = handle.start
+
+    def start(argv: list[str], control: int) -> int:
+        handle.start = cold  # there is one; what a program spawns later starts as users have it
+        _, folder, modules, _ = argv[-4:]
+        channel.send({"folder": folder, "modules": modules, "env": dict(os.environ), "cwd": os.getcwd()}, [control])
+        channel.close()
+        return pid
+
+    handle.start = start
+    return None
+
+
+def _main(control: int) -> None:
+    for name in _PRELOAD:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    request = _Forker(Channel(socket.socket(fileno=control))).serve()
+    if request is None:
+        os._exit(0)
+    _become(request)
+    asked = _fork_zygote()
+    if asked is not None:
+        _end_after(lambda: _be_zygote(*asked))
+    _end_after(lambda: _run(request["argv"]))
+
+
+def _be_zygote(order: dict[str, Any], fds: list[int]) -> None:
+    from lockstep.launch import zygote
+
+    os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(order["env"])
+    zygote.main(fds[0], order["folder"], [name for name in order["modules"].split(",") if name])
+
+
+def _run(argv: list[str]) -> None:
+    from lockstep.launch import rank
+
+    if argv[0] == "-m":
+        rank._run_module(argv[1], argv[2:])
+    else:
+        rank._run_script(argv[0], argv[1:])
+
+
+def _end_after(program: Callable[[], None]) -> NoReturn:
+    """Run ``program`` and end as Python does: threads, exit functions, buffers, exit code; but leave the memory to the
+    kernel, since taking torch's modules apart object by object takes longer than most programs here."""
+    code, interrupted = 0, False
+    try:
+        program()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if not isinstance(stop.code, (int, NoneType)):
+            print(stop.code, file=sys.stderr)
+    except BaseException as error:  # noqa: BLE001  (as Python's top level)
+        code, interrupted = 1, isinstance(error, KeyboardInterrupt)
+        traceback.print_exception(error)
+    threading._shutdown()  # type: ignore[attr-defined]  # (private: waits for threads that are no daemons)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError, ValueError):  # nobody reads; the program closed it
+            stream.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 0xFF)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]))

@@ -99,7 +99,6 @@ def _descriptors() -> set[str]:
     server = {
         getattr(forkserver._forkserver, "_forkserver_alive_fd", None),
         getattr(resource_tracker._resource_tracker, "_fd", None),
-        getattr(warm.running(), "fd", None),
     }
     found: set[str] = set()
     for fd in os.listdir("/proc/self/fd"):

@@ -3,8 +3,9 @@
 A test of a job costs what its fresh interpreters import, three to four seconds, and a hundredth of that for what it is
 about. Here one server, started once per session of the tests, forks for each program a process that becomes what
 ``python -m module`` or ``python script.py`` would be, and beside it the one that is to be the program's zygote. From
-there on everything is as it is for users: a watcher, a zygote below it, ranks that are forked from the zygote. Tests of what only a cold start shows (``-X`` flags, what imports what, orphans of
-a start that fails) start their interpreters themselves.
+there on everything is as it is for users: a watcher, a zygote below it, ranks that are forked from the zygote. Tests of
+what only a cold start shows (``-X`` flags, what imports what, orphans of a start that fails) start their interpreters
+themselves.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ import io
 import os
 import select
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TextIO, cast
 
 from lockstep.launch.channel import Channel
 from lockstep.launch.signals import SAVE, STOPPING
@@ -61,7 +64,7 @@ _PRELOAD = (
 )
 
 
-# --- in the tests --------------------------------------------------------------------------------------------------------
+# --- in the tests ----------------------------------------------------------------------------------------------------
 
 
 class Process:
@@ -74,28 +77,24 @@ class Process:
         stdin: text for its standard input; None: /dev/null.
     """
 
-    def __init__(
-        self, argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdin: str | None = None
-    ) -> None:
+    def __init__(self, argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdin: str | None = None) -> None:
         self.args = list(argv)
         self.returncode: int | None = None
         out, child_out = os.pipe()
         err, child_err = os.pipe()
-        status, child_status = os.pipe()
         if stdin is None:
             child_in = os.open(os.devnull, os.O_RDONLY)
         else:
             child_in, feed = os.pipe()
             with os.fdopen(feed, "w") as pipe:  # (what fits into a pipe)
                 pipe.write(stdin)
-        given = [child_in, child_out, child_err, child_status]
+        given = [child_in, child_out, child_err]
         try:
-            server().send({"argv": self.args, "cwd": str(cwd), "env": dict(env)}, given)
+            self._status = server().ask({"argv": self.args, "cwd": str(cwd), "env": dict(env)}, given)
         finally:
             for fd in given:
                 os.close(fd)
         self.stdout, self.stderr = _Stream(out), _Stream(err)
-        self._status = os.fdopen(status, "r")
         self.pid = int(self._status.readline())
 
     def __enter__(self) -> Process:
@@ -189,86 +188,122 @@ class _Stream:
             os.close(self._fd)
 
 
-_lock = threading.Lock()
-
-
-class _Server:
+class Server:
     """The process that forks; ends with the tests."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        env = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-        env["PYTHONPATH"] = str(_ROOT)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm", str(theirs.fileno())],
-            env=env,
-            cwd=_ROOT,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
-        self._channel = Channel(ours)
+        #: The folder of the socket on which it hears requests, 0700.
+        self._folder = tempfile.mkdtemp(prefix="lockstep-warm-")
+        self.path = f"{self._folder}/socket"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.path)
+            listener.listen()
+            env = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm", str(listener.fileno())],
+                env=env | {"PYTHONPATH": str(_ROOT)},
+                cwd=_ROOT,
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         self.pid = self._process.pid
-        self.fd = ours.fileno()
-        atexit.register(self.close)
+        atexit.register(self._close)
 
-    def send(self, message: dict[str, Any], fds: Sequence[int]) -> None:
-        with _lock:
-            self._channel.send(message, fds)
+    def ask(self, request: dict[str, Any], fds: Sequence[int]) -> TextIO:
+        """Have a program started; on what is returned come lines with its process and, at its end, its exit code."""
+        connection = socket.socket(socket.AF_UNIX)
+        with connection:
+            connection.connect(self.path)
+            Channel(connection).send(request, fds)
+            return connection.makefile("r")
 
-    def close(self) -> None:
-        self._channel.close()
+    @functools.cached_property
+    def commands(self) -> Path:
+        """A folder for shells' PATH, with ``python`` and ``lockstep`` that start programs here."""
+        folder = Path(self._folder, "commands")
+        folder.mkdir()
+        for name, first in (("python", []), ("lockstep", ["-m", "lockstep"])):
+            command = folder / name
+            command.write_text(_COMMAND.format(python=sys.executable, path=self.path, first=first))
+            command.chmod(0o700)
+        return folder
+
+    def _close(self) -> None:
+        self._process.terminate()
         self._process.wait()
+        shutil.rmtree(self._folder)
 
 
-@functools.cache
-def server() -> _Server:
+#: Speaks Channel's language in the few modules that load in milliseconds.
+_COMMAND = """\
+#!{python} -IS
+import json, os, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({path!r})
+socket.send_fds(server, [b" "], [0, 1, 2])
+request = {{"argv": {first!r} + sys.argv[1:], "cwd": os.getcwd(), "env": dict(os.environ), "fds": 3}}
+server.sendall(json.dumps(request).encode() + b"\\n")
+sys.exit(int(server.makefile().read().split()[1]) & 0xFF)
+"""
+
+
+_lock = threading.Lock()
+_server: Server | None = None
+
+
+def server() -> Server:
     """The session's server; started when first asked for."""
-    return _Server()
+    global _server
+    with _lock:
+        if _server is None:
+            _server = Server()
+        return _server
 
 
-def running() -> _Server | None:
+def running() -> Server | None:
     """The session's server, if anything has needed it."""
-    return server() if server.cache_info().currsize else None
+    return _server
 
 
-# --- in the server -------------------------------------------------------------------------------------------------------
+# --- in the server ---------------------------------------------------------------------------------------------------
 
 
 class _Forker:
     """Forks a process for each request and tells how it ended; in such a process, :meth:`serve` returns its request."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
         self._selector = selectors.DefaultSelector()
-        self._selector.register(channel, selectors.EVENT_READ)
+        self._selector.register(listener, selectors.EVENT_READ)
+        #: Tells when the tests' process is gone.
+        self._tests = os.pidfd_open(os.getppid())
+        self._selector.register(self._tests, selectors.EVENT_READ)
         #: pidfd -> (process, where its end is told)
-        self._running: dict[int, tuple[int, int]] = {}
+        self._running: dict[int, tuple[int, socket.socket]] = {}
 
-    def serve(self) -> dict[str, Any] | None:
+    def serve(self) -> dict[str, Any]:
         while True:
             for key, _ in self._selector.select():
-                if key.fileobj is not self._channel:
-                    self._bury(cast("int", key.fileobj))
+                if key.fd == self._tests:
+                    os._exit(0)
+                if key.fileobj is not self._listener:
+                    self._bury(key.fd)
                     continue
-                try:
-                    requests = self._channel.receive()
-                except EOFError:
-                    return None
-                for number, (request, fds) in enumerate(requests):
-                    if self._fork(fds):
-                        for _, others in requests[number + 1 :]:
-                            for fd in others:
-                                os.close(fd)
-                        return request
+                connection, _ = self._listener.accept()
+                channel = Channel(connection)
+                asked: list[tuple[dict[str, Any], list[int]]] = []
+                while not asked:
+                    asked = channel.receive()
+                ((request, streams),) = asked
+                if self._fork(streams, connection):
+                    return request
 
-    def _fork(self, fds: list[int]) -> bool:
-        *streams, status = fds
+    def _fork(self, streams: list[int], connection: socket.socket) -> bool:
         pid = os.fork()
         if pid == 0:
             self._leave()
-            os.close(status)
+            connection.close()
             os.setsid()
             for target, fd in enumerate(streams):
                 os.dup2(fd, target, inheritable=True)
@@ -276,27 +311,27 @@ class _Forker:
             return True
         for fd in streams:
             os.close(fd)
-        os.write(status, f"{pid}\n".encode())
+        connection.sendall(f"{pid}\n".encode())
         end = os.pidfd_open(pid)
-        self._running[end] = (pid, status)
+        self._running[end] = (pid, connection)
         self._selector.register(end, selectors.EVENT_READ)
         return False
 
     def _bury(self, end: int) -> None:
         self._selector.unregister(end)
-        pid, status = self._running.pop(end)
+        pid, connection = self._running.pop(end)
         _, how = os.waitpid(pid, 0)
-        with contextlib.suppress(BrokenPipeError):  # the test has ended without it
-            os.write(status, f"{os.waitstatus_to_exitcode(how)}\n".encode())
-        os.close(status)
+        with connection, contextlib.suppress(BrokenPipeError):  # the test has ended without it
+            connection.sendall(f"{os.waitstatus_to_exitcode(how)}\n".encode())
         os.close(end)
 
     def _leave(self) -> None:
         self._selector.close()
-        self._channel.close()
-        for end, (_, status) in self._running.items():
+        self._listener.close()
+        os.close(self._tests)
+        for end, (_, connection) in self._running.items():
             os.close(end)
-            os.close(status)
+            connection.close()
 
 
 def _become(request: dict[str, Any]) -> None:
@@ -306,10 +341,10 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.update(request["env"])
     own = [entry for entry in sys.path if entry not in ("", str(_ROOT))]
     sys.path[:] = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry] + own
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     for fd, name in ((1, "stdout"), (2, "stderr")):
         stream = io.TextIOWrapper(
-            open(fd, "wb", closefd=False),
+            open(fd, "wb", closefd=False),  # noqa: SIM115
             errors="backslashreplace" if fd == 2 else "strict",
             line_buffering=fd == 2 or os.isatty(fd),
         )
@@ -354,14 +389,12 @@ def _fork_zygote() -> tuple[dict[str, Any], list[int]] | None:
     return None
 
 
-def _main(control: int) -> None:
+def _main(listener: int) -> None:
     for name in _PRELOAD:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    request = _Forker(Channel(socket.socket(fileno=control))).serve()
-    if request is None:
-        os._exit(0)
+    request = _Forker(socket.socket(fileno=listener)).serve()
     _become(request)
     asked = _fork_zygote()
     if asked is not None:
@@ -383,6 +416,10 @@ def _run(argv: list[str]) -> None:
 
     if argv[0] == "-m":
         rank._run_module(argv[1], argv[2:])
+    elif argv[0] == "-c":
+        rank._present_as(["-c", *argv[2:]])
+        sys.path.insert(0, "")
+        exec(compile(argv[1], "<string>", "exec", dont_inherit=True), rank._new_main())
     else:
         rank._run_script(argv[0], argv[1:])
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.launching import python_path
 
 ROOT = Path(__file__).parents[2]
@@ -75,13 +76,13 @@ def run_document(document: Path, folder: Path) -> None:
         script = folder / (block.file or f"block_{block.line}.py")
         script.write_text(block.code)
         if block.file is None or block.file not in commands:
-            run([sys.executable, str(script)], block, document, folder)
+            run(["python", str(script)], block, document, folder)
 
 
 def run(command: list[str], block: Block, document: Path, folder: Path) -> None:
     environment = {
         **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": os.pathsep.join([str(warm.server().commands), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": python_path(ROOT / "tests" / "site"),
         "XDG_STATE_HOME": str(folder / "state"),
     }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.load import read
-from tests.launching import LIMIT, environment
+from tests.launching import run
 
 _SCRIPT = """
 import os, sys
@@ -53,18 +51,11 @@ def test_a_process_that_ends_waits_and_does_not_end_well_if_the_save_failed(
     tmp_path: Path, how: str, code: int, words: list[str]
 ) -> None:
     (tmp_path / "train.py").write_text(_SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "run", "-n", "2", "train.py", how],
-        cwd=tmp_path,
-        env=environment(tmp_path, torch=True),  # torch once
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == code, done
-    assert "trained" in done.stdout
+    done = run(["lockstep", "run", "-n", "2", "train.py", how], tmp_path, torch=True)
+    assert done.code == code, done
+    assert "trained" in done.out
     for word in words:
-        assert word in done.stderr
+        assert word in done.err
     whole = [path.name for path in (tmp_path / "run").glob("step-*")]
     assert whole == ([] if how == "full" else ["step-00000000"])
     if whole:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
-LOCKSTEP = [sys.executable, "-m", "lockstep"]
+LOCKSTEP = ["python", "-m", "lockstep"]
 DIGITS = "lockstep.recipes.digits"
 
 
@@ -20,7 +21,13 @@ def start(folder: Path, *command: str, expect: int = 0) -> subprocess.CompletedP
     """Run a command in ``folder`` and return what it printed."""
     environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL
+        [str(warm.server().commands / command[0]), *command[1:]],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
@@ -32,14 +39,14 @@ def test_the_twelve_line_script_runs_on_two_ranks_and_goes_on_alone(tmp_path: Pa
     together = start(tmp_path, *LOCKSTEP, "run", "-n", "2", script)
     assert "epoch 2" in together.stderr
     steps = sorted(path.name for path in (tmp_path / "runs/train").glob("step-*"))
-    again = start(tmp_path, sys.executable, script)
+    again = start(tmp_path, "python", script)
     assert not re.search(r"epoch \d", again.stderr), "all three epochs were done already"
     assert sorted(path.name for path in (tmp_path / "runs/train").glob("step-*")) == steps
 
 
 def test_launch_with_a_distributed_sampler_prints_the_documents_sizes(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "launch_and_sampler.py")
-    done = start(tmp_path, sys.executable, "-m", "lockstep.launch", "--nproc_per_node=2", script)
+    done = start(tmp_path, "python", "-m", "lockstep.launch", "--nproc_per_node=2", script)
     # Found, not split into lines: where Python's output is unbuffered, lines of two ranks may end in each other.
     sizes = r"Model \d, input size: torch.Size\(\[\d+, 5\]\), output size: torch.Size\(\[\d+, 2\]\)"
     printed = sorted(re.findall(sizes, done.stdout))
@@ -51,7 +58,7 @@ def test_launch_with_a_distributed_sampler_prints_the_documents_sizes(tmp_path: 
 
 
 def test_spawn_and_checkpoint(tmp_path: Path) -> None:
-    done = start(tmp_path, sys.executable, str(ROOT / "examples" / "spawn_and_checkpoint.py"))
+    done = start(tmp_path, "python", str(ROOT / "examples" / "spawn_and_checkpoint.py"))
     for rank in (0, 1):
         assert f"Running basic DDP example on rank {rank} of 2." in done.stdout
         assert f"Rank {rank} loaded what was saved." in done.stdout
@@ -116,7 +123,7 @@ def weights_of(run: Path) -> bytes:
 def test_bad_options_are_refused(arguments: list[str], text: str, tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
     done = subprocess.run(
-        [*LOCKSTEP, "run", "-n", "2", "-m", DIGITS, *arguments],
+        [str(warm.server().commands / "lockstep"), "run", "-n", "2", "-m", DIGITS, *arguments],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

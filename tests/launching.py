@@ -100,9 +100,11 @@ def python_path(*first: Path) -> str:
     return os.pathsep.join(filter(None, [*map(str, first), os.environ.get("PYTHONPATH", "")]))
 
 
-def start(argv: list[str], tmp_path: Path, *, torch: bool = False, stdin: str | None = None, **env: str) -> Running:
-    """Start ``python -m <argv>``; ``torch`` as for :func:`environment`."""
-    return Running(argv, cwd=tmp_path, env=environment(tmp_path, torch=torch, **env), stdin=stdin)
+def start(
+    argv: list[str], tmp_path: Path, *, torch: bool = False, stdin: str | None = None, cold: bool = False, **env: str
+) -> Running:
+    """Start ``python -m <argv>``; ``torch`` as for :func:`environment`, ``cold`` as for :class:`Running`."""
+    return Running(argv, cwd=tmp_path, env=environment(tmp_path, torch=torch, **env), stdin=stdin, cold=cold)
 
 
 def run(argv: list[str], tmp_path: Path, *, torch: bool = False, stdin: str | None = None, **env: str) -> Finished:

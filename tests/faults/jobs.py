@@ -24,9 +24,10 @@ def start_job(
     restarts: int = 0,
     grace: float = 10.0,
     plan: list[dict[str, Any]] | None = None,
+    cold: bool = False,
     **env: str,
 ) -> Running:
-    """Start the training over ``folder``; what is there already is gone on from."""
+    """Start the training over ``folder``; what is there already is gone on from. ``cold`` as for :class:`Running`."""
     run = ["lockstep", "run", "-n", str(RANKS), "--log-dir", str(folder / "logs"), "--grace", str(grace)]
     if restarts:
         run += ["--max-restarts", str(restarts)]
@@ -34,7 +35,7 @@ def start_job(
         (folder / "plan.json").write_text(json.dumps(plan))
         options = (*options, "--plan", str(folder / "plan.json"))
     job_env = environment(folder, torch=True, PYTHONPATH=python_path(_ROOT), **env)
-    return Running([*run, str(SCRIPT), str(folder), *options], cwd=folder, env=job_env)
+    return Running([*run, str(SCRIPT), str(folder), *options], cwd=folder, env=job_env, cold=cold)
 
 
 def run_job(folder: Path, *options: str, limit: float = 100.0, **how: Any) -> Finished:

@@ -23,9 +23,8 @@ def _training(folder: Path) -> bool:
 
 def _start(folder: Path, temporary: Path) -> Running:
     folder.mkdir()
-    return jobs.start_job(
-        folder, "--workers", "2", "--slow", "0.005", "--epochs", "1000", "--save-every", "7", TMPDIR=str(temporary)
-    )
+    options = ["--workers", "2", "--slow", "0.005", "--epochs", "1000", "--save-every", "7"]
+    return jobs.start_job(folder, *options, cold=True, TMPDIR=str(temporary))
 
 
 def _job_folders(temporary: Path) -> list[str]:

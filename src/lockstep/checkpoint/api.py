@@ -59,7 +59,9 @@ class Checkpointer:
     another job that makes a Checkpointer of it is refused. See Note [Run lock] in ``checkpoint/lock.py``.
 
     Raises:
-        CheckpointError: the folder can't be written, or belongs to another job, which is named; on every rank.
+        CheckpointError: the folder can't be written, or belongs to another job, which is named; or the model or the
+            optimizer is of a kind that can't be saved here (FSDP, tensor parallelism, ZeRO, sparse buffers): the error
+            says what can. On every rank.
         LockstepError: ``lockstep.init()`` has not been called.
         TypeError, ValueError: an argument is of no use.
     """
@@ -116,6 +118,7 @@ class Checkpointer:
 
     def _claim_folder(self) -> tuple[RunLock | None, int]:
         """Rank 0 makes the folder, and takes it for this job; whom what is made there belongs to."""
+        self._training.refuse_unsavable()
         if not self._world.is_main:
             return None, os.geteuid()
         owner = folders.prepare_root(self.folder, on=self._storage)

@@ -9,24 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.checkpoint.names import aligned
+from lockstep.checkpoint.tensors import unsavable
 from lockstep.errors import CheckpointMismatch
 
-#: Classes that hold the user's model in their attribute ``module``; by name, since not all are at hand to import.
-_WRAPPERS = {"DistributedDataParallel", "DataParallel"}
 _SHOWN = 8
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """**Local.** The user's own module, without what data-parallel wrappers and ``torch.compile`` put around it."""
-    while True:
-        inner: object = None
-        if any(cls.__name__ in _WRAPPERS for cls in type(model).__mro__):
-            inner = getattr(model, "module", None)
-        elif "_orig_mod" in model._modules:  # torch.compile(module); its class is private, its keys carry this name
-            inner = model._modules["_orig_mod"]
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 @dataclass(frozen=True)
@@ -58,27 +45,46 @@ class Match:
             raise CheckpointMismatch(f"{source} is a checkpoint of another model:\n" + "\n".join(lines))
 
 
-def compare(model: nn.Module, state: Mapping[str, Any], *, same_dtype: bool) -> Match:
-    """**Local.** Lay ``state`` beside ``model.state_dict()``, changing neither."""
+def compare(model: nn.Module, state: Mapping[str, Any], *, exact: bool) -> Match:
+    """**Local.** Lay ``state`` beside ``model.state_dict()``, changing neither.
+
+    Args:
+        model: without a wrapper around it.
+        state: tensors, and what else a state dict has, by name; see Note [Names and wrappers] in ``names.py``.
+        exact: it is the same model's: dtypes must be the same, and there may be nothing more in it. Else values are
+            cast as torch does, and what the model makes for itself (its buffers with ``persistent=False``, which
+            older files of transformers hold) is left out.
+    """
     own = model.state_dict()
+    names = aligned(own, state)
+    own_buffers = set() if exact else {name for name, _ in model.named_buffers(remove_duplicate=False)}
     loadable: dict[str, Any] = {}
     mismatched: list[str] = []
-    for name, value in state.items():
+    unexpected: list[str] = []
+    for saved_name, value in state.items():
+        name = names[saved_name]
         if name not in own:
+            unexpected += [] if name in own_buffers else [name]
             continue
-        difference = _difference(value, own[name], same_dtype)
+        difference = _difference(value, own[name], exact)
         if difference is None:
             loadable[name] = value
         else:
             mismatched.append(f"{name}: {difference}")
-    covered = {_memory(own[name]) for name in loadable} - {None}
     # A tied parameter that the file has under its other name is there.
-    missing = [name for name in own if name not in state and _memory(own[name]) not in covered]
-    unexpected = [name for name in state if name not in own]
+    there = {_memory(own[name]): value for name, value in loadable.items()}
+    here = set(names.values())
+    missing: list[str] = []
+    for name, value in own.items():
+        memory = None if name in here else _memory(value)
+        if memory in there and memory is not None:
+            loadable[name] = there[memory]
+        elif name not in here:
+            missing.append(name)
     return Match(loadable, tuple(missing), tuple(unexpected), tuple(mismatched))
 
 
-def _difference(saved: Any, own: Any, same_dtype: bool) -> str | None:
+def _difference(saved: Any, own: Any, exact: bool) -> str | None:
     if not isinstance(own, torch.Tensor) or not isinstance(saved, torch.Tensor):
         same_kind = isinstance(own, torch.Tensor) == isinstance(saved, torch.Tensor)
         return None if same_kind else f"{type(saved).__name__} in the checkpoint, {type(own).__name__} in the model"
@@ -86,13 +92,13 @@ def _difference(saved: Any, own: Any, same_dtype: bool) -> str | None:
         return None  # takes its shape from what is loaded
     if saved.shape != own.shape:
         return f"shape {list(saved.shape)} in the checkpoint, {list(own.shape)} in the model"
-    if saved.dtype != own.dtype and (same_dtype or saved.is_complex() != own.is_complex()):
+    if saved.dtype != own.dtype and (exact or saved.is_complex() != own.is_complex()):
         return f"{saved.dtype} in the checkpoint, {own.dtype} in the model"
     return None
 
 
 def _memory(value: Any) -> tuple[object, ...] | None:
-    if not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(value) or not value.numel():
+    if not isinstance(value, torch.Tensor) or unsavable(value) is not None or not value.numel():
         return None
     return value.device, value.data_ptr(), value.shape, value.stride()
 

@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.checkpoint import rng
 from lockstep.checkpoint.captured import Captured, Share, capture, divided, text
 from lockstep.checkpoint.codec import encode
-from lockstep.checkpoint.match import bare
+from lockstep.checkpoint.names import bare, plain_names, under_plain_names
 from lockstep.checkpoint.together import together
 from lockstep.checkpoint.training import Training
 from lockstep.comm.world import World
@@ -56,9 +56,10 @@ def share_of(training: Training, world: World, *, step: int, before: Callable[[]
 
 def _capture(training: Training, *, is_main: bool) -> Captured:
     model = bare(training.model)
-    parameters = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+    plain = plain_names(model)
+    parameters = frozenset(plain(name) for name, _ in model.named_parameters(remove_duplicate=False))
     parts = training.trees() if is_main else training.common_trees()
-    return capture(model.state_dict(), parts, parameters=parameters, is_main=is_main)
+    return capture(under_plain_names(model, model.state_dict()), parts, parameters=parameters, is_main=is_main)
 
 
 def words_on_drift(share: Share) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep.checkpoint.digests import new_digest, strict_json
 from lockstep.checkpoint.sharing import Extent
@@ -52,6 +53,13 @@ _NAMES: dict[torch.dtype, str] = {
 }
 #: What other tools write as well.
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu}
+
+
+#: What to do about a model or an optimizer that is divided among the ranks.
+USE_DCP = (
+    "a Checkpointer saves replicas, of which each rank holds all; save what is sharded with "
+    "torch.distributed.checkpoint and the functions of torch.distributed.checkpoint.state_dict"
+)
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,7 @@ def lay_out(
         alike: the names of those whose bits are the same on all ranks. None: all.
 
     Raises:
-        CheckpointError: a tensor is sparse, quantized, without data, or of a dtype the format does not know.
+        CheckpointError: a tensor is sharded, sparse, quantized, without data, or of a dtype the format does not know.
     """
     first_names: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
@@ -175,12 +183,48 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     )
 
 
-def _refuse_what_has_no_bytes(name: str, tensor: torch.Tensor, where: str) -> None:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else str(tensor.layout)
-        raise CheckpointError(f"{where}: {name} is {kind}, and a checkpoint holds dense tensors: convert it first")
+def unsavable(tensor: torch.Tensor) -> str | None:
+    """**Local.** Why a tensor has no bytes that could be saved, and what to do; None: it has."""
+    classes = [cls.__name__ for cls in type(tensor).__mro__]
+    if "DTensor" in classes or "ShardedTensor" in classes:  # by name: their modules are slow to import
+        return f"is a {classes[0]}, of which each rank holds a part: {USE_DCP}"
+    if nn.parameter.is_lazy(tensor):
+        return "is not initialized: run one batch through the model first"
+    if tensor.is_nested or tensor.is_quantized or tensor.is_mkldnn:
+        kind = "a nested" if tensor.is_nested else "a quantized" if tensor.is_quantized else "an mkldnn"
+        return f"is {kind} tensor, and a checkpoint holds dense ones: convert it first"
+    if _is_wrapper(tensor):
+        return (
+            f"is a {type(tensor).__module__}.{classes[0]}, which keeps its data in other tensors and would need its "
+            "code to be loaded: convert it to a plain tensor, or save it by a state_dict() that returns plain tensors"
+        )
+    if tensor.is_meta:
+        return "is on the meta device, where tensors hold nothing: model.to_empty(device=…) and initialize it first"
+    if tensor.layout != torch.strided:
+        return (
+            f"is {tensor.layout}, and a checkpoint holds dense tensors: keep its indices and values as buffers, or "
+            "register it with persistent=False if the model can make it anew"
+        )
     if tensor.dtype not in _NAMES and tensor.dtype not in (torch.complex64, torch.complex128):
-        raise CheckpointError(f"{where}: {name} has dtype {tensor.dtype}, which safetensors does not know: convert it")
+        return f"has dtype {tensor.dtype}, which safetensors does not know: convert it"
+    return None
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a class of its own, and no memory."""
+    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # torch has no other answer to who asks for memory that is not there
+        return not tensor.is_meta
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def _refuse_what_has_no_bytes(name: str, tensor: torch.Tensor, where: str) -> None:
+    reason = unsavable(tensor)
+    if reason is not None:
+        raise CheckpointError(f"{where}: {name} {reason}")
     if name in ("__metadata__", ""):
         raise CheckpointError(f"{where}: a tensor can't be named {name!r} in a checkpoint")
 

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.load import Contents
-from lockstep.checkpoint.match import bare, compare, describe_optimizer, refuse_other_optimizer
+from lockstep.checkpoint.match import compare, describe_optimizer, refuse_other_optimizer
+from lockstep.checkpoint.names import aligned, bare, under_plain_names
+from lockstep.checkpoint.supported import refuse_unsavable
 from lockstep.errors import CheckpointMismatch
 
 
@@ -47,6 +49,14 @@ class Training:
                     "DataLoader becomes one by lockstep.shard(loader)"
                 )
 
+    def refuse_unsavable(self) -> None:
+        """**Local.** Before a run begins, and not when it is saved for the first time.
+
+        Raises:
+            CheckpointError: an object is of a kind that a Checkpointer can't save; it names what can.
+        """
+        refuse_unsavable({"model": self.model, "optimizer": self.optimizer, **self.extra})
+
     def common_trees(self) -> dict[str, Any]:
         """**Local.** What every rank holds alike besides the model, by the name of its part."""
         if self.optimizer is None:
@@ -59,7 +69,7 @@ class Training:
         if self.scheduler is not None:
             parts["scheduler"] = {"class": type(self.scheduler).__name__, "state": self.scheduler.state_dict()}
         if self.extra:
-            parts["extra"] = {name: thing.state_dict() for name, thing in self.extra.items()}
+            parts["extra"] = {name: _state_of(thing) for name, thing in self.extra.items()}
         return parts
 
     def refuse_other(self, contents: Contents, *, world_size: int) -> None:
@@ -69,7 +79,8 @@ class Training:
             CheckpointMismatch: it is of another model, optimizer or scheduler, or lacks something that is here.
         """
         folder, parts = contents.folder, contents.parts
-        compare(bare(self.model), contents.model, same_dtype=True).refuse_differences(folder)
+        self.refuse_unsavable()
+        compare(bare(self.model), contents.model, exact=True).refuse_differences(folder)
         for name in self._given():
             if name not in parts:
                 raise CheckpointMismatch(f"{folder} was saved without {name}=, but there is one now")
@@ -101,7 +112,7 @@ class Training:
             wanted.append((self.scheduler, parts["scheduler"]["state"]))
         for thing, state in wanted:
             undo.append((thing, copy.deepcopy(thing.state_dict())))
-            thing.load_state_dict(state)
+            thing.load_state_dict(_under_names_of(thing, state))
 
     def load_loader(self, parts: dict[str, Any], rank: int) -> None:
         """**Collective** if the loader's is."""
@@ -111,10 +122,54 @@ class Training:
 
     def load_tensors(self, contents: Contents) -> None:
         """**Local.** Load the model and the optimizer."""
-        bare(self.model).load_state_dict(contents.model)
+        model = bare(self.model)
+        model.load_state_dict(compare(model, contents.model, exact=True).loadable)
         if self.optimizer is not None:
-            self.optimizer.load_state_dict(contents.parts["optimizer"]["state"])
+            _load_optimizer(self.optimizer, contents.parts["optimizer"]["state"])
 
     def _given(self) -> list[str]:
         things = {"optimizer": self.optimizer, "scheduler": self.scheduler, "loader": self.loader}
         return [name for name, thing in things.items() if thing is not None]
+
+
+def _state_of(thing: Stateful) -> Mapping[str, Any]:
+    state = thing.state_dict()
+    return under_plain_names(thing, state) if isinstance(thing, nn.Module) else state
+
+
+def _under_names_of(thing: Stateful, state: dict[str, Any]) -> dict[str, Any]:
+    """A module's saved state under the names that it has; see Note [Names and wrappers] in ``names.py``."""
+    if not isinstance(thing, nn.Module):
+        return state
+    names = aligned(thing.state_dict(), state)
+    return {names[name]: value for name, value in state.items()}
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load an optimizer's state with its own dtypes.
+
+    torch casts every tensor of it to the dtype of its parameter, which rounds what the optimizers keep in float32 for
+    parameters in bfloat16 (ASGD, NAdam), and makes floats of 8-bit states. A class that loads in a way of its own
+    knows better.
+    """
+    optimizer.load_state_dict(saved)
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if number in saved["state"]:
+            optimizer.state[parameter] = _as_saved(optimizer.state[parameter], saved["state"][number])
+
+
+def _as_saved(loaded: Any, saved: Any) -> Any:
+    """``loaded``, with the dtypes that its tensors have in ``saved``."""
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
+    if type(loaded) is not type(saved):
+        return loaded
+    if type(loaded) is dict:
+        return {key: _as_saved(value, saved[key]) if key in saved else value for key, value in loaded.items()}
+    if type(loaded) in (list, tuple) and len(loaded) == len(saved):
+        return type(loaded)(_as_saved(one, other) for one, other in zip(loaded, saved, strict=True))
+    return loaded

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,20 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep import caller
-from lockstep.checkpoint import folders
-from lockstep.checkpoint.guard import CheckpointGone, reading
-from lockstep.checkpoint.load import read_model, read_tensors
-from lockstep.checkpoint.manifest import MANIFEST
-from lockstep.checkpoint.match import bare, compare
-from lockstep.errors import CheckpointCorrupt, CheckpointError
-
-#: Where training scripts put the state dict in the files they save.
-_INNER_KEYS = ("model_state_dict", "state_dict", "model")
-#: What wrappers put before every name.
-_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
-#: How often a run's folder is listed anew, while checkpoints in it are removed as fast as they are listed.
-_LISTINGS = 10
+from lockstep.checkpoint import sources
+from lockstep.checkpoint.match import compare
+from lockstep.checkpoint.names import bare, without_prefixes
+from lockstep.checkpoint.supported import refuse_unreplicated
+from lockstep.errors import CheckpointError, CheckpointMismatch
 
 
 @dataclass(frozen=True)
@@ -49,119 +38,72 @@ def load_weights(
     device: torch.device | str | None = None,
     strict: bool = True,
     prefix: str = "",
+    key: str | None = None,
 ) -> LoadedWeights:
     """**Local.** Load a model's weights; needs no ``lockstep.init()``.
+
+    What DistributedDataParallel, DataParallel and ``torch.compile`` put into the names (``module.``, ``_orig_mod.``,
+    before or within them) makes no difference, neither in the file nor in the model.
 
     Args:
         path: the folder of a run (its newest whole checkpoint is taken), the folder of one checkpoint, a
             ``.safetensors`` file, or a file from ``torch.save`` of a state dict, or of a dict that has one under
-            ``model_state_dict``, ``state_dict`` or ``model``. A ``module.`` or ``_orig_mod.`` before every name (from
-            DistributedDataParallel, DataParallel, torch.compile) is taken off.
+            ``model_state_dict``, ``state_dict`` or ``model``. Or a folder that Hugging Face's libraries wrote (a
+            model's, a snapshot in their cache, one of accelerate's ``save_state``): ``model.safetensors`` goes before
+            ``pytorch_model.bin``, either whole or in shards; or the index of the shards
+            (``model.safetensors.index.json``).
         model: receives the weights in place, cast to its own dtypes. A wrapper's inner module is meant.
         device: move the model there first. None: leave it where it is. The weights may come from any device.
         strict: refuse any difference. False: load what fits and return the differences.
         prefix: take only the names that begin with it, and take it off: ``prefix="backbone."``.
+        key: where a file of ``torch.save`` has the state dict: ``key="net"``, or ``key="ema.params"`` in nested dicts.
 
     Raises:
         CheckpointMismatch: names or shapes differ and ``strict`` is on; nothing was loaded.
-        CheckpointCorrupt: a digest does not match, or the file is truncated.
-        CheckpointError: there is nothing to load there, or loading it would need to run code from the file.
+        CheckpointCorrupt: a digest does not match, a file is truncated, or an index contradicts its shards.
+        CheckpointError: there is nothing to load there, a shard is missing, loading it would need to run code from the
+            file (with torch's advice), or the model is sharded or on the meta device.
     """
-    path = Path(path)
-    source, state = _find(path)
-    names = _without_wrappers(state)
-    if prefix:
-        names = {name.removeprefix(prefix): value for name, value in names.items() if name.startswith(prefix)}
     target = bare(model)
-    match = compare(target, names, same_dtype=False)
+    _refuse_targets(target)
+    source, state = sources.find(Path(path), key)
+    if prefix:
+        state = _under_prefix(state, prefix)
+    match = compare(target, state, exact=False)
     if strict:
-        match.refuse_differences(source)
+        try:
+            match.refuse_differences(source)
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(f"{error}{_advice(list(target.state_dict()), state)}") from None
     if device is not None:
         model.to(device)
     target.load_state_dict(match.loadable, strict=False)
     return LoadedWeights(source, match.missing, match.unexpected, match.mismatched)
 
 
-def _find(path: Path) -> tuple[Path, Mapping[str, Any]]:
-    if path.is_dir():
-        return _from_folder(path)
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder")
-    with open(path, "rb") as file:
-        start = file.read(9)
-    # A safetensors file begins with the length of its header (8 bytes) and the header's brace.
-    if path.suffix == ".safetensors" or start[8:] == b"{":
-        return path, read_tensors(path)
-    return path, _state_dict_in(_read_torch_file(path), path)
-
-
-def _from_folder(folder: Path) -> tuple[Path, Mapping[str, Any]]:
-    if (folder / MANIFEST).exists():
-        with reading(folder):
-            return folder, read_model(folder)
-    for _ in range(_LISTINGS - 1):
-        try:
-            return _newest_whole(folder)
-        except CheckpointGone:
-            continue  # pruned since it was listed, so there is a newer one now
-    return _newest_whole(folder)
-
-
-def _newest_whole(folder: Path) -> tuple[Path, Mapping[str, Any]]:
-    damaged = []
-    for candidate in folders.checkpoints(folder):
-        try:
-            with reading(candidate):
-                state = read_model(candidate)
-        except CheckpointCorrupt as error:
-            damaged.append(str(error))
-            continue
-        if damaged:
-            caller.warn(f"{candidate} is loaded; skipped: {'; '.join(damaged)}", RuntimeWarning)
-        return candidate, state
-    if damaged:
-        raise CheckpointCorrupt(f"{folder}: no whole checkpoint there: {'; '.join(damaged)}")
-    raise CheckpointError(f"{folder}: no checkpoint there (expected folders named step-…)")
-
-
-def _read_torch_file(path: Path) -> Any:
-    try:
-        # Old files (before torch 1.6) are no zip archives and can't be mapped.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: loading this file would need to run code from it, or it is no file of torch.save: "
-            "save model.state_dict() instead of the model itself, where the file is trusted, and load that. torch "
-            f"says: {str(error).splitlines()[0]}"
-        ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointCorrupt(f"{path}: not a whole file of torch.save ({type(error).__name__}: {error})") from error
-
-
-def _state_dict_in(loaded: Any, path: Path) -> Mapping[str, Any]:
-    if isinstance(loaded, Mapping):
-        for key in _INNER_KEYS:
-            if isinstance(loaded.get(key), Mapping):
-                return _state_dict_in(loaded[key], path)
-        if all(isinstance(name, str) for name in loaded) and any(isinstance(v, torch.Tensor) for v in loaded.values()):
-            return loaded
-    raise CheckpointError(
-        f"{path}: no state dict in it: expected tensors by name, or such a dict under "
-        f"{', '.join(_INNER_KEYS)}; found {_outline(loaded)}"
+def _refuse_targets(model: nn.Module) -> None:
+    refuse_unreplicated(
+        model,
+        "model",
+        "load its weights before it is sharded, or with set_model_state_dict of "
+        "torch.distributed.checkpoint.state_dict and StateDictOptions(full_state_dict=True)",
     )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise CheckpointError(
+                f"model: {name} is on the meta device, where tensors hold nothing: model.to_empty(device=…) first"
+            )
 
 
-def _outline(loaded: Any) -> str:
-    if isinstance(loaded, Mapping):
-        return "a dict with the keys " + ", ".join(repr(key) for key in list(loaded)[:8])
-    return f"a {type(loaded).__name__}"
+def _under_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    called = without_prefixes(state, lambda name: name.startswith(prefix))
+    return {now.removeprefix(prefix): state[name] for name, now in called.items() if now.startswith(prefix)}
 
 
-def _without_wrappers(state: Mapping[str, Any]) -> dict[str, Any]:
-    names = dict(state)
-    while names:
-        prefix = next((p for p in _WRAPPER_PREFIXES if all(name.startswith(p) for name in names)), None)
-        if prefix is None:
-            return names
-        names = {name.removeprefix(prefix): value for name, value in names.items()}
-    return names
+def _advice(own: list[str], state: Mapping[str, Any]) -> str:
+    """What would make the names fit, if it is as simple as a prefix."""
+    if not own:
+        return ""
+    prefixes = {name.removesuffix(own[0]) for name in state if name.endswith(f".{own[0]}")}
+    fitting = [prefix for prefix in prefixes if all(f"{prefix}{name}" in state for name in own)]
+    return f"\n  prefix={min(fitting, key=len)!r} would make all names of the model fit" if fitting else ""

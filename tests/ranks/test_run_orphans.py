@@ -50,7 +50,9 @@ def test_nobody_outlives_a_killed_launcher(tmp_path: Path, victim: str) -> None:
     (tmp_path / "train.py").write_text(_TRAIN)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    with start(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True, cold=True, TMPDIR=str(temporary)) as job:
+    with start(
+        ["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True, cold=True, TMPDIR=str(temporary)
+    ) as job:
         wait_for(lambda: all((tmp_path / f"training-{rank}").exists() for rank in range(2)), "training")
         everyone = job.tree()
         with killed_afterwards(everyone):

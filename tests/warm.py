@@ -378,10 +378,10 @@ def _fork_zygote() -> tuple[dict[str, Any], list[int]] | None:
     channel = Channel(ours)
     cold = handle.start
 
-    def start(argv: list[str], control: int) -> int:
+    def start(argv: list[str], control: int, env: dict[str, str]) -> int:
         handle.start = cold  # there is one; what a program spawns later starts as users have it
         _, folder, modules, _ = argv[-4:]
-        channel.send({"folder": folder, "modules": modules, "env": dict(os.environ), "cwd": os.getcwd()}, [control])
+        channel.send({"folder": folder, "modules": modules, "env": env, "cwd": os.getcwd()}, [control])
         channel.close()
         return pid
 
@@ -408,6 +408,9 @@ def _be_zygote(order: dict[str, Any], fds: list[int]) -> None:
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal():  # OpenMP read it when this process's ancestor was started
+        sys.modules["torch"].set_num_threads(min(int(threads), sys.modules["torch"].get_num_threads()))
     zygote.main(fds[0], order["folder"], [name for name in order["modules"].split(",") if name])
 
 

@@ -3,7 +3,8 @@
 lockstep's own launcher, torchrun and ``torch.distributed.launch`` describe a rank with the same variables:
 ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK`` (torchrun's word for the node rank),
 ``MASTER_ADDR`` and ``MASTER_PORT``. Where these are not set, the variables of MPI's launchers are read, so that
-``mpirun -n 4 python train.py`` is one job of four and not four jobs of one. With none of them, the process is alone.
+``mpirun -n 4 python train.py`` is one job of four and not four jobs of one. With none of them, the process is alone,
+unless srun started several of it: :func:`refuse_to_be_alone`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lockstep import knobs
 from lockstep.errors import EnvironmentMismatch
 
 #: What other launchers call our variables: Open MPI's mpirun, then MPICH's and Intel MPI's (hydra).
@@ -29,6 +31,10 @@ _MPI_DIALECTS: tuple[dict[str, str], ...] = (
         "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS",
     },
 )
+
+
+#: Slurm's own steps (the batch script, a shell of salloc …) have numbers from here on.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
@@ -103,10 +109,67 @@ class Identity:
         }
 
 
+def place(env: Mapping[str, str] = os.environ) -> str:
+    """**Local.** What tells this rank of this job from any other; the ranks that it starts in its turn have others."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", knobs.STORE)
+    return " ".join(env.get(name, "-") for name in names)
+
+
+def tasks_of_step(env: Mapping[str, str] = os.environ) -> int:
+    """**Local.** How many processes srun started as one step, this one among them; 1 outside of such a step.
+
+    A batch script and a shell of salloc have ``SLURM_PROCID`` and ``SLURM_NTASKS`` as well, but are no task of a step.
+    """
+    step, tasks = env.get("SLURM_STEP_ID", ""), env.get("SLURM_STEP_NUM_TASKS", "")
+    is_task = "SLURM_PROCID" in env and step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
+    return max(1, int(tasks)) if is_task and tasks.isdecimal() else 1
+
+
+def refuse_to_be_alone(env: Mapping[str, str] = os.environ) -> None:
+    """**Local.** Refuse a world of one for each of several tasks that srun started.
+
+    Raises:
+        EnvironmentMismatch: this process is one of them, and no launcher has described it.
+    """
+    tasks = tasks_of_step(env)
+    if tasks > 1 and not {"RANK", knobs.JOB_DIR} & env.keys():
+        raise EnvironmentMismatch(
+            f"srun started {tasks} tasks, of which this is number {env['SLURM_PROCID']}, but lockstep.init() does not "
+            f"read SLURM_* variables, and {tasks} tasks would be {tasks} worlds of one. Start one task on each machine "
+            f"and let lockstep start the ranks: {_BY_SRUN}. Or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT for each task. If each is to be alone: env -u SLURM_STEP_ID python …"
+        )
+
+
+#: How to start a job under Slurm.
+_BY_SRUN = (
+    "srun -n 1 lockstep run -n RANKS train.py on one; on several, srun --ntasks-per-node=1 bash -c 'python -m "
+    "lockstep.launch --nnodes=$SLURM_NNODES --node_rank=$SLURM_NODEID --master_addr=FIRST_HOST --nproc_per_node=RANKS "
+    "--use_env train.py'"
+)
+
+
+def refuse_to_launch(env: Mapping[str, str] = os.environ) -> None:
+    """**Local.** Refuse to start a job on one machine from each of several tasks that srun started.
+
+    Raises:
+        EnvironmentMismatch: this process is one of them.
+    """
+    tasks = tasks_of_step(env)
+    if tasks > 1:
+        raise EnvironmentMismatch(
+            f"srun started {tasks} tasks, of which this is number {env['SLURM_PROCID']}, and each would start a job "
+            f"of its own. Start one task on each machine: {_BY_SRUN}. If there are to be {tasks} separate jobs: "
+            "env -u SLURM_STEP_ID lockstep run …"
+        )
+
+
 def _translate_mpi(env: Mapping[str, str]) -> Mapping[str, str]:
     """``env`` in our words, if an MPI launcher wrote it; else as it is."""
     for dialect in _MPI_DIALECTS:
-        if dialect["RANK"] in env and dialect["WORLD_SIZE"] in env:
+        # Slurm's own PMI says no local rank; what to do about that is refuse_to_be_alone()'s to say.
+        by_slurm = dialect["LOCAL_RANK"] not in env and tasks_of_step(env) > 1
+        if dialect["RANK"] in env and dialect["WORLD_SIZE"] in env and not by_slurm:
             return {ours: env[theirs] for ours, theirs in dialect.items() if theirs in env}
     return env
 

@@ -4,6 +4,10 @@
 ``LOCKSTEP_STORE``     path of the rendezvous file; set by the launcher on one host, so that no
                        port is opened. Absent: ``MASTER_ADDR`` and ``MASTER_PORT`` are used.
 ``LOCKSTEP_JOB_DIR``   the job's private folder (0700), where a rank leaves its failure record.
+``LOCKSTEP_RANK_PROCESS`` the process that the launcher started as this rank, and the rank's place; inherited by what
+                       that process starts.
+``LOCKSTEP_JOINED``    the process that has joined the world as this rank, and the rank's place: set by
+                       ``lockstep.init()`` for what that process starts, which can't be this rank as well.
 ``LOCKSTEP_RESTART``   how often the launcher has restarted the ranks of this job: 0 the first time.
 ``LOCKSTEP_PRELOAD``   modules, with commas between, that the launcher imports once before it forks
                        the ranks, in place of torch and lockstep; for programs that always need
@@ -31,6 +35,8 @@ from lockstep.errors import EnvironmentMismatch
 
 STORE = "LOCKSTEP_STORE"
 JOB_DIR = "LOCKSTEP_JOB_DIR"
+RANK_PROCESS = "LOCKSTEP_RANK_PROCESS"
+JOINED = "LOCKSTEP_JOINED"
 RESTART = "LOCKSTEP_RESTART"
 PRELOAD = "LOCKSTEP_PRELOAD"
 BACKEND = "LOCKSTEP_BACKEND"
@@ -57,6 +63,21 @@ def store(env: Mapping[str, str] = os.environ) -> str | None:
 def job_dir(env: Mapping[str, str] = os.environ) -> str | None:
     """**Local.** The job's private folder, or None if the launcher gave none."""
     return env.get(JOB_DIR) or None
+
+
+def rank_process(env: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
+    """**Local.** The process that lockstep's launcher started as this rank, and its place, or None."""
+    return _process(env, RANK_PROCESS)
+
+
+def joined(env: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
+    """**Local.** The process that is this rank in a world, and its place there; None: no process is."""
+    return _process(env, JOINED)
+
+
+def _process(env: Mapping[str, str], name: str) -> tuple[int, str] | None:
+    process, _, place = env.get(name, "").partition(" ")
+    return (int(process), place) if process.isdecimal() else None
 
 
 def preload(env: Mapping[str, str] = os.environ) -> tuple[str, ...] | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pwd
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from lockstep.errors import LaunchError
-from lockstep.launch.logs import KEPT, LogFolder, default_home
+from lockstep.launch.logs import KEPT, LogFolder, default_home, spare_home
 
 
 def _write(folder: LogFolder, rank: int, data: bytes) -> None:
@@ -40,12 +42,13 @@ def test_a_job_that_wrote_nothing_leaves_no_folder(tmp_path: Path) -> None:
     logs = LogFolder(None, program="train", env={"XDG_STATE_HOME": str(tmp_path)})
     _write(logs, 1, b"")
     logs.close([1])
-    assert list(default_home({"XDG_STATE_HOME": str(tmp_path)}).iterdir()) == []
+    assert list((tmp_path / "lockstep/logs").iterdir()) == []
 
 
 def test_the_newest_jobs_are_kept_and_the_running_ones(tmp_path: Path) -> None:
     env = {"XDG_STATE_HOME": str(tmp_path)}
     home = default_home(env)
+    assert home is not None
     for number in range(KEPT + 5):
         (home / f"20200101-0000{number:02}-old-abcdef").mkdir(parents=True)
     (home / "mine").mkdir()
@@ -78,3 +81,31 @@ def test_a_place_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(LaunchError, match=f"logs can't be written to {tmp_path}/file/logs: .*--log-dir"):
         LogFolder(tmp_path / "file" / "logs", program="train").open(1)
+
+
+def test_a_home_that_can_not_be_written_has_a_spare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").write_text("in the way")
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    logs = LogFolder(None, program="train", env={"HOME": str(tmp_path / "home")})
+    _write(logs, 1, b"x")
+    spare = temporary / f"lockstep-{os.getuid()}"
+    assert logs.path is not None
+    assert logs.path.parent == spare / "logs"
+    assert spare.stat().st_mode & 0o777 == 0o700
+    assert logs.moved is not None
+    assert logs.moved.startswith(f"nothing can be made in {tmp_path}/home/.local/state/lockstep/logs (Not a directory)")
+    assert str(logs.path) in logs.moved
+    logs.close([1])
+    spare.chmod(0o777)  # another user's, it may be
+    assert spare_home().parent.parent == temporary
+    assert spare_home().parent != spare
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_home({}) == Path(pwd.getpwuid(os.getuid()).pw_dir, ".local/state/lockstep/logs")
+    assert default_home({"HOME": ""}) == default_home({"HOME": "relative"}) == default_home({})
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    assert default_home({}) is None

@@ -10,20 +10,26 @@ import pytest
 from lockstep import knobs
 from lockstep.identity import Identity
 from lockstep.launch import program
-from lockstep.launch.spec import JobSpec, Program, parse_ranks, rank_environment
+from lockstep.launch.spec import JobSpec, Program, local_rank_option, parse_nodes, parse_ranks, rank_environment
 
 
 @pytest.mark.parametrize(
     ("text", "cores", "gpus", "ranks"),
-    [("3", 64, 8, 3), ("auto", 64, 8, 8), ("auto", 7, 0, 3), ("auto", 1, 0, 1)],
+    [("3", 64, 8, 3), ("auto", 64, 8, 8), ("auto", 7, 0, 3), ("auto", 1, 0, 1), ("cpu", 6, 2, 6), ("gpu", 6, 2, 2)],
 )
 def test_the_number_of_ranks(text: str, cores: int, gpus: int, ranks: int) -> None:
     assert parse_ranks(text, cores=cores, gpus=gpus) == ranks
 
 
+def test_torchs_launcher_has_one_rank_for_each_core_where_there_is_no_gpu() -> None:
+    assert parse_ranks("auto", cores=6, gpus=0, auto=6) == 6
+    with pytest.raises(ValueError, match="no GPU on this machine"):
+        parse_ranks("gpu", cores=6, gpus=0)
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "two", "", "1.5"])
 def test_a_number_of_ranks_that_makes_no_sense(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a whole number of ranks, at least 1, or 'auto'"):
+    with pytest.raises(ValueError, match="expected a whole number of ranks, at least 1, or 'auto', 'gpu' or 'cpu'"):
         parse_ranks(text, cores=4, gpus=0)
 
 
@@ -52,7 +58,7 @@ def test_every_node_gives_its_ranks_the_numbers_that_follow() -> None:
 
 def test_the_local_rank_is_the_first_argument_if_asked_for() -> None:
     program = Program("train.py", ("--lr", "1"))
-    assert JobSpec(program, nproc=2, local_rank_argument=True).arguments(1) == ["--local_rank=1", "--lr", "1"]
+    assert JobSpec(program, nproc=2, local_rank_option="--local_rank").arguments(1) == ["--local_rank=1", "--lr", "1"]
     assert JobSpec(program, nproc=2).arguments(1) == ["--lr", "1"]
 
 
@@ -116,3 +122,44 @@ def test_programs_that_are_not_there(packages: Path, target: str, is_module: boo
     with pytest.raises(ValueError, match=text):
         program.check(Program(target, is_module=is_module))
     assert packages.exists()
+
+
+@pytest.mark.parametrize(
+    ("sources", "option"),
+    [
+        ([], "--local-rank"),
+        (["print('no parser')"], "--local-rank"),
+        (["p.add_argument('--local_rank', type=int)"], "--local_rank"),
+        (['p.add_argument("--local-rank")'], "--local-rank"),
+        (['p.add_argument("--local_rank", "--local-rank")'], "--local-rank"),
+        (
+            ["from options import parser", 'p.add_argument("--local_rank")', 'p.add_argument("--local-rank")'],
+            "--local_rank",
+        ),
+        (["# torch 1 passed --local_rank\np.add_argument('--local_rank_of_old')"], "--local-rank"),
+    ],
+)
+def test_the_local_rank_is_spelled_as_the_script_knows_it(sources: list[str], option: str) -> None:
+    assert local_rank_option(sources) == option
+
+
+def test_a_programs_own_text_comes_before_its_neighbours(packages: Path) -> None:
+    (packages / "pkg" / "train.py").write_text("own")
+    (packages / "pkg" / ".hidden.d").mkdir()
+    (packages / "pkg" / ".hidden.d" / "x.py").write_text("hidden")
+    for target, is_module in (("pkg/train.py", False), ("pkg.train", True)):
+        found = list(program.sources(Program(target, is_module=is_module)))
+        assert (found[0], found.count("own"), "hidden" in found, len(found)) == ("own", 2, False, 5)
+
+
+@pytest.mark.parametrize(("text", "nodes"), [("1", 1), ("3", 3), ("1:1", 1), ("4:4", 4)])
+def test_the_number_of_machines(text: str, nodes: int) -> None:
+    assert parse_nodes(text) == nodes
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("1:2", "does not change"), ("two", "whole number"), (":", "whole number")]
+)
+def test_a_number_of_machines_that_makes_no_sense(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_nodes(text)

@@ -12,18 +12,37 @@ import click
     context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
     options_metavar="[-n N] [OPTIONS]",
 )
-@click.option("-n", "ranks", default="auto", metavar="N|auto", help="Ranks; auto: one per GPU, else per two cores.")
+@click.option(
+    "-n",
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "ranks",
+    default="auto",
+    metavar="N|auto|gpu|cpu",
+    help="Ranks; auto: one per GPU, else per two cores; gpu, cpu: one for each.",
+)
+@click.option("--standalone", is_flag=True, hidden=True, help="As for torchrun; so it is in any case.")
+@click.option("--nnodes", default="1", hidden=True, help="As for torchrun; 1.")
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as for python -m.")
-@click.option("--log-dir", type=click.Path(path_type=Path), help="Folder for every rank's log (rank1.log …).")
+@click.option(
+    "--log-dir", "--log_dir", type=click.Path(path_type=Path), help="Folder for every rank's log (rank1.log …)."
+)
 @click.option("--all-output", is_flag=True, help="Show every rank's lines, not only rank 0's.")
 @click.option("--grace", default=10.0, show_default=True, metavar="SECONDS", help="Time to stop before being killed.")
 @click.option(
-    "--max-restarts", default=0, show_default=True, metavar="K", help="Start again after a failure, up to K times."
+    "--max-restarts",
+    "--max_restarts",
+    default=0,
+    show_default=True,
+    metavar="K",
+    help="Start again after a failure, up to K times.",
 )
 @click.argument("program")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
     ranks: str,
+    standalone: bool,  # noqa: ARG001  (what torchrun is told; it is never otherwise here)
+    nnodes: str,
     is_module: bool,
     log_dir: Path | None,
     all_output: bool,
@@ -42,12 +61,17 @@ def run(
     command again to go on. Once more: stop at once. SIGUSR1: save and go on.
     """
     from lockstep import machine
-    from lockstep.errors import LaunchError
+    from lockstep.errors import LockstepError
 
     try:
         from lockstep.launch import supervisor  # refuses other systems than Linux
-        from lockstep.launch.spec import JobSpec, Output, Program, parse_ranks
+        from lockstep.launch.spec import JobSpec, Output, Program, parse_nodes, parse_ranks
 
+        if parse_nodes(nnodes) != 1:
+            raise ValueError(
+                f"--nnodes={nnodes}: lockstep run is for one machine; on several, start python -m lockstep.launch "
+                "on each, with --nnodes, --node_rank and --master_addr"
+            )
         spec = JobSpec(
             Program(program, args, is_module),
             nproc=parse_ranks(ranks, cores=machine.cores(), gpus=machine.gpus()),
@@ -57,6 +81,6 @@ def run(
             max_restarts=max_restarts,
         )
         sys.exit(supervisor.run(spec))
-    except (ValueError, LaunchError) as error:
+    except (ValueError, LockstepError) as error:
         click.echo(f"lockstep run: {error}", err=True)
         sys.exit(2)

@@ -25,12 +25,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep import caller, knobs, machine
 from lockstep.agreement import standing
+from lockstep.comm import guests
 from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.shm.rendezvous import why_apart
 from lockstep.comm.world import World
 from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
-from lockstep.identity import Identity
+from lockstep.identity import Identity, refuse_to_be_alone
 from lockstep.recorder import torch_hooks, writer
 
 _world: World | None = None
@@ -58,8 +59,8 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
             others with numbers derived from it, so that their dropout masks differ. None: rank 0 draws one.
 
     Raises:
-        EnvironmentMismatch: the launcher's variables are incomplete or contradict each other, or there are more ranks
-            than GPUs.
+        EnvironmentMismatch: the launcher's variables are incomplete or contradict each other, there are more ranks than
+            GPUs, this process is one of several that srun started, or its parent is this rank already.
         RendezvousError: the ranks could not meet within ``timeout``, or the port is taken.
         ValueError: the backend is unknown or not available here, or the timeout is not positive.
         LockstepError: ``init`` was called before with other arguments in force.
@@ -77,16 +78,19 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     if dist.is_initialized():
         identity = _identity_of_open_group(identity)
     else:
+        guests.refuse(identity)
         with writer.waiting("lockstep.init(), where the ranks meet"):
             _open_group(backend, identity, limit, device)
         _owns_group = True
         atexit.register(_shutdown_at_exit)
     group = dist.group.WORLD
     assert group is not None  # just opened
+    guests.compare(group, identity)
     agreed_seed = _agree_on_seed(seed, group)
     _seed_everything(agreed_seed, identity.rank)
     _world = World(identity, device=device, group=group, seed=agreed_seed, timeout=limit)
     _count_steps()
+    guests.mark(identity)
     return _world
 
 
@@ -120,6 +124,7 @@ def shutdown() -> None:
     global _world, _owns_group
     if _world is not None:
         _world.release()
+        guests.unmark()
     _world = None
     if _owns_group:
         _owns_group = False
@@ -200,8 +205,9 @@ def _resolve_backend(store: Store, identity: Identity, timeout: float, device: t
 
 
 def _divide_threads(identity: Identity) -> None:
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, machine.cores() // identity.local_world_size))
+    """This rank's share of the cores, where no launcher and no user has said a number; fewer stay fewer."""
+    if not any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
+        torch.set_num_threads(min(torch.get_num_threads(), machine.share_of_cores(identity.local_world_size)))
 
 
 def _identity_of_open_group(identity: Identity) -> Identity:
@@ -245,9 +251,10 @@ def _open_group(backend: str | None, identity: Identity, timeout: float, device:
 def _rendezvous_store(identity: Identity, timeout: timedelta) -> Store:
     """Where the ranks meet: memory for a world of one, a file on one host, else ``MASTER_ADDR:MASTER_PORT``."""
     if not identity.launched:
+        refuse_to_be_alone()
         return HashStore()
     path = knobs.store()
-    if path is not None:
+    if path is not None and not guests.described_anew():
         # A file of its own for each group: torch removes the file when the last rank lets go of it, which may be after
         # the first rank has come back for the next group.
         store = FileStore(f"{path}-{_groups_opened}", identity.world_size)

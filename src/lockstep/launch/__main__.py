@@ -1,7 +1,8 @@
 """``python -m lockstep.launch``: the command line of ``torch.distributed.launch``, over lockstep's launcher.
 
 Each machine starts its own part with its ``--node_rank``; rank = nproc_per_node * node_rank + local_rank. As with
-torch's, every rank's output goes to the terminal and ``--local_rank=K`` is the script's first argument.
+torch's, every rank's output goes to the terminal and the local rank is the script's first argument: ``--local-rank=K``,
+or ``--local_rank=K`` for a script that knows only that.
 """
 
 from __future__ import annotations
@@ -14,9 +15,18 @@ from typing import Any
 import click
 
 from lockstep import machine
-from lockstep.errors import LaunchError
+from lockstep.errors import LockstepError
 from lockstep.launch import supervisor
-from lockstep.launch.spec import DEFAULT_GRACE, JobSpec, Output, Program, parse_ranks
+from lockstep.launch.program import check, sources
+from lockstep.launch.spec import (
+    DEFAULT_GRACE,
+    JobSpec,
+    Output,
+    Program,
+    local_rank_option,
+    parse_nodes,
+    parse_ranks,
+)
 
 
 @dataclass(frozen=True)
@@ -24,11 +34,13 @@ class _Options:
     """The command line, as click hands it over."""
 
     nproc_per_node: str
-    nnodes: int
+    nnodes: str
     node_rank: int
     master_addr: str | None
     master_port: int | None
+    standalone: bool
     use_env: bool
+    local_rank_style: str | None
     module: bool
     no_python: bool
     log_dir: Path | None
@@ -45,28 +57,51 @@ class _Options:
                 "call it from a script (subprocess.run)"
             )
         cores, gpus = machine.cores(), machine.gpus()
+        nnodes = parse_nodes(self.nnodes)
+        if self.standalone and nnodes > 1:
+            raise ValueError(f"--standalone is for jobs on one machine, and --nnodes={self.nnodes}: leave one away")
+        program = Program(self.program, self.args, self.module)
         return JobSpec(
-            Program(self.program, self.args, self.module),
-            nproc=parse_ranks(self.nproc_per_node, cores=cores, gpus=gpus, option="--nproc_per_node"),
-            nnodes=self.nnodes,
+            program,
+            nproc=parse_ranks(self.nproc_per_node, cores=cores, gpus=gpus, option="--nproc_per_node", auto=cores),
+            nnodes=nnodes,
             node_rank=self.node_rank,
             master_addr=self.master_addr,
             master_port=self.master_port,
-            local_rank_argument=not self.use_env,
+            local_rank_option=None if self.use_env else self._local_rank_option(program),
             log_dir=self.log_dir,
             output=Output.ALL if self.all_output else Output.SHARED,
             grace=self.grace,
             max_restarts=self.max_restarts,
         )
 
+    def _local_rank_option(self, program: Program) -> str:
+        if self.local_rank_style is not None:
+            return "--local_rank" if self.local_rank_style == "underscore" else "--local-rank"
+        check(program)  # a module that is not there has no text either
+        return local_rank_option(sources(program))
+
 
 @click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
-@click.option("--nproc_per_node", "--nproc-per-node", default="1", metavar="N", help="Ranks on this machine (or auto).")
-@click.option("--nnodes", default=1, metavar="N", help="Machines of the job.")
+@click.option(
+    "--nproc_per_node",
+    "--nproc-per-node",
+    default="1",
+    metavar="N|gpu|cpu|auto",
+    help="Ranks on this machine; gpu, cpu: one for each; auto: gpu if there are any, else cpu.",
+)
+@click.option("--nnodes", default="1", metavar="N", help="Machines of the job.")
 @click.option("--node_rank", "--node-rank", default=0, metavar="N", help="Which of them this is, from 0.")
 @click.option("--master_addr", "--master-addr", metavar="HOST", help="Machine 0; 127.0.0.1 unless given.")
 @click.option("--master_port", "--master-port", type=int, help="Its port: 29500 with several machines, else any.")
-@click.option("--use_env", "--use-env", is_flag=True, help="Do not pass --local_rank; LOCAL_RANK is set in any case.")
+@click.option("--standalone", is_flag=True, help="On this machine alone, with any free port: so it is in any case.")
+@click.option("--use_env", "--use-env", is_flag=True, help="Do not pass --local-rank; LOCAL_RANK is set in any case.")
+@click.option(
+    "--local_rank_style",
+    "--local-rank-style",
+    type=click.Choice(["dash", "underscore"]),
+    help="Pass --local-rank or --local_rank; by default whichever the script's text names, or --local-rank.",
+)
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module, as for python -m.")
 @click.option("--no_python", "--no-python", is_flag=True, hidden=True)
 @click.option("--log_dir", "--log-dir", type=click.Path(path_type=Path), help="Folder for the other ranks' logs.")
@@ -79,7 +114,7 @@ def main(**options: Any) -> None:
     """Run PROGRAM on every rank of this machine, as torch.distributed.launch does."""
     try:
         sys.exit(supervisor.run(_Options(**options).to_spec()))
-    except (ValueError, LaunchError) as error:
+    except (ValueError, LockstepError) as error:
         click.echo(f"lockstep.launch: {error}", err=True)
         sys.exit(2)
 

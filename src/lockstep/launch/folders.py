@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from lockstep.agreement import at_work
+from lockstep.errors import LaunchError
 from lockstep.launch.processes import remove_shared_memory
 
 _PREFIX = "lockstep-job-"
@@ -29,7 +30,17 @@ class JobFolder:
     """A new folder (0700) in the place for temporary files, held until it is removed. See Note [Abandoned folders]."""
 
     def __init__(self) -> None:
-        _remove_abandoned(Path(tempfile.gettempdir()))
+        """Make it.
+
+        Raises:
+            LaunchError: there is no place for temporary files.
+        """
+        try:
+            _remove_abandoned(Path(tempfile.gettempdir()))
+        except OSError as error:
+            raise LaunchError(
+                f"no folder for the job's files: {error.strerror or error}; name a writable one with TMPDIR"
+            ) from error
         while True:
             self.path = tempfile.mkdtemp(prefix=_PREFIX)
             try:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep import knobs
+from lockstep import knobs, machine
 from lockstep.launch.channel import Channel, Message
 from lockstep.launch.signals import SAVE, STOPPING
 
@@ -41,27 +41,33 @@ main(int(control), folder, [name for name in modules.split(",") if name])
 """
 
 
-def _execute(argv: list[str], control: int) -> int:
+def _execute(argv: list[str], control: int, env: dict[str, str]) -> int:
     """Start a process that inherits ``control``, and return its pid."""
     return os.posix_spawn(
         sys.executable,
         argv,
-        os.environ,
+        env,
         file_actions=[(os.POSIX_SPAWN_DUP2, control, control)],  # makes it inheritable
         setsigmask=(*STOPPING, SAVE),  # until the zygote ignores them
     )
 
 
-#: Starts the zygote's process, given its command line and its end of the control socket. The project's own tests fork
+#: Starts the zygote's process, given its command line, its end of the control socket and its environment. The project's own tests fork
 #: it from a process that has torch already.
-start: Callable[[list[str], int], int] = _execute
+start: Callable[[list[str], int, dict[str, str]], int] = _execute
 
 
 class ZygoteHandle:
     """A running zygote. Whoever made it must :meth:`close` it."""
 
-    def __init__(self, folder: str, *, restarts: bool = False) -> None:
-        """``restarts``: ranks may be forked again, and are then to be back in training as soon as can be."""
+    def __init__(self, folder: str, *, ranks: int, restarts: bool = False) -> None:
+        """Start it.
+
+        Args:
+            folder: the job's private folder.
+            ranks: how many are to share this machine's cores.
+            restarts: ranks may be forked again, and are then to be back in training as soon as can be.
+        """
         preload = knobs.preload()
         if preload is None:
             preload = (*_PRELOAD, *_TRAINING) if restarts else _PRELOAD
@@ -80,7 +86,7 @@ class ZygoteHandle:
             home,
         ]
         try:
-            self.pid = start(argv, theirs.fileno())
+            self.pid = start(argv, theirs.fileno(), _environment(ranks))
         except OSError:
             ours.close()
             raise
@@ -146,3 +152,16 @@ class ZygoteHandle:
         # If the zygote is gone, receive() says so; one place to hear of it is enough.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._channel.send(message, fds)
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """The zygote's environment, and so the ranks': each rank's share of the cores, unless the user has said it.
+
+    What is loaded into the zygote (OpenMP, MKL, OpenBLAS) reads it there, once for all ranks, and so does what they
+    start or load later. A variable of one library's own (MKL_NUM_THREADS, OPENBLAS_NUM_THREADS) comes first for it.
+    """
+    env = dict(os.environ)
+    share = machine.share_of_cores(ranks)
+    if not env.get("OMP_NUM_THREADS") and share < machine.visible_cores():
+        env["OMP_NUM_THREADS"] = str(share)
+    return env

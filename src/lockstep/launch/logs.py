@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import pwd
 import re
 import secrets
 import shutil
+import stat
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -29,7 +32,9 @@ class LogFolder:
 
     def __init__(self, given: Path | None, *, program: str, env: Mapping[str, str] = os.environ) -> None:
         self._given = given
-        self._home = default_home(env)
+        self._env = env
+        #: Why the logs are not in the default place, for the user; None: they are.
+        self.moved: str | None = None
         self._program = program
         self._lock: int | None = None
         self.path: Path | None = None
@@ -51,7 +56,7 @@ class LogFolder:
             return os.open(self.log(rank), flags, 0o600)
         except OSError as error:
             raise LaunchError(
-                f"the ranks' logs can't be written to {self._given or self._home}: {error.strerror or error}; "
+                f"the ranks' logs can't be written to {self._given or error.filename}: {error.strerror or error}; "
                 "name another folder with --log-dir"
             ) from error
 
@@ -83,7 +88,7 @@ class LogFolder:
             for restart in reversed(range(self.restart + 1)):
                 with contextlib.suppress(OSError):
                     self._part(restart).rmdir()  # fails unless empty, as it should
-            _prune(self._home)
+            _prune(self.path.parent)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -92,8 +97,21 @@ class LogFolder:
         if self._given is not None:
             self._given.mkdir(mode=0o700, parents=True, exist_ok=True)
             return self._given
-        path = self._home / f"{time.strftime('%Y%m%d-%H%M%S')}-{self._program}-{secrets.token_hex(3)}"
-        self._home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{self._program}-{secrets.token_hex(3)}"
+        home = default_home(self._env)
+        why = "this user has no home folder"
+        if home is not None:
+            try:
+                return self._make_in(home, name)
+            except OSError as error:
+                why = f"nothing can be made in {home} ({error.strerror or error})"
+        path = self._make_in(spare_home(), name)
+        self.moved = f"{why}, so the ranks' logs are in {path}; --log-dir names another folder"
+        return path
+
+    def _make_in(self, home: Path, name: str) -> Path:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = home / name
         path.mkdir(mode=0o700)
         self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_SH)  # while it is held, another job does not prune this one
@@ -104,12 +122,32 @@ def _has_text(log: Path) -> bool:
     return log.exists() and log.stat().st_size > 0
 
 
-def default_home(env: Mapping[str, str] = os.environ) -> Path:
-    """**Local.** The folder for the logs of jobs that name none, by the XDG base directory specification."""
+def default_home(env: Mapping[str, str] = os.environ) -> Path | None:
+    """**Local.** The folder for the logs of jobs that name none, by the XDG base directory specification; None: this
+    user has no home."""
     state = env.get("XDG_STATE_HOME", "")
-    home = env.get("HOME") or os.path.expanduser("~")
-    base = Path(state) if state.startswith("/") else Path(home, ".local", "state")
-    return base / "lockstep" / "logs"
+    if state.startswith("/"):
+        return Path(state, "lockstep", "logs")
+    home = env.get("HOME", "")
+    if not home.startswith("/"):
+        try:
+            home = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:  # a container's user that no file names
+            return None
+    return Path(home, ".local", "state", "lockstep", "logs") if home.startswith("/") else None
+
+
+def spare_home() -> Path:
+    """**Local.** The folder for logs where the home can't be written: this user's own, for temporary files.
+
+    Others may write there as well: a folder of that name that is another's, or open to others, is not taken.
+    """
+    home = Path(tempfile.gettempdir(), f"lockstep-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        home.mkdir(mode=0o700)
+    found = home.lstat()
+    private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+    return Path(home if private else tempfile.mkdtemp(prefix=f"lockstep-{os.getuid()}-"), "logs")
 
 
 def _prune(home: Path) -> None:

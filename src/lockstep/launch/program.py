@@ -1,14 +1,20 @@
-"""Whether a program can be run at all, found out before anything is started and without running a line of it."""
+"""Whether a program can be run at all, and what it says: found out without running a line of it."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from lockstep.launch.spec import Program
+
+#: Files around a program that are looked through.
+_MOST_FILES = 300
 
 
 def check(program: Program) -> None:
@@ -21,6 +27,32 @@ def check(program: Program) -> None:
         _check_module(program.target)
     else:
         _check_script(program.target)
+
+
+def sources(program: Program) -> Iterator[str]:
+    """**Local.** The text of a program's own file, then of the Python files in its folder and below.
+
+    Files that can't be read are left out, and after a few hundred it ends: it serves to guess what a program knows.
+    """
+    path = _find_module(program.target) if program.is_module else program.target
+    if path is None:
+        return
+    yield from _texts([path])
+    yield from _texts(itertools.islice(_beside(path), _MOST_FILES))
+
+
+def _beside(path: str) -> Iterator[str]:
+    for folder, folders, files in os.walk(os.path.dirname(path) or "."):
+        folders[:] = sorted(
+            name for name in folders if name[0] != "." and name not in ("site-packages", "node_modules")
+        )
+        yield from (os.path.join(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def _texts(paths: Iterable[str]) -> Iterator[str]:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            yield Path(path).read_text(errors="replace")
 
 
 def _check_script(path: str) -> None:
@@ -38,7 +70,14 @@ def _looks_like_module(name: str) -> bool:
 
 
 def _check_module(name: str) -> None:
-    """Follow the packages down without importing them: importing runs the user's code, and often torch."""
+    _find_module(name)
+
+
+def _find_module(name: str) -> str | None:
+    """The file that ``-m name`` runs; None: only the ranks can tell.
+
+    Follows the packages down without importing them: importing runs the user's code, and often torch.
+    """
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         raise ValueError(f"-m {name}: not a module's name (for a script, leave -m away)")
@@ -56,6 +95,9 @@ def _check_module(name: str) -> None:
         try:
             search = list(spec.submodule_search_locations)
         except KeyError:
-            return  # a namespace package inside one knows its place only once imported; the ranks will tell
-    if search and importlib.machinery.PathFinder.find_spec(f"{name}.__main__", search) is None:
-        raise ValueError(f"-m {name}: a package without a __main__ module can't be run")
+            return None  # a namespace package inside one knows its place only once imported; the ranks will tell
+    if search:
+        spec = importlib.machinery.PathFinder.find_spec(f"{name}.__main__", search)
+        if spec is None:
+            raise ValueError(f"-m {name}: a package without a __main__ module can't be run")
+    return spec.origin if spec is not None and spec.has_location else None

@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 from lockstep import knobs
 from lockstep.agreement import standing
 from lockstep.agreement.requests import interrupt_once
-from lockstep.identity import Identity
-from lockstep.launch import processes
+from lockstep.identity import Identity, place
+from lockstep.launch import preload, processes
 from lockstep.launch.records import FailureRecord
 from lockstep.launch.signals import SAVE, STOPPING
 from lockstep.recorder import torch_hooks, writer
@@ -64,9 +64,11 @@ def _become(task: Task) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    os.environ[knobs.RANK_PROCESS] = f"{os.getpid()} {place()}"
     _take_slot()
     _reseed()
     _tie_workers_to_this_process()
+    preload.listen()
 
 
 def _reset_signals(shielded: frozenset[signal.Signals]) -> None:
@@ -222,9 +224,13 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
         program()
         writer.current.leave()
     except SystemExit as stop:
-        if os.getpid() == this_process and stop.code not in (None, 0):
-            _record(stop, rank, stop.code if isinstance(stop.code, int) else 1)
-        raise
+        code = _exit_code(stop)
+        if os.getpid() != this_process or code == 0:
+            raise
+        _record(stop, rank, code)
+        if not isinstance(stop.code, int):
+            raise  # Python prints what it is
+        raise SystemExit(code) from None
     except BaseException as error:  # noqa: BLE001  (Python's own top level does the same)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         if os.getpid() == this_process:  # and not a child that the program forked
@@ -233,6 +239,15 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
         if not silent:
             _print_exception(error)
         raise SystemExit(code) from None
+
+
+def _exit_code(stop: SystemExit) -> int:
+    """The code that a process ends with, of which the kernel keeps eight bits: what is not 0 does not become 0."""
+    if stop.code is None:
+        return 0
+    if not isinstance(stop.code, int):
+        return 1
+    return stop.code and (stop.code & 0xFF or 1)
 
 
 def _hear_of_no_more_workers() -> None:
@@ -250,10 +265,10 @@ def _record(error: BaseException, rank: int, exit_code: int) -> None:
     if folder is None:
         return
     if isinstance(error, SystemExit):
-        message, text = ("" if isinstance(error.code, int) else str(error.code)), ""
+        message, text = ("" if isinstance(error.code, int) else _text(error.code)), ""
     else:
         error.__traceback__ = _without_own_frames(error.__traceback__)
-        message, text = str(error), "".join(traceback.format_exception(error))
+        message, text = _text(error), "".join(traceback.format_exception(error))
     kind, home = type(error).__qualname__, type(error).__module__
     name = kind if home in ("builtins", "__main__", "__mp_main__") else f"{home}.{kind}"
     record = FailureRecord(rank, time.monotonic(), exit_code, name, message, text)
@@ -261,6 +276,14 @@ def _record(error: BaseException, rank: int, exit_code: int) -> None:
         record.write(folder)
     except OSError as trouble:
         print(f"lockstep: rank {rank}'s failure record can't be written: {trouble}", file=sys.stderr)
+
+
+def _text(thing: object) -> str:
+    """``str(thing)``, in the words of Python's own tracebacks if that fails."""
+    try:
+        return str(thing)
+    except Exception:  # noqa: BLE001  (whatever the program's own __str__ raises, its error is the one to tell)
+        return f"<{type(thing).__name__} str() failed>"
 
 
 def _print_exception(error: BaseException) -> None:

@@ -87,7 +87,7 @@ class SpawnContext:
         master = _master()
         self._folder = JobFolder()
         try:
-            self._zygote = ZygoteHandle(self._folder.path)
+            self._zygote = ZygoteHandle(self._folder.path, ranks=nprocs)
         except BaseException:
             self._folder.remove()
             raise

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,8 +54,8 @@ class JobSpec:
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int | None = None
-    #: Pass ``--local_rank=K`` as the first argument, as torch.distributed.launch does.
-    local_rank_argument: bool = False
+    #: The option that passes the local rank as the first argument, as torch.distributed.launch does, or None.
+    local_rank_option: str | None = None
     #: Where the user wants the logs; None: a folder of our own.
     log_dir: Path | None = None
     output: Output = Output.FIRST
@@ -103,7 +105,7 @@ class JobSpec:
 
     def arguments(self, local_rank: int) -> list[str]:
         """What follows the program's name in this rank's ``sys.argv``."""
-        own = [f"--local_rank={local_rank}"] if self.local_rank_argument else []
+        own = [f"{self.local_rank_option}={local_rank}"] if self.local_rank_option is not None else []
         return [*own, *self.program.args]
 
 
@@ -130,14 +132,56 @@ def rank_environment(
     return env
 
 
-def parse_ranks(text: str, *, cores: int, gpus: int, option: str = "-n") -> int:
-    """How many ranks ``option`` asks for: a number, or ``auto``: one per GPU, else one per two cores, at least one."""
+def parse_ranks(text: str, *, cores: int, gpus: int, option: str = "-n", auto: int | None = None) -> int:
+    """How many ranks ``option`` asks for: a number, ``gpu`` (one for each), ``cpu`` (one for each core), or ``auto``.
+
+    Args:
+        text: what the user wrote.
+        cores: of this machine.
+        gpus: of this machine.
+        option: the option's name, for messages.
+        auto: what ``auto`` is where there is no GPU. None: one rank for two cores, at least one.
+    """
     if text == "auto":
-        return gpus or max(1, cores // 2)
+        return gpus or (max(1, cores // 2) if auto is None else auto)
+    if text == "cpu":
+        return cores
+    if text == "gpu":
+        if not gpus:
+            raise ValueError(f"{option} gpu: there is no GPU on this machine, or CUDA_VISIBLE_DEVICES hides it")
+        return gpus
     try:
         count = int(text)
     except ValueError:
         count = 0
     if count < 1:
-        raise ValueError(f"{option} {text}: expected a whole number of ranks, at least 1, or 'auto'")
+        raise ValueError(f"{option} {text}: expected a whole number of ranks, at least 1, or 'auto', 'gpu' or 'cpu'")
     return count
+
+
+def parse_nodes(text: str) -> int:
+    """How many machines ``--nnodes`` asks for: ``N``, or torch's ``MIN:MAX`` where both are the same."""
+    least, _, most = text.partition(":")
+    if not least.isdecimal() or not (most or least).isdecimal():
+        raise ValueError(f"--nnodes={text}: expected a whole number of machines")
+    if most and int(most) != int(least):
+        raise ValueError(
+            f"--nnodes={text}: the number of machines does not change while a job runs; say --nnodes={most} "
+            "and start the launcher on each"
+        )
+    return int(least)
+
+
+def local_rank_option(sources: Iterable[str]) -> str:
+    """The option that a program's parser knows: ``--local_rank`` (torch 1) if that is all it names, else
+    ``--local-rank``, which torch passes today.
+
+    Args:
+        sources: the program's text, then that of the files around it, where its parser may be; the first that names
+            either decides.
+    """
+    for text in sources:
+        named = set(re.findall(r"[\"'](--local[-_]rank)\b", text))
+        if named:
+            return "--local-rank" if "--local-rank" in named else "--local_rank"
+    return "--local-rank"

@@ -38,9 +38,14 @@ class Streams:
         log = self._logs.open(rank)
         if spec.output is Output.FIRST:
             return [nothing, log, os.dup(log)]  # one open file: what goes to both streams stays in order
-        reading, writing = os.pipe()
-        self._relay.add(reading, rank=rank, sink=1, log=log, prefix=f"[{rank}] ".encode())
-        return [nothing, writing, os.dup(writing)]
+        prefix = f"[{rank}] ".encode()
+        reading, output = os.pipe()
+        self._relay.add(reading, rank=rank, sink=1, log=log, prefix=prefix)
+        if _error_sink() == 1:
+            return [nothing, output, os.dup(output)]  # one pipe: what goes to both streams stays in order
+        reading, error = os.pipe()
+        self._relay.add(reading, rank=rank, sink=2, log=os.dup(log), prefix=prefix)
+        return [nothing, output, error]
 
     def logged(self, local_rank: int) -> bool:
         """Whether this rank has a log."""
@@ -59,9 +64,6 @@ class Streams:
 
     def _relayed(self, rank: int) -> list[int]:
         """Rank 0 through the relay: by a pseudo-terminal where the user has a terminal, else by pipes."""
-        # Standard error goes to the same sink as standard output where both are the same file, so that lines of one
-        # rank end before those of another begin.
-        error_sink = 1 if os.path.sameopenfile(1, 2) else 2
         log = self._logs.open(rank) if self._spec.log_dir is not None else None
         if os.isatty(1):
             reading, output = _open_pty()
@@ -69,11 +71,17 @@ class Streams:
         else:
             reading, output = os.pipe()
         self._relay.add(reading, rank=rank, sink=1, log=log)
-        if error_sink == 1:
+        if _error_sink() == 1:
             return [os.dup(0), output, os.dup(output)]
         reading, error = _open_pty() if os.isatty(2) else os.pipe()
-        self._relay.add(reading, rank=rank, sink=error_sink, log=None if log is None else os.dup(log))
+        self._relay.add(reading, rank=rank, sink=2, log=None if log is None else os.dup(log))
         return [os.dup(0), output, error]
+
+
+def _error_sink() -> int:
+    """Where standard error goes: with standard output where both are the same file, so that lines of one rank end
+    before those of another begin."""
+    return 1 if os.path.sameopenfile(1, 2) else 2
 
 
 def _open_pty() -> tuple[int, int]:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from lockstep.agreement.note import EXIT_SAVED
 from lockstep.agreement.standing import Place
 from lockstep.errors import LaunchError
+from lockstep.identity import refuse_to_launch
 from lockstep.launch import farewell, ports, processes, program, report
 from lockstep.launch.attempt import Attempt, Fork
 from lockstep.launch.farewell import say
@@ -27,7 +28,7 @@ from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec
 from lockstep.launch.streams import Streams
 
 #: Open files that a rank needs here while it starts, and that everything else does.
-_DESCRIPTORS_PER_RANK = 5
+_DESCRIPTORS_PER_RANK = 7
 _DESCRIPTORS_BESIDE = 32
 #: Seconds between looks for a rank that left a failure record but does not end.
 _HEARTBEAT = 1.0
@@ -45,7 +46,10 @@ def run(spec: JobSpec) -> int:
     Raises:
         ValueError: the program can't be run.
         LaunchError: the job can't be started: the port is in use, or the logs can't be written.
+        EnvironmentMismatch: srun started several of this launcher, and each would start the whole job.
     """
+    if spec.nnodes == 1:
+        refuse_to_launch()
     program.check(spec.program)
     _check_descriptors(spec.nproc)
     master = _master(spec)  # refuses a port in use before anything is started
@@ -126,10 +130,12 @@ class Watcher:
 
     def start(self, master: tuple[str, int]) -> None:
         """Start the zygote, and prepare the ranks while it imports."""
-        self._started = ZygoteHandle(self._folder, restarts=self._spec.max_restarts > 0)
+        self._started = ZygoteHandle(self._folder, ranks=self._spec.nproc, restarts=self._spec.max_restarts > 0)
         self._selector.register(self._zygote, selectors.EVENT_READ)
         self._selector.register(self._signals, selectors.EVENT_READ)
         self._waiting = self._attempt.forks(master, self._streams)
+        if self._logs.moved is not None:
+            say(self._logs.moved)
 
     def watch(self) -> int:
         """Wait until everything has ended and all output is shown; report; return the exit code."""

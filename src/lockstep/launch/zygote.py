@@ -27,8 +27,6 @@ it waits in one loop without a thread.
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import os
 import selectors
 import shutil
@@ -40,7 +38,7 @@ import traceback
 from collections import deque
 from typing import Any
 
-from lockstep.launch import processes, rank
+from lockstep.launch import preload, processes, rank
 from lockstep.launch.channel import Channel
 from lockstep.launch.signals import SAVE, STOPPING, SignalQueue, ignored
 
@@ -65,7 +63,7 @@ def main(control: int, folder: str, modules: list[str]) -> None:
     processes.become_subreaper()
     channel = Channel(socket.socket(fileno=control))
     try:
-        _preload(modules)
+        preload.load(modules)
     except Exception:  # noqa: BLE001  (whatever an import raises, the watcher tells the user)
         with contextlib.suppress(OSError):
             channel.send({"is": "broken", "error": traceback.format_exc()})
@@ -74,18 +72,6 @@ def main(control: int, folder: str, modules: list[str]) -> None:
     if task is None:
         os._exit(0)  # nothing here needs torch's teardown, which takes a third of a second
     rank.live(task)
-
-
-def _preload(modules: list[str]) -> None:
-    """Import without collecting garbage, then keep what is there out of the collector's sight for good.
-
-    A collection would write to the memory of every object, and so un-share it from the ranks.
-    """
-    gc.disable()
-    for name in modules:
-        importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
 
 
 class _Zygote:

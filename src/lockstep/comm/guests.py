@@ -1,0 +1,95 @@
+"""One process a rank: what a rank starts inherits its variables, and is told so before it waits for ranks in vain.
+
+Note [Guests]
+~~~~~~~~~~~~~
+A process that a rank starts has ``RANK`` and the rest in its environment, and ``lockstep.init()`` in it means either of
+two things. The script is a wrapper, on all ranks alike: then its children are the ranks. Or one rank starts an
+evaluation, a spawned worker imports the training script again …: then it is a guest, whom no peer will meet. Three
+signs tell them apart, from the earliest on:
+
+- The process that ``init`` made a rank says so in its environment (``LOCKSTEP_JOINED``), with the place of its world.
+  Whoever inherits that and looks for the same place is a guest.
+- A rank that the launcher started has trained without ``init``: its optimizer steps are counted (``Place.COUNTED``).
+- Else ranks will meet the guest in place of its parent. They compare whether they are what the launcher started
+  (``LOCKSTEP_RANK_PROCESS``): all, or none.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from lockstep import knobs
+from lockstep.agreement.standing import Place, Slots
+from lockstep.comm.exchange import all_gather_records
+from lockstep.errors import EnvironmentMismatch
+from lockstep.identity import Identity, place
+
+_ALONE = (
+    "each rank is one process. To run on its own, start it without RANK and WORLD_SIZE in its environment: "
+    'subprocess.run(…, env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}); '
+    'in a script whose workers import it again, call lockstep.init() under if __name__ == "__main__"'
+)
+
+
+def refuse(identity: Identity) -> None:
+    """**Local.** Refuse to be a rank that another process is already. See Note [Guests].
+
+    Raises:
+        EnvironmentMismatch: this process's rank has joined the world, or trains without it.
+    """
+    if identity.world_size == 1:
+        return  # there is nobody to wait for
+    who = f"this process ({os.getpid()}) was started by rank {identity.rank} of {identity.world_size}"
+    joined = knobs.joined()
+    if joined is not None and joined[0] != os.getpid() and joined[1] == place():
+        raise EnvironmentMismatch(f"{who} (process {joined[0]}), which has joined the world already, and {_ALONE}")
+    folder = knobs.job_dir()
+    if _is_child() and folder is not None and os.path.isdir(folder):
+        slots = Slots(folder, identity.world_size)
+        trains = any(count > 1 for count in slots.all(Place.COUNTED))
+        slots.close()
+        if trains:
+            raise EnvironmentMismatch(f"{who}, and what the launcher started as its ranks trains already: {_ALONE}")
+
+
+def compare(group: dist.ProcessGroup, identity: Identity) -> None:
+    """**Collective.** Refuse a world in which some ranks are what the launcher started, and others their children.
+
+    Raises:
+        EnvironmentMismatch: on all ranks.
+    """
+    found = all_gather_records([_is_child(), os.getpid()], group)
+    children = [rank for rank, (is_child, _) in enumerate(found) if is_child]
+    if 0 < len(children) < len(found):
+        named = ", ".join(f"rank {rank} (process {found[rank][1]})" for rank in children)
+        raise EnvironmentMismatch(
+            f"rank {identity.rank} of {identity.world_size}: {named} is not the process that the launcher started but "
+            f"a child of it, while the other ranks are; {_ALONE}"
+        )
+
+
+def mark(identity: Identity) -> None:
+    """**Local.** Tell what this process starts from now on that this rank has joined the world."""
+    if identity.launched:
+        os.environ[knobs.JOINED] = f"{os.getpid()} {place()}"
+
+
+def unmark() -> None:
+    """**Local.** This process has left the world, and another may join it as this rank."""
+    joined = knobs.joined()
+    if joined is not None and joined[0] == os.getpid():
+        del os.environ[knobs.JOINED]
+
+
+def described_anew() -> bool:
+    """**Local.** Whether another launcher has described this process since lockstep's described its parent."""
+    started = knobs.rank_process()
+    return started is not None and started[1] != place()
+
+
+def _is_child() -> bool:
+    """Whether lockstep's launcher started another process as this rank, from which this one comes."""
+    started = knobs.rank_process()
+    return started is not None and started[0] != os.getpid() and started[1] == place()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -24,6 +25,21 @@ def test_each_rank_gets_its_local_rank_as_an_argument(tmp_path: Path, option: st
     (tmp_path / "test.py").write_text(_LOCAL_RANK)
     done = run(["lockstep.launch", option, "test.py", "--lr", "1"], tmp_path)
     assert sorted(done.out.splitlines()) == [f"{rank} ['--lr', '1']" for rank in range(3)], done
+
+
+def test_the_argument_is_spelled_as_torch_does_today_or_as_the_script_knows_it(tmp_path: Path) -> None:
+    (tmp_path / "none.py").write_text("import sys; print(sys.argv[1:])")
+    (tmp_path / "dash.py").write_text(_LOCAL_RANK.replace("--local_rank", "--local-rank"))
+    options = ["--standalone", "--nnodes=1:1", "--nproc_per_node=cpu"]
+    cores = len(os.sched_getaffinity(0))
+    done = run(["lockstep.launch", *options, "dash.py"], tmp_path)
+    assert sorted(done.out.splitlines()) == [f"{rank} []" for rank in range(cores)], done
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "none.py").rename(tmp_path / "alone" / "none.py")
+    assert run(["lockstep.launch", "alone/none.py"], tmp_path).out == "['--local-rank=0']\n"
+    assert run(["lockstep.launch", "--use-env", "alone/none.py"], tmp_path).out == "[]\n"
+    style = "--local-rank-style=underscore"
+    assert run(["lockstep.launch", style, "alone/none.py"], tmp_path).out == "['--local_rank=0']\n"
 
 
 def test_a_script_without_a_launcher_sees_its_own_default(tmp_path: Path) -> None:
@@ -92,6 +108,8 @@ def test_two_invocations_make_one_world(tmp_path: Path, api: str) -> None:
     [
         (["--nproc_per_node=0", "test.py"], "--nproc_per_node 0: expected a whole number of ranks"),
         (["--nnodes=2", "--node_rank=2", "test.py"], "--node_rank=2 does not fit --nnodes=2"),
+        (["--nnodes=1:2", "test.py"], "the number of machines does not change"),
+        (["--nnodes=2", "--standalone", "test.py"], "--standalone is for jobs on one machine"),
         (["--no_python", "./program"], "--no_python: the ranks are forked from a Python process"),
         (["nosuch.py"], "script not found: nosuch.py"),
         (["--nosuch", "test.py"], "No such option"),

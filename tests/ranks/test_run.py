@@ -143,6 +143,8 @@ if rank == {rank}: {how}
     [
         ("sys.exit(7)", 7, "rank 1 of 2 failed: exit code 7"),
         ("sys.exit('no data here')", 1, "rank 1 of 2 failed: exit code 1\n  no data here"),
+        ("sys.exit(256)", 1, "rank 1 of 2 failed: exit code 1"),
+        ("sys.exit(-1)", 255, "rank 1 of 2 failed: exit code 255"),
         ("os._exit(9)", 9, "rank 1 of 2 failed: exit code 9"),
         ("sys.exit(0)", 0, ""),
         ("sys.exit()", 0, ""),
@@ -191,6 +193,7 @@ def test_auto_is_one_rank_for_two_cores(tmp_path: Path) -> None:
         (["-n", "2", "--grace", "-1", "train.py"], "--grace=-1"),
         (["-n", "2", "--log-dir", "train.py/logs", "train.py"], "logs can't be written to train.py/logs"),
         (["-n", "2", "--nosuch", "train.py"], "No such option"),
+        (["-n", "2", "--nnodes", "2", "train.py"], "lockstep run is for one machine"),
         (["-n", "2"], "Missing argument"),
     ],
 )
@@ -201,6 +204,63 @@ def test_bad_input_is_one_line_and_starts_nothing(tmp_path: Path, arguments: lis
     assert text in done.err.splitlines()[-1]
     assert "Traceback" not in done.err
     assert not (tmp_path / "started").exists()
+
+
+def test_the_words_that_torchrun_takes(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os; print(os.environ['WORLD_SIZE'])")
+    options = ["--standalone", "--nnodes=1", "--nproc-per-node", "3", "--max_restarts=0"]
+    assert run(["lockstep", "run", *options, "train.py"], tmp_path).out == "3\n"
+
+
+def test_one_job_for_all_tasks_of_srun_and_any_in_a_batch_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os; print(os.environ['WORLD_SIZE'])")
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    command = ["lockstep", "run", "-n", "2", "train.py"]
+    done = run(command, tmp_path, **slurm, SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2")
+    assert done.code == 2
+    assert done.err.startswith("lockstep run: srun started 2 tasks, of which this is number 0"), done
+    assert "Traceback" not in done.err
+    assert run(command, tmp_path, **slurm).out == "2\n"
+
+
+def test_a_knob_that_makes_no_sense_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, LOCKSTEP_LATE="soon")
+    assert (done.code, done.err.count("\n")) == (2, 1), done
+    assert "LOCKSTEP_LATE='soon'" in done.err
+
+
+_THREADS = """
+import os, sys
+before = os.environ["OMP_NUM_THREADS"]
+if "early" in sys.argv: os.environ["OMP_NUM_THREADS"] = "2"
+import numpy, threadpoolctl
+print(before, [pool["num_threads"] for pool in threadpoolctl.threadpool_info()])
+"""
+
+
+def test_ranks_divide_the_cores_and_a_program_may_say_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_THREADS)
+    cores = len(os.sched_getaffinity(0))
+    command = ["lockstep", "run", "-n", str(cores), "train.py"]  # a core for each
+    assert run(command, tmp_path, LOCKSTEP_PRELOAD="numpy", OMP_NUM_THREADS="").out == "1 [1]\n"
+    done = run([*command, "early"], tmp_path, LOCKSTEP_PRELOAD="numpy", OMP_NUM_THREADS="")
+    assert done.out == f"1 [{min(2, cores)}]\n", done
+    assert run(command, tmp_path, OMP_NUM_THREADS="2").out == f"2 [{min(2, cores)}]\n"
+
+
+def test_a_home_that_can_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("in the way")
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "train.py").write_text("import os; print(os.environ['RANK'])")
+    elsewhere = {"HOME": str(tmp_path / "home"), "XDG_STATE_HOME": "", "TMPDIR": str(tmp_path / "tmp")}
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, **elsewhere)
+    assert (done.code, done.out) == (0, "0\n"), done
+    (log,) = (tmp_path / "tmp").rglob("rank1.log")
+    assert log.read_text() == "1\n"
+    moved, seen = done.err.splitlines()
+    assert moved.endswith(f"so the ranks' logs are in {log.parent}; --log-dir names another folder")
+    assert seen == f"lockstep: what rank 1 wrote is in {log.parent}"
 
 
 def test_an_import_that_fails_before_the_ranks_is_told(tmp_path: Path) -> None:

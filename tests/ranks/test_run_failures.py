@@ -65,6 +65,10 @@ def test_a_traceback_on_the_terminal_is_not_repeated(tmp_path: Path) -> None:
         ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("def f(): f()\nf()\n", "RecursionError"),
         ("raise KeyboardInterrupt\n", "KeyboardInterrupt"),
+        (
+            "class Odd(ValueError):\n  def __str__(self): 1 / 0\nraise Odd\n",
+            'train.py", line 3, in <module>\n    raise Odd',
+        ),
         ("import sys\nsys.excepthook = lambda *a: print('mine', file=sys.stderr)\n1 / 0\n", "ZeroDivisionError"),
     ],
 )
@@ -155,5 +159,5 @@ def test_more_ranks_than_open_files_allow_are_refused_at_once(tmp_path: Path) ->
     (tmp_path / "hello.py").write_text("print('hello')\n")
     done = run(["lockstep", "run", "-n", "1000000", "hello.py"], tmp_path)
     assert done.code != 0
-    assert "1000000 ranks on this machine need about 5000032 open files, and the limit is" in done.err
+    assert "1000000 ranks on this machine need about 7000032 open files, and the limit is" in done.err
     assert "Traceback" not in done.err

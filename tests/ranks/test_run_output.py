@@ -50,14 +50,24 @@ def test_rank_0_has_the_terminal_and_the_others_a_log_each(tmp_path: Path) -> No
 def test_all_output_is_prefixed_whole_and_complete(tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text(_TALK.format(lines=10_000))
     done = run(["lockstep", "run", "-n", "4", "--all-output", "talk.py"], tmp_path)
-    lines = done.out.splitlines()
-    assert [line for line in lines if not line.startswith("[")] == [
-        line for line in _expected(0, 10_000) if line.startswith("out")
-    ]
-    for rank in (1, 2, 3):
-        assert [line[4:] for line in lines if line.startswith(f"[{rank}] ")] == _expected(rank, 10_000)
-    assert _logs(tmp_path) == {f"rank{rank}.log": _expected(rank, 10_000) for rank in (1, 2, 3)}
-    assert done.err.splitlines() == [line for line in _expected(0, 10_000) if line.startswith("err")]
+    for shown, stream in ((done.out.splitlines(), "out"), (done.err.splitlines(), "err")):
+        for rank in range(4):
+            prefix = f"[{rank}] " if rank else ""
+            own = [line for line in shown if line.startswith(f"{prefix}{stream} {rank} ")]
+            assert own == [prefix + line for line in _expected(rank, 10_000) if line.startswith(stream)]
+        assert all(line.split("] ")[-1].startswith(stream) for line in shown), "a stream has nothing of the other"
+    logs = {name: sorted(lines) for name, lines in _logs(tmp_path).items()}  # two pipes: each is in order
+    assert logs == {f"rank{rank}.log": sorted(_expected(rank, 10_000)) for rank in (1, 2, 3)}
+
+
+def test_where_both_streams_are_one_a_ranks_lines_stay_in_order(tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(_TALK.format(lines=1_000))
+    command = [sys.executable, "-m", "lockstep", "run", "-n", "2", "--all-output", "talk.py"]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    shown = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), text=True, check=True, **both).stdout
+    expected = _expected(1, 1_000)
+    assert [line[4:] for line in shown.splitlines() if line.startswith("[1] ")] == expected
+    assert _logs(tmp_path) == {"rank1.log": expected}
 
 
 def test_a_log_folder_has_every_rank(tmp_path: Path) -> None:

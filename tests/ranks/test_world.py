@@ -7,6 +7,8 @@ import os
 import random
 import resource
 import socket
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep import knobs, machine
+from lockstep.identity import place
 from tests.harness import collect_outcomes, run_ranks
 
 
@@ -345,6 +348,7 @@ def test_a_group_that_the_script_opened_is_used_and_left_open() -> None:
 
 def _threads() -> tuple[int, int]:
     del os.environ["OMP_NUM_THREADS"]
+    torch.set_num_threads(machine.cores())
     w = lockstep.init()
     return torch.get_num_threads(), max(1, machine.cores() // w.local_world_size)
 
@@ -384,3 +388,45 @@ def test_no_address_and_no_rendezvous_file_is_named() -> None:
     for outcome in collect_outcomes(_without_an_address, 2):
         assert outcome.error == "EnvironmentMismatch"
         assert "MASTER_ADDR and MASTER_PORT not set" in str(outcome.message)
+
+
+def _init_as_task_of_srun() -> tuple[str, str]:
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    os.environ |= {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    with pytest.raises(lockstep.EnvironmentMismatch) as refused:
+        lockstep.init()
+    del os.environ["SLURM_STEP_ID"], os.environ["SLURM_STEP_NUM_TASKS"]  # what is left is a batch script's
+    return str(refused.value), repr(lockstep.init())
+
+
+def test_tasks_of_srun_are_told_and_batch_scripts_are_alone() -> None:
+    for told, alone in run_ranks(_init_as_task_of_srun, 2):
+        assert "2 tasks would be 2 worlds of one" in told
+        assert alone == "World(rank=0, world_size=1, device='cpu')"
+
+
+def _guest_first(parents: list[int | None]) -> str:
+    """Join as what the launcher started, or as a child of that: the process in ``parents``."""
+    rank = int(os.environ["RANK"])
+    os.environ[knobs.RANK_PROCESS] = f"{parents[rank] or os.getpid()} {place()}"
+    lockstep.init()
+    if rank:
+        return ""
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    program = [sys.executable, "-c", "import lockstep; print(lockstep.init())"]
+    guest = subprocess.run(program, capture_output=True, text=True)
+    alone = subprocess.run(program, capture_output=True, text=True, env=env)
+    return f"{guest.returncode} {guest.stderr.splitlines()[-1]} {alone.stdout}"
+
+
+def test_what_rank_0_alone_starts_is_told_at_once_that_it_is_no_rank() -> None:
+    told = run_ranks(_guest_first, 2, [1, 1], timeout=60)[0]  # children of wrappers, all of them, are ranks
+    assert told.startswith("1 ")
+    assert "was started by rank 0 of 2" in told
+    assert "which has joined the world already" in told
+    assert "World(rank=0, world_size=1" in told
+    for outcome in collect_outcomes(_guest_first, 2, [1, None], timeout=60):
+        assert outcome.error == "EnvironmentMismatch"
+        assert "rank 0 (process " in str(outcome.message)
+        assert "is not the process that the launcher started but a child of it" in str(outcome.message)

@@ -84,9 +84,9 @@ def unmark() -> None:
 
 
 def described_anew() -> bool:
-    """**Local.** Whether another launcher has described this process since lockstep's described its parent."""
+    """**Local.** Whether another launcher has described this process since lockstep's described the one it comes from."""
     started = knobs.rank_process()
-    return started is not None and started[1] != place()
+    return started is not None and started[0] != os.getpid() and started[1] != place()
 
 
 def _is_child() -> bool:

@@ -84,7 +84,7 @@ def unmark() -> None:
 
 
 def described_anew() -> bool:
-    """**Local.** Whether another launcher has described this process since lockstep's described the one it comes from."""
+    """**Local.** Whether another launcher has described this process since its parent was a rank of ours."""
     started = knobs.rank_process()
     return started is not None and started[0] != os.getpid() and started[1] != place()
 

@@ -214,13 +214,14 @@ def test_the_words_that_torchrun_takes(tmp_path: Path) -> None:
 
 def test_one_job_for_all_tasks_of_srun_and_any_in_a_batch_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os; print(os.environ['WORLD_SIZE'])")
-    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
     command = ["lockstep", "run", "-n", "2", "train.py"]
-    done = run(command, tmp_path, **slurm, SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2")
+    done = run(
+        command, tmp_path, SLURM_PROCID="0", SLURM_NTASKS="2", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2"
+    )  # fmt: skip
     assert done.code == 2
     assert done.err.startswith("lockstep run: srun started 2 tasks, of which this is number 0"), done
     assert "Traceback" not in done.err
-    assert run(command, tmp_path, **slurm).out == "2\n"
+    assert run(command, tmp_path, SLURM_PROCID="0", SLURM_NTASKS="2").out == "2\n"
 
 
 def test_a_knob_that_makes_no_sense_is_one_line(tmp_path: Path) -> None:
@@ -253,8 +254,9 @@ def test_a_home_that_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("in the way")
     (tmp_path / "tmp").mkdir()
     (tmp_path / "train.py").write_text("import os; print(os.environ['RANK'])")
-    elsewhere = {"HOME": str(tmp_path / "home"), "XDG_STATE_HOME": "", "TMPDIR": str(tmp_path / "tmp")}
-    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, **elsewhere)
+    home, temporary = str(tmp_path / "home"), str(tmp_path / "tmp")
+    command = ["lockstep", "run", "-n", "2", "train.py"]
+    done = run(command, tmp_path, HOME=home, XDG_STATE_HOME="", TMPDIR=temporary)
     assert (done.code, done.out) == (0, "0\n"), done
     (log,) = (tmp_path / "tmp").rglob("rank1.log")
     assert log.read_text() == "1\n"

@@ -63,8 +63,15 @@ def test_all_output_is_prefixed_whole_and_complete(tmp_path: Path) -> None:
 def test_where_both_streams_are_one_a_ranks_lines_stay_in_order(tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text(_TALK.format(lines=1_000))
     command = [sys.executable, "-m", "lockstep", "run", "-n", "2", "--all-output", "talk.py"]
-    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    shown = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), text=True, check=True, **both).stdout
+    shown = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    ).stdout
     expected = _expected(1, 1_000)
     assert [line[4:] for line in shown.splitlines() if line.startswith("[1] ")] == expected
     assert _logs(tmp_path) == {"rank1.log": expected}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from lockstep.launch import rank
+from lockstep import knobs
+from lockstep.launch import rank, records
 
 
 @pytest.mark.parametrize(
@@ -27,3 +31,28 @@ class _Odd(ValueError):
 def test_an_exception_without_words_has_some() -> None:
     assert rank._text(_Odd()) == "<_Odd str() failed>"
     assert rank._text(ValueError("bad batch")) == "bad batch"
+
+
+@pytest.mark.parametrize(("argument", "code"), [(256, 1), (-1, 255), (3, 3)])
+def test_a_ranks_last_words_hold_the_code_that_it_ends_with(
+    argument: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(knobs.JOB_DIR, str(tmp_path))
+    with pytest.raises(SystemExit) as stopped:
+        rank._run(lambda: sys.exit(argument), 0, silent=True)
+    record = records.read(tmp_path, 0)
+    assert record is not None
+    assert (stopped.value.code, record.exit_code, record.message) == (code, code, "")
+
+
+def test_an_exception_without_words_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program() -> None:
+        raise _Odd
+
+    monkeypatch.setenv(knobs.JOB_DIR, str(tmp_path))
+    with pytest.raises(SystemExit):
+        rank._run(program, 0, silent=True)
+    record = records.read(tmp_path, 0)
+    assert record is not None
+    assert "in program\n    raise _Odd\n" in record.traceback
+    assert record.message == "<_Odd str() failed>"

@@ -66,7 +66,8 @@ def test_who_goes_without_a_word_holds_nothing(streams: Streams) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_where_nothing_is_drawn_no_stretch_begins(streams: Streams) -> None:
+def test_where_nothing_is_drawn_no_stretch_begins(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # fake tensors set it if it is not there
     plain = _torch.runs_plainly()
     seen = []
 
@@ -79,8 +80,7 @@ def test_where_nothing_is_drawn_no_stretch_begins(streams: Streams) -> None:
     torch.func.vmap(look)(torch.ones(3))
     with FakeTensorMode():
         look(torch.ones(3))
-    torch.jit.trace(look, torch.ones(3), check_trace=False)
-    assert seen == [False] * 3
+    assert seen == [False] * 2
     assert torch.equal(torch.get_rng_state(), before)
     assert plain()
     with torch.inference_mode():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
 from lockstep import _torch
 
 
-def test_runs_plainly_is_false_inside_transforms_modes_and_traces() -> None:
+def test_runs_plainly_is_false_inside_transforms_modes_and_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # fake tensors set it if it is not there
     plain = _torch.runs_plainly()
     seen: list[bool] = []
 

@@ -101,7 +101,7 @@ class Streams:
             self._common = state.clone()
 
     def _begin(self) -> None:
-        seed = int(self._drawn.random_(generator=_generator))
+        seed: int = self._drawn.random_(generator=_generator).item()  # type: ignore[assignment]  # of an int64
         self._common = _generator.get_state()
         _generator.manual_seed((seed + self._rank * _STRIDE) & _MASK)
 

@@ -31,15 +31,24 @@ from weakref import WeakKeyDictionary, WeakSet
 
 @dataclass(frozen=True)
 class BatchShare:
-    """How many samples of the current global batch this rank has."""
+    """How much of the current global batch this rank has: samples, or what else makes the mean (docs/weights.md)."""
 
     #: Samples in this rank's slice.
-    local_samples: int
+    local_samples: float
     #: Samples in the global batch.
-    global_samples: int
+    global_samples: float
 
     def weight(self, world_size: int) -> float:
-        """**Local.** The factor that makes a plain average over ranks exact; see Note [Exact mean]."""
+        """**Local.** The factor that makes a plain average over ranks exact; see Note [Exact mean].
+
+        Raises:
+            ValueError: the whole world has nothing, and a mean over nothing is none.
+        """
+        if not self.global_samples:
+            raise ValueError(
+                f"BatchShare({self.local_samples}, {self.global_samples}): no rank has anything to take a mean of, so "
+                "leave this step out, on all ranks"
+            )
         return self.local_samples * world_size / self.global_samples
 
     def words(self) -> str:

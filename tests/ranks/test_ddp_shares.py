@@ -52,8 +52,8 @@ def _trained() -> dict[str, list[float]]:
         torch.manual_seed(0)
         model = lockstep.replicate(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        collate = {"collate_fn": _some_left_out} if name == "dropped" else {}
-        loader = lockstep.shard(DataLoader(data, batch_size=8, shuffle=True, **collate))
+        collate = _some_left_out if name == "dropped" else None
+        loader = lockstep.shard(DataLoader(data, batch_size=8, shuffle=True, collate_fn=collate))
         total = 0.0
         for inputs, labels in itertools.chain(loader, loader):
             counted = loss_of(torch.zeros(len(labels), 3), labels)[1]

@@ -64,7 +64,7 @@ def _numbers(length: int, batch_size: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(length)), batch_size=batch_size, **options)
 
 
-def _passes(world_sizes_args: dict[str, Any], epochs: int) -> list[list[tuple[list[int], int, int]]]:
+def _passes(world_sizes_args: dict[str, Any], epochs: int) -> list[list[tuple[list[int], float, float]]]:
     world = lockstep.init()
     loader = lockstep.shard(_numbers(**world_sizes_args))
     seen = []

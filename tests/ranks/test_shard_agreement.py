@@ -47,7 +47,7 @@ def _datasets(rank: int) -> dict[str, Any]:
     files = [f"{number}.png" for number in range(40)]
     random.Random(rank).shuffle(files)
     torch.manual_seed(rank)
-    by_rank = random_split(range(40), [30, 10])[0]  # type: ignore[arg-type]
+    by_rank: Subset[int] = random_split(range(40), [30, 10])[0]  # type: ignore[arg-type]
     torch.manual_seed(0)
     return {
         "a split of each rank's own": by_rank,

@@ -51,7 +51,7 @@ class Table:
 
 
 def _shuffled(by: int) -> list[int]:
-    return np.random.default_rng(by).permutation(200).tolist()
+    return [int(number) for number in np.random.default_rng(by).permutation(200)]
 
 
 Make = Callable[[int], Any]

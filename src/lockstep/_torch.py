@@ -41,3 +41,21 @@ def will_execute() -> Callable[[Any], bool]:
 
     execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
     return execute
+
+
+def runs_plainly() -> Callable[[], bool]:
+    """Return the function that says whether operations are carried out as they are written.
+
+    Not so inside torch.func's transforms (vmap refuses to draw), under a dispatch mode (fake tensors: torch.export) or
+    in a trace. Only the last has a public name.
+    """
+    import torch
+
+    dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+    transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+    tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+
+    def plainly() -> bool:
+        return dispatch_modes() == 0 and transforms() is None and not tracing()
+
+    return plainly

@@ -73,7 +73,7 @@ class Track(Generic[Item]):
         except TypeError:
             total = None
         display = _display(self._description, total, self._file if self._file is not None else sys.stderr)
-        done = samples = 0
+        done, samples = 0, 0.0
         begun = drawn = time.monotonic()
         try:
             for item in self._iterable:
@@ -89,7 +89,7 @@ class Track(Generic[Item]):
         finally:
             display.close(done, self._status(done, samples, time.monotonic() - begun))
 
-    def _status(self, done: int, samples: int, seconds: float) -> str:
+    def _status(self, done: int, samples: float, seconds: float) -> str:
         count, unit = (samples, "samples/s") if samples else (done, "it/s")
         parts = [f"{count / seconds:,.0f} {unit}" if seconds > 0 else f"- {unit}"]
         parts += [f"{name} {_format(value)}" for name, value in self._numbers.items()]

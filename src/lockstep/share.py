@@ -11,22 +11,121 @@ So a plain average over ranks is exact when every rank first scales its gradient
 have w_r = 1 and cost nothing. The weights of all ranks sum to W, so a term that every rank adds in full (a penalty on
 the parameters, say) comes out unchanged. A rank with an empty slice has weight 0, and what it holds is discarded
 rather than multiplied: the mean over no samples is NaN, and 0 * NaN is NaN.
+
+Note [Batches in hand]
+~~~~~~~~~~~~~~~~~~~~~~
+A loop may hold batches of several loaders. The share that counts is that of the batch handed out last, which is right
+where one loop runs inside another (an evaluation in mid-epoch): when the inner pass ends, the outer batch's share is
+back. It is not right where two loaders are read side by side (``zip``) and one backward goes through both batches: if
+their shares weigh differently, no one weight makes that mean exact, so it is refused. So it matters which batches meet
+in a backward. They are those that came since the last one, less those in whose hands a loop over another began: a pass
+that is asked for while a batch of another loader is out runs inside that loader's. Unless that one hands out its next
+batch while the inner pass goes on: then the two are read side by side, and are remembered as such.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary, WeakSet
 
 
 @dataclass(frozen=True)
 class BatchShare:
-    """How many samples of the current global batch this rank has."""
+    """How much of the current global batch this rank has: samples, or what else makes the mean (docs/weights.md)."""
 
     #: Samples in this rank's slice.
-    local_samples: int
+    local_samples: float
     #: Samples in the global batch.
-    global_samples: int
+    global_samples: float
 
     def weight(self, world_size: int) -> float:
-        """**Local.** The factor that makes a plain average over ranks exact; see Note [Exact mean]."""
+        """**Local.** The factor that makes a plain average over ranks exact; see Note [Exact mean].
+
+        Raises:
+            ValueError: the whole world has nothing, and a mean over nothing is none.
+        """
+        if not self.global_samples:
+            raise ValueError(
+                f"BatchShare({self.local_samples}, {self.global_samples}): no rank has anything to take a mean of, so "
+                "leave this step out, on all ranks"
+            )
         return self.local_samples * world_size / self.global_samples
+
+    def words(self) -> str:
+        """**Local.** ``3 of 7 samples``."""
+        return f"{self.local_samples} of {self.global_samples} samples"
+
+
+class BatchesInHand:
+    """The shares of the batches that a rank's loops hold, by the loader they came from; see Note [Batches in hand]."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        #: Outside of all passes.
+        self._base: BatchShare | None = None
+        #: By loader, the batch that came last at the end.
+        self._held: dict[object, BatchShare | None] = {}
+        #: The loaders whose batch has come since the last backward.
+        self._fresh: dict[object, BatchShare] = {}
+        #: For each loader with a pass under way, those in whose batches' hands it began.
+        self._around: WeakKeyDictionary[object, set[object]] = WeakKeyDictionary()
+        #: Loaders that were read side by side once.
+        self._beside: WeakKeyDictionary[object, WeakSet[object]] = WeakKeyDictionary()
+
+    @property
+    def share(self) -> BatchShare | None:
+        """The share of the batch handed out last, or what was set in its place."""
+        return next(reversed(self._held.values())) if self._held else self._base
+
+    def say(self, share: BatchShare | None) -> None:
+        """Put ``share`` in the place of that of the batch in hand, until its loader goes on."""
+        if self._held:
+            self._held[next(reversed(self._held))] = share
+            self._fresh.clear()
+        else:
+            self._base = share
+
+    def begin_pass(self, loader: object) -> None:
+        """Note where a pass over ``loader`` begins, when its iterator is made."""
+        self._around[loader] = {other for other in self._held if other is not loader} - set(
+            self._beside.get(loader, ())
+        )
+
+    def hand_out(self, loader: object, share: BatchShare) -> None:
+        """Note that ``loader`` hands out a batch."""
+        for other in self._held:
+            if loader in self._around.get(other, ()):
+                self._read_beside(loader, other)
+        self._held.pop(loader, None)
+        self._held[loader] = self._fresh[loader] = share
+
+    def take_back(self, loader: object) -> None:
+        """Note that the pass over ``loader`` is over."""
+        self._held.pop(loader, None)
+        self._fresh.pop(loader, None)
+        self._around.pop(loader, None)
+
+    def contested(self) -> list[tuple[object, BatchShare]]:
+        """The batches that meet in one mean although they weigh differently: empty, or two and more. The same on every
+        rank."""
+        inner = {loader: self._around.get(loader, set()) for loader in self._fresh}
+        met = [loader for loader in self._fresh if not any(loader in around for around in inner.values())]
+        for loader in met[1:]:
+            self._read_beside(met[0], loader)
+        shares = [(loader, self._fresh[loader]) for loader in met]
+        return shares if any(self._weigh_differently(shares[0][1], other) for _, other in shares[1:]) else []
+
+    def used(self) -> None:
+        """Note that a backward has begun."""
+        self._fresh.clear()
+
+    def _read_beside(self, one: object, two: object) -> None:
+        for first, second in ((one, two), (two, one)):
+            self._beside.setdefault(first, WeakSet()).add(second)
+            self._around.get(first, set()).discard(second)
+
+    def _weigh_differently(self, one: BatchShare, two: BatchShare) -> bool:
+        # Slices differ in size by at most one, so the weights of two sizes of global batches are the same on every rank
+        # only if the sizes are, or if both are cut evenly.
+        sizes = one.global_samples, two.global_samples
+        return sizes[0] != sizes[1] and any(size % self._world_size for size in sizes)

@@ -1,4 +1,8 @@
-"""The random number generators of one rank: Python's, NumPy's, torch's on the CPU and on this rank's GPU."""
+"""The random number generators of one rank: Python's, NumPy's, torch's on the CPU and on this rank's GPU.
+
+Of torch's on the CPU it is the stream that the ranks have in common, also in the middle of a step: what a rank draws of
+its own follows from that one, see Note [Random numbers of a rank] in ``comm/streams.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.comm import streams
 from lockstep.errors import CheckpointCorrupt
 
 
@@ -18,7 +23,7 @@ def capture(device: torch.device) -> dict[str, Any]:
     return {
         "python": [version, np.array(words, dtype="<u4").tobytes().hex(), gauss],
         "numpy": [np.asarray(keys, dtype="<u4").tobytes().hex(), int(position), int(has_gauss), float(cached)],
-        "torch": _hex(torch.get_rng_state()),
+        "torch": _hex(streams.current().state),
         "cuda": _hex(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
     }
 
@@ -46,7 +51,7 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
     """**Local.** Put every generator back; the GPU's only if the state has one and this rank has a GPU."""
     random.setstate(_python(state))
     np.random.set_state(_numpy(state))
-    torch.set_rng_state(_bytes(state["torch"]))
+    streams.current().state = _bytes(state["torch"])
     if state["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(_bytes(state["cuda"]), device)
 

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep import caller, knobs, machine
 from lockstep.agreement import standing
-from lockstep.comm import guests
+from lockstep.comm import guests, streams
 from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.shm.rendezvous import why_apart
@@ -55,8 +55,10 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
             has several machines).
         timeout: how long a collective may wait before it is an error, in seconds or as a timedelta.
             None: ``LOCKSTEP_TIMEOUT``, or 600 s.
-        seed: the seed of the job, the same on all ranks. Rank 0 is seeded with it just as a lone process would be, the
-            others with numbers derived from it, so that their dropout masks differ. None: rank 0 draws one.
+        seed: the seed of the job, the same on all ranks. Every rank's generators are seeded with it just as those of a
+            lone process would be, so that what a script draws (a split of its data, first weights) is the same on all
+            of them. Where a model computes, each rank has numbers of its own: Note [Random numbers of a rank] in
+            ``comm/streams.py``. None: rank 0 draws one.
 
     Raises:
         EnvironmentMismatch: the launcher's variables are incomplete or contradict each other, there are more ranks than
@@ -87,7 +89,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     assert group is not None  # just opened
     guests.compare(group, identity)
     agreed_seed = _agree_on_seed(seed, group)
-    _seed_everything(agreed_seed, identity.rank)
+    _seed_everything(agreed_seed, identity, device)
     _world = World(identity, device=device, group=group, seed=agreed_seed, timeout=limit)
     _count_steps()
     guests.mark(identity)
@@ -125,6 +127,7 @@ def shutdown() -> None:
     if _world is not None:
         _world.release()
         guests.unmark()
+        streams.begin(rank=0, world_size=1)
     _world = None
     if _owns_group:
         _owns_group = False
@@ -318,9 +321,13 @@ def _agree_on_seed(seed: int | None, group: dist.ProcessGroup) -> int:
     return int(proposals[0][1])
 
 
-def _seed_everything(seed: int, rank: int) -> None:
-    """Rank 0 as a lone process would be; every other rank with a seed of its own, derived from (seed, rank)."""
-    own = seed if rank == 0 else int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0] >> 1)
-    random.seed(own)
-    np.random.seed(own % 2**32)
-    torch.manual_seed(own)
+def _seed_everything(seed: int, identity: Identity, device: torch.device) -> None:
+    """Every rank as a lone process would be; see Note [Random numbers of a rank]. A GPU of another rank than 0 gets a
+    seed of its own, derived from (seed, rank)."""
+    streams.begin(rank=identity.rank, world_size=identity.world_size)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if device.type == "cuda" and identity.rank > 0:
+        own = np.random.SeedSequence([seed, identity.rank]).generate_state(1, np.uint64)[0] >> 1
+        torch.cuda.manual_seed(int(own))

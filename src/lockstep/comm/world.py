@@ -18,7 +18,7 @@ from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
 from lockstep.identity import Identity
 from lockstep.recorder import writer
 from lockstep.recorder.expect import expect_slow
-from lockstep.share import BatchShare
+from lockstep.share import BatchesInHand, BatchShare
 
 ReduceOp = Literal["sum", "mean", "min", "max"]
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -40,8 +40,8 @@ class World:
         self.seed = seed
         #: Seconds a collective may wait.
         self.timeout = timeout
-        #: This rank's share of the global batch in hand, set by the sharded loader; see Note [Exact mean].
-        self.share: BatchShare | None = None
+        #: What sharded loaders have handed out; see Note [Batches in hand].
+        self.in_hand = BatchesInHand(identity.world_size)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -61,6 +61,40 @@ class World:
         its threads can't end once Python is gone.
         """
         self._group = None
+
+    @property
+    def share(self) -> BatchShare | None:
+        """This rank's share of the global batch in hand, set by the sharded loader; see Note [Exact mean].
+
+        Set it where something else than samples makes the mean (tokens, class weights): it then counts for everything
+        until the loader hands out its next batch, or outside of a loader's loop until you set it again. docs/weights.md
+        shows how.
+        """
+        return self.in_hand.share
+
+    @share.setter
+    def share(self, share: BatchShare | None) -> None:
+        self.in_hand.say(share)
+
+    def refuse_contested_share(self, what: str) -> None:
+        """**Local**, the same on every rank. Refuse what takes one share for batches that have different ones.
+
+        Args:
+            what: what would take it, for the message.
+
+        Raises:
+            LockstepError: batches of several loaders are in hand, and they weigh differently.
+        """
+        contested = self.in_hand.contested()
+        if contested:
+            batches = " and ".join(f"{loader} ({share.words()})" for loader, share in contested)
+            raise LockstepError(
+                f"rank {self.rank} of {self.world_size}: {what} meets batches of several sharded loaders whose shares "
+                f"weigh differently, so that no one weight makes the mean exact: {batches}. Give the loaders the same "
+                f"batch size and length, or batch sizes that {self.world_size} ranks divide evenly with "
+                "drop_last=True; or say what weighs: world.share = lockstep.BatchShare(this rank's samples, all ranks' "
+                "samples) before the forward, with a backward for each loader's loss where they differ"
+            )
 
     @property
     def rank(self) -> int:
@@ -192,8 +226,11 @@ class World:
 
         Raises:
             ValueError: ``samples`` is negative, or no rank has any sample.
+            LockstepError: ``samples`` is None and several sharded loaders' batches are in hand, with different shares.
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
+        if samples is None:
+            self.refuse_contested_share("World.mean() without samples=")
         count = samples if samples is not None else 1 if self.share is None else self.share.local_samples
         if count < 0:
             raise ValueError(f"samples={count}: expected 0 or more")

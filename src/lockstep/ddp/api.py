@@ -15,10 +15,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
+from lockstep.comm import streams
 from lockstep.ddp.compress import CommHook
 from lockstep.ddp.options import CheckFinite, ReplicaOptions
 from lockstep.ddp.replica import Replica
@@ -173,6 +175,7 @@ def attach(model: nn.Module, process_group: dist.ProcessGroup | None, options: R
         raise ValueError("this model is a replica already")
     _refuse_gpu_only_layers(model)
     replica = Replica(model, group, options)
+    model.register_forward_hook(_leave_stream, always_call=True)
     _replicas[model] = replica
     return replica
 
@@ -213,6 +216,12 @@ def _open_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group it passed to replicate")
     return group
+
+
+def _leave_stream(module: nn.Module, *_: Any) -> None:
+    """The way back to the common random numbers, also from a forward that failed. In a copy it does nothing."""
+    if not torch.compiler.is_compiling():  # there after_forward sees to it, which runs eagerly
+        streams.current().leave(module)
 
 
 class _BeforeForward:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep import caller
+from lockstep.comm import streams
 from lockstep.comm.init import current_world
 from lockstep.comm.memory import InPlaceMemory, in_place_memory
 from lockstep.ddp.bucket import Bucket
@@ -174,6 +175,8 @@ class Replica(Joinable):
     @run_eagerly
     def before_forward(self, module: nn.Module) -> None:
         """**Collective** in training, outside no_sync, if there are buffers to send or inside join; else **Local**."""
+        if module.training:
+            streams.current().enter(module)  # left in after_forward, or by the hook that attach() registers
         if self._reducer.is_open:
             return  # checkpointing repeats a forward inside backward: nothing is sent twice
         if self._forwards in (0, 1) or self._forwards % _LOOK_EVERY == 0:
@@ -199,6 +202,7 @@ class Replica(Joinable):
     @run_eagerly
     def after_forward(self, output: Any) -> None:
         """**Local.** Look out for the backward through ``output``."""
+        streams.current().leave(self._module())
         if torch.is_grad_enabled():
             context = self._latest
             self._watch.watch(output, context if context is not None else self._context_now())
@@ -238,6 +242,13 @@ class Replica(Joinable):
             return 1.0
         return world.share.weight(self._world_size)
 
+    def _refuse_contested_share(self) -> None:
+        """See Note [Batches in hand]."""
+        world = current_world()
+        if world is not None and world.world_size == self._world_size:
+            world.refuse_contested_share("this backward")
+            world.in_hand.used()
+
     # Backward -------------------------------------------------------------------------------------------------------
 
     def _announce(self) -> None:
@@ -245,6 +256,7 @@ class Replica(Joinable):
         self._watch.open(self._latest if self._latest is not None else self._context_now())
 
     def _begin(self, context: ForwardContext) -> None:
+        self._refuse_contested_share()
         writer.enter(_BACKWARD)
         weight, kept = self._weights.enter(context.weight, self._reducer.pending)
         self._current = context

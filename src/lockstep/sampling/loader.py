@@ -19,9 +19,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from torch.utils.hooks import RemovableHandle
 
+from lockstep import caller
+from lockstep.comm import streams
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.init import current_world
 from lockstep.comm.world import World
@@ -34,9 +36,10 @@ from lockstep.sampling.device import on_device
 from lockstep.sampling.drawn import digest_of, draw_order
 from lockstep.sampling.fetch import Fetched, StreamDataset, naming_dead_workers
 from lockstep.sampling.inner import Keys, inner_loader, slice_keys
+from lockstep.sampling.nested import size_unlike
 from lockstep.sampling.order import batch_count, epoch_order, mix
 from lockstep.sampling.seeding import can_be_random
-from lockstep.sampling.source import Source, read_source
+from lockstep.sampling.source import REMEDIES, Source, read_source
 from lockstep.share import BatchShare
 
 _log = logging.getLogger(__name__)
@@ -69,9 +72,9 @@ def shard(
             ``generator=`` that the DataLoader was given, or else the world's seed.
         seed_samples: seed the generators of torch, Python and NumPy before each sample, so that random augmentation is
             the same at every world size and after a resume: Note [Sample seeds] in ``sampling/seeding.py``. Costs
-            about 15 µs a sample; skipped for datasets that can't be random (TensorDataset). With it a dataset that can
-            fetch a whole batch at once (``__getitems__``) is asked sample by sample; turn it off where that is slow
-            and nothing is random.
+            about 15 µs a sample; skipped for datasets that can't be random: TensorDataset, and Hugging Face's
+            without a transform of your own. With it a dataset that can fetch a whole batch at once (``__getitems__``)
+            is asked sample by sample; turn it off where that is slow and nothing is random.
         to_device: on a CUDA rank, pin the memory and copy each batch to ``world.device`` while the one before it is in
             use. On a CPU rank batches are handed over as they are.
 
@@ -79,8 +82,9 @@ def shard(
         LockstepError: ``lockstep.init()`` has not been called.
         TypeError: ``loader`` is no DataLoader, or its dataset has no length.
         ValueError: the batch is smaller than the world; the DataLoader has its own batch sampler, a
-            DistributedSampler, no batching, or in_order=False; or the ranks differ in dataset length, batch size or
-            seed. On every rank.
+            DistributedSampler, no batching, or in_order=False; or the ranks differ in batch size, seed, or what their
+            datasets hold: Note [What ranks compare] in ``sampling/contents.py``. On every rank.
+        LockstepError: the dataset or the DataLoader failed on another rank while it was looked at.
     """
     world = current_world()
     if world is None:
@@ -89,7 +93,9 @@ def shard(
         world,
         "lockstep.shard",
         lambda: read_source(loader, world_size=world.world_size, default_seed=world.seed, seed=seed),
-        Source.facts,
+        # One rank has nobody to compare with.
+        lambda found: found.facts(contents=world.world_size > 1),
+        remedies=REMEDIES,
     )
     device = world.device if to_device and world.device.type == "cuda" else None
     return ShardedLoader(source, world, device=device, seeded=seed_samples and can_be_random(loader.dataset))
@@ -117,13 +123,13 @@ class ShardedLoader:
         self._pass: object | None = None
         #: Called between two steps; see register_step_boundary_hook.
         self._boundary_hooks: dict[int, Callable[[], object]] = OrderedDict()
-        #: What the world's share was before the pass, a loop around this one's perhaps.
-        self._outer_share: BatchShare | None = None
         self._keys = Keys()
         # The workers' base seed is drawn from here and not from the global generator, which a resumed run would then
         # find in another state.
         self._generator = torch.Generator()
         self._inner = inner_loader(source, world, self._keys, self._generator, pinned=device is not None, seeded=seeded)
+        #: Whether a batch may have other numbers of samples than its slice: torch's own collate_fn drops none.
+        self._may_drop = source.loader.collate_fn is not default_collate
         self._say_who_is_left_out()
 
     # What a DataLoader has.
@@ -251,19 +257,29 @@ class ShardedLoader:
 
     # A pass.
 
+    def __repr__(self) -> str:
+        return f"<sharded loader of {type(self.dataset).__name__}, batch_size={self.batch_size}>"
+
     def __iter__(self) -> Iterator[Any]:
         """**Local** (see :func:`shard` for the exceptions). A pass over the next epoch, or over the rest of a loaded
         one."""
+        self._world.in_hand.begin_pass(self)
+        return self._run_pass()
+
+    def _run_pass(self) -> Iterator[Any]:
         mine = self._begin_pass()
-        world, share = self._world, None
+        world, rank_stream = self._world, streams.current()
         try:
+            rank_stream.renew(self)
             writer.enter(_DATA)
             for fetched in naming_dead_workers(self._fetch()):
                 writer.resume(_OWN)
                 share = BatchShare(fetched.samples, fetched.global_samples)
-                world.share = share
+                world.in_hand.hand_out(self, share)
                 self._advance(fetched)
                 yield fetched.batch
+                if self._may_drop and world.share is share:
+                    self._say_what_was_dropped(fetched)
                 for hook in self._boundary_hooks.values():
                     hook()
                 if self._pass is not mine:
@@ -271,6 +287,7 @@ class ShardedLoader:
                         f"rank {world.rank}: another pass over this loader has begun, or a state was loaded, and "
                         "it has but one position; shard a second DataLoader to iterate over the data twice at a time"
                     )
+                rank_stream.renew(self)
                 writer.enter(_DATA)
             writer.resume(_OWN)
             self._end_pass(mine)
@@ -278,8 +295,9 @@ class ShardedLoader:
             self._end_pass(mine)
             raise
         finally:
-            if world.share is share:
-                world.share = self._outer_share
+            if self._pass is mine or self._pass is None:  # else a newer pass has the batch in hand
+                rank_stream.leave(self)
+                world.in_hand.take_back(self)
 
     def _begin_pass(self) -> object:
         if self._cursor.in_epoch and not self._resuming:
@@ -288,8 +306,6 @@ class ShardedLoader:
             self._drawn = None
         self._resuming = False
         self._cursor = replace(self._cursor, in_epoch=True)
-        if self._pass is None:  # else a pass that is superseded, whose own share must not come back
-            self._outer_share = self._world.share
         self._pass = object()
         return self._pass
 
@@ -358,6 +374,18 @@ class ShardedLoader:
                 f"{prints}). lockstep.shard needs every rank to read the whole stream; if yours splits itself by "
                 "rank, use the DataLoader without lockstep.shard, or switch its splitting off"
             )
+
+    def _say_what_was_dropped(self, fetched: Fetched) -> None:
+        size = size_unlike(fetched.batch, fetched.samples)
+        if size is None:
+            return
+        self._may_drop = False  # say it once
+        caller.warn(
+            f"rank {self._world.rank}: the collate_fn made a batch of size {size} from {fetched.samples} samples. If "
+            f"it drops samples, means are not exact: this rank's counts as one of {fetched.samples}. Say what is left "
+            "before the forward: n = len(batch); world.share = lockstep.BatchShare(n, world.all_reduce(n)). If it "
+            "packs several samples into one, count what your loss is a mean of in the same way (docs/weights.md)"
+        )
 
     def _say_who_is_left_out(self) -> None:
         if self._world.is_main and self.ranks_left_out:

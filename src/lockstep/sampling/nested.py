@@ -94,3 +94,35 @@ def fingerprint(tree: Any) -> str:
 
     map_leaves(tree, note)
     return digest.hexdigest()
+
+
+def size_unlike(batch: Any, samples: int) -> int | None:
+    """**Local.** The size of a batch that seems to have been made of fewer samples than ``samples``, or None.
+
+    A layout is the ``collate_fn``'s own affair, so this can only be guessed: None if anything in the batch has
+    ``samples`` elements, or each tensor has that many along its second dimension (time before batch), or all sizes are
+    multiples of ``samples`` (several views of each sample), or nothing is smaller.
+    """
+    if not samples or (isinstance(batch, (list, tuple)) and len(batch) == samples):
+        return None
+    arrays: list[Any] = []
+    sizes = _leading_sizes(batch, arrays, outermost=True)
+    if not sizes or samples in sizes or all(size and size % samples == 0 for size in sizes):
+        return None
+    if arrays and all(array.ndim > 1 and array.shape[1] == samples for array in arrays):
+        return None
+    return min((size for size in sizes if size < samples), default=None)
+
+
+def _leading_sizes(node: Any, arrays: list[Any], *, outermost: bool) -> list[int]:
+    if isinstance(node, (torch.Tensor, np.ndarray)):
+        if node.ndim == 0:
+            return []
+        arrays.append(node)
+        return [int(node.shape[0])]
+    if isinstance(node, (list, tuple)) and not hasattr(node, "_fields") and not outermost:
+        return [len(node)]
+    parts = parts_of(node)
+    return (
+        [] if parts is None else [size for p in parts.values() for size in _leading_sizes(p, arrays, outermost=False)]
+    )

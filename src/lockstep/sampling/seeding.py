@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
+from lockstep.sampling.contents import is_hugging_face
+
 
 def seed_generators(seed: int) -> None:
     """**Local.** Seed torch's CPU generator, Python's and NumPy's from one 64-bit number. About 13 µs."""
@@ -47,6 +49,8 @@ def preserved_generators() -> Iterator[None]:
 
 def can_be_random(dataset: object) -> bool:
     """**Local.** False for datasets known to give the same sample for the same index whatever the generators say."""
+    if is_hugging_face(dataset):
+        return bool(dataset.format["type"] == "custom")  # type: ignore[attr-defined]  # a transform; others convert only
     if type(dataset) in (TensorDataset, list, tuple, range, np.ndarray, torch.Tensor):
         return False
     if type(dataset) is Subset:

@@ -14,6 +14,20 @@ from torch.utils.data import (
 )
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
+from lockstep.sampling.contents import contents_of
+
+#: What to do about each of a source's facts that differs; "" for what the dataset holds.
+REMEDIES = {
+    **dict.fromkeys(("the kind of order", "the batch size", "drop_last", "the seed", "num_workers"), ""),
+    "": (
+        ". The ranks hold different data of the same kind, so that some samples would be trained on twice and others "
+        "never. If it was split or shuffled at random, seed that alike on every rank: random_split(…, "
+        "generator=torch.Generator().manual_seed(0)), train_test_split(…, random_state=0); lockstep.init() seeds all "
+        "ranks' generators alike, unless the script seeds them by rank or draws on one rank alone. If files were "
+        "listed, sort them. An attribute that is no part of the data is left out if its name begins with an underscore"
+    ),
+}
+
 #: How an epoch is ordered: by us, shuffled or not; by the user's sampler on rank 0; or by the stream itself.
 Order = Literal["shuffled", "sequential", "sampler", "stream"]
 
@@ -40,9 +54,9 @@ class Source:
             return None
         return len(counted)  # type: ignore[arg-type]  # checked by read_source
 
-    def facts(self) -> dict[str, Any]:
-        """What must be the same on every rank."""
-        return {
+    def facts(self, *, contents: bool) -> dict[str, Any]:
+        """What must be the same on every rank; with ``contents`` also what the dataset holds."""
+        settings = {
             "the kind of order": self.order,
             "the length of the dataset": self.length,
             "the batch size": self.batch_size,
@@ -51,6 +65,8 @@ class Source:
             # A stream is split by its workers, so their number decides which samples make a batch.
             "num_workers": self.loader.num_workers if self.order == "stream" else None,
         }
+        # Of a stream the first global batch is compared; see Note [Streams].
+        return settings | (contents_of(self.loader.dataset) if contents and self.order != "stream" else {})
 
 
 def read_source(loader: object, *, world_size: int, default_seed: int, seed: int | None) -> Source:

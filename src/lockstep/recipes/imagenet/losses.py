@@ -24,7 +24,7 @@ class Losses:
         self._mine = torch.zeros(2, dtype=torch.float64, device=device)
         self._epoch = (0.0, 0)
 
-    def add(self, loss: Tensor, pictures: int) -> None:
+    def add(self, loss: Tensor, pictures: float) -> None:
         """**Local.** A mean over so many pictures of this rank. Does not wait for the device."""
         if pictures:  # the mean over none is NaN
             self._mine[0] += loss.detach().to(self._mine.device) * pictures

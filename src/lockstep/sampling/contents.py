@@ -1,0 +1,140 @@
+"""What a dataset holds, in words that are short enough to compare between ranks, without fetching a sample.
+
+Note [What ranks compare]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+Two ranks that split the same data at random, each in its own way, have datasets of the same length and different
+samples. ``shard`` would hand out some samples twice and others never. Samples themselves are not compared: to fetch one
+may be slow, may be random and may have effects. Compared is what decides them, wherever it can be read:
+
+- the indices of each Subset, all of them;
+- some elements of a TensorDataset's tensors, and of a list, array or tensor that is a dataset itself;
+- some rows of a Hugging Face dataset as they are stored, unless its own fingerprint is the same on all ranks already;
+- in a dataset of the user's own, every public attribute with one element for each sample: a list of plain values, an
+  array, a tensor, a table. A leading underscore says that an attribute is no part of the data;
+- all of that in the datasets within a dataset.
+
+Of a path only the last part counts, since machines keep data in different folders. Positions are spread over the whole:
+two random splits differ nearly everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+
+from lockstep.sampling.nested import fingerprint
+
+#: Elements of a sequence that are looked at.
+_LOOKED_AT = 64
+#: Of a Hugging Face dataset, each of which is a search in a table.
+_ROWS = 16
+#: Datasets within datasets.
+_DEEPEST = 6
+_PLAIN = (str, bytes, int, float, bool, np.generic)
+
+
+def contents_of(dataset: Any, name: str = "dataset", *, depth: int = 0) -> dict[str, str]:
+    """**Local.** What decides the samples of ``dataset``, by the name of the part that does; see Note [What ranks
+    compare]."""
+    if isinstance(dataset, Subset):
+        return {f"{name}.indices": _indices(dataset.indices), **_within(dataset.dataset, f"{name}.dataset", depth)}
+    if isinstance(dataset, TensorDataset):
+        return {f"{name}.tensors[{i}]": _some_of(tensor) for i, tensor in enumerate(dataset.tensors)}
+    if isinstance(dataset, (ConcatDataset, StackDataset)):
+        parts = dataset.datasets
+        named = parts.items() if isinstance(parts, dict) else enumerate(parts)
+        return {k: v for key, part in named for k, v in _within(part, f"{name}.datasets[{key!r}]", depth).items()}
+    if is_hugging_face(dataset):
+        return {name: _rows_of(dataset)}
+    if _is_column(dataset, len(dataset)):
+        return {name: _some_of(dataset)}
+    return _attributes(dataset, name, depth)
+
+
+def is_hugging_face(dataset: object) -> bool:
+    """**Local.** Whether it is a ``datasets.Dataset``; that library is not imported for it."""
+    library = sys.modules.get("datasets")
+    return library is not None and type(dataset) is getattr(library, "Dataset", None)
+
+
+def _within(dataset: Any, name: str, depth: int) -> dict[str, str]:
+    if depth == _DEEPEST or not hasattr(dataset, "__len__"):
+        return {}
+    return contents_of(dataset, name, depth=depth + 1)
+
+
+def _attributes(dataset: Any, name: str, depth: int) -> dict[str, str]:
+    found: dict[str, str] = {}
+    length = len(dataset)
+    for key, value in getattr(dataset, "__dict__", {}).items():
+        if key.startswith("_"):
+            continue
+        if isinstance(value, Dataset) or is_hugging_face(value):
+            found |= _within(value, f"{name}.{key}", depth)
+        elif _is_column(value, length):
+            found[f"{name}.{key}"] = _some_of(value)
+    return found
+
+
+def _is_column(value: Any, length: int) -> bool:
+    """Whether ``value`` has one plain element for each sample."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0 and len(value) == length and value.layout == torch.strided and not value.is_meta
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and len(value) == length and value.dtype.kind in "biufcSUmM"
+    if isinstance(value, (list, tuple)):
+        return len(value) == length and all(_is_plain(value[place]) for place in _spread(length))
+    return hasattr(value, "iloc") and hasattr(value, "index") and len(value) == length  # pandas and its likes
+
+
+def _is_plain(element: Any) -> bool:
+    if isinstance(element, (list, tuple)):
+        return len(element) <= _LOOKED_AT and all(_is_plain(part) for part in element)
+    return isinstance(element, (*_PLAIN, os.PathLike, torch.Tensor, np.ndarray))
+
+
+def _spread(length: int, looks: int = _LOOKED_AT) -> list[int]:
+    """Positions over the whole length, the first and the last among them."""
+    if length <= looks:
+        return list(range(length))
+    return [place * (length - 1) // (looks - 1) for place in range(looks)]
+
+
+def _some_of(values: Any) -> str:
+    places = _spread(len(values))
+    if hasattr(values, "iloc"):
+        table = values.iloc[places]
+        numbers = table.select_dtypes("number") if hasattr(table, "select_dtypes") else table
+        return f"{len(values)} rows, digest {fingerprint([str(list(table.index)), numbers.to_csv()])[:8]}"
+    looked_at = [_without_folder(values[place]) for place in places]
+    kind = f" of {values.dtype}" if hasattr(values, "dtype") else ""
+    return f"{len(values)} elements{kind}, digest {fingerprint(looked_at)[:8]}"
+
+
+def _without_folder(element: Any) -> Any:
+    if isinstance(element, (list, tuple)):
+        return [_without_folder(part) for part in element]
+    if isinstance(element, (str, os.PathLike)):
+        return os.path.basename(os.fspath(element))
+    return element
+
+
+def _indices(indices: Sequence[int]) -> str:
+    places = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
+    if not places.size:
+        return "none"
+    first = ", ".join(map(str, places[:3].tolist()))
+    return f"{places.size} from {first}… (digest {fingerprint(places.astype(np.int64))[:8]})"
+
+
+def _rows_of(dataset: Any) -> str:
+    # As they are stored: no image is decoded and no transform called.
+    stored = dataset.with_format("arrow")
+    rows = [str(stored[place].to_pydict()) for place in _spread(len(dataset), _ROWS)]
+    return f"{len(dataset)} rows, digest {fingerprint(rows)[:8]}"

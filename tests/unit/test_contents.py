@@ -1,0 +1,102 @@
+"""What decides a dataset's samples is read without fetching any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+
+from lockstep.sampling.contents import contents_of
+
+
+class Own(Dataset[Any]):
+    """A dataset as users write them; to fetch a sample is an error."""
+
+    def __init__(self, length: int = 200, **attributes: Any) -> None:
+        self._length = length
+        self.__dict__.update(attributes)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("samples are not fetched to be compared")
+
+
+class Table:
+    """What a pandas table offers."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self._rows = rows
+        self.index = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def iloc(self) -> Any:
+        class Rows:
+            def __getitem__(_, places: list[int]) -> Table:
+                return Table([self._rows[place] for place in places])
+
+        return Rows()
+
+    def to_csv(self) -> str:
+        return ",".join(map(str, self._rows))
+
+
+def _shuffled(by: int) -> list[int]:
+    return [int(number) for number in np.random.default_rng(by).permutation(200)]
+
+
+Make = Callable[[int], Any]
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (lambda by: Subset(Own(), _shuffled(by)), "dataset.indices"),
+        (lambda by: Subset(Own(), torch.tensor(_shuffled(by))), "dataset.indices"),  # type: ignore[arg-type]
+        (lambda by: Subset(Subset(Own(), _shuffled(by)), range(50)), "dataset.dataset.indices"),
+        (lambda by: TensorDataset(torch.zeros(200, 3), torch.tensor(_shuffled(by))), "dataset.tensors[1]"),
+        (lambda by: ConcatDataset([Own(), Subset(Own(), _shuffled(by))]), "dataset.datasets[1].indices"),
+        (lambda by: StackDataset(a=Own(), b=Subset(Own(), _shuffled(by))), "dataset.datasets['b'].indices"),
+        (_shuffled, "dataset"),
+        (lambda by: np.array(_shuffled(by)), "dataset"),
+        (lambda by: torch.tensor(_shuffled(by)), "dataset"),
+        (lambda by: Own(files=[f"/data-of-{by}/{n}.png" for n in _shuffled(by)]), "dataset.files"),
+        (lambda by: Own(samples=[(Path(f"{n}.png"), n % 3) for n in _shuffled(by)]), "dataset.samples"),
+        (lambda by: Own(inputs=[torch.full((2,), n) for n in _shuffled(by)]), "dataset.inputs"),
+        (lambda by: Own(frame=Table(_shuffled(by))), "dataset.frame"),
+        (lambda by: Own(parts=TensorDataset(torch.tensor(_shuffled(by)))), "dataset.parts.tensors[0]"),
+    ],
+)
+def test_two_shuffles_differ_where_they_were_made(make: Make, where: str) -> None:
+    one, same, two = contents_of(make(1)), contents_of(make(1)), contents_of(make(2))
+    assert one == same
+    assert [name for name in one if one[name] != two[name]] == [where]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda by: Own(files=[f"/machine-{by}/{n}.png" for n in range(200)]),
+        lambda by: Own(_seen=_shuffled(by), rank=by, lengths=_shuffled(by)[:50]),
+        lambda by: Own(cache=[*[torch.ones(by)] * by, *[None] * (200 - by)]),
+        lambda by: Own(generator=np.random.default_rng(by), model=torch.nn.Linear(2, 2)),
+    ],
+)
+def test_what_is_no_part_of_the_data_is_not_compared(make: Make) -> None:
+    assert contents_of(make(1)) == contents_of(make(2))
+
+
+def test_a_dataset_within_itself_ends() -> None:
+    endless = Own()
+    endless.inner = endless  # type: ignore[attr-defined]
+    assert contents_of(endless) == {}
+    assert contents_of(Subset(Own(), [])) == {"dataset.indices": "none"}

@@ -1,0 +1,89 @@
+"""A rank's own stretches of random numbers: how they begin and end, without ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from lockstep import _torch
+from lockstep.comm.streams import Streams
+
+
+class Holder:
+    pass
+
+
+@pytest.fixture
+def streams() -> Iterator[Streams]:
+    torch.manual_seed(4)
+    of_rank_1 = Streams(rank=1, world_size=2)
+    yield of_rank_1
+    of_rank_1.leave_all()
+
+
+def _next() -> float:
+    return torch.rand(()).item()
+
+
+def test_a_stretch_ends_where_the_common_stream_stands(streams: Streams) -> None:
+    torch.empty((), dtype=torch.int64).random_()  # what a stretch takes
+    after_one = _next()
+    torch.manual_seed(4)
+    loader, module = Holder(), Holder()
+    streams.renew(loader)
+    state = streams.state
+    drawn = [_next()]
+    streams.enter(module)  # nothing new: a stretch is under way
+    streams.leave(module)
+    drawn.append(_next())
+    assert torch.equal(streams.state, state), "the common stream waits"
+    streams.leave(loader)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert _next() == after_one
+    assert after_one not in drawn
+    torch.manual_seed(4)
+    streams.renew(loader)
+    assert [_next(), _next()] == drawn, "from the common stream follows all else"
+    streams.state = state
+    streams.leave(loader)
+    assert _next() == after_one
+
+
+def test_who_goes_without_a_word_holds_nothing(streams: Streams) -> None:
+    lost, loader = Holder(), Holder()
+    streams.enter(lost)
+    del lost
+    gc.collect()
+    streams.renew(loader)
+    streams.leave(loader)
+    assert torch.equal(torch.get_rng_state(), streams.state)
+    before = streams.state
+    streams.leave(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_where_nothing_is_drawn_no_stretch_begins(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # fake tensors set it if it is not there
+    plain = _torch.runs_plainly()
+    seen = []
+
+    def look(inputs: torch.Tensor) -> torch.Tensor:
+        streams.enter(look)
+        seen.append(plain())
+        return inputs * 2
+
+    before = torch.get_rng_state()
+    torch.func.vmap(look)(torch.ones(3))
+    with FakeTensorMode():
+        look(torch.ones(3))
+    assert seen == [False] * 2
+    assert torch.equal(torch.get_rng_state(), before)
+    assert plain()
+    with torch.inference_mode():
+        streams.enter(look)
+        streams.leave(look)
+    assert not torch.equal(torch.get_rng_state(), before)

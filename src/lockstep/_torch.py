@@ -11,9 +11,10 @@ objects (:data:`ATTRIBUTES`), and private methods of torch's that our subclasses
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -185,10 +186,45 @@ def hook_name(hook: object) -> str:
     return str(getattr(hook, "_tensor_name", ""))
 
 
-def mark_untraced(function: Any) -> None:
-    """Put on ``function`` the mark that torch.compiler.disable leaves, by which the compiler does not trace it.
+Function = TypeVar("Function", bound=Callable[..., Any])
+Class = TypeVar("Class", bound=type)
 
-    torch.compiler.disable imports the compiler, a second for every process; the mark alone does not. The compiler still
-    traces what such a function calls.
+
+def mark_untraced(function: Function) -> Function:
+    """Keep torch.compile from tracing ``function`` and what it calls: compiled code breaks off and calls it as it is.
+
+    torch.compiler.disable does that with a wrapper, which costs a microsecond a call and, where nobody compiles, the
+    import of the compiler, a second for every process. The mark that it leaves on a function keeps the compiler from
+    tracing a call of it; what the interpreter is told of its code, which costs nothing, keeps it from compiling it by
+    itself, and its callees.
     """
-    function._torchdynamo_disable = True
+    from torch._C._dynamo import eval_frame
+
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
+def untraced(cls: Class) -> Class:
+    """Decorate a class whose methods and properties of ours are all as :func:`mark_untraced` says."""
+    for each in cls.__mro__:
+        for member in vars(each).values():
+            function: Any = member.fget if isinstance(member, property) else member
+            # (What a decorator has made shares its code with whatever else the decorator made.)
+            plain = inspect.isfunction(function) and not hasattr(function, "__wrapped__")
+            if plain and function.__module__.startswith("lockstep."):
+                mark_untraced(function)
+    return cls
+
+
+def leave_out_of_flight_recorder(backend: str) -> None:
+    """Tell torch, from 2.15 on, not to attach its flight recorder to groups of ``backend``.
+
+    The recorder needs a backend in C++, which a group written in Python has not; torch would fail to open the group.
+    """
+    from torch.distributed import distributed_c10d
+
+    recorders: set[str] | None = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if recorders is not None:  # torch 2.14 and before attach none
+        recorders.add(backend)

@@ -251,7 +251,7 @@ def _half_a_message() -> bool:
         receive.wait()
     before = got.clone()
     assert 0 < torch.count_nonzero(before) < 300
-    box = group._group.mail._matching._inboxes[1]
+    box = group._shm_group.mail._matching._inboxes[1]
     hand_over(box)
     receive.is_completed()
     return torch.equal(got, before)

@@ -41,6 +41,9 @@ VERSIONS = {
     "torch.distributed.distributed_c10d._get_default_store": "2.9 to 2.15",
     "torch.distributed.distributed_c10d.AllgatherOptions": "2.9 to 2.15",
     "torch.nn.modules.batchnorm._BatchNorm": "2.9 to 2.15",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": "2.9 to 2.15",
+    "torch._C._dynamo.eval_frame._FrameAction": "2.9 to 2.15",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy": "2.9 to 2.15",
     "torch._dynamo.callback.on_compile_start": "2.9 to 2.15",
     "torch._dynamo.callback.on_compile_end": "2.9 to 2.15",
     "torch.nn.Module._parameters": "2.9 to 2.15",
@@ -219,25 +222,40 @@ def test_hook_name() -> None:
     assert _torch.hook_name(print) == ""
 
 
-def test_mark_untraced() -> None:
-    graphs: list[int] = []
+def _add(x: torch.Tensor) -> torch.Tensor:
+    return x + (100 if torch.compiler.is_compiling() else 1)
 
-    def count(module: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(sum(node.op == "call_function" for node in module.graph.nodes))
-        return module
 
-    def inner(x: torch.Tensor) -> torch.Tensor:
-        return x + 1
+def test_mark_untraced_and_untraced() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return _add(x)
 
-    def outer(x: torch.Tensor) -> torch.Tensor:
-        return inner(x * 2) * 3
+    class Adder:
+        def method(self, x: torch.Tensor) -> torch.Tensor:
+            return _add(x)
 
-    assert torch.compile(outer, backend=count)(torch.ones(1)).tolist() == [9]
-    _torch.mark_untraced(inner)
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return function(x * 2) + adder.method(x * 2)
+
+    adder = Adder()
+    assert torch.compile(twice, backend="eager")(torch.ones(1)).tolist() == [204]
+    _torch.mark_untraced(function)
+    Adder.method.__module__ = "lockstep.tests"  # as a method of lockstep's
+    _torch.untraced(Adder)
     torch.compiler.reset()
-    assert torch.compile(outer, backend=count)(torch.ones(1)).tolist() == [9]
-    assert graphs[0] == 3
-    assert max(graphs[1:]) == 1
+    assert torch.compile(twice, backend="eager")(torch.ones(1)).tolist() == [6]
+
+
+def _record_flights() -> list[Any]:
+    lockstep.init("shm")
+    recorders = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    _torch.leave_out_of_flight_recorder("other")
+    return [recorders is None, None if recorders is None else {"shm", "other"} <= recorders]
+
+
+def test_leave_out_of_flight_recorder() -> None:
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    assert run_ranks(_record_flights, 1) == [[True, None] if version < (2, 15) else [False, True]]
 
 
 # --- nothing private elsewhere ---------------------------------------------------------------------------------------

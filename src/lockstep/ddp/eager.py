@@ -29,6 +29,5 @@ def run_eagerly(method: Method) -> Method:
             disabled = torch.compiler.disable(method)
         return disabled(*args, **kwargs)
 
-    # Without it the compiler traces ``call``; it is not enough by itself.
     _torch.mark_untraced(call)
     return cast(Method, call)

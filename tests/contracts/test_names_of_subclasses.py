@@ -21,6 +21,8 @@ from torch import nn
 
 import lockstep
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 #: Names of torch's that a class of ours means to define; by class, ours or torch's.
 MEANT = {
     "Work": "exception get_future is_completed is_success result source_rank _source_rank synchronize wait",

@@ -15,6 +15,8 @@ from lockstep.ddp.api import replica_of
 from tests.harness import collect_outcomes, run_ranks
 from tests.ranks.ddp_cases import averages, batch, differentiate, mlp, squares, wide
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 
 def _close(model: nn.Module, expected: dict[str, Tensor | None]) -> None:
     for name, param in model.named_parameters():

@@ -17,6 +17,8 @@ import lockstep
 from lockstep import knobs
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 
 def _init(chunk: int | None = None, timeout: float = 20.0) -> tuple[int, int]:
     if chunk is not None:

@@ -19,6 +19,8 @@ import lockstep
 from lockstep import knobs, machine
 from tests.harness import collect_outcomes, run_ranks
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 
 def _describe() -> tuple[int, int, int, int, int, str, bool]:
     w = lockstep.init()

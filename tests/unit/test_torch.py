@@ -25,6 +25,8 @@ import lockstep
 from lockstep import _torch
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 SOURCE = Path(lockstep.__file__).parent
 
 #: Where each function of _torch.py finds what it needs, and in which versions of torch that is so.

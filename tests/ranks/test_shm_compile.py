@@ -33,7 +33,8 @@ def _cases(world: lockstep.World) -> dict[str, Callable[[Tensor], Tensor]]:
 
     def all_reduce_in_a_group(x: Tensor) -> Tensor:
         dist.all_reduce(x, group=half)
-        return x + half.size() - size
+        total: Tensor = x + half.size() - size
+        return total
 
     def all_gather(x: Tensor) -> Tensor:
         parts = [torch.empty_like(x) for _ in range(size)]
@@ -72,7 +73,7 @@ def _cases(world: lockstep.World) -> dict[str, Callable[[Tensor], Tensor]]:
         return x
 
     def functional_all_reduce(x: Tensor) -> Tensor:
-        total: Tensor = functional.all_reduce(x, "sum", dist.group.WORLD)
+        total: Tensor = functional.all_reduce(x, "sum", world.group)
         return total + 0
 
     def world_mean(x: Tensor) -> Tensor:

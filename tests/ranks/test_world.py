@@ -229,7 +229,7 @@ def _where_shm_fails() -> dict[str, tuple[str, list[str]]]:
     def fail(*_: object, **__: object) -> None:
         raise (OSError if "no " in case else RuntimeError)(f"{case} here")
 
-    found = {}
+    found: dict[str, tuple[str, list[str]]] = {}
     for case, (ranks, what) in _BREAKS.items():
         with warnings.catch_warnings(record=True) as seen, pytest.MonkeyPatch.context() as patch:
             warnings.simplefilter("always")

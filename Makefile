@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format faults bench clean
+.PHONY: help demo test check format faults bench newest oldest pythons clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 14
@@ -30,6 +30,21 @@ format: $(READY)  ## let ruff format the code
 faults: $(READY)  ## the longer campaigns of killed and stuck processes; the other tests hold a selection of them
 	$(BIN)/python -m pytest -m campaign
 
+newest:  ## the demo and the tests of torch's internals, on the newest torch there is
+	$(call environment,.venv-newest,$(PYTHON),--upgrade torch)
+	$(call demo_and_internals,.venv-newest)
+
+oldest:  ## the same on the oldest torch that is supported
+	$(call environment,.venv-oldest,$(PYTHON),torch==2.9.0)
+	$(call demo_and_internals,.venv-oldest)
+
+pythons: $(addprefix python-,$(PYTHONS))  ## the same on every Python that is supported and at hand
+
+python-%:
+	$(if $(call interpreter,$*),,@echo "Python $*: none at hand, nothing run")
+	$(if $(call interpreter,$*),$(call environment,.venv-py$*,$(call interpreter,$*),--constraint constraints.txt torch))
+	$(if $(call interpreter,$*),$(call demo_and_internals,.venv-py$*))
+
 bench: $(READY)  ## measure launch and step times against torch (some minutes; nothing else should run meanwhile)
 	$(BIN)/python -m benchmarks.launch
 	$(BIN)/python -m benchmarks.step
@@ -40,7 +55,25 @@ bench: $(READY)  ## measure launch and step times against torch (some minutes; n
 	PYTHONPATH=tests/site $(BIN)/python -m benchmarks.imagenet_input
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build src/*.egg-info
+	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build src/*.egg-info
+
+# Other versions: each has an environment of its own, in a folder that git ignores.
+PYTHONS := 3.10 3.11 3.12 3.13 3.14
+interpreter = $(firstword $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python$(1)) $(shell command -v python$(1)))
+
+# $(call environment,FOLDER,PYTHON,TORCH): TORCH and what the tests need, but nothing else that brings a torch.
+define environment
+	test -x $(1)/bin/python || $(2) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet $(3)
+	grep -v '^torch' constraints.txt > $(1)/constraints.txt
+	$(1)/bin/python -m pip install --quiet --constraint $(1)/constraints.txt --editable '.[demo,test]'
+endef
+
+define demo_and_internals
+	$(1)/bin/python -c 'import sys, torch; print("torch", torch.__version__, "Python", sys.version.split()[0])'
+	CUDA_VISIBLE_DEVICES= $(1)/bin/lockstep run -n 2 -m lockstep.recipes.digits
+	$(1)/bin/python -m pytest -q -m 'internals and not campaign'
+endef
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

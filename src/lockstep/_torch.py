@@ -3,12 +3,54 @@
 torch changes private names without notice, so each is looked up here and nowhere else, and ``tests/unit/test_torch.py``
 has one test for each. Nothing here imports torch when this module is imported: the watching process reads it as well.
 A function whose caller is in a hot path returns torch's own function, for the caller to bind once.
+
+Two kinds of names a function would only hide, so they stand in tables: attributes that the code reads from torch's
+objects (:data:`ATTRIBUTES`), and private methods of torch's that our subclasses define since torch calls them
+(:data:`OVERRIDDEN`).
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+#: Private attributes of torch's objects that lockstep reads where it needs them, by class.
+ATTRIBUTES = {
+    # What hangs in a module, in the module's order and with repetitions, which the public iterators leave out.
+    "torch.nn.Module": (
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_forward_pre_hooks",  # there is no public way to see a module's hooks
+        "_replicate_for_data_parallel",  # modules with a say in what their replica gets define it, RNNs for one
+        "_is_replica",  # set by it
+        "_call_impl",  # what compile() compiles, and where it puts the result
+        "_compiled_call_impl",
+    ),
+    "torch.Tensor": (
+        "_version",  # the only way to learn that a tensor was changed in place
+        "_indices",  # the public ones refuse a sparse tensor that is not coalesced
+        "_values",
+    ),
+}
+
+#: Private methods and properties of torch's classes that ours define because torch asks for them.
+OVERRIDDEN = {
+    "torch.distributed.ProcessGroup": (
+        "_allgather_base",
+        "_reduce_scatter_base",
+        "_device_types",
+        "_get_backend",
+    ),
+    "torch.distributed.Work": ("_source_rank",),
+}
 
 
 def profiler_enabled() -> Callable[[], bool]:
@@ -59,3 +101,148 @@ def runs_plainly() -> Callable[[], bool]:
         return dispatch_modes() == 0 and transforms() is None and not tracing()
 
     return plainly
+
+
+def keeps_graph() -> Callable[[], bool]:
+    """Return the function that says whether the backward under way was called with ``retain_graph=True``.
+
+    The only way to learn of it.
+    """
+    import torch
+
+    keeps: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+    return keeps
+
+
+def gradient_hooks(param: torch.Tensor) -> int:
+    """Count the hooks on ``param`` that see its accumulated gradient; there is no other way to ask."""
+    hooks = param._post_accumulate_grad_hooks
+    return 0 if hooks is None else len(hooks)
+
+
+def foreach_copy() -> Callable[[Any, Any], object]:
+    """Return the function that copies a list of tensors into another one.
+
+    FSDP2 and the optimizers rest on it, and it is four times faster than a Python loop over small tensors. The public
+    ways (``cat``, ``stack``) need as many views.
+    """
+    import torch
+
+    copy: Callable[[Any, Any], object] = torch._foreach_copy_
+    return copy
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage object.
+
+    ``data_ptr()`` is 0 for every storage of no bytes, and a tensor's storage may be swapped for one at the same place.
+    """
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def device_types(group: dist.ProcessGroup) -> list[str]:
+    """Return the kinds of device that ``group`` serves ("cpu", "cuda"); the only way to ask, FSDP2 does it as well."""
+    return [device.type for device in group._device_types]
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the backend of ``group`` for tensors of ``device``: the only way to what a backend alone offers.
+
+    Raises:
+        RuntimeError: the group serves no tensors of this device.
+    """
+    return group._get_backend(device)
+
+
+def default_store() -> Any:
+    """Return the store of the default group; torch keeps it to itself, also where the user's code opened the group."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def all_gather_options() -> Any:
+    """Return the class of an all-gather's options: torch.distributed exports all others but not this one."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d.AllgatherOptions  # type: ignore[attr-defined]
+
+
+def batch_norm() -> type[nn.Module]:
+    """Return the class that all of torch's batch norms derive from, and that other libraries look for.
+
+    The public classes, BatchNorm1d, 2d and 3d, each refuse inputs of other dimensions.
+    """
+    from torch.nn.modules import batchnorm
+
+    return batchnorm._BatchNorm
+
+
+#: What ``torch.compile(module)`` puts before every name in a state dict.
+COMPILED_PREFIX = "_orig_mod."
+
+
+def original_of(module: nn.Module) -> nn.Module | None:
+    """Return the module that ``torch.compile(module)`` has wrapped, or None if this is no such wrapper.
+
+    The wrapper's class is private as well; its state dict carries this name.
+    """
+    return module._modules.get(COMPILED_PREFIX.rstrip("."))
+
+
+def compile_callbacks() -> Any:
+    """Return the module where torch.compile announces that it begins and ends, or None if nobody imported it yet.
+
+    ``torch.compiler`` has no such announcement. Looked up, not imported: importing the compiler takes a second.
+    """
+    return sys.modules.get("torch._dynamo.callback")
+
+
+def hook_name(hook: object) -> str:
+    """Return the name of the tensor that a hook of torch.nn.utils.prune computes; weight norm's has it in public."""
+    return str(getattr(hook, "_tensor_name", ""))
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Class = TypeVar("Class", bound=type)
+
+
+def mark_untraced(function: Function) -> Function:
+    """Keep torch.compile from tracing ``function`` and what it calls: compiled code breaks off and calls it as it is.
+
+    torch.compiler.disable does that with a wrapper, which costs a microsecond a call and, where nobody compiles, the
+    import of the compiler, a second for every process. The mark that it leaves on a function keeps the compiler from
+    tracing a call of it; what the interpreter is told of its code, which costs nothing, keeps it from compiling it by
+    itself, and its callees.
+    """
+    from torch._C._dynamo import eval_frame
+
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
+def untraced(cls: Class) -> Class:
+    """Decorate a class whose methods and properties of ours are all as :func:`mark_untraced` says."""
+    for each in cls.__mro__:
+        for member in vars(each).values():
+            function: Any = member.fget if isinstance(member, property) else member
+            # (What a decorator has made shares its code with whatever else the decorator made.)
+            plain = inspect.isfunction(function) and not hasattr(function, "__wrapped__")
+            if plain and function.__module__.startswith("lockstep."):
+                mark_untraced(function)
+    return cls
+
+
+def leave_out_of_flight_recorder(backend: str) -> None:
+    """Tell torch, from 2.15 on, not to attach its flight recorder to groups of ``backend``.
+
+    The recorder needs a backend in C++, which a group written in Python has not; torch would fail to open the group.
+    """
+    from torch.distributed import distributed_c10d
+
+    recorders: set[str] | None = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if recorders is not None:  # torch 2.14 and before attach none
+        recorders.add(backend)

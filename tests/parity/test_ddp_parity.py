@@ -17,6 +17,8 @@ import lockstep
 from tests.backends import each_backend as each_backend
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 STEPS = 20
 TOLERANCE = 1e-6
 

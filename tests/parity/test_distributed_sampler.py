@@ -13,6 +13,8 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 import lockstep
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 
 def _dataset(length: int) -> TensorDataset:
     return TensorDataset(torch.arange(length))

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 Op = dist.ReduceOp
+#: Names of newer versions of torch for functions that older ones have, too.
+all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 OPS: dict[str, Any] = {
     name: getattr(Op, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 }
@@ -188,7 +191,7 @@ def _all_gather(case: Case, rank: int, size: int, salt: int, group: Any) -> _Pre
 
 def _all_gather_single(case: Case, rank: int, size: int, salt: int, group: Any) -> _Prepared:
     output = torch.zeros(size * case.count, dtype=case.dtype)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather = all_gather_single
     return (
         lambda: gather(output, values(rank, case, salt), group=group, async_op=case.asynchronous),
         lambda: [("output", output, torch.cat([values(r, case, salt) for r in range(size)]))],
@@ -228,7 +231,7 @@ def _reduce_scatter_single(case: Case, rank: int, size: int, salt: int, group: A
     output = torch.zeros(case.count, dtype=case.dtype)
     source = torch.cat([values(rank, case, salt, piece=r) for r in range(size)])
     want = model(case, [values(r, case, salt, piece=rank) for r in range(size)])
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter = reduce_scatter_single
     return (
         lambda: scatter(output, source, OPS[case.op], group=group, async_op=case.asynchronous),
         lambda: [("output", output, want)],

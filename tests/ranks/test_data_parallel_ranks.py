@@ -11,6 +11,8 @@ from torch.nn import functional as F
 import lockstep
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 TWO = ["cpu", "cpu"]
 
 

@@ -32,6 +32,8 @@ from tests.ranks.ddp_cases import (
     wrap_tiny,
 )
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 # Models -------------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,8 @@ from lockstep.ddp.api import replica_of
 from tests.harness import collect_outcomes, run_ranks
 from tests.ranks.ddp_cases import averages, batch, differentiate, mlp, squares, wide
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 
 def _close(model: nn.Module, expected: dict[str, Tensor | None]) -> None:
     for name, param in model.named_parameters():
@@ -32,7 +34,7 @@ def _one_reduction() -> None:
     buckets = replica_of(model)._reducer._buckets
     assert [bucket.flat.dtype for bucket in buckets] == [torch.float32, torch.float64]
     for bucket in buckets:
-        assert world.group._group.shared.find(bucket.message) is not None  # type: ignore[attr-defined]
+        assert world.group._shm_group.shared.find(bucket.message) is not None  # type: ignore[attr-defined]
     for step in range(3):
         model.zero_grad()
         differentiate(model(batch(world.rank, step, 4, 5)).square().mean())

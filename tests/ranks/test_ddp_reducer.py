@@ -12,6 +12,8 @@ from lockstep.ddp.compress import GradBucket
 from lockstep.ddp.reducer import Reducer
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 
 def _reducer(*, overlap: bool = True, as_view: bool = True, sizes: tuple[int, ...] = (2, 3, 4, 5)) -> Reducer:
     """Parameters 0, 1, 2, 3; buckets (3,), (2, 1), (0,)."""

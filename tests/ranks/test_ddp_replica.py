@@ -33,6 +33,8 @@ from tests.ranks.ddp_cases import (
     wrap_tiny,
 )
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 BOTH: list[Attach] = [replicate_tiny, wrap_tiny]
 
 # Construction -------------------------------------------------------------------------------------------------------

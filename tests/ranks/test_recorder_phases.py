@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
@@ -15,6 +16,8 @@ import lockstep
 from lockstep.recorder import torch_hooks, writer
 from lockstep.recorder.layout import PAGE, Look, decode
 from tests.harness import run_ranks
+
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
 
 
 class _Spy(writer.Recorder):

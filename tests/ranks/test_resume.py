@@ -19,6 +19,8 @@ import lockstep
 from tests.digests import digest_of
 from tests.harness import collect_outcomes, run_ranks
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 
 class Augmented(Dataset[tuple[torch.Tensor, int]]):
     """Random crops and noise, drawn from all three generators, in the workers or not."""

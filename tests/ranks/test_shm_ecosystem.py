@@ -13,6 +13,8 @@ from torch import nn
 import lockstep
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 
 class _Net(nn.Module):
     """Layers of several kinds, with buffers (batch norm)."""

@@ -20,6 +20,9 @@ from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[a
 import lockstep
 from lockstep import knobs
 from tests.harness import run_ranks
+from tests.ranks.collectives import all_gather_single, reduce_scatter_single
+
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
 
 
 def _init(chunk: int | None = None, timeout: float = 20.0) -> tuple[int, int]:
@@ -136,7 +139,7 @@ def _profiled(backend: str) -> list[str]:
         dist.reduce(ones(2), 0)
         dist.broadcast(ones(2), 0)
         dist.all_gather(several, ones(2))
-        dist.all_gather_single(ones(2 * size), ones(2))
+        all_gather_single(ones(2 * size), ones(2))
         dist.gather(ones(2), several if rank == 0 else None, 0)
         dist.scatter(ones(2), several if rank == 0 else None, 0)
         dist.reduce_scatter(ones(2), several)
@@ -204,11 +207,11 @@ def _tensors() -> None:
         want[r + 1] = r + 1
     _same(sparse.to_dense(), want)
     columns = torch.zeros(4 * size, 3)
-    dist.all_gather_single(columns[:, 1], torch.arange(4.0) + 10 * rank)
+    all_gather_single(columns[:, 1], torch.arange(4.0) + 10 * rank)
     _same(columns[:, 1], torch.cat([torch.arange(4.0) + 10 * r for r in range(size)]))
     assert torch.count_nonzero(columns[:, ::2]) == 0
     mine = torch.zeros(4)
-    dist.reduce_scatter_single(mine, columns[:, 1])
+    reduce_scatter_single(mine, columns[:, 1])
     _same(mine, (torch.arange(4.0) + 10 * rank) * size)
     scaled = torch.full((200,), float(rank))
     dist.all_reduce(scaled, dist._make_nccl_premul_sum(2.5))  # type: ignore[attr-defined]

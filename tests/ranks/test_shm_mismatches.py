@@ -15,6 +15,8 @@ import torch.distributed as dist
 import lockstep
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 #: From the last rank's arrival to the error on every rank; busy machines get a margin.
 SOON = 0.2
 MARGIN = 0.8

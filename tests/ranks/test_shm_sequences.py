@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +16,8 @@ import lockstep
 from lockstep import knobs
 from tests.harness import run_ranks
 from tests.ranks.collectives import MOVING, OPS, REDUCING, ROOTED, Case, issue, supported
+
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
 
 _DTYPES = (torch.bool, torch.int8, torch.int64, torch.bfloat16, torch.float32, torch.complex64)
 

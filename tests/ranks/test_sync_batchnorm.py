@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import lockstep
 from tests.harness import collect_outcomes, run_ranks
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 CHANNELS = 3
 
 

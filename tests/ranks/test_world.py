@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
-import resource
+import re
 import socket
 import subprocess
 import sys
@@ -21,6 +21,8 @@ import lockstep
 from lockstep import knobs, machine
 from lockstep.identity import place
 from tests.harness import collect_outcomes, run_ranks
+
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
 
 
 def _describe() -> tuple[int, int, int, int, int, str, bool]:
@@ -210,22 +212,63 @@ def test_the_cpu_takes_shared_memory_unless_told_otherwise(monkeypatch: pytest.M
     assert run_ranks(_default_backend, 2) == ["gloo", "gloo"]
 
 
-def _without_memory_on_rank_0() -> tuple[str, list[str]]:
-    if os.environ["RANK"] == "0":  # a page of shared memory is more than this allows, the rendezvous file is less
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4095, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        w = lockstep.init()
-    assert w.all_reduce(1) == w.world_size
-    return torch.distributed.get_backend(), [f"{each.filename}: {each.message}" for each in seen]
+#: Which rank breaks, and what: before the memory is shared, while it is, after it was, and when torch gets the group.
+_BREAKS: dict[str, tuple[str, str]] = {
+    "no memory": ("0", "os.memfd_create"),
+    "no semaphores": ("0", "lockstep.comm.shm.semaphore.initialise"),
+    "unreadable": ("1", "lockstep.comm.shm.rendezvous.Segment.open"),
+    "no descriptor": ("1", "lockstep.comm.shm.group.Peers"),
+    "refused by torch": ("1", "lockstep.comm.shm.process_group.ProcessGroupShm"),
+    "refused by torch on rank 0": ("0", "lockstep.comm.shm.process_group.ProcessGroupShm"),
+    "refused by torch everywhere": ("01", "lockstep.comm.shm.process_group.ProcessGroupShm"),
+    "nothing": ("", ""),
+}
 
 
-def test_ranks_that_can_not_share_memory_take_gloo_and_say_why() -> None:
-    (backend, seen), (other, silent) = run_ranks(_without_memory_on_rank_0, 2)
-    assert (backend, other, silent) == ("gloo", "gloo", [])
-    assert len(seen) == 1
-    assert "test_world.py: the ranks can't share memory, so gradients go through the network, by gloo" in seen[0]
-    assert "rank 0: no shared memory of 4096 bytes can be made here" in seen[0]
+def _where_shm_fails() -> dict[str, tuple[str, list[str]]]:
+    def fail(*_: object, **__: object) -> None:
+        raise (OSError if "no " in case else RuntimeError)(f"{case} here")
+
+    found: dict[str, tuple[str, list[str]]] = {}
+    for case, (ranks, what) in _BREAKS.items():
+        with warnings.catch_warnings(record=True) as seen, pytest.MonkeyPatch.context() as patch:
+            warnings.simplefilter("always")
+            if os.environ["RANK"] in list(ranks):
+                patch.setattr(what, fail)
+            w = lockstep.init(timeout=10)
+            assert w.all_reduce(1) == w.world_size
+            found[case] = torch.distributed.get_backend(), [f"{each.filename}: {each.message}" for each in seen]
+            lockstep.shutdown()
+    return found
+
+
+def test_where_shm_does_not_open_on_all_ranks_all_take_gloo_and_rank_0_says_why() -> None:
+    first, second = run_ranks(_where_shm_fails, 2)
+    assert first.pop("nothing") == second.pop("nothing") == ("shm", [])
+    assert {case: backend for case, (backend, _) in first.items()} == dict.fromkeys(first, "gloo")
+    assert second == dict.fromkeys(first, ("gloo", []))
+    for case, (_, seen) in first.items():
+        assert len(seen) == 1, case
+        assert "test_world.py: the ranks can't share memory, so gradients go through the network, by gloo" in seen[0]
+        for rank in _BREAKS[case][0]:
+            assert re.search(rf"rank {rank}: .*{case} here", seen[0]), seen[0]
+        assert 'lockstep.init("gloo") or LOCKSTEP_BACKEND=gloo chooses that' in seen[0]
+
+
+def _explicit_shm_fails() -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("nobody knows why")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.comm.shm.process_group.ProcessGroupShm", fail)
+        lockstep.init("shm")
+
+
+def test_shm_that_was_asked_for_and_fails_names_the_way_around() -> None:
+    (outcome,) = collect_outcomes(_explicit_shm_fails, 1)
+    assert outcome.error == "RendezvousError"
+    assert "nobody knows why" in (outcome.message or "")
+    assert "LOCKSTEP_BACKEND=gloo goes through the network instead" in (outcome.message or "")
 
 
 def _leave_before_mean(backend: str) -> None:

@@ -10,6 +10,8 @@ from torch import nn
 
 import lockstep
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 
 def test_parameters_and_buffers_are_taken_over_as_they_are() -> None:
     norm = nn.BatchNorm2d(2, eps=0.1, momentum=None)

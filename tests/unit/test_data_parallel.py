@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from lockstep import DataParallel
 from lockstep.data_parallel import data_parallel
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 TWO = ["cpu", "cpu"]
 
 

@@ -19,6 +19,8 @@ from lockstep.ddp.transfer import move_to
 from lockstep.ddp.weighting import AccumulatedWeights
 from lockstep.errors import CollectiveTimeout, PeerLost
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 Pair = namedtuple("Pair", "left right")
 
 

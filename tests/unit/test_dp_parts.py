@@ -23,6 +23,8 @@ from lockstep.data_parallel.scatter import batch_size, scatter
 from lockstep.data_parallel.store import send_together
 from lockstep.identity import Identity
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 CPU = torch.device("cpu")
 TWO = [CPU, CPU]
 

@@ -18,6 +18,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from lockstep import DataParallel
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 TWO = ["cpu", "cpu"]
 
 

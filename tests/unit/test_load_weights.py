@@ -14,6 +14,8 @@ from torch import nn
 import lockstep
 from tests.checkpoints import save_alone
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 
 class Net(nn.Module):
     def __init__(self, width: int = 3) -> None:

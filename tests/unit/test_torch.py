@@ -1,12 +1,302 @@
-"""Every private name of torch that lockstep uses does what it is used for."""
+"""torch's private names: which versions have them, and that each does what lockstep relies on.
+
+``VERSIONS`` was checked with torch 2.9, 2.13 and 2.15. A name that a newer torch lacks fails here, by its name, before
+it fails somewhere in the middle of a step.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import operator
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.nn.utils import prune
 
+import lockstep
 from lockstep import _torch
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
+SOURCE = Path(lockstep.__file__).parent
+
+#: Where each function of _torch.py finds what it needs, and in which versions of torch that is so.
+VERSIONS = {
+    "torch.autograd._profiler_enabled": "2.9 to 2.15",
+    "torch.autograd.Variable._execution_engine.queue_callback": "2.9 to 2.15",
+    "torch._C._will_engine_execute_node": "2.9 to 2.15",
+    "torch._C._autograd._get_current_graph_task_keep_graph": "2.9 to 2.15",
+    "torch.Tensor._post_accumulate_grad_hooks": "2.9 to 2.15",
+    "torch._C._len_torch_dispatch_stack": "2.9 to 2.15",
+    "torch._C._functorch.peek_interpreter_stack": "2.9 to 2.15",
+    "torch._foreach_copy_": "2.9 to 2.15",
+    "torch.UntypedStorage._cdata": "2.9 to 2.15",
+    "torch.distributed.ProcessGroup._device_types": "2.9 to 2.15",
+    "torch.distributed.ProcessGroup._get_backend": "2.9 to 2.15",
+    "torch.distributed.distributed_c10d._get_default_store": "2.9 to 2.15",
+    "torch.distributed.distributed_c10d.AllgatherOptions": "2.9 to 2.15",
+    "torch.nn.modules.batchnorm._BatchNorm": "2.9 to 2.15",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": "2.9 to 2.15",
+    "torch._C._dynamo.eval_frame._FrameAction": "2.9 to 2.15",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy": "2.9 to 2.15",
+    "torch._dynamo.callback.on_compile_start": "2.9 to 2.15",
+    "torch._dynamo.callback.on_compile_end": "2.9 to 2.15",
+    "torch.nn.Module._parameters": "2.9 to 2.15",
+    "torch.nn.Module._buffers": "2.9 to 2.15",
+    "torch.nn.Module._modules": "2.9 to 2.15",
+    "torch.nn.Module._forward_pre_hooks": "2.9 to 2.15",
+    "torch.nn.Module._replicate_for_data_parallel": "2.9 to 2.15",
+    "torch.nn.Module._is_replica": "2.9 to 2.15",
+    "torch.nn.Module._call_impl": "2.9 to 2.15",
+    "torch.nn.Module._compiled_call_impl": "2.9 to 2.15",
+    "torch.Tensor._version": "2.9 to 2.15",
+    "torch.Tensor._indices": "2.9 to 2.15",
+    "torch.Tensor._values": "2.9 to 2.15",
+    "torch.distributed.ProcessGroup._allgather_base": "2.9 to 2.15",
+    "torch.distributed.ProcessGroup._reduce_scatter_base": "2.9 to 2.15",
+    "torch.distributed.Work._source_rank": "2.9 to 2.15",
+}
+
+#: Names of objects, which no class has: an instance shows them.
+_INSTANCES: dict[str, Any] = {
+    "torch.nn.Module": nn.Linear(1, 1)._replicate_for_data_parallel(),
+    "torch.UntypedStorage": torch.zeros(1).untyped_storage(),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiler_is_loaded() -> None:
+    """Before a test that would load it: it leaves a variable in the environment."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_torch_has_the_name(name: str) -> None:
+    owner, _, last = name.rpartition(".")
+    if name.startswith("torch._dynamo"):
+        importlib.import_module(owner)
+    found = _INSTANCES.get(owner)
+    if found is None:
+        found = operator.attrgetter(owner.removeprefix("torch."))(torch)
+    assert hasattr(found, last), f"torch {torch.__version__} has no {name}, versions {VERSIONS[name]} have"
+
+
+def test_the_tables_are_among_the_names_that_are_tested() -> None:
+    listed = {
+        f"{owner}.{name}"
+        for table in (_torch.ATTRIBUTES, _torch.OVERRIDDEN)
+        for owner in table
+        for name in table[owner]
+    }
+    assert listed <= VERSIONS.keys()
+
+
+def test_profiler_enabled() -> None:
+    enabled = _torch.profiler_enabled()
+    assert not enabled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert enabled()
+
+
+def test_queue_callback_and_will_execute_and_keeps_graph() -> None:
+    will_execute, keeps_graph = _torch.will_execute(), _torch.keeps_graph()
+    weight, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    loss = (weight * 2).sum()
+    nodes = [torch.autograd.graph.get_gradient_edge(each).node for each in (weight, other)]
+    seen: list[Any] = []
+
+    def during(_: torch.Tensor) -> None:
+        seen.append(("executes", *(will_execute(node) for node in nodes)))
+        seen.append(("keeps", keeps_graph()))
+        _torch.queue_callback(lambda: seen.append(("ended", weight.grad is not None)))
+
+    loss.register_hook(during)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert seen == [
+        item for keeps in (True, False) for item in (("executes", True, False), ("keeps", keeps), ("ended", True))
+    ]
+
+
+def test_gradient_hooks() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    counts = [_torch.gradient_hooks(weight)]
+    for _ in range(2):
+        weight.register_post_accumulate_grad_hook(lambda _: None)
+        counts.append(_torch.gradient_hooks(weight))
+    assert counts == [0, 1, 2]
+
+
+def test_foreach_copy() -> None:
+    targets, sources = [torch.zeros(2), torch.zeros(3, dtype=torch.float64)], [torch.ones(2), torch.full((3,), 2.0)]
+    _torch.foreach_copy()(targets, sources)
+    assert [target.tolist() for target in targets] == [[1, 1], [2, 2, 2]]
+
+
+def test_storage_of() -> None:
+    tensor = torch.zeros(4)
+    assert _torch.storage_of(tensor) == _torch.storage_of(tensor[1:])
+    empty, other = torch.zeros(0), torch.zeros(0)
+    assert _torch.storage_of(empty) != _torch.storage_of(other)
+
+
+def _ask_groups() -> dict[str, Any]:
+    lockstep.init("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    cpu = torch.device("cpu")
+    inner = dist.new_group(backend="shm")
+    facts = {
+        "serves the CPU": "cpu" in _torch.device_types(group),
+        "backend": type(_torch.backend_for(group, cpu)).__name__,
+        "device types of shm": _torch.device_types(inner),
+        "backend of shm": _torch.backend_for(inner, cpu) is inner,
+    }
+    try:
+        _torch.backend_for(group, torch.device("meta"))
+    except RuntimeError:
+        facts["no such device"] = "RuntimeError"
+    _torch.default_store().set("ours", "1")
+    facts["store"] = dist.distributed_c10d._get_default_store().get("ours")
+    return facts
+
+
+def test_device_types_and_backend_for_and_default_store() -> None:
+    assert run_ranks(_ask_groups, 1) == [
+        {
+            "serves the CPU": True,
+            "backend": "ProcessGroupGloo",
+            "device types of shm": ["cpu"],
+            "backend of shm": True,
+            "no such device": "RuntimeError",
+            "store": b"1",
+        }
+    ]
+
+
+def test_all_gather_options() -> None:
+    options = _torch.all_gather_options()()
+    assert options.asyncOp in (True, False)
+    assert options.timeout.total_seconds() < 0  # not set: the group's own
+
+
+def test_batch_norm() -> None:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    assert all(issubclass(kind, _torch.batch_norm()) for kind in kinds)
+
+
+def test_original_of_and_its_prefix() -> None:
+    module = nn.Linear(2, 1)
+    compiled = torch.compile(module, backend="eager")
+    assert isinstance(compiled, nn.Module)
+    assert _torch.original_of(compiled) is module
+    assert _torch.original_of(module) is None
+    assert set(compiled.state_dict()) == {f"{_torch.COMPILED_PREFIX}{name}" for name in module.state_dict()}
+
+
+def test_compile_callbacks() -> None:
+    script = """
+import torch
+from lockstep import _torch
+assert _torch.compile_callbacks() is None
+torch.optim.SGD([torch.ones(1)], lr=1)  # imports the compiler
+seen = []
+callbacks = _torch.compile_callbacks()
+callbacks.on_compile_start(lambda *_: seen.append("start"))
+callbacks.on_compile_end(lambda *_: seen.append("end"))
+torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+assert seen == ["start", "end"], seen
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_hook_name() -> None:
+    layer = nn.Linear(2, 1)
+    prune.random_unstructured(layer, "weight", amount=1)
+    assert [_torch.hook_name(hook) for hook in layer._forward_pre_hooks.values()] == ["weight"]
+    assert _torch.hook_name(print) == ""
+
+
+def _add(x: torch.Tensor) -> torch.Tensor:
+    return x + (100 if torch.compiler.is_compiling() else 1)
+
+
+def test_mark_untraced_and_untraced() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return _add(x)
+
+    class Adder:
+        def method(self, x: torch.Tensor) -> torch.Tensor:
+            return _add(x)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return function(x * 2) + adder.method(x * 2)
+
+    adder = Adder()
+    assert torch.compile(twice, backend="eager")(torch.ones(1)).tolist() == [204]
+    _torch.mark_untraced(function)
+    Adder.method.__module__ = "lockstep.tests"  # as a method of lockstep's
+    _torch.untraced(Adder)
+    torch.compiler.reset()
+    assert torch.compile(twice, backend="eager")(torch.ones(1)).tolist() == [6]
+
+
+def _record_flights() -> list[Any]:
+    lockstep.init("shm")
+    recorders = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    _torch.leave_out_of_flight_recorder("other")
+    return [recorders is None, None if recorders is None else {"shm", "other"} <= recorders]
+
+
+def test_leave_out_of_flight_recorder() -> None:
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    assert run_ranks(_record_flights, 1) == [[True, None] if version < (2, 15) else [False, True]]
+
+
+# --- nothing private elsewhere ---------------------------------------------------------------------------------------
+
+
+def test_each_function_has_a_test() -> None:
+    functions = [name for name, value in vars(_torch).items() if inspect.isfunction(value)]
+    text = Path(__file__).read_text()
+    assert [name for name in functions if f"_torch.{name}(" not in text] == []
+
+
+def test_private_names_stand_in_one_file() -> None:
+    """Every name with an underscore that lockstep's source reads is its own, Python's, or stands in _torch.py."""
+    own, read = set[str](), dict[str, str]()
+    for file in SOURCE.rglob("*.py"):
+        if file.name == "_torch.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.arg):
+                own.add(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+                    own.add(node.attr)
+                read[node.attr] = f"{file}:{node.lineno}: {ast.unparse(node)}"
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+                read |= {alias.name: f"{file}:{node.lineno}: {alias.name}" for alias in node.names}
+    listed = {name for names in (_torch.ATTRIBUTES | _torch.OVERRIDDEN).values() for name in names}
+    # Of Python's: os._exit, subprocess, multiprocessing.
+    pythons = {"_exit", "_args_from_interpreter_flags", "_inheriting", "_resource_tracker"}
+    private = {name for name in read if name.startswith("_") and not name.startswith("__")}
+    stray = private - own - listed - pythons - {"_torch"}
+    assert {name: read[name] for name in stray} == {}
 
 
 def test_runs_plainly_is_false_inside_transforms_modes_and_traces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from lockstep import _torch
 from lockstep.checkpoint.captured import Share
 from lockstep.checkpoint.peers import OverStore, Peers
 from lockstep.checkpoint.together import together
@@ -112,8 +112,7 @@ class Background:
         global _conversations
         _conversations += 1
         return OverStore(
-            # torch keeps the store of the default group to itself, also where the user's own code opened the group.
-            dist.distributed_c10d._get_default_store(),
+            _torch.default_store(),
             rank=self._world.rank,
             world_size=self._world.world_size,
             key=f"lockstep/save/{_conversations}",

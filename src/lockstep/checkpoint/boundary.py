@@ -16,9 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-import torch.distributed as dist
-
-from lockstep import caller, knobs
+from lockstep import _torch, caller, knobs
 from lockstep.agreement import note, standing
 from lockstep.agreement.agree import Agreement
 from lockstep.agreement.board import Board, Kind, SlotBoard, StoreBoard
@@ -150,5 +148,4 @@ def _board(world: World) -> Board:
     own = standing.own()
     if own is not None and knobs.store() is not None:
         return SlotBoard(own.slots, rank=world.rank)
-    # torch keeps the store of the default group to itself, also where the user's own code opened the group.
-    return StoreBoard(dist.distributed_c10d._get_default_store())
+    return StoreBoard(_torch.default_store())

@@ -18,10 +18,12 @@ from typing import Any
 
 from torch import nn
 
+from lockstep import _torch
+
 #: Classes that hold the user's model in their attribute ``module``; by name, since not all are at hand to import.
 _WRAPPERS = {"DistributedDataParallel", "DataParallel"}
 #: torch.compile(module) holds it under this name; its class is private.
-_COMPILED = "_orig_mod"
+_COMPILED = _torch.COMPILED_PREFIX.rstrip(".")
 _WORDS = ("module", _COMPILED)
 
 

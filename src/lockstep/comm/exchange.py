@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep import _torch
 from lockstep.comm.waiting import wait_for
 
 
@@ -19,8 +20,7 @@ def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
     resolved = group if group is not None else dist.group.WORLD
     if resolved is None:
         raise ValueError("no process group is open: call lockstep.init() or torch.distributed.init_process_group first")
-    # `_device_types` is the only way to ask a ProcessGroup which devices it serves; FSDP2 reads it as well.
-    served = [device.type for device in resolved._device_types]
+    served = _torch.device_types(resolved)
     if "cpu" in served:
         return torch.device("cpu")
     if "cuda" in served:

@@ -17,18 +17,17 @@ import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in torch's stubs
     FileStore,
     HashStore,
-    PrefixStore,
     Store,
 )
 from torch.distributed.rendezvous import rendezvous
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lockstep import caller, knobs, machine
+from lockstep import knobs, machine
 from lockstep.agreement import standing
 from lockstep.comm import guests, streams
 from lockstep.comm.allocator import keep_freed_memory
+from lockstep.comm.choose import open_shm_or_gloo
 from lockstep.comm.exchange import all_gather_records
-from lockstep.comm.shm.rendezvous import why_apart
 from lockstep.comm.world import World
 from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
 from lockstep.identity import Identity, refuse_to_be_alone
@@ -192,21 +191,6 @@ def _known_backends() -> list[str]:
     return [name for name in dist.Backend.backend_list if name != "undefined"]
 
 
-def _resolve_backend(store: Store, identity: Identity, timeout: float, device: torch.device) -> str:
-    """**Collective.** The backend for who does not choose one."""
-    if device.type == "cuda":
-        return "cpu:gloo,cuda:nccl"
-    why = why_apart(PrefixStore("lockstep/host", store), rank=identity.rank, size=identity.world_size, timeout=timeout)
-    if why is None:
-        return "shm"
-    if identity.rank == 0 and identity.local_world_size == identity.world_size:
-        caller.warn(
-            f"the ranks can't share memory, so gradients go through the network, by gloo, which is slower: {why}. "
-            'lockstep.init("gloo") chooses that, and ends this warning'
-        )
-    return "gloo"
-
-
 def _divide_threads(identity: Identity) -> None:
     """This rank's share of the cores, where no launcher and no user has said a number; fewer stay fewer."""
     if not any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
@@ -232,7 +216,10 @@ def _open_group(backend: str | None, identity: Identity, timeout: float, device:
     try:
         _groups_opened += 1
         store = _rendezvous_store(identity, limit)
-        backend = backend or _resolve_backend(store, identity, timeout, device)
+        if backend is None and device.type == "cpu":
+            open_shm_or_gloo(store, identity, timeout)
+            return
+        backend = backend or "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend,
             store=store,
@@ -247,7 +234,7 @@ def _open_group(backend: str | None, identity: Identity, timeout: float, device:
         where = knobs.store() or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RendezvousError(
             f"rank {identity.rank} of {identity.world_size} could not join the world at {where} "
-            f"(backend {backend or 'not chosen yet'}, timeout {timeout:g} s): {error}{_hint(error)}"
+            f"(backend {backend or 'not chosen yet'}, timeout {timeout:g} s): {error}{_hint(error, backend)}"
         ) from error
 
 
@@ -300,8 +287,10 @@ def _connect(identity: Identity, timeout: timedelta) -> Store:
     return store
 
 
-def _hint(error: Exception) -> str:
+def _hint(error: Exception, backend: str | None) -> str:
     text = str(error)
+    if backend == "shm":
+        return f'\nlockstep.init("gloo") or {knobs.BACKEND}=gloo goes through the network instead'
     if "EADDRINUSE" in text or "already in use" in text:
         return (
             f"\nPort {os.environ.get('MASTER_PORT')} is taken by another process: choose another with --master_port, "

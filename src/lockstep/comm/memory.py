@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from lockstep import _torch
+
 
 class InPlaceMemory(Protocol):
     """A backend with memory that it reduces in place."""
@@ -24,7 +26,7 @@ class InPlaceMemory(Protocol):
 def in_place_memory(group: dist.ProcessGroup, device: torch.device) -> InPlaceMemory | None:
     """**Local.** The backend of ``group`` for ``device``, if it has memory there that it reduces in place."""
     try:
-        backend: Any = group._get_backend(device)
+        backend: Any = _torch.backend_for(group, device)
     except RuntimeError:  # the group serves no tensors of this device
         return None
     if getattr(backend, "reduces_in_place", False) and backend.supports_tensor_alloc(device):

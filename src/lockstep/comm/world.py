@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from lockstep import _torch
 from lockstep.comm.exchange import all_gather_records, group_device
 from lockstep.comm.waiting import wait_for
 from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
@@ -139,6 +140,7 @@ class World:
         if self.is_main:
             print(*values, **{"flush": True, **options})
 
+    @_torch.mark_untraced
     def barrier(self, *, timeout: float | None = None) -> None:
         """**Collective.** Wait until every rank has arrived.
 
@@ -180,6 +182,7 @@ class World:
                 f"{limit.total_seconds():g} s. torch says: {error}{writer.told()}"
             ) from error
 
+    @_torch.mark_untraced
     def all_reduce(self, value: Reducible, op: ReduceOp = "sum") -> Reducible:
         """**Collective.** Combine a number, or a tensor of numbers, over all ranks.
 
@@ -214,6 +217,7 @@ class World:
             return total.to(value.device)
         return total.item()  # type: ignore[return-value]
 
+    @_torch.mark_untraced
     def mean(self, value: float | torch.Tensor, *, samples: int | None = None) -> float:
         """**Collective.** The mean over all samples of all ranks, of a number that is a mean on each rank.
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lockstep import caller
+from lockstep import _torch, caller
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -27,7 +27,7 @@ def eagerly(fn: Function) -> Function:
     return disabled
 
 
-eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch.compiler.disable marks a function
+_torch.mark_untraced(eagerly)
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:

@@ -39,7 +39,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep import _torch
 from lockstep.data_parallel.threads import Task
+
+_keeps_graph = _torch.keeps_graph()
 
 
 @dataclass
@@ -182,8 +185,7 @@ class _Departure:
     def begin(self, grad: Tensor) -> Tensor:
         """Start the backward of the replica's own graph; what comes back is for its ticket."""
         creates = torch.is_grad_enabled()
-        # Private, and the only way to learn of retain_graph=True: that graph must live as long as the caller's.
-        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        keeps = _keeps_graph()  # (the replica's graph must then live as long as the caller's)
 
         def run() -> tuple[Tensor | None, ...]:
             return torch.autograd.grad(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lockstep import caller
+from lockstep import _torch, caller
 from lockstep.data_parallel.compiled import compile_as, is_compiled_wrapper, rewrapped
 from lockstep.data_parallel.devices import refuse_misplaced
 from lockstep.data_parallel.lend import Lent, Loan, lend
@@ -202,7 +202,7 @@ class Replicas:
 
     def _rewrap(self, node: _Node) -> None:
         for replica in range(1, len(self._devices)):
-            inner = self._nodes[id(node.source._orig_mod)].copies[replica]
+            inner = self._nodes[id(_torch.original_of(node.source))].copies[replica]
             node.copies[replica] = rewrapped(node.source, inner)
 
     def _link(self, node: _Node) -> None:
@@ -316,7 +316,7 @@ def _hang(module: nn.Module, kind: str, name: str, tensor: Tensor | None) -> Non
 def _derived_names(module: nn.Module) -> set[str]:
     """Attributes that hooks compute anew before each forward (weight norm, spectral norm, pruning)."""
     hooks = module._forward_pre_hooks.values()
-    return {str(getattr(hook, attribute, "")) for hook in hooks for attribute in ("name", "_tensor_name")}
+    return {name for hook in hooks for name in (str(getattr(hook, "name", "")), _torch.hook_name(hook))}
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lockstep import _torch
 from lockstep.data_parallel.contents import changed
 
 #: Tensors of fewer bytes travel to another device together.
@@ -126,8 +127,7 @@ def _version(tensor: Tensor) -> int | None:
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     """The memory of a tensor, and how it lies in there."""
     if tensor.layout == torch.strided:
-        storage = tensor.untyped_storage()._cdata
-        return storage, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        return _torch.storage_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     return tensor.layout, tensor.shape, *(_place(part) for part in dense_parts(tensor))
 
 

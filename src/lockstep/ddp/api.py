@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
+from lockstep import _torch
 from lockstep.comm import streams
 from lockstep.ddp.compress import CommHook
 from lockstep.ddp.options import CheckFinite, ReplicaOptions
@@ -186,8 +187,7 @@ def replica_of(model: nn.Module) -> Replica:
     Raises:
         ValueError: ``model`` is not a replica.
     """
-    for candidate in (model, getattr(model, "_orig_mod", None), getattr(model, "module", None)):
-        # "_orig_mod" is what torch.compile calls the module that it wraps.
+    for candidate in (model, _torch.original_of(model), getattr(model, "module", None)):
         if isinstance(candidate, nn.Module) and candidate in _replicas:
             return _replicas[candidate]
     raise ValueError(f"this {type(model).__name__} is not a replica: call lockstep.replicate(model) first")

@@ -26,20 +26,22 @@ and offset as it takes every other parameter's: they stay this rank's own sums.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Not exported by torch, but what torch's own SyncBatchNorm extends and other libraries look for; the public classes
-# BatchNorm1d, 2d and 3d each refuse inputs of other dimensions.
-from torch.nn.modules.batchnorm import _BatchNorm
-
+from lockstep import _torch
 from lockstep.comm.init import current_world
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.eager import run_eagerly
+
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm
+else:
+    _BatchNorm = _torch.batch_norm()
 
 Module = TypeVar("Module", bound=nn.Module)
 

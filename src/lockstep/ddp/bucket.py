@@ -21,7 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lockstep import _torch
 from lockstep.comm.memory import InPlaceMemory
+
+#: One call for a whole bucket.
+_foreach_copy = _torch.foreach_copy()
 
 #: Below this many elements for each parameter, the cost of a copy is the call and not the memory.
 SMALL = 32 * 1024
@@ -84,16 +88,14 @@ class Bucket:
             if scale is not None:
                 self.values.mul_(scale)
         elif self._small:
-            # One call for the whole bucket; it is private, but FSDP2 and the optimizers rest on it, and it is four
-            # times faster than a Python loop over small tensors. The public ways (cat, stack) need as many views.
-            torch._foreach_copy_(views, grads)
+            _foreach_copy(views, grads)
             if scale is not None:
                 self.values.mul_(scale)
         elif scale is not None:
             for grad, view in zip(grads, views, strict=True):
                 torch.mul(grad, scale, out=view)
         else:
-            torch._foreach_copy_(views, grads)  # as above
+            _foreach_copy(views, grads)
 
     def pack_some(self, grads: Sequence[Tensor | None], scale: Tensor | None) -> None:
         """**Local.** As :meth:`pack`, with zeros where there is no gradient, and without what is packed already."""
@@ -129,7 +131,7 @@ class Bucket:
         """**Local.** Copy the bucket into every parameter's ``grad``."""
         grads = [param.grad for param in self.params if param.grad is not None]
         if len(grads) == len(self.params):
-            torch._foreach_copy_(grads, self.views)  # as in pack()
+            _foreach_copy(grads, self.views)
         else:
             for slot in range(len(self.params)):
                 self.unpack_one(slot, as_view=False)

@@ -9,6 +9,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from lockstep import _torch
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -27,7 +29,5 @@ def run_eagerly(method: Method) -> Method:
             disabled = torch.compiler.disable(method)
         return disabled(*args, **kwargs)
 
-    # A private mark, the one that torch.compiler.disable leaves on a function: without it the compiler traces ``call``.
-    # It is not enough by itself, since the compiler would still trace the functions that are called from within.
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _torch.mark_untraced(call)
     return cast(Method, call)

@@ -47,6 +47,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from lockstep import _torch
 from lockstep.comm.labels import labelled
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.arrivals import Arrivals
@@ -412,5 +413,4 @@ class Reducer:
 
 def _has_other_hooks(param: Parameter) -> bool:
     """Whether a hook of the user's comes after ours, which is to see this rank's own gradient and may change it."""
-    hooks = param._post_accumulate_grad_hooks  # private, and the only way to ask
-    return hooks is not None and len(hooks) > 1
+    return _torch.gradient_hooks(param) > 1

@@ -5,9 +5,9 @@ torch is not imported here: it is handed over, or found where the program has im
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
+from lockstep import _torch
 from lockstep.recorder import writer
 from lockstep.recorder.layout import Phase
 
@@ -43,7 +43,7 @@ def _watch_compiler() -> None:
     """Behind the first step, because an optimizer has imported the compiler by then; until then a rank has a minute."""
     global _compiler
     _compiler = True
-    callback = sys.modules.get("torch._dynamo.callback")
+    callback = _torch.compile_callbacks()
     if callback is None:
         return
     compiling = writer.phase(Phase.COMPILE)

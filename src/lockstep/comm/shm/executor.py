@@ -71,7 +71,7 @@ class Executor:
 
     def put(self, work: ShmWork) -> None:
         """**Local.** Queue ``work`` behind everything issued before."""
-        work.on_followed = self._follow
+        work.shm_on_followed = self._follow
         with self._condition:
             (self._inner if self._in_callback() else self._queue).append(work)
             self._wake()
@@ -96,7 +96,7 @@ class Executor:
 
     def _follow(self, work: ShmWork) -> None:
         with self._condition:
-            work.followed = True
+            work.shm_followed = True
             if work in self._taken:
                 self._held.add(work)
 
@@ -107,12 +107,12 @@ class Executor:
         writer.in_background()
         while (work := self._next()) is not None:
             try:
-                work.execute()
+                work.shm_execute()
             finally:
                 self.leave()
             self._thread.in_callback = True
             try:
-                work.fulfil()
+                work.shm_fulfil()
             finally:
                 self._thread.in_callback = False
                 with self._condition:
@@ -149,6 +149,6 @@ class Executor:
             return None
         work = (self._inner or self._queue).popleft()
         self._taken.add(work)
-        if work.followed:
+        if work.shm_followed:
             self._held.add(work)
         return work

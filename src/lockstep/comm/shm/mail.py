@@ -64,7 +64,7 @@ class Mail:
         """**Local.** Begin to send the elements of ``flat``, which must not change until the work is complete."""
         work = MailWork(self, f"send to rank {to} (tag {tag})", place=place(), timeout=timeout, result=result)
         content = flat.view(torch.uint8)
-        envelope = Envelope(tag, content.numel(), dtype_code(flat.dtype), work.place)
+        envelope = Envelope(tag, content.numel(), dtype_code(flat.dtype), work.shm_place)
         with self._condition:
             self._matching.send(Outgoing(work, to, envelope, content))
             self._begin(work)
@@ -101,7 +101,7 @@ class Mail:
     def drive(self, work: MailWork, limit: float | None) -> None:
         """**Local.** Work until ``work`` is complete (an error completes it too), or ``limit`` seconds have passed."""
         until = None if limit is None else time.monotonic() + limit
-        while not work.ready() and (until is None or time.monotonic() < until):
+        while not work.shm_ready() and (until is None or time.monotonic() < until):
             with self._condition:
                 if self._driven:  # another thread does the work for all: wait until something is complete
                     self._condition.wait(SLICE)
@@ -141,7 +141,7 @@ class Mail:
         self._progress()
         if self._driven:  # it may sleep, for a bell that was heard here
             semaphore.post(self._bell)
-        if work.ready():
+        if work.shm_ready():
             return
         self._standing.waits_in(str(work))
         if self._thread is None:
@@ -175,7 +175,7 @@ class Mail:
                 work = self._finished.popleft()
             except IndexError:  # another thread was faster
                 return
-            work.fulfil()
+            work.shm_fulfil()
 
     def _drive(self, work: MailWork | None, until: float | None) -> None:
         """Move fragments and sleep on the bell between, until ``work`` or any other is complete, or it is ``until``.
@@ -185,7 +185,7 @@ class Mail:
         while True:
             with self._condition:
                 self._progress()
-                if self._finished or (work is not None and work.ready()):
+                if self._finished or (work is not None and work.shm_ready()):
                     return
                 if self._closing or not self._matching.pending():
                     return

@@ -45,13 +45,13 @@ class Health:
             (each.work, [each.destination]) for queue in self._matching.outgoing for each in queue
         ]
         late += [(each.work, everyone if each.source is None else [each.source]) for each in self._matching.receives()]
-        late = [(work, partners) for work, partners in late if work.deadline is not None and now >= work.deadline]
+        late = [pair for pair in late if pair[0].shm_deadline is not None and now >= pair[0].shm_deadline]
         if not late:
             return None
         missing = sorted({peer for _, partners in late for peer in partners})
         what = ", ".join(str(work) for work, _ in late)
         where = self._standing.describe([*missing, *(peer for peer in everyone if peer not in missing)])
-        seconds = max(work.timeout for work, _ in late)
+        seconds = max(work.shm_limit for work, _ in late)
         return self._failure.report(CollectiveTimeout(messages.late(self._rank, what, seconds, missing, where)))
 
     def _lost(self) -> LockstepError | None:

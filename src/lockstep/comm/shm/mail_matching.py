@@ -60,7 +60,7 @@ class Matching:
         """**Local.** Complete everything with ``error``. The tensors are the callers' again: nothing writes to them."""
         self._over = True
         for work in self.pending():
-            work.finish(again(error))
+            work.shm_finish(again(error))
         for queue in self.outgoing:
             queue.clear()
         self.expected.clear()
@@ -75,7 +75,7 @@ class Matching:
             return
         for outbox, queue in zip(self._outboxes, self.outgoing, strict=True):
             while queue and self._push(outbox, queue[0]):
-                queue.popleft().work.finish(None)
+                queue.popleft().work.shm_finish(None)
         for source, inbox in enumerate(self._inboxes):
             while (fragment := inbox.take()) is not None:
                 self._accept(source, *fragment)
@@ -123,13 +123,13 @@ class Matching:
             return
         self._kept.remove(message)
         if not expected.accepts(message.envelope):
-            expected.work.finish(again(self._failure.report(self._unequal(message, expected))))
+            expected.work.shm_finish(again(self._failure.report(self._unequal(message, expected))))
             return
         if message.content is not expected.content:
             expected.content.copy_(message.content)
         expected.finish()
-        expected.work.arrived_from(message.source)
-        expected.work.finish(None)
+        expected.work.shm_arrived_from(message.source)
+        expected.work.shm_finish(None)
 
     def _unequal(self, message: Message, expected: Expected) -> CollectiveMismatch:
         envelope = message.envelope
@@ -137,5 +137,5 @@ class Matching:
         return CollectiveMismatch(
             f"rank {message.source} sent {envelope.size} bytes of {dtype_name(envelope.dtype)} with tag "
             f"{envelope.tag} at {envelope.place}; rank {self._rank} receives {expected.content.numel()} bytes "
-            f"({expected.content.numel() // itemsize} elements of {expected.dtype}) at {expected.work.place}"
+            f"({expected.content.numel() // itemsize} elements of {expected.dtype}) at {expected.work.shm_place}"
         )

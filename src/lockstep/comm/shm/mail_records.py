@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lockstep import _torch
 from lockstep.comm.shm.fingerprint import dtype_code
 from lockstep.comm.shm.mailbox import Envelope
 from lockstep.comm.shm.work import ShmWork
@@ -27,53 +28,54 @@ class Driver(Protocol):
     def completed(self, work: MailWork) -> None: ...
 
 
+@_torch.untraced
 class MailWork(ShmWork):
     """A send or a receive in flight."""
 
     def __init__(self, mail: Driver, name: str, *, place: str, timeout: float, result: list[Any]) -> None:
         super().__init__(name, lambda: None, result)
-        self._mail = mail
+        self._shm_mail = mail
         #: The line of the program that issued it.
-        self.place = place
+        self.shm_place = place
         #: Seconds that whoever waits for it may wait ...
-        self.timeout = timeout
+        self.shm_limit = timeout
         #: ... and when they have passed: a receive that nobody waits for yet may be for a message to come much later.
-        self.deadline: float | None = None
+        self.shm_deadline: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.name} at {self.place}"
+        return f"{self.shm_name} at {self.shm_place}"
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._awaited()
+        self._shm_awaited()
         limit = timeout.total_seconds() if timeout is not None else 0.0
         with writer.waiting(str(self)):
-            self._mail.drive(self, limit if limit > 0 else None)
-        if not self.ready():
-            raise CollectiveTimeout(f"{self.name} was not complete after {limit:g} s; it goes on in the background")
+            self._shm_mail.drive(self, limit if limit > 0 else None)
+        if not self.shm_ready():
+            raise CollectiveTimeout(f"{self.shm_name} was not complete after {limit:g} s; it goes on in the background")
         return super().wait()
 
     def is_completed(self) -> bool:
-        self._mail.poll()
+        self._shm_mail.poll()
         return super().is_completed()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        self._awaited()
+        self._shm_awaited()
         return super().get_future()
 
-    def finish(self, error: BaseException | None) -> None:
-        super().finish(error)
-        self._mail.completed(self)
+    def shm_finish(self, error: BaseException | None) -> None:
+        super().shm_finish(error)
+        self._shm_mail.completed(self)
 
-    def ready(self) -> bool:
+    def shm_ready(self) -> bool:
         """As is_completed, without doing any work."""
         return super().is_completed()
 
-    def arrived_from(self, rank: int) -> None:
-        self._source = rank
+    def shm_arrived_from(self, rank: int) -> None:
+        self._shm_source = rank
 
-    def _awaited(self) -> None:
-        if self.deadline is None:
-            self.deadline = time.monotonic() + self.timeout
+    def _shm_awaited(self) -> None:
+        if self.shm_deadline is None:
+            self.shm_deadline = time.monotonic() + self.shm_limit
 
 
 @dataclass

@@ -6,13 +6,13 @@ functional collectives) calls them through torch's PyProcessGroup, by the same n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lockstep import _torch
 from lockstep.comm.shm.group import Group
 from lockstep.comm.shm.interface.messages import Messages
 from lockstep.comm.shm.interface.moves import Moves
@@ -22,30 +22,20 @@ from lockstep.comm.shm.interface.reductions import Reductions
 _Base: Any = dist.ProcessGroup
 
 
+@_torch.untraced
 class ProcessGroupShm(Reductions, Moves, Messages, _Base):  # type: ignore[misc]
     """A process group whose ranks are processes on one host that share memory."""
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        *,
-        timeout: timedelta,
-        chunk: int,
-        name: str,
-        members: Sequence[int] = (),
-    ) -> None:
-        _Base.__init__(self, rank, size)  # (the constructor with a store can't be used by Python subclasses)
+    def __init__(self, store: Any, group: Group, *, name: str) -> None:
+        # (The constructor with a store can't be used by Python subclasses.)
+        _Base.__init__(self, group.rank, group.size)
         self._shm_store = store
-        self._group = Group(
-            store, rank=rank, size=size, timeout=timeout.total_seconds(), chunk=chunk, name=name, members=members
-        )
+        self._shm_group = group
         self._shm_name = name
         self._shm_description = ""
-        self._shm_rank = rank
-        self._shm_size = size
-        self._reductions = {}
+        self._shm_rank = group.rank
+        self._shm_size = group.size
+        self._shm_reductions = {}
 
     # --- who this is -----------------------------------------------------------------------------------------------
 
@@ -82,6 +72,9 @@ class ProcessGroupShm(Reductions, Moves, Messages, _Base):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> ProcessGroupShm:  # noqa: ARG002  (one backend for all there is)
         return self
 
+    # As above, under the public name that torch 2.15 gave it.
+    get_backend = _get_backend
+
     @property
     def supports_splitting(self) -> bool:
         return False
@@ -95,14 +88,14 @@ class ProcessGroupShm(Reductions, Moves, Messages, _Base):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """**Local.** Change how long collectives may wait from now on."""
-        self._group.timeout = timeout.total_seconds()
+        self._shm_group.timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
         """**Local.** What destroy_process_group calls: complete what was issued, then let go of everything."""
-        self._group.close()
+        self._shm_group.close()
 
     def abort(self) -> None:
         """**Local.** End the group on every rank; whatever is in flight raises."""
-        self._group.abort("abort() was called")
+        self._shm_group.abort("abort() was called")

@@ -8,30 +8,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
 from lockstep.comm.shm import semaphore
-from lockstep.comm.shm.layout import PAGE, Layout
+from lockstep.comm.shm.layout import Layout
 from lockstep.comm.shm.segment import Offer, Segment, Whereabouts
 from lockstep.errors import LockstepError, RendezvousError
 
 _STEP = timedelta(seconds=1)
-
-
-def why_apart(store: Store, *, rank: int, size: int, timeout: float) -> str | None:
-    """**Collective.** Why the ranks can't share memory, in the same words on every rank; None if they can.
-
-    They try it: rank 0 makes a page of shared memory, and every other rank opens it.
-
-    Raises:
-        RendezvousError: a rank did not come within ``timeout`` seconds.
-    """
-    try:
-        _share(store, "probe", rank=rank, size=size, timeout=timeout, nbytes=PAGE, chunk=0, prepare=lambda _: None)
-    except _ApartError as error:
-        return str(error)
-    return None
 
 
 def meet(
@@ -47,7 +33,8 @@ def meet(
         The segment, its layout, and where each rank's process is.
 
     Raises:
-        RendezvousError: a rank did not come, or can't share memory with rank 0; the message names it and says why.
+        ApartError: a rank can't share memory with rank 0; all ranks get it, in the same words, which name the rank.
+        RendezvousError: a rank did not come.
     """
     planned = Layout(size, chunk)
 
@@ -57,7 +44,7 @@ def meet(
 
     try:
         segment, offer, whereabouts = _share(
-            store, "shm", rank=rank, size=size, timeout=timeout, nbytes=planned.size, chunk=chunk, prepare=prepare
+            store, rank=rank, size=size, timeout=timeout, nbytes=planned.size, chunk=chunk, prepare=prepare
         )
     except LockstepError:
         raise
@@ -66,13 +53,29 @@ def meet(
     return segment, Layout(size, offer.chunk), whereabouts
 
 
-class _ApartError(RendezvousError):
+class ApartError(RendezvousError):
     """Some ranks can't share memory."""
+
+
+def say_and_hear(store: Store, key: str, word: Any, rank: int, size: int, timeout: float) -> list[Any]:
+    """**Collective.** What every rank says under ``key``, in order of rank: JSON, through the store.
+
+    Raises:
+        RendezvousError: a rank did not come within ``timeout`` seconds.
+    """
+    return _hear(store, key, json.dumps(word), rank, size, time.monotonic() + timeout)
+
+
+def _hear(store: Store, key: str, said: str, rank: int, size: int, limit: float) -> list[Any]:
+    store.set(f"{key}/rank/{rank}", said)
+    return [
+        json.loads(_get(store, f"{key}/rank/{peer}", limit, f"rank {rank}: rank {peer} did not come"))
+        for peer in range(size)
+    ]
 
 
 def _share(
     store: Store,
-    purpose: str,
     *,
     rank: int,
     size: int,
@@ -83,46 +86,53 @@ def _share(
 ) -> tuple[Segment, Offer, list[Whereabouts]]:
     """Memory that rank 0 makes and prepares, and all map; or the reasons of those that can't, on every rank."""
     # A store may be used again for a group of the same name (init, destroy, init): each meeting has keys of its own.
-    meeting = f"{store.add(f'shm/{purpose}/meetings/{rank}', 1)}/{purpose}"
+    meeting = f"{store.add(f'shm/meetings/{rank}', 1)}/shm"
     limit = time.monotonic() + timeout
     offer: Offer | None = None
     segment: Segment | None = None
+    where: Whereabouts | None = None
     refusal: str | None = None
     try:
         if rank == 0:
-            try:
+            with _told() as told:
+                where = Whereabouts.mine()
                 segment, offer = Segment.create(nbytes, chunk=chunk)
                 prepare(segment)
-            except LockstepError as error:
-                refusal = str(error)
+            refusal = told.refusal
             store.set(f"{meeting}/offer", "none" if offer is None or refusal else offer.dumps())
         else:
             text = _get(store, f"{meeting}/offer", limit, f"rank {rank}: rank 0 did not come")
             if text != b"none":
-                try:
+                with _told() as told:
+                    where = Whereabouts.mine()
                     theirs = Offer.loads(text)
                     segment = Segment.open(theirs)
-                except RendezvousError as error:
-                    refusal = str(error)
-        whereabouts = _gather(store, meeting, rank, size, limit, refusal)
+                refusal = told.refusal
+        word = {"where": None if where is None else asdict(where), "refusal": refusal}
+        found = _hear(store, meeting, json.dumps(word), rank, size, limit)
     finally:
         if offer is not None:  # every rank has mapped the memory, or has said that it can't: no name is needed any more
             os.close(offer.descriptor)
-    assert segment is not None  # _gather raises if any rank refused
-    return segment, theirs if offer is None else offer, whereabouts
-
-
-def _gather(store: Store, meeting: str, rank: int, size: int, limit: float, refusal: str | None) -> list[Whereabouts]:
-    """Say that this rank is there (or why it can't be), and hear the same of all others."""
-    store.set(f"{meeting}/rank/{rank}", json.dumps({"where": asdict(Whereabouts.mine()), "refusal": refusal}))
-    found = []
-    for peer in range(size):
-        text = _get(store, f"{meeting}/rank/{peer}", limit, f"rank {rank}: rank {peer} did not come")
-        found.append(json.loads(text))
     refusals = [f"rank {peer}: {each['refusal']}" for peer, each in enumerate(found) if each["refusal"]]
     if refusals:
-        raise _ApartError("\n".join(refusals))
-    return [Whereabouts(**each["where"]) for each in found]
+        raise ApartError("\n".join(refusals))
+    assert segment is not None  # somebody would have refused
+    return segment, theirs if offer is None else offer, [Whereabouts(**each["where"]) for each in found]
+
+
+class _told:
+    """Keeps what goes wrong inside it, whatever it is, to be told to the others, which would wait for this rank."""
+
+    refusal: str | None = None
+
+    def __enter__(self) -> _told:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.refusal = str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
+        return True
 
 
 def _get(store: Store, key: str, limit: float, missing: str) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep import _torch
 from lockstep.comm.shm.failure import again
 from lockstep.errors import CollectiveTimeout, LockstepError
 from lockstep.recorder import writer
@@ -18,78 +19,83 @@ from lockstep.recorder import writer
 _lock = threading.Lock()
 
 
+@_torch.untraced
 class _Future(torch.futures.Future[Any]):
     """Tells its work when somebody adds a callback, see Note [Callbacks] in executor.py."""
 
-    work: ShmWork | None = None
+    shm_work: ShmWork | None = None
 
     def then(self, callback: Any) -> Any:
-        self._follow()
+        self._shm_follow()
         return super().then(callback)
 
     def add_done_callback(self, callback: Any) -> None:
-        self._follow()
+        self._shm_follow()
         super().add_done_callback(callback)
 
-    def _follow(self) -> None:
-        work = self.work
+    def _shm_follow(self) -> None:
+        work = self.shm_work
         if work is not None:
-            work.follow()
+            work.shm_follow()
 
 
+@_torch.untraced
 class ShmWork(dist.Work):
-    """One issued operation. It runs once, on whichever thread; any thread may wait for it."""
+    """One issued operation. It runs once, on whichever thread; any thread may wait for it.
+
+    Names of ours begin with ``shm_``: torch gives its class more names from version to version.
+    """
 
     #: Its future has callbacks that have not run.
-    followed = False
+    shm_followed = False
     #: Whom to tell of the first callback.
-    on_followed: Callable[[ShmWork], None] | None = None
-    _error: BaseException | None = None
-    _future: _Future | None = None
+    shm_on_followed: Callable[[ShmWork], None] | None = None
+    _shm_error: BaseException | None = None
+    _shm_future: _Future | None = None
     #: The future exists and is not complete.
-    _owed = False
-    _source = -1
+    _shm_owed = False
+    _shm_source = -1
 
     def __init__(self, name: str, run: Callable[[], None] | None, result: list[Any]) -> None:
         super().__init__()
         #: What it is, for messages.
-        self.name = name
-        self._run = run
-        self._result = result
-        self._done: threading.Event | None = threading.Event() if run is not None else None
+        self.shm_name = name
+        self._shm_run = run
+        self._shm_result = result
+        self._shm_done: threading.Event | None = threading.Event() if run is not None else None
 
     # --- for the executor ------------------------------------------------------------------------------------------
 
-    def execute(self) -> None:
-        """**Local.** Run it and wake up whoever waits; an error is kept for them. Call :meth:`fulfil` afterwards."""
-        assert self._run is not None  # (for the type checker)
+    def shm_execute(self) -> None:
+        """**Local.** Run it and wake up whoever waits, who gets its error too. Call :meth:`shm_fulfil` afterwards."""
+        assert self._shm_run is not None  # (for the type checker)
         try:
-            self._run()
+            self._shm_run()
         except BaseException as error:  # noqa: BLE001  (whoever waits raises it)
-            self.finish(error)
+            self.shm_finish(error)
         else:
-            self.finish(None)
+            self.shm_finish(None)
 
-    def finish(self, error: BaseException | None) -> None:
-        """**Local.** Mark it as complete. Call :meth:`fulfil` afterwards, without locks: it runs callers' code."""
-        assert self._done is not None  # (for the type checker)
+    def shm_finish(self, error: BaseException | None) -> None:
+        """**Local.** Mark it as complete. Call :meth:`shm_fulfil` afterwards, without locks: it runs callers' code."""
+        assert self._shm_done is not None  # (for the type checker)
         with _lock:
-            self._error = error
-            self._run = None  # lets go of the tensors
-            self._done.set()
+            self._shm_error = error
+            self._shm_run = None  # lets go of the tensors
+            self._shm_done.set()
 
-    def fulfil(self) -> None:
+    def shm_fulfil(self) -> None:
         """**Local.** Complete the future, if anybody asked for one; its callbacks run here."""
         with _lock:
-            future, self._owed = self._future if self._owed else None, False
+            future, self._shm_owed = self._shm_future if self._shm_owed else None, False
         if future is not None:
-            self._fulfil(future)
-            future.work = None
+            self._shm_fulfil(future)
+            future.shm_work = None
 
-    def follow(self) -> None:
+    def shm_follow(self) -> None:
         """**Local.** Note that a callback is being added to the future."""
-        if self.on_followed is not None:
-            self.on_followed(self)
+        if self.shm_on_followed is not None:
+            self.shm_on_followed(self)
 
     # --- torch.distributed.Work ------------------------------------------------------------------------------------
 
@@ -101,57 +107,63 @@ class ShmWork(dist.Work):
             CollectiveTimeout: ``timeout`` passed first. The operation goes on.
         """
         seconds = timeout.total_seconds() if timeout is not None else 0.0
-        if self._done is not None and not self._done.is_set() and not self._sleep(seconds if seconds > 0 else None):
-            raise CollectiveTimeout(f"{self.name} was not complete after {seconds:g} s; it goes on in the background")
-        if self._error is not None:
-            if isinstance(self._error, LockstepError):
-                raise again(self._error) from self._error
-            raise self._error
+        if (
+            self._shm_done is not None
+            and not self._shm_done.is_set()
+            and not self._shm_sleep(seconds if seconds > 0 else None)
+        ):
+            raise CollectiveTimeout(
+                f"{self.shm_name} was not complete after {seconds:g} s; it goes on in the background"
+            )
+        if self._shm_error is not None:
+            if isinstance(self._shm_error, LockstepError):
+                raise again(self._shm_error) from self._shm_error
+            raise self._shm_error
         return True
 
-    def _sleep(self, seconds: float | None) -> bool:
-        assert self._done is not None  # (for the type checker)
-        with writer.waiting(self.name):
-            return self._done.wait(seconds)
+    def _shm_sleep(self, seconds: float | None) -> bool:
+        assert self._shm_done is not None  # (for the type checker)
+        with writer.waiting(self.shm_name):
+            return self._shm_done.wait(seconds)
 
     def is_completed(self) -> bool:
-        return self._done is None or self._done.is_set()
+        return self._shm_done is None or self._shm_done.is_set()
 
     def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
+        return self.is_completed() and self._shm_error is None
 
     def exception(self) -> BaseException | None:
-        return self._error
+        return self._shm_error
 
     def result(self) -> list[Any]:
-        return self._result
+        return self._shm_result
 
     def synchronize(self) -> None:
         self.wait()
 
     def source_rank(self) -> int:
-        return self._source
+        return self._shm_source
 
     def _source_rank(self) -> int:  # the name torch.distributed.recv asks for
-        return self._source
+        return self._shm_source
 
     def get_future(self) -> torch.futures.Future[Any]:
         """**Local.** A future with the output tensors as its value."""
         with _lock:
-            if self._future is not None:
-                return self._future
-            future = self._future = _Future()
-            future.work = self
-            self._owed = True
-            done = self._done is None or self._done.is_set()
+            if self._shm_future is not None:
+                return self._shm_future
+            future = self._shm_future = _Future()
+            future.shm_work = self
+            self._shm_owed = True
+            done = self._shm_done is None or self._shm_done.is_set()
         if done:
-            self.fulfil()
+            self.shm_fulfil()
         return future
 
-    def _fulfil(self, future: torch.futures.Future[Any]) -> None:
-        if self._error is None:
-            future.set_result(self._result)
-        elif isinstance(self._error, Exception):
-            future.set_exception(self._error)
+    def _shm_fulfil(self, future: torch.futures.Future[Any]) -> None:
+        if self._shm_error is None:
+            future.set_result(self._shm_result)
+        elif isinstance(self._shm_error, Exception):
+            future.set_exception(self._shm_error)
         else:
-            future.set_exception(RuntimeError(f"{self.name}: {type(self._error).__name__}"))
+            future.set_exception(RuntimeError(f"{self.shm_name}: {type(self._shm_error).__name__}"))

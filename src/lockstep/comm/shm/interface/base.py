@@ -27,12 +27,12 @@ def recorded(name: str) -> AbstractContextManager[object]:
 class Operations:
     """The part of :class:`ProcessGroupShm` that its operations use."""
 
-    _group: Group
+    _shm_group: Group
     _shm_rank: int
     _shm_size: int
 
     def _issue(self, name: str, body: bytes, move: Move, result: list[Any], opts: Any) -> ShmWork:
-        group = self._group
+        group = self._shm_group
         call = Call(name, body, move, result, seconds(opts.timeout, group.timeout), opts.asyncOp)
         if _profiler_enabled():
             with torch.profiler.record_function(f"shm:{name}"):

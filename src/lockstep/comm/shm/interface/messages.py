@@ -13,11 +13,11 @@ class Messages(Operations):
     def send(self, tensors_: Tensors, to: int, tag: int = 0) -> ShmWork:
         tensor = single("send", tensors_)
         tensors.check("send", tensors_)
-        self._group.check("send")
+        self._shm_group.check("send")
         self._partner("send", to)
         flat = tensors.source(tensor)
         with recorded("send"):
-            return self._group.mail.send(flat, to=to, tag=tag, timeout=self._group.timeout, result=tensors_)
+            return self._shm_group.mail.send(flat, to=to, tag=tag, timeout=self._shm_group.timeout, result=tensors_)
 
     def recv(self, tensors_: Tensors, source: int, tag: int = 0) -> ShmWork:
         return self._receive("recv", tensors_, self._partner("recv", source), tag)
@@ -33,15 +33,15 @@ class Messages(Operations):
     def _receive(self, name: str, tensors_: Tensors, source: int | None, tag: int) -> ShmWork:
         tensor = single(name, tensors_)
         tensors.check(name, tensors_)
-        self._group.check(name)
+        self._shm_group.check(name)
         finishes: list[tensors.Finish] = []
         flat = tensors.target(tensor, finishes)
         with recorded("recvAnySource" if source is None else name):  # (as gloo calls it)
-            return self._group.mail.receive(
+            return self._shm_group.mail.receive(
                 flat,
                 source=source,
                 tag=tag,
-                timeout=self._group.timeout,
+                timeout=self._shm_group.timeout,
                 finish=lambda: finish(finishes),
                 result=tensors_,
             )

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from lockstep import _torch
 from lockstep.comm.shm import fingerprint, tensors
 from lockstep.comm.shm.collectives import all_to_all as _all_to_all
 from lockstep.comm.shm.collectives import broadcast as _broadcast
@@ -18,8 +18,7 @@ from lockstep.comm.shm.interface.base import Operations, Tensors, finish, single
 from lockstep.comm.shm.rounds import Rounds
 from lockstep.comm.shm.work import ShmWork
 
-#: torch.distributed exports the other option types, but not this one.
-_AllgatherOptions: Any = distributed_c10d.AllgatherOptions  # type: ignore[attr-defined]
+_AllgatherOptions: Any = _torch.all_gather_options()
 
 
 class Moves(Operations):

@@ -29,7 +29,7 @@ _PREMUL_SUM = fingerprint.REDUCE_OPS.index("PREMUL_SUM")
 class Reductions(Operations):
     """All-reduce, reduce, reduce-scatter."""
 
-    _reductions: dict[tuple[int, torch.dtype], Reduction]
+    _shm_reductions: dict[tuple[int, torch.dtype], Reduction]
 
     def allreduce(self, tensors_: Tensors, opts: Any = None) -> ShmWork:
         opts = opts or dist.AllreduceOptions()
@@ -82,15 +82,15 @@ class Reductions(Operations):
         result: Tensors = []
 
         def move(rounds: Rounds) -> None:
-            result.append(self._group.shared.allocate(rounds, math.prod(shape), dtype).view(shape))
+            result.append(self._shm_group.shared.allocate(rounds, math.prod(shape), dtype).view(shape))
 
-        self._group.issue(Call("allocate_tensor", body, move, result, self._group.timeout, False))
+        self._shm_group.issue(Call("allocate_tensor", body, move, result, self._shm_group.timeout, False))
         return result[0]
 
     def _find_shared(self, tensor: torch.Tensor) -> Part | None:
-        if not self._group.shared or not tensors.is_flat(tensor):
+        if not self._shm_group.shared or not tensors.is_flat(tensor):
             return None
-        return self._group.shared.find(tensor)
+        return self._shm_group.shared.find(tensor)
 
     def allreduce_coalesced(self, tensors_: Tensors, opts: Any = None) -> ShmWork:
         opts = opts or dist.AllreduceCoalescedOptions()
@@ -193,9 +193,9 @@ class Reductions(Operations):
         op, factor = _op(opts)
         if factor != 1.0:
             return op, reduction(op, dtype, self._shm_size, factor)
-        how = self._reductions.get((op, dtype))
+        how = self._shm_reductions.get((op, dtype))
         if how is None:
-            how = self._reductions[op, dtype] = reduction(op, dtype, self._shm_size)
+            how = self._shm_reductions[op, dtype] = reduction(op, dtype, self._shm_size)
         return op, how
 
 

@@ -1,0 +1,80 @@
+"""The default group of CPU ranks that did not choose a backend: "shm" if it opens on all of them, else gloo.
+
+Note [All ranks or none]: the ranks open the group's memory first, by themselves, and tell each other whether that
+went well; what torch has to do afterwards waits for nobody, and is told as well. So a rank where the backend fails,
+whatever fails in it, is waited for by no other: all hear of it and take gloo together.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in torch's stubs
+    HashStore,
+    PrefixStore,
+    Store,
+)
+
+from lockstep import caller, knobs
+from lockstep.comm.shm.group import Group
+from lockstep.comm.shm.rendezvous import ApartError, say_and_hear
+from lockstep.errors import RendezvousError
+from lockstep.identity import Identity
+
+
+def open_shm_or_gloo(store: Store, identity: Identity, timeout: float) -> None:
+    """**Collective.** Open torch's default group, for CPU tensors. A warning says so if it can't be "shm".
+
+    Raises:
+        RendezvousError: a rank did not come within ``timeout`` seconds.
+    """
+    why = _try_shm(PrefixStore("shm", store), identity, timeout)
+    if why is None:
+        return
+    if identity.rank == 0 and identity.local_world_size == identity.world_size:
+        caller.warn(
+            f"the ranks can't share memory, so gradients go through the network, by gloo, which is slower: {why}. "
+            f'lockstep.init("gloo") or {knobs.BACKEND}=gloo chooses that, and ends this warning'
+        )
+    _hand_to_torch("gloo", PrefixStore("gloo", store), identity, timeout)
+
+
+def _try_shm(store: Store, identity: Identity, timeout: float) -> str | None:
+    """Open the group over "shm" on all ranks, or on none and say why, in the same words on every rank."""
+    rank, size = identity.rank, identity.world_size
+    chunk = knobs.shm_chunk()
+    group: Group | None = None
+    why: str | None = None
+    try:
+        group = Group(store, rank=rank, size=size, timeout=timeout, chunk=chunk, name="world")
+        _hand_to_torch("shm", store, identity, timeout, group)
+    except ApartError as error:
+        return str(error)  # which all ranks have
+    except RendezvousError:
+        raise  # a rank did not come
+    except Exception as error:  # noqa: BLE001  (told to all ranks, and to the user by the warning)
+        why = f"{type(error).__name__}: {error}"
+    heard = say_and_hear(store, "opened", why, rank, size, timeout)
+    refusals = [f"rank {peer}: {each}" for peer, each in enumerate(heard) if each]
+    if not refusals:
+        return None
+    if not dist.is_initialized():
+        # torch has counted the group that failed, and names of groups come from that number, which must be the same on
+        # all ranks; closing a default group resets it.
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+    if group is not None:
+        group.close()
+    return "\n".join(refusals)
+
+
+def _hand_to_torch(backend: str, store: Store, identity: Identity, timeout: float, group: Group | None = None) -> None:
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=identity.rank,
+        world_size=identity.world_size,
+        timeout=timedelta(seconds=timeout),
+        pg_options=group,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -245,7 +246,7 @@ def test_ranks_divide_the_cores_and_a_program_may_say_otherwise(tmp_path: Path) 
     cores = len(os.sched_getaffinity(0))
     command = ["lockstep", "run", "-n", str(cores), "train.py"]  # a core for each
 
-    def shown(*arguments: str, **env: str) -> str:
+    def shown(*arguments: str, **env: Any) -> str:
         with start([*command, *arguments], tmp_path, cold=True, **env) as job:  # libraries are loaded in the zygote
             return job.finish().out
 

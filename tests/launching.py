@@ -109,7 +109,7 @@ def start(
 
 def run(argv: list[str], tmp_path: Path, *, torch: bool = False, stdin: str | None = None, **env: str) -> Finished:
     """Start ``python -m <argv>`` and wait for its end."""
-    with start(argv, tmp_path, torch=torch, stdin=stdin, **env) as job:
+    with start(argv, tmp_path, torch=torch, stdin=stdin, cold=False, **env) as job:
         return job.finish()
 
 

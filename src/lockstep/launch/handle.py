@@ -52,8 +52,8 @@ def _execute(argv: list[str], control: int, env: dict[str, str]) -> int:
     )
 
 
-#: Starts the zygote's process, given its command line, its end of the control socket and its environment. The project's own tests fork
-#: it from a process that has torch already.
+#: Starts the zygote's process, given its command line, its end of the control socket and its environment. The project's
+#: own tests fork it from a process that has torch already.
 start: Callable[[list[str], int, dict[str, str]], int] = _execute
 
 

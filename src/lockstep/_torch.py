@@ -59,3 +59,26 @@ def runs_plainly() -> Callable[[], bool]:
         return dispatch_modes() == 0 and transforms() is None and not tracing()
 
     return plainly
+
+
+def storage_use_count() -> Callable[[Any], int]:
+    """Return the function that counts the tensors, and other owners, of an untyped storage.
+
+    The only way to learn that an alias of a tensor (a slice, ``detach()``, a NumPy array) is still in use; torch's own
+    trees of CUDA graphs rest on it. It takes the address of the storage, ``storage._cdata``.
+    """
+    import torch
+
+    count: Callable[[int], int] = torch._C._storage_Use_Count
+    return lambda storage: count(storage._cdata)
+
+
+def tensor_use_count() -> Callable[[Any], int]:
+    """Return the function that counts the owners of a tensor in C++, such as graphs; its Python object is one.
+
+    The only way to learn that a graph or another library holds a tensor that no Python object refers to.
+    """
+    import torch
+
+    count: Callable[[Any], int] = torch.Tensor._use_count
+    return count

@@ -36,7 +36,15 @@ from torch.nn import Parameter
 from lockstep import _torch
 
 _will_execute = _torch.will_execute()
-Context = TypeVar("Context")
+
+
+class _Forward(Protocol):
+    """What a forward knew, for the backward that comes through it."""
+
+    def reached(self) -> None: ...
+
+
+Context = TypeVar("Context", bound=_Forward)
 
 
 class _Cycle(Protocol):
@@ -68,22 +76,31 @@ class BackwardWatch(Generic[Context]):
         self._callback: weakref.ref[_EndOfBackward] | None = None
         self._lock = threading.Lock()
 
-    def watch(self, output: Any, context: Context) -> None:
-        """**Local.** Look out for a backward through ``output``; ``context`` is what its forward knew."""
+    def watch(self, output: Any, context: Context) -> bool:
+        """**Local.** Look out for a backward through ``output``; ``context`` is what its forward knew.
+
+        Returns:
+            Whether there is anything in ``output`` through which one can come.
+        """
 
         def on_output(_: Tensor) -> None:
+            context.reached()
             if self._cycle.is_open or self._accumulates():
                 self.open(context)
             else:
                 self._unreached()  # torch.autograd.grad, or the module has other parameters by now
 
+        watched = False
         for tensor in tensors_in(output):
             # A leaf (forward returned a parameter or its input) would keep the hook for ever.
             if tensor.grad_fn is not None:
                 tensor.register_hook(on_output)
+                watched = True
+        return watched
 
     def open(self, context: Context) -> None:
         """**Local.** Open a cycle, or join the one that is open; called inside a backward."""
+        context.reached()
         with self._lock:
             if self._cycle.is_open:
                 self._join_in(context)

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from lockstep import caller
 from lockstep.comm import streams
 from lockstep.comm.init import current_world
+from lockstep.comm.labels import compares_labels
 from lockstep.comm.memory import InPlaceMemory, in_place_memory
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.buffers import broadcast_tensors
@@ -22,6 +23,7 @@ from lockstep.ddp.compare import compare_replicas
 from lockstep.ddp.compress import CommHook
 from lockstep.ddp.eager import run_eagerly
 from lockstep.ddp.finite import FiniteCheck
+from lockstep.ddp.forwards import Forwards
 from lockstep.ddp.hooks import BackwardWatch
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
 from lockstep.ddp.options import ReplicaOptions
@@ -53,6 +55,14 @@ class ForwardContext(NamedTuple):
     sends_buffers: bool
     #: What the sum of gradients is divided by; None: the world size.
     divisor: int | None = None
+    #: Its number, and where it is counted that a backward comes through it, if one is to come.
+    number: int = 0
+    forwards: Forwards | None = None
+
+    def reached(self) -> None:
+        """**Local.** A backward comes through it."""
+        if self.forwards is not None:
+            self.forwards.reached(self.number)
 
 
 class Replica(Joinable):
@@ -65,8 +75,7 @@ class Replica(Joinable):
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._syncs = True
         self._divides_by_initial_world_size = True
-        #: Forwards so far.
-        self._forwards = 0
+        self._forwards = Forwards()
         self._latest: ForwardContext | None = None
         self._current: ForwardContext | None = None
         _refuse_uninitialized(module)
@@ -115,7 +124,14 @@ class Replica(Joinable):
             params,
             names,
             buckets=[
-                Bucket(index, chosen, [params[i] for i in chosen], flag_finite=finite is not None, memory=memory)
+                Bucket(
+                    index,
+                    chosen,
+                    [params[i] for i in chosen],
+                    flag_finite=finite is not None,
+                    marks_place=index == len(positions) - 1 and self._marks_place(params[chosen[0]].device),
+                    memory=memory,
+                )
                 for index, chosen in enumerate(positions)
             ],
             sparse=[SparseSlot(i, params[i], names[i], self._group) for i in sparse],
@@ -146,6 +162,10 @@ class Replica(Joinable):
         if self._options.overlap is True or any(param.device != params[0].device for param in params):
             return None
         return in_place_memory(self._group, params[0].device) if params else None
+
+    def _marks_place(self, device: torch.device) -> bool:
+        """Whether the last bucket says which backward it is of; see Note [Left-out backwards]."""
+        return device.type == "cpu" and not compares_labels(self._group, device)
 
     def _lay_out_again(self, module: nn.Module) -> None:
         """Parameters that were frozen are trained now: they need a place in the buckets."""
@@ -179,9 +199,9 @@ class Replica(Joinable):
             streams.current().enter(module)  # left in after_forward, or by the hook that attach() registers
         if self._reducer.is_open:
             return  # checkpointing repeats a forward inside backward: nothing is sent twice
-        if self._forwards in (0, 1) or self._forwards % _LOOK_EVERY == 0:
+        if self._forwards.begun in (0, 1) or self._forwards.begun % _LOOK_EVERY == 0:
             self._refuse_changed()
-        self._forwards += 1
+        self._forwards.begun += 1
         writer.enter(_FORWARD if module.training else _EVALUATE)
         for param in self._frozen:
             if param.requires_grad:
@@ -197,15 +217,25 @@ class Replica(Joinable):
             divisor = None if self._divides_by_initial_world_size else len(step.active)
         if sends_buffers:
             self._send_buffers(module, source)
-        self._latest = ForwardContext(self._syncs, self._weight(), sends_buffers, divisor)
+        is_for_training = averages and module.training and not self._join_config.enable
+        self._latest = ForwardContext(
+            self._syncs,
+            self._weight(),
+            sends_buffers,
+            divisor,
+            self._forwards.begun,
+            self._forwards if is_for_training else None,
+        )
 
     @run_eagerly
     def after_forward(self, output: Any) -> None:
         """**Local.** Look out for the backward through ``output``."""
         streams.current().leave(self._module())
         if torch.is_grad_enabled():
-            context = self._latest
-            self._watch.watch(output, context if context is not None else self._context_now())
+            context = self._latest if self._latest is not None else self._context_now()
+            watched = self._watch.watch(output, context)
+            if watched and context.forwards is not None and not self._reducer.is_open:
+                context.forwards.expect(context.number)
 
     def _refuse_changed(self) -> None:
         changed = self._find_changed()
@@ -289,7 +319,8 @@ class Replica(Joinable):
         self._weights.leave(synced=context.sync)
         if not writer.current.short:
             writer.resume(_REDUCE)
-        self._reducer.finish(then=lambda: self._send_buffers_again(context))
+        left_out = self._forwards.settle() if context.sync else 0
+        self._reducer.finish(left_out=left_out, then=lambda: self._send_buffers_again(context))
         writer.resume(_OWN)
 
     def _send_buffers_again(self, context: ForwardContext) -> None:

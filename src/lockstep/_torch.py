@@ -80,5 +80,20 @@ def tensor_use_count() -> Callable[[Any], int]:
     """
     import torch
 
-    count: Callable[[Any], int] = torch.Tensor._use_count
+    count: Callable[[Any], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
     return count
+
+
+def is_made_of_tensors(tensor: Any) -> bool:
+    """Return whether ``tensor`` has no memory of its own but wraps other tensors (a DTensor, a quantised weight).
+
+    The only way to ask; FSDP2 and torch.compile rest on it.
+    """
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+#: The attribute in which a module names the parameters and buffers that DDP leaves alone.
+#: Libraries set it for torch's DDP, through one of its static methods, and there is no public name for it.
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"

@@ -33,7 +33,8 @@ def test_tensors_are_found_in_whatever_a_module_returns() -> None:
     holder = type("Holder", (), {})()
     holder.tensor, holder.itself = d, holder
     found = list(tensors_in({"x": [a, None, "text"], "y": Pair(b, Nested((c,))), "z": holder, "n": 1.5}))
-    assert [float(t) for t in found] == [0.0, 1.0, 2.0, 3.0]
+    assert {float(t) for t in found} == {0.0, 1.0, 2.0, 3.0}
+    assert len(found) == 4
     assert list(tensors_in(None)) == []
     assert list(tensors_in("text")) == []
 
@@ -65,7 +66,10 @@ def test_first_difference(lists: list[list[int]], expected: tuple[int, int] | No
 def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="first_bucket_mb=-1: expected a positive number"):
         ReplicaOptions(first_bucket_mb=-1)
-    assert ReplicaOptions(bucket_cap_mb=0.5).bucket_cap_bytes == 512 * 1024
+    with pytest.raises(ValueError, match="bucket_cap_mb_list=0: expected a positive number"):
+        ReplicaOptions(bucket_cap_mb_list=(1, 0))
+    assert ReplicaOptions(bucket_cap_mb=0.5).bucket_caps == [512 * 1024] * 2
+    assert ReplicaOptions(bucket_cap_mb_list=(0.25, 1, 0.5)).bucket_caps == [n * 256 * 1024 for n in (1, 4, 2, 4)]
     assert "find_unused_parameters" not in ReplicaOptions().agreement()
 
 

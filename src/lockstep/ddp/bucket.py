@@ -9,10 +9,10 @@ Note [Bucket layout]
 ``used i`` is 1 where this rank has a gradient for parameter i since the last reduction and 0 where it has none;
 ``bad i`` (only with ``check_finite``) is 1 where that gradient is not finite. They are summed over the ranks together
 with the gradients, so that every rank can know which parameters nobody used, and which were bad, without a second
-collective. ``places`` (only in the last bucket, over backends that know no labels) are a few flags of which each rank sets
-one, according to how far it has come: more than one that is not 0 says that the ranks are in different backwards, see
-Note [Left-out backwards]. Flags are read only when the answer matters, because reading them waits for the device. They never exceed
-the world size, so that even bfloat16 tells 0 from more than 0.
+collective. ``places`` (only in the last bucket, over backends that know no labels) are a few flags of which each rank
+sets one, according to how far it has come: more than one that is not 0 says that the ranks are in different backwards,
+see Note [Left-out backwards]. Flags are read only when the answer matters, because reading them waits for the device.
+They never exceed the world size, so that even bfloat16 tells 0 from more than 0.
 
 Note [Gradients held elsewhere]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -125,6 +125,12 @@ class Bucket:
             self.views[slot].copy_(values)
         self._put_aside.clear()
 
+    def leave(self) -> None:
+        """**Local.** Let every gradient that is a view of the bucket be a tensor of its own."""
+        for param, view in zip(self.params, self.views, strict=True):
+            if param.grad is view:
+                param.grad = view.clone()
+
     def _held(self) -> list[int]:
         """The slots whose view is no parameter's gradient, but may be held by somebody else."""
         aliased = _owners_of_storage(self._storage) > self._owners_alone
@@ -205,9 +211,7 @@ class Bucket:
         param, view = self.params[slot], self.views[slot]
         if as_view and slot not in self._put_aside:
             param.grad = view
-        elif as_view:
-            param.grad = view.clone()
-        elif param.grad is None:
+        elif as_view or param.grad is None:
             param.grad = view.clone()
         else:
             param.grad.copy_(view)

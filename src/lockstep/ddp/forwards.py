@@ -4,16 +4,16 @@ Note [Left-out backwards]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 A rank that skips one backward (``if loss.isnan(): continue``) has its next one averaged with the others' present one,
 and so on until the end, where the others wait for one that never comes. The number of backwards is the same on all
-ranks then, and the number of forwards may differ rightly: a recurrent cell is called as often as a sequence is long. What
-differs is the number of forwards since the last averaged backward that no backward has come through. So that is told
-with every average, and where it differs all ranks raise: in the label, before any data moves, over a backend that
+ranks then, and the number of forwards may differ rightly: a recurrent cell is called as often as a sequence is long.
+What differs is the number of forwards since the last averaged backward that no backward has come through. So that is
+told with every average, and where it differs all ranks raise: in the label, before any data moves, over a backend that
 compares labels, else in flags that are summed with the gradients (on the CPU; to read them on a GPU would wait for it).
 
 Only forwards for training count: in training mode, with gradients, outside ``no_sync`` and ``join``, with an output
 through which a backward can come. ``torch.autograd.grad`` through it will do for a backward. A forward that failed does
 not count, since a rank may try it again. And a program whose first averaged backward finds such forwards already has
-the habit (an agent that plays without ``torch.no_grad``, for as long as its game lasts): its rank says nothing from then
-on.
+the habit (an agent that plays without ``torch.no_grad``, for as long as its game lasts): its rank says nothing from
+then on.
 """
 
 from __future__ import annotations

@@ -288,6 +288,21 @@ class Reducer:
         if old.pending:
             self.pending = {position for position, param in enumerate(self._params) if param.grad is not None}
 
+    def free(self) -> None:
+        """**Local.** End: gradients become tensors of their own, and the buckets' memory can go."""
+        for bucket in self._buckets:
+            bucket.leave()
+        self._buckets.clear()
+        self._home.clear()
+
+    def bucket_bytes(self) -> list[int]:
+        """**Local.** Bytes of gradients in each bucket, in order of reduction."""
+        return [bucket.values.numel() * bucket.values.element_size() for bucket in self._buckets]
+
+    def hook_name(self) -> str:
+        """**Local.** The name of the comm hook, empty without one."""
+        return "" if self._comm_hook is None else getattr(self._comm_hook[1], "__qualname__", "a comm hook")
+
     def match_without_gradients(self, divisor: int) -> None:
         """**Collective.** Take part in the others' synchronised backward, with nothing to add and nothing to get."""
         self.begin(sync=True, weight=0.0, divisor=divisor, keep={})
@@ -390,7 +405,9 @@ class Reducer:
         cycle = self._cycle
         if cycle.in_hook is not None:
             wait_for(cycle.in_hook.wait, lambda: f"{self._whoami()}: averaging the bucket before bucket {bucket.index}")
-        future = cycle.in_hook = hook(state, GradBucket(bucket, is_last=bucket.index == len(self._buckets) - 1))
+        with self._label(bucket):
+            future = hook(state, GradBucket(bucket, is_last=bucket.index == len(self._buckets) - 1))
+        cycle.in_hook = future
         cycle.waits[bucket.index], cycle.results[bucket.index] = future.wait, future.value
 
     def _scale(self, bucket: Bucket) -> Tensor | None:

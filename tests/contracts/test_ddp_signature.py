@@ -1,4 +1,4 @@
-"""``lockstep.DistributedDataParallel`` takes what torch's class takes, in torch's order, whichever torch is installed."""
+"""``lockstep.DistributedDataParallel`` takes what torch's class takes, in torch's order, whichever torch there is."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from lockstep.comm.waiting import failure
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.compare import first_difference
-from lockstep.ddp.hooks import tensors_in
+from lockstep.ddp.hooks import MOST_PARTS, tensors_in
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.transfer import move_to
 from lockstep.ddp.weighting import AccumulatedWeights
@@ -39,6 +40,33 @@ def test_tensors_are_found_in_whatever_a_module_returns() -> None:
     assert list(tensors_in("text")) == []
 
 
+def test_large_and_deep_outputs_are_searched_for_a_while_and_level_by_level() -> None:
+    deep: list[Any] = [torch.tensor(5.0)]
+    for _ in range(5000):
+        deep = [deep]
+    loss, inner = torch.tensor(1.0), torch.tensor(2.0)
+    words = [{"text": "word", "box": [1, 2, 3, 4]} for _ in range(20_000)]
+    looked_at = 0
+
+    class Counted(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            nonlocal looked_at
+            for each in super().__iter__():
+                looked_at += 1
+                yield each
+
+    output = {"words": Counted(words), "deep": deep, "loss": loss, "inner": [inner]}
+    found = list(tensors_in(output))
+    assert any(tensor is loss for tensor in found)
+    assert any(tensor is inner for tensor in found)
+    assert looked_at <= MOST_PARTS
+    assert [float(tensor) for tensor in tensors_in([deep, [inner]])] == [2.0, 5.0]
+    assert list(tensors_in([words[:10] for _ in range(100)])) == []
+    # What is found does not depend on which ids Python gives to objects made on the way.
+    slots = [type("Slots", (), {"__dict__": property(lambda _: {"a": [torch.tensor(1.0)]})})() for _ in range(50)]
+    assert len(list(tensors_in(slots))) == 50
+
+
 def test_move_to_keeps_the_form() -> None:
     meta = torch.device("meta")
     moved = move_to(meta, {"a": (torch.ones(2), [torch.ones(1), 3]), "b": Pair(torch.ones(1), "text")})
@@ -46,6 +74,15 @@ def test_move_to_keeps_the_form() -> None:
     assert moved["a"][1][1] == 3
     assert type(moved["b"]) is Pair
     assert type(move_to(meta, OrderedDict(x=torch.ones(1)))) is OrderedDict
+    grouped: defaultdict[str, list[Any]] = defaultdict(list, x=[torch.ones(1)])
+    regrouped = move_to(meta, grouped)
+    assert regrouped["x"][0].device == meta
+    assert regrouped["new"] == []
+    assert "new" not in grouped
+    nested = move_to(meta, Nested(torch.ones(1), 7))
+    assert (nested.inner.device, nested.number) == (meta, 7)
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    assert move_to(meta, [packed])[0].data.device == meta
 
 
 @pytest.mark.parametrize(

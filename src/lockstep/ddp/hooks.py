@@ -39,7 +39,7 @@ from torch.nn import Parameter
 from lockstep import _torch
 from lockstep.errors import LockstepError
 
-#: Parts of an output's containers that are searched for tensors.
+#: Parts of an output's containers that are searched for tensors, a quarter of them at most in one container.
 MOST_PARTS = 10_000
 #: What has no tensors in it that a backward comes through.
 _LEAVES = (str, bytes, int, float, complex, type, torch.nn.Module)
@@ -175,7 +175,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
                 yield value
             elif not isinstance(value, _LEAVES) and value is not None and id(value) not in seen:
                 seen[id(value)] = value
-                parts = list(islice(_parts(value), left))
+                parts = list(islice(_parts(value), min(left, MOST_PARTS // 4)))
                 left -= len(parts)
                 following += parts
         level = following

@@ -56,7 +56,10 @@ def _refused() -> None:
             lambda: nn.Sequential(_as_module(fully_shard(nn.Linear(4, 4), mesh=mesh))),
             r"'0' is sharded \(FSDP2\): it averages",
         ),
-        (lambda: FullyShardedDataParallel(nn.Linear(4, 4), gloo), "is a FullyShardedDataParallel: it averages"),
+        (
+            lambda: FullyShardedDataParallel(nn.Linear(4, 4), gloo, device_id=torch.device("cpu")),
+            "is a FullyShardedDataParallel: it averages",
+        ),
         (
             lambda: nn.Sequential(parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel())),
             r"'0.weight' is a DTensor: tensor parallelism .* fully_shard\(model, mesh=mesh\['dp'\]\)",

@@ -42,7 +42,7 @@ def test_tensors_are_found_in_whatever_a_module_returns() -> None:
 
 def test_large_and_deep_outputs_are_searched_for_a_while_and_level_by_level() -> None:
     deep: list[Any] = [torch.tensor(5.0)]
-    for _ in range(5000):
+    for _ in range(3000):
         deep = [deep]
     loss, inner = torch.tensor(1.0), torch.tensor(2.0)
     words = [{"text": "word", "box": [1, 2, 3, 4]} for _ in range(20_000)]

@@ -40,7 +40,7 @@ from lockstep import _torch
 from lockstep.errors import LockstepError
 
 #: Parts of an output's containers that are searched for tensors, a quarter of them at most in one container.
-MOST_PARTS = 10_000
+MOST_PARTS = 5_000
 #: What has no tensors in it that a backward comes through.
 _LEAVES = (str, bytes, int, float, complex, type, torch.nn.Module)
 

@@ -46,6 +46,7 @@ _HOMES = {
     "load_weights": "lockstep.checkpoint.weights",
     "no_sync": "lockstep.ddp.api",
     "register_comm_hook": "lockstep.ddp.api",
+    "release": "lockstep.ddp.api",
     "replicate": "lockstep.ddp.api",
     "shard": "lockstep.sampling.loader",
     "shutdown": "lockstep.comm.init",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from lockstep.ddp.api import join as join
     from lockstep.ddp.api import no_sync as no_sync
     from lockstep.ddp.api import register_comm_hook as register_comm_hook
+    from lockstep.ddp.api import release as release
     from lockstep.ddp.api import replicate as replicate
     from lockstep.ddp.batchnorm import SyncBatchNorm as SyncBatchNorm
     from lockstep.ddp.batchnorm import convert_sync_batchnorm as convert_sync_batchnorm

@@ -246,3 +246,41 @@ def leave_out_of_flight_recorder(backend: str) -> None:
     recorders: set[str] | None = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
     if recorders is not None:  # torch 2.14 and before attach none
         recorders.add(backend)
+
+
+def storage_use_count() -> Callable[[Any], int]:
+    """Return the function that counts the tensors, and other owners, of an untyped storage.
+
+    The only way to learn that an alias of a tensor (a slice, ``detach()``, a NumPy array) is still in use; torch's own
+    trees of CUDA graphs rest on it. It takes the address of the storage, ``storage._cdata``.
+    """
+    import torch
+
+    count: Callable[[int], int] = torch._C._storage_Use_Count
+    return lambda storage: count(storage._cdata)
+
+
+def tensor_use_count() -> Callable[[Any], int]:
+    """Return the function that counts the owners of a tensor in C++, such as graphs; its Python object is one.
+
+    The only way to learn that a graph or another library holds a tensor that no Python object refers to.
+    """
+    import torch
+
+    count: Callable[[Any], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
+    return count
+
+
+def is_made_of_tensors(tensor: Any) -> bool:
+    """Return whether ``tensor`` has no memory of its own but wraps other tensors (a DTensor, a quantised weight).
+
+    The only way to ask; FSDP2 and torch.compile rest on it.
+    """
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+#: The attribute in which a module names the parameters and buffers that DDP leaves alone.
+#: Libraries set it for torch's DDP, through one of its static methods, and there is no public name for it.
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"

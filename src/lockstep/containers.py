@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 
@@ -60,3 +60,11 @@ def _copied_mapping(tree: MutableMapping[Any, Any], parts: dict[Any, Any]) -> Mu
         if attributes[key] is tree[key]:
             attributes[key] = parts[key]
     return clone
+
+
+def map_leaves(tree: Any, fn: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """**Local.** ``tree`` with ``fn`` applied to everything that is not a container, container types kept."""
+    parts = None if is_leaf is not None and is_leaf(tree) else parts_of(tree)
+    if parts is None:
+        return fn(tree)
+    return rebuilt(tree, {key: map_leaves(part, fn, is_leaf) for key, part in parts.items()})

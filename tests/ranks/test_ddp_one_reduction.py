@@ -171,7 +171,7 @@ def test_backwards_of_different_steps_are_told_apart() -> None:
     for outcome in collect_outcomes(_one_rank_stumbles, 2):
         assert outcome.error == "CollectiveMismatch", outcome.traceback
         assert "[backward 2 of each 16, bucket 0 of 1" in str(outcome.message)
-        assert "[backward 3 of each 16, bucket 0 of 1" in str(outcome.message)
+        assert "[backward 3 of each 16, after 1 forward without a backward, bucket 0 of 1" in str(outcome.message)
 
 
 def _overlapped() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from lockstep.comm.waiting import failure
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.compare import first_difference
-from lockstep.ddp.hooks import tensors_in
+from lockstep.ddp.hooks import MOST_PARTS, tensors_in
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.transfer import move_to
 from lockstep.ddp.weighting import AccumulatedWeights
@@ -35,9 +36,37 @@ def test_tensors_are_found_in_whatever_a_module_returns() -> None:
     holder = type("Holder", (), {})()
     holder.tensor, holder.itself = d, holder
     found = list(tensors_in({"x": [a, None, "text"], "y": Pair(b, Nested((c,))), "z": holder, "n": 1.5}))
-    assert [float(t) for t in found] == [0.0, 1.0, 2.0, 3.0]
+    assert {float(t) for t in found} == {0.0, 1.0, 2.0, 3.0}
+    assert len(found) == 4
     assert list(tensors_in(None)) == []
     assert list(tensors_in("text")) == []
+
+
+def test_large_and_deep_outputs_are_searched_for_a_while_and_level_by_level() -> None:
+    deep: list[Any] = [torch.tensor(5.0)]
+    for _ in range(3000):
+        deep = [deep]
+    loss, inner = torch.tensor(1.0), torch.tensor(2.0)
+    words = [{"text": "word", "box": [1, 2, 3, 4]} for _ in range(20_000)]
+    looked_at = 0
+
+    class Counted(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            nonlocal looked_at
+            for each in super().__iter__():
+                looked_at += 1
+                yield each
+
+    output = {"words": Counted(words), "deep": deep, "loss": loss, "inner": [inner]}
+    found = list(tensors_in(output))
+    assert any(tensor is loss for tensor in found)
+    assert any(tensor is inner for tensor in found)
+    assert looked_at <= MOST_PARTS
+    assert [float(tensor) for tensor in tensors_in([deep, [inner]])] == [2.0, 5.0]
+    assert list(tensors_in([words[:10] for _ in range(100)])) == []
+    # What is found does not depend on which ids Python gives to objects made on the way.
+    slots = [type("Slots", (), {"__dict__": property(lambda _: {"a": [torch.tensor(1.0)]})})() for _ in range(50)]
+    assert len(list(tensors_in(slots))) == 50
 
 
 def test_move_to_keeps_the_form() -> None:
@@ -47,6 +76,15 @@ def test_move_to_keeps_the_form() -> None:
     assert moved["a"][1][1] == 3
     assert type(moved["b"]) is Pair
     assert type(move_to(meta, OrderedDict(x=torch.ones(1)))) is OrderedDict
+    grouped: defaultdict[str, list[Any]] = defaultdict(list, x=[torch.ones(1)])
+    regrouped = move_to(meta, grouped)
+    assert regrouped["x"][0].device == meta
+    assert regrouped["new"] == []
+    assert "new" not in grouped
+    nested = move_to(meta, Nested(torch.ones(1), 7))
+    assert (nested.inner.device, nested.number) == (meta, 7)
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    assert move_to(meta, [packed])[0].data.device == meta
 
 
 @pytest.mark.parametrize(
@@ -67,7 +105,10 @@ def test_first_difference(lists: list[list[int]], expected: tuple[int, int] | No
 def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="first_bucket_mb=-1: expected a positive number"):
         ReplicaOptions(first_bucket_mb=-1)
-    assert ReplicaOptions(bucket_cap_mb=0.5).bucket_cap_bytes == 512 * 1024
+    with pytest.raises(ValueError, match="bucket_cap_mb_list=0: expected a positive number"):
+        ReplicaOptions(bucket_cap_mb_list=(1, 0))
+    assert ReplicaOptions(bucket_cap_mb=0.5).bucket_caps == [512 * 1024] * 2
+    assert ReplicaOptions(bucket_cap_mb_list=(0.25, 1, 0.5)).bucket_caps == [n * 256 * 1024 for n in (1, 4, 2, 4)]
     assert "find_unused_parameters" not in ReplicaOptions().agreement()
 
 

@@ -11,7 +11,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import default_collate
 
-from lockstep.sampling.nested import fingerprint, map_leaves, nothing_of, tensors_of, to_device
+from lockstep.containers import map_leaves
+from lockstep.sampling.nested import fingerprint, nothing_of, tensors_of, to_device
 
 
 class Pair(NamedTuple):

@@ -8,6 +8,18 @@ from __future__ import annotations
 
 import threading
 
+import torch
+import torch.distributed as dist
+
+
+def compares_labels(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """**Local.** Whether the backend of ``group`` for ``device`` finds out that the ranks' labels differ."""
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # the group serves no tensors of this device
+        return False
+    return bool(getattr(backend, "compares_labels", False))
+
 
 class _Current(threading.local):
     label = ""

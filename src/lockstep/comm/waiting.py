@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
 from lockstep.recorder import writer
 
 
@@ -36,6 +36,11 @@ def failure(error: RuntimeError, what: str) -> LockstepError:
     """**Local.** The lockstep error for a backend's error."""
     # Backends tell a late peer from a lost one only by their words: gloo "Timed out waiting", NCCL "timeout".
     text = str(error)
+    for kind in (CollectiveMismatch, CollectiveTimeout, PeerLost):
+        # And a future tells what its callback raised only by its words, with the callback's stack behind them.
+        _, raised, told = text.partition(f"error when running the callback: {kind.__name__}: ")
+        if raised:
+            return kind(f"{what}: {told.partition('At:')[0].rstrip()}")
     if "timed out" in text.lower() or "timeout" in text.lower():
         return CollectiveTimeout(
             f"{what}: a rank did not arrive in time. It may be stuck or slow, in another collective, or out of data "

@@ -10,6 +10,7 @@ rank alone. Inside ``no_sync`` and under ``torch.no_grad`` nothing is sent eithe
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -23,8 +24,10 @@ from torch.distributed.algorithms.join import Join, Joinable
 from lockstep import _torch
 from lockstep.comm import streams
 from lockstep.ddp.compress import CommHook
+from lockstep.ddp.members import parameters_of
 from lockstep.ddp.options import CheckFinite, ReplicaOptions
 from lockstep.ddp.replica import Replica
+from lockstep.ddp.unfit import why_unfit
 from lockstep.errors import LockstepError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -55,6 +58,12 @@ def replicate(
 
     Parameters that are frozen now and unfrozen later join in at the next forward (all ranks must unfreeze the same).
     Parameters must not be added or replaced afterwards. ``torch.autograd.grad`` and inner backwards send nothing.
+    A rank must not leave out a backward that the others run; see Note [Left-out backwards]. :func:`release` undoes it
+    all.
+
+    Names in ``model._ddp_params_and_buffers_to_ignore``, which torch's DDP reads, are left alone. Models whose
+    parameters the ranks hold in parts (FSDP, tensor parallelism) are refused, as are those on the meta device and
+    TorchScript.
 
     Args:
         model: any module; its parameters may span several devices and have several dtypes.
@@ -71,7 +80,8 @@ def replicate(
             NonFiniteGradient on all ranks ("raise"). The last three read the gradients once more, and wait for the
             device. A GradScaler skips such steps itself, and refuses to step without gradients: "skip" is not for it.
         gradient_as_bucket_view: let every ``grad`` be a view of its bucket, which saves a copy of the gradients. The
-            same memory is used again in the next step.
+            same memory is used again in the next step, unless you still hold the gradient (or a slice or a NumPy array
+            of it): then it stays as it is, as in one process.
         overlap: average a bucket as soon as it is full, while backward goes on. False: all at the end, which a graph
             that changes from step to step under re-entrant checkpointing needs. None: True, but over a backend that
             reduces in its own memory ("shm") everything is one bucket for each dtype, whatever its size, that is
@@ -80,8 +90,9 @@ def replicate(
 
     Raises:
         ReplicaMismatch: on all ranks, before anything is sent, if a parameter's name, shape or dtype differs.
-        ValueError: an option is out of range, the model has lazy or sparse parameters or torch's SyncBatchNorm on the
-            CPU, or is a replica already.
+        ValueError: an option is out of range; or, on all ranks, the model of some rank can't be a replica (lazy, sparse
+        or
+            sharded parameters, torch's SyncBatchNorm on the CPU, ...) or is one already.
         LockstepError: no process group is open.
         CollectiveTimeout, PeerLost: another rank is late or gone, here or in any later backward.
     """
@@ -96,9 +107,36 @@ def replicate(
         init_sync=init_sync,
     )
     replica = attach(model, process_group, options)
-    model.register_forward_pre_hook(_BeforeForward(replica), prepend=True)
-    model.register_forward_hook(_AfterForward(replica))
+    replica.announcing += (
+        model.register_forward_pre_hook(_BeforeForward(replica), prepend=True),
+        model.register_forward_hook(_AfterForward(replica)),
+    )
     return model
+
+
+def release(model: nn.Module) -> nn.Module:
+    """**Local.** Make a replica a plain module again: the inverse of :func:`replicate`.
+
+    Its backwards send nothing from then on, its gradients are tensors of their own, and the memory of the buckets is
+    given back. What has accumulated inside ``no_sync`` stays this rank's own. Call it on every rank: one that does not
+    waits in its next backward for those that did. The module may be replicated or wrapped again afterwards.
+
+    Args:
+        model: one that :func:`replicate` returned, or a ``DistributedDataParallel``, whose forward then raises.
+
+    Returns:
+        The module itself, without the wrapper.
+
+    Raises:
+        ValueError: ``model`` is not a replica.
+        LockstepError: called inside a backward.
+    """
+    replica = replica_of(model)
+    module = replica.module
+    assert module is not None  # replica_of found it by its module
+    replica.release()
+    del _replicas[module]
+    return module
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
@@ -161,24 +199,56 @@ def register_comm_hook(model: nn.Module, state: Any, hook: CommHook) -> None:
     replica_of(model).register_comm_hook(state, hook)
 
 
-def attach(model: nn.Module, process_group: dist.ProcessGroup | None, options: ReplicaOptions) -> Replica:
-    """**Collective.** Make ``model`` a replica whose forward is announced by the caller."""
+def attach(
+    model: nn.Module,
+    process_group: dist.ProcessGroup | None,
+    options: ReplicaOptions,
+    *,
+    wrapper: nn.Module | None = None,
+) -> Replica:
+    """**Collective.** Make ``model`` a replica whose forward is announced by the caller.
+
+    Args:
+        wrapper: what announces it; the replica is released when it is gone. If None, hooks of the model do.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
     group = _open_group(process_group)
-    for other in list(_replicas.values()):
-        for name, param in model.named_parameters():
-            if other.manages(param):
-                raise ValueError(
-                    f"'{name}' belongs to a replica already: replicate a model once, as a whole, and none of its parts"
-                )
-    if model in _replicas:
-        raise ValueError("this model is a replica already")
-    _refuse_gpu_only_layers(model)
-    replica = Replica(model, group, options)
-    model.register_forward_hook(_leave_stream, always_call=True)
+    unfit = _why_taken(model)
+    if unfit is not None:
+        gc.collect()  # a wrapper that nobody uses any more may lie in a cycle
+        unfit = _why_taken(model)
+    unfit = unfit or why_unfit(model, sends_buffers=options.sends_buffers, runs_hooks=wrapper is None)
+    replica = Replica(model, group, options, unfit=unfit)
+    if not isinstance(model, torch.jit.ScriptModule):  # which takes no hooks
+        replica.announcing.append(model.register_forward_hook(_leave_stream, always_call=True))
     _replicas[model] = replica
+    if wrapper is not None:
+        weakref.finalize(wrapper, _release_unwrapped, weakref.ref(model), weakref.ref(replica)).atexit = False
     return replica
+
+
+def _why_taken(model: nn.Module) -> str | None:
+    if model in _replicas:
+        return "this model belongs to a replica already: lockstep.release(model) makes it a plain module again"
+    for module in list(_replicas):
+        taken = {id(param) for _, param in parameters_of(module)}
+        for name, param in parameters_of(model):
+            if id(param) in taken:
+                return (
+                    f"'{name}' belongs to a replica already: replicate a model once, as a whole, and none of its "
+                    "parts. lockstep.release makes a replica a plain module again"
+                )
+    return None
+
+
+def _release_unwrapped(model: weakref.ref[nn.Module], replica: weakref.ref[Replica]) -> None:
+    """The wrapper of a replica is gone. (Inside a backward it stays a replica, until the module goes.)"""
+    module, attached = model(), replica()
+    if module is None or attached is None or _replicas.get(module) is not attached or attached.is_in_backward:
+        return
+    attached.release()
+    del _replicas[module]
 
 
 def replica_of(model: nn.Module) -> Replica:
@@ -191,18 +261,6 @@ def replica_of(model: nn.Module) -> Replica:
         if isinstance(candidate, nn.Module) and candidate in _replicas:
             return _replicas[candidate]
     raise ValueError(f"this {type(model).__name__} is not a replica: call lockstep.replicate(model) first")
-
-
-def _refuse_gpu_only_layers(model: nn.Module) -> None:
-    """torch's SyncBatchNorm would fail in the first training forward, in words that name neither layer nor remedy."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.SyncBatchNorm) and layer.training:
-            tensors = [tensor for tensor in (layer.weight, layer.running_mean) if tensor is not None]
-            if any(tensor.device.type == "cpu" for tensor in tensors):
-                raise ValueError(
-                    f"'{name}' is a torch.nn.SyncBatchNorm on the CPU, and torch's works on GPUs only: call "
-                    "lockstep.convert_sync_batchnorm(model) before, whose layers work on both"
-                )
 
 
 def _open_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

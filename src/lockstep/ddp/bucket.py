@@ -4,17 +4,32 @@ Note [Bucket layout]
 ~~~~~~~~~~~~~~~~~~~~
 ::
 
-    | gradient of parameter 0 | gradient of parameter 1 | ... | used 0 | used 1 | ... | bad 0 | bad 1 | ... |
+    | gradient of parameter 0 | gradient of parameter 1 | ... | used 0 | used 1 | ... | bad 0 | bad 1 | ... | places |
 
 ``used i`` is 1 where this rank has a gradient for parameter i since the last reduction and 0 where it has none;
 ``bad i`` (only with ``check_finite``) is 1 where that gradient is not finite. They are summed over the ranks together
 with the gradients, so that every rank can know which parameters nobody used, and which were bad, without a second
-collective. They are read only when the answer matters, because reading them waits for the device. They never exceed
-the world size, so that even bfloat16 tells 0 from more than 0.
+collective. ``places`` (only in the last bucket, over backends that know no labels) are a few flags of which each rank
+sets one, according to how far it has come: more than one that is not 0 says that the ranks are in different backwards,
+see Note [Left-out backwards]. Flags are read only when the answer matters, because reading them waits for the device.
+They never exceed the world size, so that even bfloat16 tells 0 from more than 0.
+
+Note [Gradients held elsewhere]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A gradient that is a view of its bucket lies in memory that the next step writes to. Who keeps it (``[p.grad for p in
+params]``, a slice or a NumPy array of it) and then lets the parameters have new gradients must find it as it was, as in
+one process. So when a backward begins, a bucket looks whether a gradient that is no parameter's any more has another
+owner: the references to its views say so for each, and the owners of its storage for aliases, of whose place nothing is
+known. (What is a parameter's still is accumulated into, and changes for everybody, as in one process.) If so,
+
+- a bucket in memory of its own takes new memory and leaves the old to who holds it;
+- memory that the ranks share can't be changed by one rank alone: what is held is put aside while the sums are made in
+  its place, and put back afterwards, and those parameters get a copy of their average.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,9 +41,13 @@ from lockstep.comm.memory import InPlaceMemory
 
 #: One call for a whole bucket.
 _foreach_copy = _torch.foreach_copy()
+_owners_of_storage = _torch.storage_use_count()
+_owners_of_tensor = _torch.tensor_use_count()
 
 #: Below this many elements for each parameter, the cost of a copy is the call and not the memory.
 SMALL = 32 * 1024
+#: Flags for where the ranks are; a rank that is this many backwards behind is not told from one that is not.
+PLACES = 4
 
 
 class Bucket:
@@ -45,6 +64,8 @@ class Bucket:
     used: Tensor
     #: Flag per parameter, or empty. 1-D view of ``flat``.
     bad: Tensor
+    #: Flags for where the ranks are, or empty. 1-D view of ``flat``.
+    places: Tensor
     #: One view of ``values`` per parameter, with its shape and strides.
     views: list[Tensor]
 
@@ -55,28 +76,73 @@ class Bucket:
         params: Sequence[Parameter],
         *,
         flag_finite: bool = False,
+        marks_place: bool = False,
         memory: InPlaceMemory | None = None,
     ) -> None:
         self.index = index
         #: The parameters' positions in the reducer's list.
         self.positions = tuple(positions)
         self.params = list(params)
-        sizes = [param.numel() for param in params]
-        total, count = sum(sizes), len(params)
-        tail = [count, count if flag_finite else 0]
-        allocate: Callable[..., Tensor] = torch.zeros if memory is None else memory.allocate_tensor
-        self.flat = allocate(total + sum(tail), dtype=params[0].dtype, device=params[0].device)
-        self.values, self.used, self.bad = self.flat.split_with_sizes([total, *tail])
-        #: All flags. 1-D view of ``flat``.
-        self.tail = self.flat[total:]
-        self.views = [
-            _shaped(part, param) for part, param in zip(self.values.split_with_sizes(sizes), params, strict=True)
-        ]
+        self._sizes = [param.numel() for param in params]
+        total, count = sum(self._sizes), len(params)
+        self._parts = [total, count, count if flag_finite else 0, PLACES if marks_place else 0]
         self._small = total < SMALL * count
         #: Slots that are packed already, before the others have come.
         self.packed: set[int] = set()
+        self._is_shared = memory is not None
+        #: What others hold and find again when the backward has ended, by slot; see Note [Gradients held elsewhere].
+        self._put_aside: dict[int, Tensor] = {}
+        allocate: Callable[..., Tensor] = torch.zeros if memory is None else memory.allocate_tensor
+        self._lay_out(allocate(sum(self._parts), dtype=params[0].dtype, device=params[0].device))
+
+    def _lay_out(self, flat: Tensor) -> None:
+        self.flat = flat
+        self.values, self.used, self.bad, self.places = flat.split_with_sizes(self._parts)
+        #: All flags. 1-D view of ``flat``.
+        self.tail = flat[self._parts[0] :]
+        self.views = [
+            _shaped(part, param)
+            for part, param in zip(self.values.split_with_sizes(self._sizes), self.params, strict=True)
+        ]
         #: What is all-reduced: ``flat``, as real numbers if it is complex, since backends know no others.
-        self.message = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
+        self.message = torch.view_as_real(flat) if flat.is_complex() else flat
+        self._storage = flat.untyped_storage()
+        # What is counted while nobody but the bucket holds anything of it.
+        self._owners_alone = _owners_of_storage(self._storage)
+        self._references_alone, self._references_of_one = _references_to(self.views), _references_to(self.views[:1])
+
+    def leave_to_holders(self) -> None:
+        """**Local.** A backward begins: see to it that what others hold of the last one stays as it is."""
+        held = self._held()
+        if not held:
+            return
+        if self._is_shared:
+            self._put_aside = {slot: self.views[slot].clone() for slot in held}
+        else:
+            self._lay_out(torch.empty_like(self.flat))
+
+    def put_back(self) -> None:
+        """**Local.** A backward has ended: what others hold is again what it was."""
+        for slot, values in self._put_aside.items():
+            self.views[slot].copy_(values)
+        self._put_aside.clear()
+
+    def leave(self) -> None:
+        """**Local.** Let every gradient that is a view of the bucket be a tensor of its own."""
+        for param, view in zip(self.params, self.views, strict=True):
+            if param.grad is view:
+                param.grad = view.clone()
+
+    def _held(self) -> list[int]:
+        """The slots whose view is no parameter's gradient, but may be held by somebody else."""
+        aliased = _owners_of_storage(self._storage) > self._owners_alone
+        if not aliased and _references_to(self.views) == self._references_alone:
+            return []
+        pairs = zip(self.params, self.views, strict=True)
+        loose = [slot for slot, (param, view) in enumerate(pairs) if param.grad is not view]
+        if aliased:
+            return loose
+        return [slot for slot in loose if _references_to(self.views[slot : slot + 1]) > self._references_of_one]
 
     def __len__(self) -> int:
         return len(self.params)
@@ -110,6 +176,8 @@ class Bucket:
     def pack_early(self, slot: int, scale: Tensor | None, *, as_view: bool) -> None:
         """**Local.** Pack one gradient while it is in the cache, and give its memory back if ``as_view``."""
         param = self.params[slot]
+        if slot in self._put_aside:
+            return  # until backward has ended, hooks of the user may read it
         if param.grad is not None and param.grad.layout == torch.strided:
             self._pack_one(slot, param.grad, scale)
             self.packed.add(slot)
@@ -126,6 +194,8 @@ class Bucket:
         """**Local.** Make every parameter's ``grad`` its view of the bucket."""
         for param, view in zip(self.params, self.views, strict=True):
             param.grad = view
+        for slot in self._put_aside:
+            self.params[slot].grad = self.views[slot].clone()
 
     def unpack_by_copy(self) -> None:
         """**Local.** Copy the bucket into every parameter's ``grad``."""
@@ -139,12 +209,17 @@ class Bucket:
     def unpack_one(self, slot: int, *, as_view: bool) -> None:
         """**Local.** Hand one parameter its part of the bucket."""
         param, view = self.params[slot], self.views[slot]
-        if as_view:
+        if as_view and slot not in self._put_aside:
             param.grad = view
-        elif param.grad is None:
+        elif as_view or param.grad is None:
             param.grad = view.clone()
         else:
             param.grad.copy_(view)
+
+
+def _references_to(views: Sequence[Tensor]) -> int:
+    """References from Python, and from C++ (which Python counts as one, or not at all, as torch's version has it)."""
+    return sum(map(sys.getrefcount, views)) + sum(map(_owners_of_tensor, views))
 
 
 def _shaped(part: Tensor, param: Parameter) -> Tensor:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.exchange import all_gather_records
+from lockstep.ddp.members import buffers_of, parameters_of
 from lockstep.errors import ReplicaMismatch
 
 
@@ -20,18 +21,22 @@ def compare_replicas(
     *,
     sparse: Set[int] = frozenset(),
     buffers: bool = True,
+    unfit: str | None = None,
 ) -> None:
     """**Collective.** Check that every rank has the same parameters, buffers and options.
 
     Args:
         module: the module to compare, by name, shape, dtype, strides, ``requires_grad`` and kind of gradient of its
-            parameters, by name, shape and dtype of its buffers, and by which of them share a device.
+            parameters, by name, shape and dtype of its buffers, and by which of them share a device; what it ignores is
+            left out.
         agreement: options that must be equal.
         group: the ranks that compare.
         sparse: ids of the parameters whose gradients are expected to be sparse.
         buffers: whether buffers must be equal; each rank may have its own if they are never sent.
+        unfit: why this rank's module can't be a replica, if so.
 
     Raises:
+        ValueError: on every rank, if some rank's module can't be a replica.
         ReplicaMismatch: on every rank, naming the first parameter that differs and the first rank where it does.
     """
     # A device's number is its place among the module's: "cuda:0" here is "cuda:1" on the next rank.
@@ -40,14 +45,19 @@ def compare_replicas(
         "options": sorted([name, str(value)] for name, value in agreement.items()),
         "parameters": [
             _describe_parameter(name, param, places.setdefault(param.device, len(places)), id(param) in sparse)
-            for name, param in module.named_parameters()
+            for name, param in (parameters_of(module) if unfit is None else ())
         ],
         "buffers": [
             [name, list(tensor.shape), str(tensor.dtype), places.setdefault(tensor.device, len(places))]
-            for name, tensor in (module.named_buffers() if buffers else ())
+            for name, tensor in (buffers_of(module) if buffers and unfit is None else ())
         ],
+        "unfit": unfit,
     }
     records = all_gather_records(mine, group)
+    refusals = {rank: record["unfit"] for rank, record in enumerate(records) if record["unfit"] is not None}
+    if refusals:
+        rank, why = min(refusals.items())
+        raise ValueError(unfit if unfit is not None else f"rank {rank} has a model that can't be a replica: {why}")
     for kind in ("parameters", "options", "buffers"):
         difference = first_difference([record[kind] for record in records])
         if difference is not None:

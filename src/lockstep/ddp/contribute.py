@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.ddp.bucket import Bucket
+from lockstep.ddp.bucket import PLACES, Bucket
 from lockstep.ddp.cycle import Cycle
 from lockstep.errors import LockstepError
 
@@ -43,6 +43,9 @@ class Contributor:
         bucket.tail.fill_(1)
         if len(bucket.bad):
             bucket.bad.zero_()
+        if len(bucket.places):
+            bucket.places.zero_()
+            bucket.places[cycle.place % PLACES] = 1
         grads = [param.grad for param in bucket.params]
         absent = list(missing)
         for slot, grad in enumerate(grads):

@@ -24,6 +24,10 @@ class Cycle:
     kept: dict[int, Tensor]
     #: This backward's own gradients count nothing, so one that is gone at the end is no mistake.
     discards: bool
+    #: Forwards since the last averaged backward that had none, and how far this rank is, to be compared with the
+    #: others; see Note [Left-out backwards].
+    left_out: int = 0
+    place: int = 0
     #: Index of the bucket to launch next; see Note [Launch order].
     next: int = 0
     #: Events that a bucket had seen when it was launched, by index.

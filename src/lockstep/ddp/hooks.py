@@ -11,9 +11,11 @@ has a gradient. It opens the cycle and asks autograd to call back when the whole
 - forward leaves nothing behind: an exception between forward and backward has nothing to clean up;
 - ``torch.autograd.grad``, which accumulates nothing, is told apart and sends nothing.
 
-If forward returned no tensor that can be found, or the gradients do not come through its outputs (another method of the
-module was called, or the loss has a term of the parameters alone), the first gradient opens the cycle. Then, under
-re-entrant checkpointing, the cycle ends with the nested backward, and there may be several: right, but slower.
+If forward returned no tensor that can be found (nor do we search for ever in large Python structures), or the gradients
+do not come through its outputs (another method of the module was called, or the loss has a term of the parameters
+alone), the first gradient opens the cycle. Then, under re-entrant checkpointing, the cycle ends with the nested
+backward, and there may be several: right, but slower. (Only a rank none of whose parameters gets a gradient from such a
+backward does not take part in it, and the others wait for it.)
 
 If a backward ends with an error, autograd drops the callback without calling it. We hold it weakly and see it die, so
 the next backward starts from a clean state.
@@ -24,8 +26,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -34,9 +37,23 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from lockstep import _torch
+from lockstep.errors import LockstepError
+
+#: Parts of an output's containers that are searched for tensors, a quarter of them at most in one container.
+MOST_PARTS = 5_000
+#: What has no tensors in it that a backward comes through.
+_LEAVES = (str, bytes, int, float, complex, type, torch.nn.Module)
 
 _will_execute = _torch.will_execute()
-Context = TypeVar("Context")
+
+
+class _Forward(Protocol):
+    """What a forward knew, for the backward that comes through it."""
+
+    def reached(self) -> None: ...
+
+
+Context = TypeVar("Context", bound=_Forward)
 
 
 class _Cycle(Protocol):
@@ -67,23 +84,39 @@ class BackwardWatch(Generic[Context]):
         self._nodes = [get_gradient_edge(param).node for param in reversed(params)]
         self._callback: weakref.ref[_EndOfBackward] | None = None
         self._lock = threading.Lock()
+        self._has_ended = False
 
-    def watch(self, output: Any, context: Context) -> None:
-        """**Local.** Look out for a backward through ``output``; ``context`` is what its forward knew."""
+    def watch(self, output: Any, context: Context) -> bool:
+        """**Local.** Look out for a backward through ``output``; ``context`` is what its forward knew.
+
+        Returns:
+            Whether there is anything in ``output`` through which one can come.
+        """
 
         def on_output(_: Tensor) -> None:
+            context.reached()
             if self._cycle.is_open or self._accumulates():
                 self.open(context)
             else:
                 self._unreached()  # torch.autograd.grad, or the module has other parameters by now
 
+        watched = False
         for tensor in tensors_in(output):
             # A leaf (forward returned a parameter or its input) would keep the hook for ever.
             if tensor.grad_fn is not None:
                 tensor.register_hook(on_output)
+                watched = True
+        return watched
 
     def open(self, context: Context) -> None:
         """**Local.** Open a cycle, or join the one that is open; called inside a backward."""
+        context.reached()
+        if self._has_ended:
+            raise LockstepError(
+                "this backward goes through a forward of a replica that was released since, or whose "
+                "DistributedDataParallel is gone, so its gradients would stay on this rank: keep it until its last "
+                "backward has ended"
+            )
         with self._lock:
             if self._cycle.is_open:
                 self._join_in(context)
@@ -92,6 +125,10 @@ class BackwardWatch(Generic[Context]):
             callback = _EndOfBackward(self._end)
             self._callback = weakref.ref(callback, self._on_dead_callback)
             _torch.queue_callback(callback)
+
+    def end(self) -> None:
+        """**Local.** Watch no more; a backward that comes through an earlier forward raises."""
+        self._has_ended = True
 
     def close(self) -> None:
         """**Local.** Let go of the parameters."""
@@ -120,33 +157,35 @@ class _EndOfBackward:
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """**Local.** The tensors in what a module returned: in mappings, sequences, sets, dataclasses and plain objects."""
+    """**Local.** The tensors in what a module returned: in mappings, sequences, sets, dataclasses and plain objects.
+
+    Containers are looked at level by level, and no more than :data:`MOST_PARTS` parts of them, so that an output with a
+    large Python structure in it costs milliseconds. A backward that comes through none of the tensors found begins with
+    the first gradient; see Note [When a backward begins and ends].
+    """
     if isinstance(output, Tensor):
         yield output
-    elif output is not None and not isinstance(output, (str, bytes, int, float, complex)):
-        yield from _nested_tensors(output, set())
-
-
-def _nested_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
         return
-    if (
-        value is None
-        or isinstance(value, (str, bytes, int, float, complex, type, torch.nn.Module))
-        or id(value) in seen
-    ):
-        return
-    seen.add(id(value))
-    for part in _parts(value):
-        yield from _nested_tensors(part, seen)
+    level, left = [output], MOST_PARTS
+    seen: dict[int, Any] = {}  # holding them, since the id of an object that is gone is given to another
+    while level:
+        following: list[Any] = []
+        for value in level:
+            if isinstance(value, Tensor):
+                yield value
+            elif not isinstance(value, _LEAVES) and value is not None and id(value) not in seen:
+                seen[id(value)] = value
+                parts = list(islice(_parts(value), min(left, MOST_PARTS // 4)))
+                left -= len(parts)
+                following += parts
+        level = following
 
 
-def _parts(value: Any) -> Sequence[Any]:
+def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
-        return list(value.values())
+        return value.values()
     if isinstance(value, (list, tuple, AbstractSet)):
-        return list(value)
+        return value
     if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return list(getattr(value, "__dict__", {}).values())
+        return (getattr(value, field.name, None) for field in dataclasses.fields(value))
+    return getattr(value, "__dict__", {}).values()

@@ -17,7 +17,9 @@ from torch.nn import Parameter
 from lockstep.ddp.arrivals import Arrivals
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.cycle import Cycle
-from lockstep.errors import LockstepError
+from lockstep.errors import CollectiveMismatch, LockstepError
+
+_LEFT_OUT = "without a backward"
 
 
 class TakenGradients:
@@ -66,4 +68,20 @@ def find_late_portion(
         "so the average is wrong. The graph changed since the first step (re-entrant checkpointing of a parameter that "
         "is used several times): pass overlap=False to lockstep.replicate or DistributedDataParallel, or checkpoint "
         "with use_reentrant=False"
+    )
+
+
+def count_left_out(number: int) -> str:
+    """**Local.** Forwards that had no backward, in the words that :func:`explained` looks for."""
+    return f"{number} forward{'' if number == 1 else 's'} {_LEFT_OUT}"
+
+
+def explained(error: CollectiveMismatch) -> CollectiveMismatch:
+    """**Local.** With what to do about it, if some rank said that it left a backward out; else the error itself."""
+    if _LEFT_OUT not in str(error):
+        return error
+    return CollectiveMismatch(
+        f"{error}. A rank that runs a forward for training and leaves its backward out (a `continue` before it) would "
+        "be averaged with the others' next batch from then on. Decide that on all ranks together, for instance with "
+        "world.all_reduce(int(bad), 'max'); a forward that is not for training belongs under torch.no_grad()"
     )

@@ -22,24 +22,32 @@ class ReplicaOptions:
     gradient_as_bucket_view: bool = True
     overlap: bool | None = None
     init_sync: bool = True
+    #: Whether ``init_sync`` is for buffers too; None: if they are broadcast later.
+    init_sync_buffers: bool | None = None
+    #: MiB of the first buckets, one by one, instead of the two sizes above; torch's argument of this name.
+    bucket_cap_mb_list: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("bucket_cap_mb", "first_bucket_mb"):
-            size = getattr(self, name)
+        sizes = [("bucket_cap_mb", self.bucket_cap_mb), ("first_bucket_mb", self.first_bucket_mb)]
+        for name, size in [*sizes, *(("bucket_cap_mb_list", size) for size in self.bucket_cap_mb_list)]:
             if not 0 < size < float("inf"):
                 raise ValueError(f"{name}={size!r}: expected a positive number of MiB")
         if self.check_finite not in get_args(CheckFinite):
             raise ValueError(f"check_finite={self.check_finite!r}: expected 'off', 'warn', 'skip' or 'raise'")
 
     @property
-    def bucket_cap_bytes(self) -> int:
-        """Bytes a bucket may hold."""
-        return int(self.bucket_cap_mb * _MIB)
+    def bucket_caps(self) -> list[int]:
+        """Bytes that the first bucket of each kind may hold, the second, and so on; the last is for all that follow."""
+        if self.bucket_cap_mb_list:
+            sizes = [*self.bucket_cap_mb_list, max(self.bucket_cap_mb_list)]
+        else:
+            sizes = [min(self.first_bucket_mb, self.bucket_cap_mb), self.bucket_cap_mb]
+        return [int(size * _MIB) for size in sizes]
 
     @property
-    def first_bucket_bytes(self) -> int:
-        """Bytes the first bucket of each kind may hold: small, so that communication starts early."""
-        return int(self.first_bucket_mb * _MIB)
+    def sends_buffers(self) -> bool:
+        """Whether buffers are sent, at construction or later."""
+        return self.broadcast_buffers or bool(self.init_sync_buffers)
 
     def agreement(self) -> dict[str, Any]:
         """**Local.** What must be the same on every rank, or the ranks' collectives would not match."""

@@ -48,6 +48,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep import _torch
+from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.labels import labelled
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.arrivals import Arrivals
@@ -57,9 +58,9 @@ from lockstep.ddp.compress import CommHook, GradBucket
 from lockstep.ddp.contribute import Contributor, find_missing
 from lockstep.ddp.cycle import Cycle
 from lockstep.ddp.finite import FiniteCheck
-from lockstep.ddp.mistakes import TakenGradients, find_late_portion
+from lockstep.ddp.mistakes import TakenGradients, count_left_out, explained, find_late_portion
 from lockstep.ddp.sparse import SparseSlot, SparseTransfer
-from lockstep.errors import LockstepError
+from lockstep.errors import CollectiveMismatch, LockstepError
 
 _NEVER = 1 << 62
 #: See Note [Labels].
@@ -125,8 +126,9 @@ class Reducer:
         self._packs_early = False
         self._call = dist.AllreduceOptions()
         self._call.asyncOp = not at_once
-        #: Synchronised backwards that have begun; see Note [Labels].
+        #: Synchronised backwards that have begun, and forwards that were told to have had none; see Note [Labels].
         self._begun = 0
+        self._left_out = 0
         self._labels = [
             [labelled(f"backward {n} of each {_LABELS}, {self._collector.describe(bucket)}") for n in range(_LABELS)]
             for bucket in self._buckets
@@ -167,12 +169,16 @@ class Reducer:
             bucket.packed.clear()
         self._taken.begin(looks=not cycle.discards and self._sends)
         self._packs_early = sync and self._learned and self._sends and weight != 0
+        if sync:
+            self._leave_to_holders()
         self.is_open = True
 
     def require_sync(self) -> None:
         """**Local.** Average in the backward that is under way, although it began as an unsynchronised one."""
-        self._begun += not self._cycle.sync
-        self._cycle.sync = True
+        if not self._cycle.sync:
+            self._begun += 1
+            self._cycle.sync = True
+            self._leave_to_holders()
 
     @property
     def weight(self) -> float:
@@ -221,18 +227,20 @@ class Reducer:
 
         return on_large_gradient
 
-    def finish(self, then: Callable[[], None] = lambda: None) -> None:
+    def finish(self, *, left_out: int = 0, then: Callable[[], None] = lambda: None) -> None:
         """**Collective** if the backward is synchronised. The backward has ended: send the rest, write the averages.
 
         A mistake that only this rank can see is raised at the very end, so that the others do not wait for it.
 
         Args:
+            left_out: forwards to tell of that had no backward; see Note [Left-out backwards].
             then: what all ranks do together after a synchronised backward; runs before such a mistake is raised.
 
         Raises:
             LockstepError: a gradient changed after its bucket had been sent, see Note [More than one event]; or it was
                 gone, see Note [Taken gradients].
             NonFiniteGradient: as :meth:`~lockstep.ddp.finite.FiniteCheck.verdict`, on all ranks.
+            CollectiveMismatch: the ranks are in different backwards.
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
         mistake: LockstepError | None = None
@@ -242,6 +250,8 @@ class Reducer:
                 self.pending.update(self._arrivals.everyone())
                 return
             mistake = mistake or self._taken.find(self._arrivals, self._whoami)
+            self._left_out += left_out
+            self._cycle.left_out = left_out
             self._launch_rest()
             if mistake is None and any(self._cycle.missing.values()):
                 mistake = self.find_changed()
@@ -254,6 +264,8 @@ class Reducer:
                 self._learn()
             self.pending.clear()
             self.step += 1
+        except CollectiveMismatch as error:
+            raise explained(error) from error
         finally:
             self._close()
         then()
@@ -273,8 +285,24 @@ class Reducer:
     def take_over(self, old: Reducer) -> None:
         """**Local.** Go on where a reducer over other parameters of the same module stands."""
         self.step, self._comm_hook, self.on_never_used = old.step, old._comm_hook, old.on_never_used
+        self._begun, self._left_out = old._begun, old._left_out
         if old.pending:
             self.pending = {position for position, param in enumerate(self._params) if param.grad is not None}
+
+    def free(self) -> None:
+        """**Local.** End: gradients become tensors of their own, and the buckets' memory can go."""
+        for bucket in self._buckets:
+            bucket.leave()
+        self._buckets.clear()
+        self._home.clear()
+
+    def bucket_bytes(self) -> list[int]:
+        """**Local.** Bytes of gradients in each bucket, in order of reduction."""
+        return [bucket.values.numel() * bucket.values.element_size() for bucket in self._buckets]
+
+    def hook_name(self) -> str:
+        """**Local.** The name of the comm hook, empty without one."""
+        return "" if self._comm_hook is None else getattr(self._comm_hook[1], "__qualname__", "a comm hook")
 
     def match_without_gradients(self, divisor: int) -> None:
         """**Collective.** Take part in the others' synchronised backward, with nothing to add and nothing to get."""
@@ -292,8 +320,18 @@ class Reducer:
         """Whether anything is sent at all; a world of one has nobody to send to."""
         return self._world_size > 1 or self._comm_hook is not None
 
+    @torch.no_grad()
+    def _leave_to_holders(self) -> None:
+        """See Note [Gradients held elsewhere]; without views every gradient is its parameter's own."""
+        if self._as_view and self._sends:
+            for bucket in self._buckets:
+                bucket.leave_to_holders()
+
+    @torch.no_grad()
     def _close(self) -> None:
         self.is_open = False
+        for bucket in self._buckets:
+            bucket.put_back()
         self._left_over.extend(self._cycle.waits.values())
         self._cycle.waits.clear()
         self._arrivals.clear()
@@ -314,6 +352,7 @@ class Reducer:
                 self._launch(cycle.next)
 
     def _launch_rest(self) -> None:
+        self._cycle.place = self._begun + self._left_out
         while self._cycle.next < len(self._buckets):
             self._launch(self._cycle.next)
 
@@ -349,18 +388,27 @@ class Reducer:
     def _all_reduce(self, bucket: Bucket) -> None:
         # The group's own method: dist.all_reduce does the same with checks that take longer than a small bucket.
         call: Callable[[], dist.Work] = lambda: self._group.allreduce([bucket.message], self._call)  # noqa: E731
-        with self._labels[bucket.index][self._begun % _LABELS]:
+        with self._label(bucket):
             if self._call.asyncOp:
                 self._cycle.waits[bucket.index] = call().wait
             else:
                 what = lambda: f"{self._whoami()}: averaging {self._collector.describe(bucket)}"  # noqa: E731
                 wait_for(call, what, name=None)  # a backend that reduces at once sleeps, and tells of it, by itself
 
+    def _label(self, bucket: Bucket) -> labelled:
+        backward, left_out = self._begun % _LABELS, self._cycle.left_out
+        if left_out and bucket is self._buckets[-1]:
+            what = f"backward {backward} of each {_LABELS}, after {count_left_out(left_out)}"
+            return labelled(f"{what}, {self._collector.describe(bucket)}")
+        return self._labels[bucket.index][backward]
+
     def _launch_hook(self, state: Any, hook: CommHook, bucket: Bucket) -> None:
         cycle = self._cycle
         if cycle.in_hook is not None:
             wait_for(cycle.in_hook.wait, lambda: f"{self._whoami()}: averaging the bucket before bucket {bucket.index}")
-        future = cycle.in_hook = hook(state, GradBucket(bucket, is_last=bucket.index == len(self._buckets) - 1))
+        with self._label(bucket):
+            future = hook(state, GradBucket(bucket, is_last=bucket.index == len(self._buckets) - 1))
+        cycle.in_hook = future
         cycle.waits[bucket.index], cycle.results[bucket.index] = future.wait, future.value
 
     def _scale(self, bucket: Bucket) -> Tensor | None:
@@ -375,8 +423,24 @@ class Reducer:
             hooked, writes = self._comm_hook is not None and self._world_size > 1, write and self._sends
             unused = self._collector.collect(self._cycle, self._launch_sparse, hooked=hooked, write=writes)
             if self._sends:
+                self._refuse_other_backward()
                 return unused
         return [bucket.positions[slot] for bucket in self._buckets for slot in self._cycle.missing[bucket.index]]
+
+    def _refuse_other_backward(self) -> None:
+        """Raise on all ranks if they were in different backwards, where the backend has not compared labels."""
+        places = self._buckets[-1].places if self._buckets and self._world_size > 1 else None
+        if places is None or len(places) == 0 or sum(place != 0 for place in places.tolist()) == 1:
+            return
+        mine = [self._begun % _LABELS, self._cycle.left_out]
+        told = [
+            f"rank {rank} in backward {backward} of each {_LABELS}"
+            + (f", after {count_left_out(left_out)}" if left_out else "")
+            for rank, (backward, left_out) in enumerate(all_gather_records(mine, self._group))
+        ]
+        raise CollectiveMismatch(
+            f"{self._whoami()}: the ranks averaged the gradients of different backwards: {'; '.join(told)}"
+        )
 
     def _drop_gradients(self) -> None:
         """Leave the optimizer nothing to step with: no momentum, no decay, no count of steps changes then."""

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.utils.hooks import RemovableHandle
 
 from lockstep import caller
 from lockstep.comm import streams
 from lockstep.comm.init import current_world
+from lockstep.comm.labels import compares_labels
 from lockstep.comm.memory import InPlaceMemory, in_place_memory
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.buffers import broadcast_tensors
@@ -22,8 +24,10 @@ from lockstep.ddp.compare import compare_replicas
 from lockstep.ddp.compress import CommHook
 from lockstep.ddp.eager import run_eagerly
 from lockstep.ddp.finite import FiniteCheck
+from lockstep.ddp.forwards import Forwards
 from lockstep.ddp.hooks import BackwardWatch
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
+from lockstep.ddp.members import buffers_of, parameters_of, tensors_of
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.plan import ParameterSpec, plan_buckets
 from lockstep.ddp.reducer import Reducer
@@ -53,27 +57,41 @@ class ForwardContext(NamedTuple):
     sends_buffers: bool
     #: What the sum of gradients is divided by; None: the world size.
     divisor: int | None = None
+    #: Its number, and where it is counted that a backward comes through it, if one is to come.
+    number: int = 0
+    forwards: Forwards | None = None
+
+    def reached(self) -> None:
+        """**Local.** A backward comes through it."""
+        if self.forwards is not None:
+            self.forwards.reached(self.number)
 
 
 class Replica(Joinable):
     """Keeps one module equal to its replicas on the other ranks. Made by :func:`lockstep.replicate`."""
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, options: ReplicaOptions) -> None:
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup, options: ReplicaOptions, *, unfit: str | None = None
+    ) -> None:
         Joinable.__init__(self)
         self._module = weakref.ref(module)
         self._group, self._options = group, options
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._syncs = True
+        #: Whether backwards average, and whether buffers are sent around them; the user may turn either off for a
+        #: while.
+        self.syncs = True
+        self.sends_buffers = options.broadcast_buffers
+        #: What undoes the hooks of the module itself, such as those that announce its forwards if it is not wrapped.
+        self.announcing: list[RemovableHandle] = []
+        self._is_released = False
         self._divides_by_initial_world_size = True
-        #: Forwards so far.
-        self._forwards = 0
+        self._forwards = Forwards()
         self._latest: ForwardContext | None = None
         self._current: ForwardContext | None = None
-        _refuse_uninitialized(module)
-        self._compare(module)
+        self._compare(module, unfit=unfit)
         if options.init_sync:
-            buffers = module.buffers() if options.broadcast_buffers else ()
-            self._broadcast([*module.parameters(), *buffers], 0, "sending rank 0's parameters")
+            buffers = options.broadcast_buffers if options.init_sync_buffers is None else options.init_sync_buffers
+            self._broadcast(tensors_of(module, buffers=buffers), 0, "sending rank 0's parameters")
         self._reducer = self._lay_out(module)
         # torch's hooks and graph nodes hold what they refer to where Python's collector can't see it, so a replica and
         # its buckets would stay for ever.
@@ -81,24 +99,25 @@ class Replica(Joinable):
         if not options.find_unused_parameters and self._rank == 0:
             self._reducer.on_never_used = _warn_never_used
 
-    def _compare(self, module: nn.Module) -> None:
+    def _compare(self, module: nn.Module, *, unfit: str | None = None) -> None:
         compare_replicas(
             module,
             self._options.agreement(),
             self._group,
             sparse=_sparse_parameters(module),
-            buffers=self._options.broadcast_buffers,
+            buffers=self._options.sends_buffers,
+            unfit=unfit,
         )
 
     # Layout ---------------------------------------------------------------------------------------------------------
 
     def _lay_out(self, module: nn.Module) -> Reducer:
         """Plan the buckets for the parameters that are trained now, and listen to them."""
-        named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+        named = [(name, param) for name, param in parameters_of(module) if param.requires_grad]
         names, params = [name for name, _ in named], [param for _, param in named]
-        self._frozen = [param for param in module.parameters() if not param.requires_grad]
+        self._frozen = [param for _, param in parameters_of(module) if not param.requires_grad]
         #: Every parameter's dtype, by its identity.
-        self._known = {id(param): param.dtype for param in module.parameters()}
+        self._known = {id(param): param.dtype for _, param in parameters_of(module)}
         policy = self._options.check_finite
         finite = None if policy == "off" else FiniteCheck(policy, self._group)
         sparse_ids = _sparse_parameters(module)
@@ -107,15 +126,21 @@ class Replica(Joinable):
         memory = self._choose_memory([params[i] for i in dense])
         plan = plan_buckets(
             [_spec(params[i]) for i in dense],
-            cap_bytes=self._options.bucket_cap_bytes if memory is None else _ALL,
-            first_cap_bytes=self._options.first_bucket_bytes if memory is None else _ALL,
+            caps=self._options.bucket_caps if memory is None else [_ALL],
         )
         positions = [[dense[i] for i in bucket] for bucket in plan]
         reducer = Reducer(
             params,
             names,
             buckets=[
-                Bucket(index, chosen, [params[i] for i in chosen], flag_finite=finite is not None, memory=memory)
+                Bucket(
+                    index,
+                    chosen,
+                    [params[i] for i in chosen],
+                    flag_finite=finite is not None,
+                    marks_place=index == len(positions) - 1 and self._marks_place(params[chosen[0]].device),
+                    memory=memory,
+                )
                 for index, chosen in enumerate(positions)
             ],
             sparse=[SparseSlot(i, params[i], names[i], self._group) for i in sparse],
@@ -147,6 +172,10 @@ class Replica(Joinable):
             return None
         return in_place_memory(self._group, params[0].device) if params else None
 
+    def _marks_place(self, device: torch.device) -> bool:
+        """Whether the last bucket says which backward it is of; see Note [Left-out backwards]."""
+        return device.type == "cpu" and not compares_labels(self._group, device)
+
     def _lay_out_again(self, module: nn.Module) -> None:
         """Parameters that were frozen are trained now: they need a place in the buckets."""
         self._compare(module)
@@ -161,34 +190,66 @@ class Replica(Joinable):
         self._remove_hooks()
         self._watch.close()
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward is under way."""
+        return self._reducer.is_open
+
+    def release(self) -> None:
+        """**Local.** Leave the module as it was before; see :func:`lockstep.release`.
+
+        Raises:
+            LockstepError: a backward is under way.
+        """
+        if self.is_in_backward:
+            raise LockstepError(
+                f"rank {self._rank} of {self._world_size}: release was called inside a backward: call it between steps"
+            )
+        self._is_released = True
+        for handle in self.announcing:
+            handle.remove()
+        self._remove_hooks()
+        self._watch.end()
+        self._reducer.free()
+
     def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def manages(self, param: nn.Parameter) -> bool:
-        """**Local.** Whether this replica averages the gradient of ``param``."""
-        module = self._module()
-        return module is not None and any(param is other for other in module.parameters())
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, while it exists."""
+        return self._module()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that hold replicas."""
+        return self._group
 
     # Forward --------------------------------------------------------------------------------------------------------
 
     @run_eagerly
     def before_forward(self, module: nn.Module) -> None:
         """**Collective** in training, outside no_sync, if there are buffers to send or inside join; else **Local**."""
+        if self._is_released:
+            raise LockstepError(
+                f"rank {self._rank} of {self._world_size}: this {type(module).__name__} was released: lockstep.release "
+                "has undone its wrapper. Train the module itself, or wrap it again"
+            )
         if module.training:
             streams.current().enter(module)  # left in after_forward, or by the hook that attach() registers
         if self._reducer.is_open:
             return  # checkpointing repeats a forward inside backward: nothing is sent twice
-        if self._forwards in (0, 1) or self._forwards % _LOOK_EVERY == 0:
+        if self._forwards.begun in (0, 1) or self._forwards.begun % _LOOK_EVERY == 0:
             self._refuse_changed()
-        self._forwards += 1
+        self._forwards.begun += 1
         writer.enter(_FORWARD if module.training else _EVALUATE)
         for param in self._frozen:
             if param.requires_grad:
                 self._lay_out_again(module)
                 break
-        averages = self._syncs and torch.is_grad_enabled()
-        sends_buffers = averages and module.training and self._options.broadcast_buffers
+        averages = self.syncs and torch.is_grad_enabled()
+        sends_buffers = averages and module.training and self.sends_buffers
         source, divisor = 0, None
         if self._join_config.enable:
             Join.notify_join_context(self)
@@ -197,15 +258,25 @@ class Replica(Joinable):
             divisor = None if self._divides_by_initial_world_size else len(step.active)
         if sends_buffers:
             self._send_buffers(module, source)
-        self._latest = ForwardContext(self._syncs, self._weight(), sends_buffers, divisor)
+        is_for_training = averages and module.training and not self._join_config.enable
+        self._latest = ForwardContext(
+            self.syncs,
+            self._weight(),
+            sends_buffers,
+            divisor,
+            self._forwards.begun,
+            self._forwards if is_for_training else None,
+        )
 
     @run_eagerly
     def after_forward(self, output: Any) -> None:
         """**Local.** Look out for the backward through ``output``."""
         streams.current().leave(self._module())
         if torch.is_grad_enabled():
-            context = self._latest
-            self._watch.watch(output, context if context is not None else self._context_now())
+            context = self._latest if self._latest is not None else self._context_now()
+            watched = self._watch.watch(output, context)
+            if watched and context.forwards is not None and not self._reducer.is_open:
+                context.forwards.expect(context.number)
 
     def _refuse_changed(self) -> None:
         changed = self._find_changed()
@@ -215,7 +286,7 @@ class Replica(Joinable):
     def _find_changed(self) -> LockstepError | None:
         """A parameter that came after replicate has no place in the buckets: every rank would train its own."""
         module = self._module()
-        for name, param in [] if module is None else module.named_parameters():
+        for name, param in () if module is None else parameters_of(module):
             known = self._known.get(id(param))
             if known != param.dtype:
                 what = (
@@ -228,12 +299,12 @@ class Replica(Joinable):
         return None
 
     def _send_buffers(self, module: nn.Module, source: int) -> None:
-        self._broadcast(module.buffers(), source, "sending the buffers")
+        self._broadcast([buffer for _, buffer in buffers_of(module)], source, "sending the buffers")
 
     def _context_now(self) -> ForwardContext:
         module = self._module()
         training = module is not None and module.training
-        return ForwardContext(self._syncs, self._weight(), self._syncs and training and self._options.broadcast_buffers)
+        return ForwardContext(self.syncs, self._weight(), self.syncs and training and self.sends_buffers)
 
     def _weight(self) -> float:
         """See Note [Exact mean]; 1 where no sharded batch is in hand, or in a group that is not the whole world."""
@@ -289,7 +360,8 @@ class Replica(Joinable):
         self._weights.leave(synced=context.sync)
         if not writer.current.short:
             writer.resume(_REDUCE)
-        self._reducer.finish(then=lambda: self._send_buffers_again(context))
+        left_out = self._forwards.settle() if context.sync else 0
+        self._reducer.finish(left_out=left_out, then=lambda: self._send_buffers_again(context))
         writer.resume(_OWN)
 
     def _send_buffers_again(self, context: ForwardContext) -> None:
@@ -309,11 +381,39 @@ class Replica(Joinable):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """**Local.** See :func:`lockstep.no_sync`."""
-        before, self._syncs = self._syncs, False
+        before, self.syncs = self.syncs, False
         try:
             yield
         finally:
-            self._syncs = before
+            self.syncs = before
+
+    def send_now(self, *, params: bool) -> None:
+        """**Collective.** Send rank 0's buffers to all ranks, and its parameters if asked for."""
+        module = self._living_module()
+        tensors = tensors_of(module, buffers=True) if params else [buffer for _, buffer in buffers_of(module)]
+        self._broadcast(tensors, 0, "sending rank 0's parameters and buffers" if params else "sending the buffers")
+
+    def logged(self) -> dict[str, Any]:
+        """**Local.** What torch's DDP logs of itself, under torch's names; times are not measured."""
+        module = self._living_module()
+        params = [param for _, param in parameters_of(module) if param.requires_grad]
+        return {
+            "world_size": self._world_size,
+            "rank": self._rank,
+            "module_name": type(module).__name__,
+            "backend_name": dist.get_backend(self._group),
+            "iteration": self._reducer.step,
+            "num_parameter_tensors": len(params),
+            "total_parameter_size_bytes": sum(param.numel() * param.element_size() for param in params),
+            "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
+            "broadcast_buffers": int(self.sends_buffers),
+            "bucket_cap_bytes": self._options.bucket_caps[-1],
+            "bucket_sizes": ", ".join(map(str, self._reducer.bucket_bytes())),
+            "find_unused_parameters": int(self._options.find_unused_parameters),
+            "gradient_as_bucket_view": int(self._options.gradient_as_bucket_view),
+            "comm_hook": self._reducer.hook_name(),
+            "can_set_static_graph": 1,
+        }
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """**Local.** See :func:`lockstep.register_comm_hook`."""
@@ -352,9 +452,8 @@ class Replica(Joinable):
     def adopt_final_state(self, *, is_last_joiner: bool) -> None:
         """**Collective.** Take the parameters and buffers of the first rank among those that trained to the end."""
         step = shake_hands(self._group, active=is_last_joiner, sends_buffers=False, averages=False)
-        module = self._living_module()
-        buffers = module.buffers() if self._options.broadcast_buffers else ()
-        self._broadcast([*module.parameters(), *buffers], step.active[0], "sending the final parameters")
+        tensors = tensors_of(self._living_module(), buffers=self.sends_buffers)
+        self._broadcast(tensors, step.active[0], "sending the final parameters")
 
     def _living_module(self) -> nn.Module:
         module = self._module()
@@ -375,14 +474,6 @@ def _sparse_parameters(module: nn.Module) -> set[int]:
     """Ids of the parameters whose gradients will be sparse."""
     embeddings = (nn.Embedding, nn.EmbeddingBag)
     return {id(part.weight) for part in module.modules() if isinstance(part, embeddings) and part.sparse}
-
-
-def _refuse_uninitialized(module: nn.Module) -> None:
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise ValueError(f"'{name}' has no shape yet: run one batch through the lazy module before replicating it")
-        if tensor.layout != torch.strided:
-            raise ValueError(f"'{name}' has layout {tensor.layout}; replicas can be made of dense tensors only")
 
 
 def _warn_never_used(names: list[str]) -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lockstep.containers import map_leaves
 
 
 def move_to(device: torch.device, value: Any) -> Any:
-    """**Local.** ``value`` with every tensor in it on ``device``; tuples, lists and mappings are followed."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(move_to(device, part) for part in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(move_to(device, part) for part in value)
-    if isinstance(value, Mapping):
-        moved = {key: move_to(device, part) for key, part in value.items()}
-        return moved if type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
-    return value
+    """**Local.** ``value`` with every tensor in it on ``device``, copied without waiting where the memory is pinned."""
+
+    kinds: Any = (Tensor, PackedSequence)
+
+    def moved(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, kinds) else leaf
+
+    return map_leaves(value, moved, is_leaf=lambda node: isinstance(node, PackedSequence))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,14 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from lockstep import caller
 from lockstep.ddp import api
-from lockstep.ddp.compress import CommHook
+from lockstep.ddp.compress import CommHook, fp16_compress_hook
+from lockstep.ddp.members import buffers_of, ignore, ignored_names, parameters_of
 from lockstep.ddp.options import CheckFinite, ReplicaOptions
 from lockstep.ddp.replica import Replica
 from lockstep.ddp.transfer import move_to
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh  # loads most of a second, which few processes need
 
 Device = int | str | torch.device
 
@@ -24,8 +28,9 @@ Device = int | str | torch.device
 class DistributedDataParallel(nn.Module, Joinable):
     """A module whose gradients are averaged over the ranks: torch's class of this name, over lockstep's engine.
 
-    **Collective** to construct. Takes torch's arguments with torch's meanings; the module stands in ``.module``, and
-    keys of ``state_dict()`` begin with ``module.``. :func:`lockstep.replicate` does the same without wrapping.
+    **Collective** to construct. Takes torch's arguments in torch's order and with torch's meanings; the module stands
+    in ``.module``, and keys of ``state_dict()`` begin with ``module.``. :func:`lockstep.replicate` does the same
+    without wrapping. When the wrapper is gone the module is a plain one again, as after :func:`lockstep.release`.
 
     What differs from torch: parameters without a gradient work without ``find_unused_parameters``; gradients are
     weighted by the sharded loader's slices; a forward in evaluation mode sends nothing (see Note [Buffers]); a
@@ -37,7 +42,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         output_device: as an int, a device or a list with one of these; must be ``device_ids[0]``, where the outputs
             are anyway.
         dim: has no effect (torch's uses it when it scatters to several devices, which it no longer does).
-        broadcast_buffers: see Note [Buffers].
+        broadcast_buffers: see Note [Buffers]; True if neither this nor ``forward_sync_buffers`` is given.
+        init_sync: send rank 0's parameters and buffers to all ranks at construction.
         process_group: the ranks; the default group if None.
         bucket_cap_mb: MiB of gradients that are averaged at once; 25 if None.
         find_unused_parameters: True ends the warning that names parameters no rank used.
@@ -45,13 +51,24 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_as_bucket_view: let every ``grad`` be a view of its bucket.
         static_graph: has no effect: what torch needs it for (re-entrant checkpointing, a parameter used in several
             checkpointed parts) works without it.
-        init_sync: send rank 0's parameters and buffers to all ranks at construction.
+        delay_all_reduce_named_params: has no effect: these are averaged with the others.
+        param_to_hook_all_reduce: belongs to ``delay_all_reduce_named_params``.
+        mixed_precision: must be None: torch.autocast computes in low precision, and
+            ``register_comm_hook(None, lockstep.bf16_compress_hook)`` averages in it.
+        device_mesh: a mesh of one dimension, instead of ``process_group``.
+        skip_all_reduce_unused_params: has no effect: parameters that nobody uses travel in their bucket, for nothing.
+        bucket_cap_mb_list: MiB of the first bucket, the second, and so on, instead of ``bucket_cap_mb``.
+        batched_grad_copy: has no effect: small gradients are always copied together.
+        forward_sync_buffers: as ``broadcast_buffers``, in whose place it comes, but with False buffers are still sent
+        at
+            construction.
+        lazy_bucket_allocation: has no effect: buckets are made at construction.
         overlap: see :func:`lockstep.replicate`.
         check_finite: see :func:`lockstep.replicate`.
 
     Raises:
         RuntimeError: no parameter of the module requires a gradient, so there is nothing to average.
-        ValueError: ``device_ids`` has more than one entry or does not fit the module.
+        ValueError: ``device_ids`` has more than one entry or does not fit the module; arguments contradict each other.
         ReplicaMismatch, LockstepError: see :func:`lockstep.replicate`.
     """
 
@@ -61,27 +78,48 @@ class DistributedDataParallel(nn.Module, Joinable):
         device_ids: Sequence[Device] | None = None,
         output_device: Device | Sequence[Device] | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
-        init_sync: bool = True,
         overlap: bool | None = None,
         check_finite: CheckFinite = "off",
     ) -> None:
         super().__init__()
-        if not any(param.requires_grad for param in module.parameters()):
+        if not any(param.requires_grad for _, param in parameters_of(module)):
             raise RuntimeError(
                 "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
                 "gradient; lockstep.replicate takes such a module as it is"
             )
+        del (
+            skip_all_reduce_unused_params,
+            batched_grad_copy,
+            lazy_bucket_allocation,
+        )  # how torch does it, not what it does
         _warn_without_effect(dim=dim != 0, check_reduction=check_reduction)
+        _refuse_mixed_precision(mixed_precision)
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce: pass both or neither")
         self.device_ids, self.output_device = _resolve_devices(module, device_ids, output_device)
         self.dim, self.static_graph = dim, static_graph
+        self.find_unused_parameters, self.gradient_as_bucket_view = find_unused_parameters, gradient_as_bucket_view
+        self.parameters_to_ignore = set(ignored_names(module))
+        if broadcast_buffers is None or forward_sync_buffers is not None:
+            broadcast_buffers = forward_sync_buffers is not False
         self._options = ReplicaOptions(
             bucket_cap_mb=25.0 if bucket_cap_mb is None else bucket_cap_mb,
             broadcast_buffers=broadcast_buffers,
@@ -90,11 +128,18 @@ class DistributedDataParallel(nn.Module, Joinable):
             gradient_as_bucket_view=gradient_as_bucket_view,
             overlap=overlap,
             init_sync=init_sync,
+            init_sync_buffers=None if forward_sync_buffers is None else True,
+            bucket_cap_mb_list=tuple(bucket_cap_mb_list or ()),
         )
         self.module = module
-        self.process_group = process_group
+        self._attach(_choose_group(process_group, device_mesh))
+
+    def _attach(self, group: dist.ProcessGroup | None) -> None:
+        replica = api.attach(self.module, group, self._options, wrapper=self)
+        #: The ranks that hold replicas.
+        self.process_group = replica.group
         # Not as an attribute of the module: replicas are no part of its state.
-        object.__setattr__(self, "_replica", api.attach(module, process_group, self._options))
+        object.__setattr__(self, "_replica", replica)
 
     _replica: Replica
     #: See the hook of this name's owner in ``ddp/api.py``.
@@ -108,6 +153,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         output = self.module(*inputs, **kwargs)
         self._replica.after_forward(output)
         return output
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NOT_HERE:
+            raise AttributeError(
+                f"lockstep's DistributedDataParallel has no '{name}', which torch's class has: {_NOT_HERE[name]}"
+            )
+        return super().__getattr__(name)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """**Local.** See :func:`lockstep.no_sync`."""
@@ -130,6 +182,71 @@ class DistributedDataParallel(nn.Module, Joinable):
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """**Local.** See :func:`lockstep.register_comm_hook`."""
         self._replica.register_comm_hook(state, hook)
+
+    # What scripts and libraries read, set and call of torch's class besides -------------------------------------------
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backwards average. What ``no_sync`` sets for a while; set it before the forward."""
+        return self._replica.syncs
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, syncs: bool) -> None:
+        self._replica.syncs = bool(syncs)
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers are sent around training steps; see Note [Buffers]. The same on all ranks."""
+        return self._replica.sends_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, sends: bool) -> None:
+        self._replica.sends_buffers = bool(sends)
+
+    #: The names that torch has for the same.
+    require_forward_param_sync = forward_sync_buffers = broadcast_buffers
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return next(self.module.parameters()).device
+
+    def will_sync_module_buffers(self) -> bool:
+        """**Local.** Whether there are buffers, and they are sent around training steps."""
+        return self.broadcast_buffers and any(True for _ in buffers_of(self.module))
+
+    def _sync_buffers(self) -> None:
+        """**Collective.** Send rank 0's buffers to all ranks."""
+        self._replica.send_now(params=False)
+
+    def _sync_params_and_buffers(self) -> None:
+        """**Collective.** Send rank 0's parameters and buffers to all ranks."""
+        self._replica.send_now(params=True)
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = True
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """No times are measured; ``benchmarks/step.py`` shows how to measure them."""
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """**Local.** What torch's class logs of itself, without the times."""
+        return self._replica.logged()
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """**Local.** The hooks that torch has written in C++: plain averages, and averages in float16."""
+        name = getattr(comm_hook_type, "name", str(comm_hook_type))
+        if name == "FP16_COMPRESS":
+            self._replica.register_comm_hook(None, fp16_compress_hook)
+        elif name != "ALLREDUCE":
+            raise ValueError(f"comm_hook_type={comm_hook_type!r}: expected ALLREDUCE or FP16_COMPRESS")
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """**Local.** Name what DistributedDataParallel and replicate leave alone in ``module``; call it before them."""
+        ignore(module, params_and_buffers_to_ignore)
 
     # torch's Join reads and sets these on whatever it is given; the replica is what takes part.
 
@@ -156,7 +273,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._replica._join_config = config
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not None and self.process_group is not dist.group.WORLD:
+        if self.process_group is not dist.group.WORLD:
             raise RuntimeError(
                 "a DistributedDataParallel can be pickled or copied only if it uses the default process group: a "
                 "process group can't travel. Pickle .module, or save its state_dict"
@@ -165,8 +282,48 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.process_group = None
-        object.__setattr__(self, "_replica", api.attach(self.module, None, self._options))
+        self._attach(None)
+
+
+_NO_REDUCER = (
+    "its engine prepares itself in forward, so there is nothing to call; leave out what touches it, or use torch's "
+    "class over the backend 'shm'"
+)
+#: What torch's class has and this one has not, and what to do about it.
+_NOT_HERE = {
+    "reducer": _NO_REDUCER,
+    "logger": "_get_ddp_logging_data() returns what is known",
+    "scatter": "forward moves its inputs itself",
+    "gather": "outputs stay where they are",
+    "to_kwargs": "forward moves its inputs itself",
+    "_register_buffer_comm_hook": "buffers are rank 0's: pass broadcast_buffers=False and send them yourself",
+    "_register_fused_optim": "step after backward: an optimizer inside it would use this rank's own gradients",
+    "_update_process_group": "lockstep.release(wrapper), then wrap the module again with the other group",
+    "finalize_backward": "each backward ends by itself",
+    "require_manual_backward_finalization": "each backward ends by itself",
+    "should_finalize_after_backward": "each backward ends by itself",
+}
+
+
+def _refuse_mixed_precision(mixed_precision: Any) -> None:
+    if mixed_precision is not None:
+        raise ValueError(
+            f"mixed_precision={mixed_precision!r}: compute in low precision with torch.autocast, average in it with "
+            "register_comm_hook(None, lockstep.bf16_compress_hook), and leave this argument out"
+        )
+
+
+def _choose_group(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    if mesh is None:
+        return group
+    if group is not None:
+        raise ValueError("process_group and device_mesh: pass one of them")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"device_mesh={mesh}: expected one dimension, that of the ranks which hold replicas: pass mesh['dp'], or "
+            "whatever it is called"
+        )
+    return mesh.get_group()
 
 
 def _warn_without_effect(**given: bool) -> None:

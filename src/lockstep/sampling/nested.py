@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from lockstep.containers import parts_of, rebuilt
+from lockstep.containers import map_leaves, parts_of, rebuilt
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -35,14 +35,6 @@ def to_device(tree: Any, device: torch.device) -> Any:
         lambda leaf: leaf.to(device, non_blocking=True) if hasattr(leaf, "to") else leaf,
         is_leaf=lambda node: hasattr(node, "to"),
     )
-
-
-def map_leaves(tree: Any, fn: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """**Local.** ``tree`` with ``fn`` applied to everything that is not a container, container types kept."""
-    parts = None if is_leaf is not None and is_leaf(tree) else parts_of(tree)
-    if parts is None:
-        return fn(tree)
-    return rebuilt(tree, {key: map_leaves(part, fn, is_leaf) for key, part in parts.items()})
 
 
 def nothing_of(one: Any, two: Any) -> Any:

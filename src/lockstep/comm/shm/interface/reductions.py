@@ -57,6 +57,8 @@ class Reductions(Operations):
 
     #: All-reducing a tensor from :meth:`allocate_tensor` copies nothing; see lockstep.comm.memory.
     reduces_in_place = True
+    #: Labels of collectives are compared before any data moves: see lockstep.comm.labels.
+    compares_labels = True
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """**Local.** Whether :meth:`allocate_tensor` has memory on ``device``; torch's name for the question."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
@@ -225,7 +226,8 @@ class _BeforeForward:
         self._replica = replica
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        self._replica.before_forward(module)
+        if not torch.compiler.is_exporting():  # an exported program stands for the module alone
+            self._replica.before_forward(module)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _inert_hook, ()
@@ -239,7 +241,8 @@ class _AfterForward:
 
     def __call__(self, module: nn.Module, _: Any, output: Any) -> None:
         del module
-        self._replica.after_forward(output)
+        if not torch.compiler.is_exporting():
+            self._replica.after_forward(output)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _inert_hook, ()

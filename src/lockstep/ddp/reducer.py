@@ -47,6 +47,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from lockstep import _torch
 from lockstep.comm.labels import labelled
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.arrivals import Arrivals
@@ -188,11 +189,13 @@ class Reducer:
         expected = _NEVER if bucket is None else len(bucket)
         append = arrived.append
 
+        @_torch.run_eagerly
         def on_gradient_at_last(_: object = None) -> None:
             if not self.is_open:
                 self.announce()
             append(position)
 
+        @_torch.run_eagerly
         def on_gradient(_: object = None) -> None:
             if not self.is_open:
                 self.announce()
@@ -204,6 +207,7 @@ class Reducer:
             return on_gradient if self._overlap else on_gradient_at_last
         large_in, slot, param = bucket, bucket.positions.index(position), self._params[position]
 
+        @_torch.run_eagerly
         def on_large_gradient(_: object = None) -> None:
             if not self.is_open:
                 self.announce()

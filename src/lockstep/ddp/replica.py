@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from lockstep import caller
+from lockstep import _torch, caller
 from lockstep.comm.init import current_world
 from lockstep.comm.memory import InPlaceMemory, in_place_memory
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.buffers import broadcast_tensors
 from lockstep.ddp.compare import compare_replicas
 from lockstep.ddp.compress import CommHook
-from lockstep.ddp.eager import run_eagerly
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.hooks import BackwardWatch
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
 from lockstep.ddp.options import ReplicaOptions
+from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.plan import ParameterSpec, plan_buckets
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.sparse import SparseSlot
@@ -32,13 +32,12 @@ from lockstep.errors import LockstepError
 from lockstep.recorder import writer
 from lockstep.recorder.layout import Phase
 
+#: Whether a forward is part of a function that torch.func transforms: of nobody's training step.
+_transformed = _torch.transforms_active()
 _FORWARD, _EVALUATE, _BACKWARD = int(Phase.FORWARD), int(Phase.EVALUATE), int(Phase.BACKWARD)
 _REDUCE, _OWN = int(Phase.REDUCE), int(Phase.OWN)
 #: A bucket's cap that no model reaches.
 _ALL = 1 << 62
-
-#: Forwards between two looks at whether the model is still the one that was replicated. (The first two always look.)
-_LOOK_EVERY = 100
 
 
 class ForwardContext(NamedTuple):
@@ -64,11 +63,10 @@ class Replica(Joinable):
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._syncs = True
         self._divides_by_initial_world_size = True
-        #: Forwards so far.
-        self._forwards = 0
         self._latest: ForwardContext | None = None
         self._current: ForwardContext | None = None
         _refuse_uninitialized(module)
+        _refuse_traced_backward()
         self._compare(module)
         if options.init_sync:
             buffers = module.buffers() if options.broadcast_buffers else ()
@@ -96,8 +94,7 @@ class Replica(Joinable):
         named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
         names, params = [name for name, _ in named], [param for _, param in named]
         self._frozen = [param for param in module.parameters() if not param.requires_grad]
-        #: Every parameter's dtype, by its identity.
-        self._known = {id(param): param.dtype for param in module.parameters()}
+        self._own = OwnParameters(module, lambda: f"rank {self._rank} of {self._world_size}")
         policy = self._options.check_finite
         finite = None if policy == "off" else FiniteCheck(policy, self._group)
         sparse_ids = _sparse_parameters(module)
@@ -137,7 +134,7 @@ class Replica(Joinable):
         self._handles = [
             param.register_post_accumulate_grad_hook(reducer.ready_hook(i)) for i, param in enumerate(params)
         ]
-        reducer.announce, reducer.find_changed = self._announce, self._find_changed
+        reducer.announce, reducer.find_changed = self._announce, self._own.find_changed
         return reducer
 
     def _choose_memory(self, params: list[nn.Parameter]) -> InPlaceMemory | None:
@@ -159,6 +156,7 @@ class Replica(Joinable):
     def _close(self) -> None:
         self._remove_hooks()
         self._watch.close()
+        self._own.close()
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -171,18 +169,18 @@ class Replica(Joinable):
 
     # Forward --------------------------------------------------------------------------------------------------------
 
-    @run_eagerly
+    @_torch.run_eagerly
     def before_forward(self, module: nn.Module) -> None:
         """**Collective** in training, outside no_sync, if there are buffers to send or inside join; else **Local**."""
-        if self._reducer.is_open:
+        if self._reducer.is_open or _transformed():
             return  # checkpointing repeats a forward inside backward: nothing is sent twice
-        if self._forwards in (0, 1) or self._forwards % _LOOK_EVERY == 0:
-            self._refuse_changed()
-        self._forwards += 1
+        if torch.is_grad_enabled():
+            _raise_if(self._own.find_registered())
         writer.enter(_FORWARD if module.training else _EVALUATE)
         for param in self._frozen:
             if param.requires_grad:
-                self._lay_out_again(module)
+                if self._own.are_in_place():  # else at the next forward that uses the module's own
+                    self._lay_out_again(module)
                 break
         averages = self._syncs and torch.is_grad_enabled()
         sends_buffers = averages and module.training and self._options.broadcast_buffers
@@ -196,32 +194,15 @@ class Replica(Joinable):
             self._send_buffers(module, source)
         self._latest = ForwardContext(self._syncs, self._weight(), sends_buffers, divisor)
 
-    @run_eagerly
+    @_torch.run_eagerly
     def after_forward(self, output: Any) -> None:
         """**Local.** Look out for the backward through ``output``."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not _transformed():
             context = self._latest
-            self._watch.watch(output, context if context is not None else self._context_now())
+            self._watch.watch(output, context if context is not None else self._context_now(), self._own.stand_ins())
 
     def _refuse_changed(self) -> None:
-        changed = self._find_changed()
-        if changed is not None:
-            raise changed
-
-    def _find_changed(self) -> LockstepError | None:
-        """A parameter that came after replicate has no place in the buckets: every rank would train its own."""
-        module = self._module()
-        for name, param in [] if module is None else module.named_parameters():
-            known = self._known.get(id(param))
-            if known != param.dtype:
-                what = (
-                    "was added or replaced" if known is None else f"was {known} and is {param.dtype}: it was converted"
-                )
-                return LockstepError(
-                    f"rank {self._rank} of {self._world_size}: parameter '{name}' {what} after replicate, so its "
-                    "gradient would not be averaged over the ranks: change the model first, then replicate it"
-                )
-        return None
+        _raise_if(self._own.find_changed())
 
     def _send_buffers(self, module: nn.Module, source: int) -> None:
         self._broadcast(module.buffers(), source, "sending the buffers")
@@ -245,6 +226,13 @@ class Replica(Joinable):
         self._watch.open(self._latest if self._latest is not None else self._context_now())
 
     def _begin(self, context: ForwardContext) -> None:
+        if _torch.in_compiled_autograd():
+            raise LockstepError(
+                f"rank {self._rank} of {self._world_size}: compiled autograd runs this backward, and it does not tell "
+                "when a backward has ended, so the gradients would not be averaged: switch it off "
+                "(torch._dynamo.config.compiled_autograd, torch._dynamo.compiled_autograd). torch.compile compiles "
+                "the backward of what it compiles without it"
+            )
         writer.enter(_BACKWARD)
         weight, kept = self._weights.enter(context.weight, self._reducer.pending)
         self._current = context
@@ -355,6 +343,11 @@ class Replica(Joinable):
         broadcast_tensors(tensors, group=self._group, source=source, what=say)
 
 
+def _raise_if(error: LockstepError | None) -> None:
+    if error is not None:
+        raise error
+
+
 def _spec(param: Tensor) -> ParameterSpec:
     return ParameterSpec(param.numel(), param.element_size(), (param.dtype, param.device))
 
@@ -371,6 +364,15 @@ def _refuse_uninitialized(module: nn.Module) -> None:
             raise ValueError(f"'{name}' has no shape yet: run one batch through the lazy module before replicating it")
         if tensor.layout != torch.strided:
             raise ValueError(f"'{name}' has layout {tensor.layout}; replicas can be made of dense tensors only")
+
+
+def _refuse_traced_backward() -> None:
+    if _torch.traces_backward():
+        raise LockstepError(
+            "torch._dynamo.config.trace_autograd_ops is on: torch then leaves out, without a word, the backward of a "
+            "compiled step whose forward it could not trace as one graph, and a replica's forward it can't: switch it "
+            "off. The step's parts are compiled all the same"
+        )
 
 
 def _warn_never_used(names: list[str]) -> None:

@@ -46,24 +46,24 @@ def will_execute() -> Callable[[Any], bool]:
     return execute
 
 
-def run_eagerly(function: Function) -> Function:
-    """Keep torch.compile from compiling ``function``, and whatever it calls; returns ``function`` itself.
+def mark_untraced(function: Function) -> Function:
+    """Keep torch.compile from tracing ``function`` and what it calls: compiled code breaks off and calls it as it is.
 
-    For what belongs to each call and not into a graph: collectives, hooks, what autograd calls at a backward's end. The
-    public ``torch.compiler.disable`` imports the compiler, a second for processes that never compile, and wraps the
-    function, a microsecond for each call of a parameter's hook. So the marks are set that it leaves in the end: one on
-    the code, which the interpreter's hook reads when the function is called, from Python or from autograd's engine, and
-    one on the function, for the compiler when it traces a caller.
+    For what belongs to each call and not into a graph: collectives, hooks, what autograd calls at a backward's end.
+    torch.compiler.disable does that with a wrapper, which costs a microsecond a call and, where nobody compiles, the
+    import of the compiler, a second for every process. The mark that it leaves on a function keeps the compiler from
+    tracing a call of it; what the interpreter is told of its code, which costs nothing, keeps it from compiling it by
+    itself when autograd's engine calls it, and its callees.
     """
-    import torch
+    from torch._C._dynamo import eval_frame
 
-    frames = torch._C._dynamo.eval_frame
-    leave, marked = frames._FrameAction.SKIP, cast(Any, function)
-    frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(leave, leave))
+    marked, skip = cast(Any, function), eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(marked.__code__, eval_frame._FrameExecStrategy(skip, skip))
     marked._torchdynamo_disable = True
+    #: What fullgraph=True shows as the reason of the break that it does not allow.
     marked._torchdynamo_disable_msg = (
-        "lockstep does this anew in every step, outside of graphs. Where fullgraph=True is wanted, compile the model "
-        "first: lockstep.replicate(torch.compile(model, fullgraph=True))"
+        "lockstep does this anew in each step, outside of graphs. With fullgraph=True compile the model first: "
+        "lockstep.replicate(torch.compile(model, fullgraph=True))"
     )
     return function
 

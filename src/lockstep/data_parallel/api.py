@@ -161,7 +161,7 @@ class DataParallel(nn.Module):
         self._begin()
 
 
-@_torch.run_eagerly
+@_torch.mark_untraced
 def _run(engine: _Engine, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
     return engine.run(inputs, kwargs, target)
 

@@ -52,7 +52,8 @@ def replicate(
     returned as it is, compared and made equal.
 
     Parameters that are frozen now and unfrozen later join in at the next forward (all ranks must unfreeze the same).
-    Parameters must not be added or replaced afterwards. ``torch.autograd.grad`` and inner backwards send nothing.
+    Parameters must not be added, replaced or converted afterwards: the next step says so. ``torch.autograd.grad``,
+    transforms of torch.func and inner backwards send nothing. Compiled autograd is refused.
 
     Args:
         model: any module; its parameters may span several devices and have several dtypes.

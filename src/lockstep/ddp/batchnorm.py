@@ -94,7 +94,7 @@ class SyncBatchNorm(_BatchNorm):
     def _group(self) -> dist.ProcessGroup | None:
         return self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
 
-    @_torch.run_eagerly
+    @_torch.mark_untraced
     def _synchronised(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         place = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}: SyncBatchNorm"
         statistics = _gather_statistics(input.detach(), group, place)
@@ -264,7 +264,7 @@ class _SynchronisedNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_torch.run_eagerly
+    @_torch.mark_untraced
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         values, weight, mean, scale, count = ctx.saved_tensors
         gradient = gradients[0].to(scale.dtype)

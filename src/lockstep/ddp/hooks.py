@@ -108,7 +108,7 @@ class BackwardWatch(Generic[Context]):
         """**Local.** Let go of the parameters."""
         self._nodes.clear()
 
-    @_torch.run_eagerly
+    @_torch.mark_untraced
     def _on_dead_callback(self, callback: weakref.ref[_EndOfBackward]) -> None:
         if callback is self._callback and self._cycle.is_open:
             self._abandon()
@@ -120,7 +120,7 @@ class _OnOutput(Generic[Context]):
     def __init__(self, watch: BackwardWatch[Context], context: Context, stand_ins: StandIns | None) -> None:
         self._watch, self._context, self._stand_ins = watch, context, stand_ins
 
-    @_torch.run_eagerly
+    @_torch.mark_untraced
     def __call__(self, _: Tensor) -> None:
         self._watch.reach(self._context, self._stand_ins)
 
@@ -131,7 +131,7 @@ class _EndOfBackward:
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
 
-    @_torch.run_eagerly
+    @_torch.mark_untraced
     def __call__(self) -> None:
         self._end()
 

@@ -169,7 +169,7 @@ class Replica(Joinable):
 
     # Forward --------------------------------------------------------------------------------------------------------
 
-    @_torch.run_eagerly
+    @_torch.mark_untraced
     def before_forward(self, module: nn.Module) -> None:
         """**Collective** in training, outside no_sync, if there are buffers to send or inside join; else **Local**."""
         if self._reducer.is_open or _transformed():
@@ -179,7 +179,7 @@ class Replica(Joinable):
         writer.enter(_FORWARD if module.training else _EVALUATE)
         for param in self._frozen:
             if param.requires_grad:
-                if self._own.are_in_place():  # else at the next forward that uses the module's own
+                if self._own.are_all(module):  # else at the next forward that uses the module's own
                     self._lay_out_again(module)
                 break
         averages = self._syncs and torch.is_grad_enabled()
@@ -194,7 +194,7 @@ class Replica(Joinable):
             self._send_buffers(module, source)
         self._latest = ForwardContext(self._syncs, self._weight(), sends_buffers, divisor)
 
-    @_torch.run_eagerly
+    @_torch.mark_untraced
     def after_forward(self, output: Any) -> None:
         """**Local.** Look out for the backward through ``output``."""
         if torch.is_grad_enabled() and not _transformed():
@@ -233,6 +233,8 @@ class Replica(Joinable):
                 "(torch._dynamo.config.compiled_autograd, torch._dynamo.compiled_autograd). torch.compile compiles "
                 "the backward of what it compiles without it"
             )
+        if not self._own.are_of_their_kinds():
+            self._refuse_changed()
         writer.enter(_BACKWARD)
         weight, kept = self._weights.enter(context.weight, self._reducer.pending)
         self._current = context

@@ -91,7 +91,7 @@ class AccumulatedWeights:
         return kept
 
     def _weigh_incoming(self, weight: float) -> None:
-        @_torch.run_eagerly
+        @_torch.mark_untraced
         def weigh(grad: Tensor) -> Tensor:
             return torch.zeros_like(grad) if weight == 0 else grad * weight
 

@@ -51,7 +51,7 @@ def _ends(weight: Tensor, output: Tensor) -> list[str]:
 
     output.register_hook(on_output)
     try:
-        output.backward()  # type: ignore[no-untyped-call]
+        output.backward()
     except ArithmeticError:
         seen.append("failed")
     assert weight.grad is not None or "failed" in seen
@@ -95,7 +95,7 @@ def test_what_is_marked_runs_as_it_is_from_compiled_code_and_from_the_engine() -
     def step() -> None:
         loss = (weight * 2).sum()
         _asked(seen)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     torch.compile(step, backend=count)()
     assert seen == [None, None], "the compiler looks at what they call"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     import torch
@@ -211,16 +211,22 @@ Class = TypeVar("Class", bound=type)
 def mark_untraced(function: Function) -> Function:
     """Keep torch.compile from tracing ``function`` and what it calls: compiled code breaks off and calls it as it is.
 
+    For what belongs to each call and not into a graph: collectives, hooks, what autograd calls at a backward's end.
     torch.compiler.disable does that with a wrapper, which costs a microsecond a call and, where nobody compiles, the
     import of the compiler, a second for every process. The mark that it leaves on a function keeps the compiler from
     tracing a call of it; what the interpreter is told of its code, which costs nothing, keeps it from compiling it by
-    itself, and its callees.
+    itself when autograd's engine calls it, and its callees.
     """
     from torch._C._dynamo import eval_frame
 
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    marked, skip = cast(Any, function), eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(marked.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    marked._torchdynamo_disable = True
+    #: What fullgraph=True shows as the reason of the break that it does not allow.
+    marked._torchdynamo_disable_msg = (
+        "lockstep does this anew in each step, outside of graphs. With fullgraph=True compile the model first: "
+        "lockstep.replicate(torch.compile(model, fullgraph=True))"
+    )
     return function
 
 
@@ -284,3 +290,32 @@ def is_made_of_tensors(tensor: Any) -> bool:
 #: The attribute in which a module names the parameters and buffers that DDP leaves alone.
 #: Libraries set it for torch's DDP, through one of its static methods, and there is no public name for it.
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+
+
+def in_compiled_autograd() -> bool:
+    """Say whether the backward under way is run by compiled autograd.
+
+    It drops what :func:`queue_callback` was given without a call, and torch has no public way to ask.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled is not None and bool(compiled.in_compiled_autograd_region)
+
+
+def traces_backward() -> bool:
+    """Say whether torch.compile was told to trace backwards within what it compiles.
+
+    ``torch._dynamo.config`` is documented, this experimental switch of it is not, and torch before 2.12 lacks it.
+    """
+    config = sys.modules.get("torch._dynamo.config")
+    return config is not None and bool(getattr(config, "trace_autograd_ops", False))
+
+
+def transforms_active() -> Callable[[], bool]:
+    """Return the function that says whether a torch.func transform (grad, vmap, jvp, ...) is under way.
+
+    Tensors are wrapped then, and no public function tells.
+    """
+    import torch
+
+    active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+    return active

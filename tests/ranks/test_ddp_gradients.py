@@ -489,40 +489,6 @@ def test_a_grad_scaler_skips_the_same_steps_everywhere() -> None:
     assert first[0] == 2.0**7
 
 
-def _compiled(order: str, attach: Attach) -> None:
-    lockstep.init()
-    torch._dynamo.config.error_on_recompile = False
-
-    def attach_and_compile(model: nn.Module) -> nn.Module:
-        if order == "compile first":
-            return attach(torch.compile(model, backend="aot_eager"))  # type: ignore[arg-type]
-        return torch.compile(attach(model), backend="aot_eager")  # type: ignore[return-value]
-
-    train_after_init(attach_and_compile)
-
-
-def train_after_init(attach: Callable[[nn.Module], nn.Module]) -> None:
-    model = attach(mlp())
-    w = lockstep.world()
-    for step in range(3):
-        model.zero_grad()
-        differentiate(squares(model, w.rank, step))
-        assert_averaged(model, mlp, squares, [step])
-
-
-@pytest.mark.parametrize(
-    ("order", "attach"),
-    [
-        pytest.param("compile first", wrap_tiny, id="compile first-wrap_tiny"),
-        pytest.param("compile first", replicate_tiny, id="compile first-replicate_tiny", marks=pytest.mark.campaign),
-        pytest.param("compile last", wrap_tiny, id="compile last-wrap_tiny", marks=pytest.mark.campaign),
-        pytest.param("compile last", replicate_tiny, id="compile last-replicate_tiny"),
-    ],
-)
-def test_compiled_modules(order: str, attach: Attach) -> None:
-    run_ranks(_compiled, 2, order, attach)
-
-
 # Hooks of the user's ------------------------------------------------------------------------------------------------
 
 

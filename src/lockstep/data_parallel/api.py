@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.data_parallel.compiled import eagerly
+from lockstep import _torch
 from lockstep.data_parallel.cut import Piece, checked_chunk_sizes
 from lockstep.data_parallel.devices import Device, as_device, refuse_shared, resolve_devices, warn_imbalance
 from lockstep.data_parallel.draws import Draws
@@ -151,7 +151,7 @@ class DataParallel(nn.Module):
         if engine.options != self._options():
             engine = self._begin()  # an attribute was set, or .module is another one
         target = kwargs.pop("target", _NOT_GIVEN) if self.criterion is not None else _NOT_GIVEN
-        return eagerly(_run)(engine, inputs, kwargs, target)
+        return _run(engine, inputs, kwargs, target)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_engine"}
@@ -161,6 +161,7 @@ class DataParallel(nn.Module):
         self._begin()
 
 
+@_torch.mark_untraced
 def _run(engine: _Engine, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
     return engine.run(inputs, kwargs, target)
 

@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import nn
 
-from lockstep import _torch, caller
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-_disabled: dict[Any, Any] = {}
-
-
-def eagerly(fn: Function) -> Function:
-    """**Local.** A module-level function, untouched by a ``torch.compile`` around it: what it does can't be traced."""
-    if "torch._dynamo" not in sys.modules:
-        return fn  # who has not loaded the compiler compiles nothing, and should not wait a second for it
-    if fn not in _disabled:
-        _disabled[fn] = torch.compiler.disable(fn)
-    disabled: Function = _disabled[fn]
-    return disabled
-
-
-_torch.mark_untraced(eagerly)
+from lockstep import caller
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:

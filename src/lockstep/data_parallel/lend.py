@@ -103,6 +103,7 @@ def lend(loan: Loan, sources: Sequence[Tensor], copies: Sequence[Tensor]) -> Len
 
 class _Lend(torch.autograd.Function):
     @staticmethod
+    @_torch.mark_untraced
     def forward(ctx: Any, loan: Loan, copies: Sequence[Tensor], *sources: Tensor) -> tuple[Tensor, ...]:
         ctx.loan, ctx.devices = loan, [source.device for source in sources]
         ctx.set_materialize_grads(False)
@@ -111,6 +112,7 @@ class _Lend(torch.autograd.Function):
         return (*(copy.detach() for copy in copies), *tickets, *bell)
 
     @staticmethod
+    @_torch.mark_untraced
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         loan: Loan = ctx.loan
         count = len(loan.origins)
@@ -214,12 +216,14 @@ def _return_ticket(loan: Loan, replica: int, task: Task[tuple[Tensor | None, ...
 
 class _Leave(torch.autograd.Function):
     @staticmethod
+    @_torch.mark_untraced
     def forward(ctx: Any, departure: _Departure, *_ticket_and_bell: Tensor) -> Tensor:
         ctx.departure = departure
         ctx.set_materialize_grads(False)
         return departure.loss.detach()
 
     @staticmethod
+    @_torch.mark_untraced
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None

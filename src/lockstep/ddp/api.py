@@ -57,9 +57,9 @@ def replicate(
     returned as it is, compared and made equal.
 
     Parameters that are frozen now and unfrozen later join in at the next forward (all ranks must unfreeze the same).
-    Parameters must not be added or replaced afterwards. ``torch.autograd.grad`` and inner backwards send nothing.
-    A rank must not leave out a backward that the others run; see Note [Left-out backwards]. :func:`release` undoes it
-    all.
+    Parameters must not be added, replaced or converted afterwards: the next step says so. ``torch.autograd.grad``,
+    transforms of torch.func and inner backwards send nothing. Compiled autograd is refused. A rank must not leave out a
+    backward that the others run; see Note [Left-out backwards]. :func:`release` undoes it all.
 
     Names in ``model._ddp_params_and_buffers_to_ignore``, which torch's DDP reads, are left alone. Models whose
     parameters the ranks hold in parts (FSDP, tensor parallelism) are refused, as are those on the meta device and
@@ -292,7 +292,8 @@ class _BeforeForward:
         self._replica = replica
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        self._replica.before_forward(module)
+        if not torch.compiler.is_exporting():  # an exported program stands for the module alone
+            self._replica.before_forward(module)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _inert_hook, ()
@@ -306,7 +307,8 @@ class _AfterForward:
 
     def __call__(self, module: nn.Module, _: Any, output: Any) -> None:
         del module
-        self._replica.after_forward(output)
+        if not torch.compiler.is_exporting():
+            self._replica.after_forward(output)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _inert_hook, ()

@@ -36,7 +36,6 @@ from torch.autograd.function import once_differentiable
 from lockstep import _torch
 from lockstep.comm.init import current_world
 from lockstep.comm.waiting import wait_for
-from lockstep.ddp.eager import run_eagerly
 
 if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm
@@ -96,7 +95,7 @@ class SyncBatchNorm(_BatchNorm):
     def _group(self) -> dist.ProcessGroup | None:
         return self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
 
-    @run_eagerly
+    @_torch.mark_untraced
     def _synchronised(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         place = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}: SyncBatchNorm"
         statistics = _gather_statistics(input.detach(), group, place)
@@ -266,6 +265,7 @@ class _SynchronisedNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_torch.mark_untraced
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         values, weight, mean, scale, count = ctx.saved_tensors
         gradient = gradients[0].to(scale.dtype)

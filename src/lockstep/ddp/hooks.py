@@ -18,7 +18,9 @@ backward, and there may be several: right, but slower. (Only a rank none of whos
 backward does not take part in it, and the others wait for it.)
 
 If a backward ends with an error, autograd drops the callback without calling it. We hold it weakly and see it die, so
-the next backward starts from a clean state.
+the next backward starts from a clean state. Its death proves an error only because nothing else drops it: compiled
+autograd does, after backwards that went well, and has no other way to tell of their end. So ``begin`` must refuse a
+backward that it runs, before it is given a callback; a test asks every version of torch whether that is still so.
 """
 
 from __future__ import annotations
@@ -37,14 +39,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from lockstep import _torch
+from lockstep.ddp.parameters import StandIns, accumulates
 from lockstep.errors import LockstepError
 
 #: Parts of an output's containers that are searched for tensors, a quarter of them at most in one container.
 MOST_PARTS = 5_000
 #: What has no tensors in it that a backward comes through.
 _LEAVES = (str, bytes, int, float, complex, type, torch.nn.Module)
-
-_will_execute = _torch.will_execute()
 
 
 class _Forward(Protocol):
@@ -86,20 +87,18 @@ class BackwardWatch(Generic[Context]):
         self._lock = threading.Lock()
         self._has_ended = False
 
-    def watch(self, output: Any, context: Context) -> bool:
-        """**Local.** Look out for a backward through ``output``; ``context`` is what its forward knew.
+    def watch(self, output: Any, context: Context, stand_ins: StandIns | None = None) -> bool:
+        """**Local.** Look out for a backward through ``output``.
+
+        Args:
+            output: what forward returned.
+            context: what its forward knew.
+            stand_ins: what this forward used instead of parameters.
 
         Returns:
             Whether there is anything in ``output`` through which one can come.
         """
-
-        def on_output(_: Tensor) -> None:
-            context.reached()
-            if self._cycle.is_open or self._accumulates():
-                self.open(context)
-            else:
-                self._unreached()  # torch.autograd.grad, or the module has other parameters by now
-
+        on_output = _OnOutput(self, context, stand_ins)
         watched = False
         for tensor in tensors_in(output):
             # A leaf (forward returned a parameter or its input) would keep the hook for ever.
@@ -107,6 +106,16 @@ class BackwardWatch(Generic[Context]):
                 tensor.register_hook(on_output)
                 watched = True
         return watched
+
+    def reach(self, context: Context, stand_ins: StandIns | None) -> None:
+        """**Local.** A backward has reached an output of the forward that knew ``context``."""
+        context.reached()
+        if self._cycle.is_open or accumulates(self._nodes):
+            self.open(context)
+        else:
+            self._unreached()  # torch.autograd.grad, or the module has other parameters by now
+        if stand_ins is not None:
+            stand_ins.reached()
 
     def open(self, context: Context) -> None:
         """**Local.** Open a cycle, or join the one that is open; called inside a backward."""
@@ -134,16 +143,21 @@ class BackwardWatch(Generic[Context]):
         """**Local.** Let go of the parameters."""
         self._nodes.clear()
 
-    def _accumulates(self) -> bool:
-        """Whether the backward under way will accumulate into parameters: false inside torch.autograd.grad."""
-        try:
-            return any(_will_execute(node) for node in self._nodes)
-        except RuntimeError:  # its answer for a leaf whose gradient torch.autograd.grad returns
-            return False
-
+    @_torch.mark_untraced
     def _on_dead_callback(self, callback: weakref.ref[_EndOfBackward]) -> None:
         if callback is self._callback and self._cycle.is_open:
             self._abandon()
+
+
+class _OnOutput(Generic[Context]):
+    """What autograd calls when a backward has reached an output."""
+
+    def __init__(self, watch: BackwardWatch[Context], context: Context, stand_ins: StandIns | None) -> None:
+        self._watch, self._context, self._stand_ins = watch, context, stand_ins
+
+    @_torch.mark_untraced
+    def __call__(self, _: Tensor) -> None:
+        self._watch.reach(self._context, self._stand_ins)
 
 
 class _EndOfBackward:
@@ -152,6 +166,7 @@ class _EndOfBackward:
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
 
+    @_torch.mark_untraced
     def __call__(self) -> None:
         self._end()
 

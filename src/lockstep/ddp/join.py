@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
+from lockstep import _torch
 from lockstep.comm.exchange import group_device
 from lockstep.comm.waiting import wait_for
 
@@ -60,10 +61,12 @@ class ReplicaJoinHook(JoinHook):
         self._replica = replica
         self._divide_by_initial_world_size = divide_by_initial_world_size
 
+    @_torch.mark_untraced
     def main_hook(self) -> None:
         """**Collective.** One step without data."""
         self._replica.answer_step(divide_by_initial_world_size=self._divide_by_initial_world_size)
 
+    @_torch.mark_untraced
     def post_hook(self, is_last_joiner: bool) -> None:
         """**Collective.** Everybody has run out: take parameters and buffers from a rank that trained to the end."""
         self._replica.adopt_final_state(is_last_joiner=is_last_joiner)

@@ -195,11 +195,13 @@ class Reducer:
         expected = _NEVER if bucket is None else len(bucket)
         append = arrived.append
 
+        @_torch.mark_untraced
         def on_gradient_at_last(_: object = None) -> None:
             if not self.is_open:
                 self.announce()
             append(position)
 
+        @_torch.mark_untraced
         def on_gradient(_: object = None) -> None:
             if not self.is_open:
                 self.announce()
@@ -211,6 +213,7 @@ class Reducer:
             return on_gradient if self._overlap else on_gradient_at_last
         large_in, slot, param = bucket, bucket.positions.index(position), self._params[position]
 
+        @_torch.mark_untraced
         def on_large_gradient(_: object = None) -> None:
             if not self.is_open:
                 self.announce()

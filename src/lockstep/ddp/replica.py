@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils.hooks import RemovableHandle
 
-from lockstep import caller
+from lockstep import _torch, caller
 from lockstep.comm import streams
 from lockstep.comm.init import current_world
 from lockstep.comm.labels import compares_labels
@@ -22,13 +22,13 @@ from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.buffers import broadcast_tensors
 from lockstep.ddp.compare import compare_replicas
 from lockstep.ddp.compress import CommHook
-from lockstep.ddp.eager import run_eagerly
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.forwards import Forwards
 from lockstep.ddp.hooks import BackwardWatch
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
 from lockstep.ddp.members import buffers_of, parameters_of, tensors_of
 from lockstep.ddp.options import ReplicaOptions
+from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.plan import ParameterSpec, plan_buckets
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.sparse import SparseSlot
@@ -37,13 +37,12 @@ from lockstep.errors import LockstepError
 from lockstep.recorder import writer
 from lockstep.recorder.layout import Phase
 
+#: Whether a forward is part of a function that torch.func transforms: of nobody's training step.
+_transformed = _torch.transforms_active()
 _FORWARD, _EVALUATE, _BACKWARD = int(Phase.FORWARD), int(Phase.EVALUATE), int(Phase.BACKWARD)
 _REDUCE, _OWN = int(Phase.REDUCE), int(Phase.OWN)
 #: A bucket's cap that no model reaches.
 _ALL = 1 << 62
-
-#: Forwards between two looks at whether the model is still the one that was replicated. (The first two always look.)
-_LOOK_EVERY = 100
 
 
 class ForwardContext(NamedTuple):
@@ -88,6 +87,7 @@ class Replica(Joinable):
         self._forwards = Forwards()
         self._latest: ForwardContext | None = None
         self._current: ForwardContext | None = None
+        _refuse_traced_backward()
         self._compare(module, unfit=unfit)
         if options.init_sync:
             buffers = options.broadcast_buffers if options.init_sync_buffers is None else options.init_sync_buffers
@@ -116,8 +116,7 @@ class Replica(Joinable):
         named = [(name, param) for name, param in parameters_of(module) if param.requires_grad]
         names, params = [name for name, _ in named], [param for _, param in named]
         self._frozen = [param for _, param in parameters_of(module) if not param.requires_grad]
-        #: Every parameter's dtype, by its identity.
-        self._known = {id(param): param.dtype for _, param in parameters_of(module)}
+        self._own = OwnParameters(module, lambda: f"rank {self._rank} of {self._world_size}")
         policy = self._options.check_finite
         finite = None if policy == "off" else FiniteCheck(policy, self._group)
         sparse_ids = _sparse_parameters(module)
@@ -163,7 +162,7 @@ class Replica(Joinable):
         self._handles = [
             param.register_post_accumulate_grad_hook(reducer.ready_hook(i)) for i, param in enumerate(params)
         ]
-        reducer.announce, reducer.find_changed = self._announce, self._find_changed
+        reducer.announce, reducer.find_changed = self._announce, self._own.find_changed
         return reducer
 
     def _choose_memory(self, params: list[nn.Parameter]) -> InPlaceMemory | None:
@@ -189,6 +188,7 @@ class Replica(Joinable):
     def _close(self) -> None:
         self._remove_hooks()
         self._watch.close()
+        self._own.close()
 
     @property
     def is_in_backward(self) -> bool:
@@ -210,6 +210,7 @@ class Replica(Joinable):
             handle.remove()
         self._remove_hooks()
         self._watch.end()
+        self._own.close()
         self._reducer.free()
 
     def _remove_hooks(self) -> None:
@@ -228,7 +229,7 @@ class Replica(Joinable):
 
     # Forward --------------------------------------------------------------------------------------------------------
 
-    @run_eagerly
+    @_torch.mark_untraced
     def before_forward(self, module: nn.Module) -> None:
         """**Collective** in training, outside no_sync, if there are buffers to send or inside join; else **Local**."""
         if self._is_released:
@@ -238,15 +239,16 @@ class Replica(Joinable):
             )
         if module.training:
             streams.current().enter(module)  # left in after_forward, or by the hook that attach() registers
-        if self._reducer.is_open:
+        if self._reducer.is_open or _transformed():
             return  # checkpointing repeats a forward inside backward: nothing is sent twice
-        if self._forwards.begun in (0, 1) or self._forwards.begun % _LOOK_EVERY == 0:
-            self._refuse_changed()
+        if torch.is_grad_enabled():
+            _raise_if(self._own.find_registered())
         self._forwards.begun += 1
         writer.enter(_FORWARD if module.training else _EVALUATE)
         for param in self._frozen:
             if param.requires_grad:
-                self._lay_out_again(module)
+                if self._own.are_all(module):  # else at the next forward that uses the module's own
+                    self._lay_out_again(module)
                 break
         averages = self.syncs and torch.is_grad_enabled()
         sends_buffers = averages and module.training and self.sends_buffers
@@ -268,35 +270,18 @@ class Replica(Joinable):
             self._forwards if is_for_training else None,
         )
 
-    @run_eagerly
+    @_torch.mark_untraced
     def after_forward(self, output: Any) -> None:
         """**Local.** Look out for the backward through ``output``."""
         streams.current().leave(self._module())
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not _transformed():
             context = self._latest if self._latest is not None else self._context_now()
-            watched = self._watch.watch(output, context)
+            watched = self._watch.watch(output, context, self._own.stand_ins())
             if watched and context.forwards is not None and not self._reducer.is_open:
                 context.forwards.expect(context.number)
 
     def _refuse_changed(self) -> None:
-        changed = self._find_changed()
-        if changed is not None:
-            raise changed
-
-    def _find_changed(self) -> LockstepError | None:
-        """A parameter that came after replicate has no place in the buckets: every rank would train its own."""
-        module = self._module()
-        for name, param in () if module is None else parameters_of(module):
-            known = self._known.get(id(param))
-            if known != param.dtype:
-                what = (
-                    "was added or replaced" if known is None else f"was {known} and is {param.dtype}: it was converted"
-                )
-                return LockstepError(
-                    f"rank {self._rank} of {self._world_size}: parameter '{name}' {what} after replicate, so its "
-                    "gradient would not be averaged over the ranks: change the model first, then replicate it"
-                )
-        return None
+        _raise_if(self._own.find_changed())
 
     def _send_buffers(self, module: nn.Module, source: int) -> None:
         self._broadcast([buffer for _, buffer in buffers_of(module)], source, "sending the buffers")
@@ -328,6 +313,15 @@ class Replica(Joinable):
 
     def _begin(self, context: ForwardContext) -> None:
         self._refuse_contested_share()
+        if _torch.in_compiled_autograd():
+            raise LockstepError(
+                f"rank {self._rank} of {self._world_size}: compiled autograd runs this backward, and it does not tell "
+                "when a backward has ended, so the gradients would not be averaged: switch it off "
+                "(torch._dynamo.config.compiled_autograd, torch._dynamo.compiled_autograd). torch.compile compiles "
+                "the backward of what it compiles without it"
+            )
+        if not self._own.are_of_their_kinds():
+            self._refuse_changed()
         writer.enter(_BACKWARD)
         weight, kept = self._weights.enter(context.weight, self._reducer.pending)
         self._current = context
@@ -466,6 +460,11 @@ class Replica(Joinable):
         broadcast_tensors(tensors, group=self._group, source=source, what=say)
 
 
+def _raise_if(error: LockstepError | None) -> None:
+    if error is not None:
+        raise error
+
+
 def _spec(param: Tensor) -> ParameterSpec:
     return ParameterSpec(param.numel(), param.element_size(), (param.dtype, param.device))
 
@@ -474,6 +473,15 @@ def _sparse_parameters(module: nn.Module) -> set[int]:
     """Ids of the parameters whose gradients will be sparse."""
     embeddings = (nn.Embedding, nn.EmbeddingBag)
     return {id(part.weight) for part in module.modules() if isinstance(part, embeddings) and part.sparse}
+
+
+def _refuse_traced_backward() -> None:
+    if _torch.traces_backward():
+        raise LockstepError(
+            "torch._dynamo.config.trace_autograd_ops is on: torch then leaves out, without a word, the backward of a "
+            "compiled step whose forward it could not trace as one graph, and a replica's forward it can't: switch it "
+            "off. The step's parts are compiled all the same"
+        )
 
 
 def _warn_never_used(names: list[str]) -> None:

@@ -17,11 +17,13 @@ removes: what comes in is replaced by zeros, and a ``grad`` that was None is Non
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from lockstep import _torch
 
 
 class AccumulatedWeights:
@@ -89,7 +91,10 @@ class AccumulatedWeights:
         return kept
 
     def _weigh_incoming(self, weight: float) -> None:
-        weigh: Callable[[Tensor], Tensor] = torch.zeros_like if weight == 0 else lambda grad: grad * weight
+        @_torch.mark_untraced
+        def weigh(grad: Tensor) -> Tensor:
+            return torch.zeros_like(grad) if weight == 0 else grad * weight
+
         for param in self._params:
             if param.requires_grad:
                 self._handles.append(param.register_hook(weigh))

@@ -94,11 +94,11 @@ def runs_plainly() -> Callable[[], bool]:
     import torch
 
     dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-    transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+    transformed = transforms_active()
     tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
     def plainly() -> bool:
-        return dispatch_modes() == 0 and transforms() is None and not tracing()
+        return dispatch_modes() == 0 and not transformed() and not tracing()
 
     return plainly
 

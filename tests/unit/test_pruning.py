@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint import folders, guard, weights
+from lockstep.checkpoint import folders, guard, sources
 from lockstep.checkpoint.guard import CheckpointGone, reading, taken
 from lockstep.checkpoint.load import verify
 from lockstep.checkpoint.manifest import MANIFEST
@@ -169,11 +169,11 @@ def test_a_listing_that_is_out_of_date_is_made_anew(tmp_path: Path, monkeypatch:
     old, hold = _save(tmp_path, 1), guard.reading
 
     def prune_first(folder: Path) -> Any:
-        monkeypatch.setattr(weights, "reading", hold)
+        monkeypatch.setattr(sources, "reading", hold)
         prune(tmp_path, _save(tmp_path, 2), Retention(last=1))
         return hold(folder)
 
-    monkeypatch.setattr(weights, "reading", prune_first)
+    monkeypatch.setattr(sources, "reading", prune_first)
     loaded = lockstep.load_weights(tmp_path, nn.ParameterDict({"weight": torch.zeros(5)}))
     assert not old.exists()
     assert folders.age(loaded.source)[0] == 2

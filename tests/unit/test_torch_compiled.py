@@ -13,6 +13,8 @@ from torch._dynamo import compiled_autograd
 
 from lockstep import _torch
 
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiler_is_loaded() -> None:

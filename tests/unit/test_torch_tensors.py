@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import _torch
+
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
 
 
 def test_a_storage_counts_its_tensors() -> None:

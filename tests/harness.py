@@ -50,6 +50,11 @@ _PRELOAD = [
 ]
 
 
+def preload(*modules: str) -> None:
+    """Let the fork server import these as well. Before the first rank starts; what is not installed is left out."""
+    _PRELOAD.extend(modules)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of one rank."""

@@ -22,8 +22,11 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
 def alone() -> Arrays:
     """One process, plain torch."""
     model = net()
+    before = weights(model)
     train(model, _adam(model))
-    return weights(model)
+    after = weights(model)
+    assert all(abs(after[name] - before[name]).max() > 1e-2 for name in before), "nothing was trained"
+    return after
 
 
 def ddp(backend: str) -> Arrays:

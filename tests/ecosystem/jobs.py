@@ -50,7 +50,7 @@ def attempt(
     else:
         argv = ["lockstep", "run", "-n", str(ranks), *script]
     env = {"PYTHONPATH": python_path(ROOT, ROOT / "tests" / "site"), "OMP_NUM_THREADS": "1"} | env
-    with Running(argv, cwd=folder, env=environment(folder, torch=True, **env)) as running:
+    with Running(argv, cwd=folder, env=environment(folder, torch=True, **env), cold=True) as running:
         finished = running.finish(LIMIT)
     found = sorted(folder.glob("rank-*.npz"))
     return Job(finished, [dict(np.load(path)) for path in found])

@@ -11,11 +11,7 @@ ECOSYSTEM := .venv-ecosystem/torch-$(TORCH)
 LIBRARIES := accelerate datasets lightning peft timm torchmetrics transformers webdataset
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help demo test check format faults bench newest oldest pythons clean
-=======
-.PHONY: help demo test check format faults ecosystem bench clean
->>>>>>> f33823b (Train with other libraries on ranks, each against one process)
+.PHONY: help demo test check format faults ecosystem bench newest oldest pythons clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
@@ -39,7 +35,6 @@ format: $(READY)  ## let ruff format the code
 faults: $(READY)  ## the longer campaigns of killed and stuck processes; the other tests hold a selection of them
 	$(BIN)/python -m pytest -m campaign
 
-<<<<<<< HEAD
 newest:  ## the demo and the tests of torch's internals, on the newest torch there is
 	$(call environment,.venv-newest,$(PYTHON),--upgrade torch)
 	$(call demo_and_internals,.venv-newest)
@@ -54,10 +49,9 @@ python-%:
 	$(if $(call interpreter,$*),,@echo "Python $*: none at hand, nothing run")
 	$(if $(call interpreter,$*),$(call environment,.venv-py$*,$(call interpreter,$*),--constraint constraints.txt torch))
 	$(if $(call interpreter,$*),$(call demo_and_internals,.venv-py$*))
-=======
+
 ecosystem: $(ECOSYSTEM)/.ready  ## other libraries on lockstep, each against one process (TORCH=2.15.0: on that torch)
 	$(ECOSYSTEM)/bin/python -m pytest tests/ecosystem -m ecosystem $(WRITE)
->>>>>>> f33823b (Train with other libraries on ranks, each against one process)
 
 bench: $(READY)  ## measure launch and step times against torch (some minutes; nothing else should run meanwhile)
 	$(BIN)/python -m benchmarks.launch
@@ -69,7 +63,6 @@ bench: $(READY)  ## measure launch and step times against torch (some minutes; n
 	PYTHONPATH=tests/site $(BIN)/python -m benchmarks.imagenet_input
 
 clean:  ## remove the virtual environment and caches
-<<<<<<< HEAD
 	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build src/*.egg-info
 
 # Other versions: each has an environment of its own, in a folder that git ignores.
@@ -89,9 +82,6 @@ define demo_and_internals
 	CUDA_VISIBLE_DEVICES= $(1)/bin/lockstep run -n 2 -m lockstep.recipes.digits
 	$(1)/bin/python -m pytest -q -m 'internals and not campaign'
 endef
-=======
-	rm -rf $(VENV) .venv-ecosystem .mypy_cache .ruff_cache .pytest_cache .hypothesis build src/*.egg-info
->>>>>>> f33823b (Train with other libraries on ranks, each against one process)
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

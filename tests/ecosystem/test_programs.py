@@ -38,7 +38,7 @@ def compare(
     assert f"backend {backend}" in job.finished.out
     assert len(job.ranks) == ranks
     one = alone(program, *like, folder=folder)
-    for rank in job.ranks:  # the Trainer adds its losses up in float32
+    for rank in job.ranks:  # the Trainer adds its losses up in float32; and a language model's loss is computed in it
         assert difference(_losses(one), _losses(rank)) < 1e-5
     line.same(_others(one), [_others(rank) for rank in job.ranks], limit=limit)
 
@@ -63,17 +63,17 @@ def _others(numbers: Arrays) -> Arrays:
 def test_trainer(what: str, options: tuple[str, ...], ranks: int, backend: str, tmp_path: Path, row: Begin) -> None:
     line = row("transformers", what, f"{ranks} ranks, {backend}")
     like = options[2:]
-    compare(line, "trainer", *options, ranks=ranks, folder=tmp_path, backend=backend, like=like, limit=1e-9)
+    compare(line, "trainer", *options, ranks=ranks, folder=tmp_path, backend=backend, like=like, limit=1e-6)
 
 
 def test_trainer_accumulates_and_resumes(tmp_path: Path, row: Begin) -> None:
     line = row("transformers", "Trainer, gradient_accumulation_steps=2", "2 ranks, shm")
     accumulate = ("--init", "lockstep", "--accumulate", "2")
-    compare(line, "trainer", *accumulate, ranks=2, folder=tmp_path, backend="shm", limit=1e-9)
+    compare(line, "trainer", *accumulate, ranks=2, folder=tmp_path, backend="shm", limit=1e-6)
     line = row("transformers", "Trainer, resume_from_checkpoint", "2 ranks, shm")
     resumable = ("--init", "lockstep", "--checkpoints", str(tmp_path / "checkpoints"))
     run("trainer", *resumable, "--steps", "4", ranks=2, folder=tmp_path / "begun")
-    compare(line, "trainer", *resumable, ranks=2, folder=tmp_path, backend="shm", limit=1e-9)
+    compare(line, "trainer", *resumable, ranks=2, folder=tmp_path, backend="shm", limit=1e-6)
 
 
 def test_trainer_takes_no_name_that_accelerate_does_not_know(tmp_path: Path, row: Begin) -> None:

@@ -391,7 +391,9 @@ def _fork_zygote() -> tuple[dict[str, Any], list[int]] | None:
 
 def _main(listener: int) -> None:
     for name in _PRELOAD:
-        importlib.import_module(name)
+        # What the recipes read is not in the environments of other versions.
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     request = _Forker(socket.socket(fileno=listener)).serve()

@@ -129,20 +129,23 @@ def model(case: Case, contributions: list[torch.Tensor]) -> torch.Tensor:
         "BXOR": torch.bitwise_xor,
     }
     total = reduce(arithmetic[case.op], wide)
+    if case.op == "AVG" and not (dtype.is_floating_point or dtype.is_complex):
+        return total.to(dtype).div(len(contributions), rounding_mode="trunc")
     if case.op == "AVG":
         total = total / len(contributions)
     return total.to(dtype)
 
 
-def supported(dtype: torch.dtype, op: str, *, collective: str = "all_reduce") -> bool:
+def supported(dtype: torch.dtype, op: str, *, collective: str = "all_reduce", backend: str = "shm") -> bool:
     """Whether reducing ``dtype`` by ``op`` makes sense, for torch and for this backend."""
+    unsigned = (torch.uint16, torch.uint32, torch.uint64)
     if dtype.is_complex:
         return op in ("SUM", "AVG") and collective != "reduce"
     if dtype.is_floating_point:
         return dtype.itemsize > 1 and op not in ("BAND", "BOR", "BXOR")
     if op == "AVG":
-        return False
-    return not (dtype in (torch.uint16, torch.uint32, torch.uint64) and op in ("MIN", "MAX"))
+        return backend == "shm" and dtype is not torch.bool and dtype not in unsigned
+    return not (dtype in unsigned and op in ("MIN", "MAX"))
 
 
 # --- the collectives -----------------------------------------------------------------------------------------------

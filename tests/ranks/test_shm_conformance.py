@@ -69,7 +69,7 @@ def _cases(backend: str, size: int, counts: tuple[int, ...]) -> Iterator[Case]:
         if dtype not in _FEW_DTYPES and (name in _OF_FEW_DTYPES or count == 0):
             continue
         for op in OPS if name in REDUCING else ("SUM",):
-            if name in REDUCING and not supported(dtype, op, collective=name):
+            if name in REDUCING and not supported(dtype, op, collective=name, backend=backend):
                 continue
             root = (root + 1) % size
             yield Case(name, dtype, count, op, root if name in ROOTED else 0, asynchronous)
@@ -130,6 +130,7 @@ def _attempts(size: int) -> dict[str, Callable[[], Any]]:
         "bits of floats": lambda: dist.all_reduce(ones(2), op.BAND),
         "bits of halves": lambda: dist.all_reduce(ones(2, dtype=torch.half), op.BXOR),
         "average of ints": lambda: dist.all_reduce(ones(2, dtype=torch.int32), op.AVG),
+        "average of truth values": lambda: dist.all_reduce(ones(2, dtype=torch.bool), op.AVG),
         "minimum of complex": lambda: dist.all_reduce(ones(2, dtype=torch.complex64), op.MIN),
         "product of complex": lambda: dist.all_reduce(ones(2, dtype=torch.complex64), op.PRODUCT),
         "sum of bytes of float8": lambda: dist.all_reduce(ones(2).to(torch.float8_e5m2)),
@@ -162,7 +163,7 @@ def _attempts(size: int) -> dict[str, Callable[[], Any]]:
 
 
 #: shm does what gloo refuses.
-_MORE_THAN_GLOO = {"premultiplied", "int16", "dtypes mixed"}
+_MORE_THAN_GLOO = {"average of ints", "premultiplied", "int16", "dtypes mixed"}
 #: shm refuses what gloo accepts (rows until torch 2.14): it moves a part of the elements, or none, and says nothing.
 _SAID_BY_SHM_ALONE = {"rows that do not divide", "meta"}
 

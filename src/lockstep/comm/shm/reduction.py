@@ -5,7 +5,8 @@ Note [Reduction order]
 Elements are combined in order of rank: ((x0 op x1) op x2) op … Each element of the result is computed by one rank and
 copied to all, or computed by every rank with the same operator over the same elements; so all ranks end with the same
 bits, and the same inputs give the same bits again, whatever the timing. An average is the sum divided by the number of
-ranks. Half and bfloat16 round after every step, as torch's own operators do.
+ranks; one of integers is rounded toward zero, as NCCL does it: libraries that know gloo by name average their counters
+over any other backend. Half and bfloat16 round after every step, as torch's own operators do.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ class Reduction:
     factor: float = 1
 
     @property
+    def truncates(self) -> bool:
+        """Whether an average is rounded toward zero."""
+        return not (self.dtype.is_floating_point or self.dtype.is_complex)
+
+    @property
     def exact(self) -> bool:
         """Whether one element's result is the same bits in whatever loop it is computed (Note [Reduction order])."""
         if self.combine not in (torch.add, torch.mul):
@@ -85,7 +91,7 @@ class Reduction:
             for each in inputs[2:]:
                 self.combine(out, each, out=out)
         if self.divisor != 1:
-            out.div_(self.divisor)
+            out.div_(self.divisor, rounding_mode="trunc" if self.truncates else None)
 
 
 def reduction(op: int, dtype: torch.dtype, world_size: int, factor: float = 1.0) -> Reduction:
@@ -102,10 +108,8 @@ def reduction(op: int, dtype: torch.dtype, world_size: int, factor: float = 1.0)
             raise RuntimeError(f"Cannot use ReduceOp.{name} with {dtype}: complex numbers have no order")
         if dtype.itemsize == 1:
             raise RuntimeError(f"Cannot use ReduceOp.{name} with {dtype}: convert to bfloat16 or float32 first")
-    elif op in (_AVG, _PREMUL_SUM):
-        raise RuntimeError(
-            f"Cannot use ReduceOp.{name} with integral dtype {dtype}: use SUM, or convert to float first"
-        )
+    elif op == _PREMUL_SUM or (op == _AVG and (dtype is torch.bool or dtype in _SIGNED)):
+        raise RuntimeError(f"Cannot use ReduceOp.{name} with dtype {dtype}: use SUM, or convert to float first")
     if dtype in _SIGNED and op in (_MIN, _MAX):
         raise RuntimeError(f"Cannot use ReduceOp.{name} with {dtype}: torch does not order it; convert to int64 first")
     if op == _AVG:

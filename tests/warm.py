@@ -63,6 +63,9 @@ _PRELOAD = (
     "lockstep.sampling.loader",
 )
 
+#: What only the recipes read, which the environments of other versions of torch lack.
+_OPTIONAL = ("sklearn", "torchvision")
+
 
 # --- in the tests ----------------------------------------------------------------------------------------------------
 
@@ -391,9 +394,11 @@ def _fork_zygote() -> tuple[dict[str, Any], list[int]] | None:
 
 def _main(listener: int) -> None:
     for name in _PRELOAD:
-        # What the recipes read is not in the environments of other versions.
-        with contextlib.suppress(ModuleNotFoundError):
+        try:
             importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] not in _OPTIONAL:
+                raise
     gc.collect()
     gc.freeze()
     request = _Forker(socket.socket(fileno=listener)).serve()

@@ -109,8 +109,6 @@ def _named(rank: int, kind: str) -> nn.Module:
         model[0].bias.requires_grad_(False)
     elif odd and kind == "buffer":
         model.register_buffer("extra", torch.zeros(2))
-    elif odd and kind == "device":
-        model[1].to("meta")
     elif kind == "sparse":
         model.append(nn.Embedding(4, 3, sparse=odd))
     return model
@@ -141,10 +139,6 @@ def _mismatch(kind: str, attach: Attach) -> None:
         ("count", "parameter 4, '2.weight': rank 0 has none at this place, rank 1 has '2.weight' of shape (3, 3)"),
         ("frozen", "parameter 1, '0.bias'"),
         ("buffer", "buffer 0, 'extra'"),
-        (
-            "device",
-            "rank 1 has '1.weight' of shape (3, 7), torch.float32, on the module's device 1 (counted from 0). Nothing",
-        ),
         ("sparse", "rank 1 has '2.weight' of shape (4, 3), torch.float32, with sparse gradients. Nothing was sent"),
         ("option", "option 1, 'bucket_cap_mb': rank 0 has bucket_cap_mb=25, rank 1 has bucket_cap_mb=24"),
     ],

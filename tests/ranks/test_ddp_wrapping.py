@@ -62,7 +62,7 @@ def _refused() -> None:
         ),
         (
             lambda: nn.Sequential(parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel())),
-            r"'0.weight' is a DTensor: tensor parallelism .* fully_shard\(model, mesh=mesh\['dp'\]\)",
+            r"'0.weight' is a DTensor: tensor parallelism .*fully_shard\(model, mesh=mesh\['dp'\]\)",
         ),
         (_on_meta, r"'weight' is on the meta device.*to_empty"),
         (lambda: torch.jit.script(linear), "is TorchScript.*wrap it in lockstep.DistributedDataParallel"),

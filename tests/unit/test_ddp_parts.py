@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.waiting import failure
 from lockstep.ddp.bucket import Bucket
-from lockstep.ddp.compare import first_difference
+from lockstep.ddp.compare import explain_difference, first_difference
 from lockstep.ddp.hooks import MOST_PARTS, tensors_in
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.transfer import move_to
@@ -100,6 +100,15 @@ def test_move_to_keeps_the_form() -> None:
 )
 def test_first_difference(lists: list[list[int]], expected: tuple[int, int] | None) -> None:
     assert first_difference(lists) == expected
+
+
+def test_parameters_on_different_devices_differ_in_words() -> None:
+    # (A second device that every machine has would be the meta device, of which no replica can be made.)
+    records = [{"parameters": [["1.weight", [3, 7], "torch.float32", place, True, None, False]]} for place in (0, 1)]
+    assert first_difference([record["parameters"] for record in records]) == (0, 1)
+    assert explain_difference("parameters", records, 0, 1).endswith(
+        "rank 1 has '1.weight' of shape (3, 7), torch.float32, on the module's device 1 (counted from 0)"
+    )
 
 
 def test_options_are_checked() -> None:

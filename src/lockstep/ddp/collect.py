@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.labels import labelled
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.cycle import Cycle
@@ -32,13 +33,19 @@ class Collector:
 
     @torch.no_grad()
     def collect(
-        self, cycle: Cycle, launch_sparse: Callable[[SparseSlot], SparseTransfer], *, hooked: bool, write: bool
+        self,
+        cycle: Cycle,
+        launch_sparse: Callable[[SparseSlot], SparseTransfer],
+        *,
+        hooked: labelled | None,
+        write: bool,
     ) -> list[int]:
         """**Collective.** Wait for all that was sent, and make it the gradients if ``write``.
 
         Args:
             launch_sparse: starts to gather one sparse gradient.
-            hooked: the buckets went through a comm hook.
+            hooked: what to call the exchange of flags, if the buckets went through a comm hook. (What the hook itself
+                sends may come from any thread, so it goes without a label.)
 
         Returns:
             The positions of the parameters that no rank used, if ``write`` and the step is not skipped.
@@ -52,7 +59,8 @@ class Collector:
         if hooked:  # see Note [Launch order]
             for bucket in self.buckets:
                 self._wait(cycle, bucket)
-            self._exchange_flags()
+            with hooked:
+                self._exchange_flags()
         sparse = [launch_sparse(slot) for slot in self.sparse]
         for bucket in () if hooked else self.buckets:
             self._wait(cycle, bucket)

@@ -63,7 +63,7 @@ def compare_replicas(
         if difference is not None:
             whoami = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
             raise ReplicaMismatch(
-                f"{whoami}: {_explain(kind, records, *difference)}. Nothing was sent. Build the same model with the "
+                f"{whoami}: {explain_difference(kind, records, *difference)}. Nothing was sent. Build the same model with the "
                 "same options on every rank"
             )
 
@@ -84,7 +84,8 @@ def _describe_parameter(name: str, param: nn.Parameter, place: int, sparse: bool
     return [name, list(param.shape), str(param.dtype), place, param.requires_grad, layout, sparse]
 
 
-def _explain(kind: str, records: Sequence[Any], position: int, rank: int) -> str:
+def explain_difference(kind: str, records: Sequence[Any], position: int, rank: int) -> str:
+    """**Local.** What :func:`first_difference` has found, in words."""
     singular = {"parameters": "parameter", "buffers": "buffer", "options": "option"}[kind]
     expected, came = records[0][kind][position : position + 1], records[rank][kind][position : position + 1]
     name = (expected or came)[0][0]

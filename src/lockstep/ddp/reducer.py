@@ -409,9 +409,7 @@ class Reducer:
         cycle = self._cycle
         if cycle.in_hook is not None:
             wait_for(cycle.in_hook.wait, lambda: f"{self._whoami()}: averaging the bucket before bucket {bucket.index}")
-        with self._label(bucket):
-            future = hook(state, GradBucket(bucket, is_last=bucket.index == len(self._buckets) - 1))
-        cycle.in_hook = future
+        future = cycle.in_hook = hook(state, GradBucket(bucket, is_last=bucket.index == len(self._buckets) - 1))
         cycle.waits[bucket.index], cycle.results[bucket.index] = future.wait, future.value
 
     def _scale(self, bucket: Bucket) -> Tensor | None:
@@ -424,7 +422,8 @@ class Reducer:
         """The positions of the parameters that no rank used."""
         if self._sends or self._finite is not None:
             hooked, writes = self._comm_hook is not None and self._world_size > 1, write and self._sends
-            unused = self._collector.collect(self._cycle, self._launch_sparse, hooked=hooked, write=writes)
+            label = self._label(self._buckets[-1]) if hooked and self._buckets else None
+            unused = self._collector.collect(self._cycle, self._launch_sparse, hooked=label, write=writes)
             if self._sends:
                 self._refuse_other_backward()
                 return unused

@@ -63,8 +63,8 @@ def compare_replicas(
         if difference is not None:
             whoami = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
             raise ReplicaMismatch(
-                f"{whoami}: {explain_difference(kind, records, *difference)}. Nothing was sent. Build the same model with the "
-                "same options on every rank"
+                f"{whoami}: {explain_difference(kind, records, *difference)}. Nothing was sent. Build the same model "
+                "with the same options on every rank"
             )
 
 

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules.module import (
@@ -51,14 +52,14 @@ class OwnParameters:
         self._params = [param for _, param in parameters_of(module)]
         self._known = {id(param): (param.dtype, param.device) for param in self._params}
         self._dtypes = [*map(_dtype, self._params)]
+        # (TorchScript makes its dictionaries anew for who looks at them, and lets nothing be put into them.)
+        parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
         #: The dictionaries of the modules within, and what they held.
-        self._held = [
-            (kept, [*map(id, kept.values())]) for part in module.modules() for kept in (part._parameters, part._modules)
-        ]
+        self._held = [(kept, [*map(id, kept.values())]) for part in parts for kept in (part._parameters, part._modules)]
         #: Where the first and the last trained parameter stand.
         slots = [
             (part._parameters, name, param)
-            for part in module.modules()
+            for part in parts
             for name, param in part._parameters.items()
             if id(param) in self._known and param is not None and param.requires_grad
         ]

@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# "make pythons" runs on those of these that are at hand.
+PYTHONS := 3.10 3.11 3.12 3.13 3.14
+
 # "make ecosystem" has an environment for each torch it is run with.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 ECOSYSTEM := .venv-ecosystem/torch-$(TORCH)
@@ -66,7 +69,6 @@ clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build src/*.egg-info
 
 # Other versions: each has an environment of its own, in a folder that git ignores.
-PYTHONS := 3.10 3.11 3.12 3.13 3.14
 interpreter = $(firstword $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python$(1)) $(shell command -v python$(1)))
 
 # $(call environment,FOLDER,PYTHON,TORCH): TORCH and what the tests need, but nothing else that brings a torch.

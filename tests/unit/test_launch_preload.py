@@ -86,6 +86,10 @@ with warnings.catch_warnings(record=True) as caught:
     os.environ["TMPDIR"] = "/tmp"                           # read by Python's own tempfile, and in vain
     setter.set("TORCH_LOGS", "")                            # a library knows what it does
 report["warned"] = [(w.filename == __file__, w.lineno, str(w.message)) for w in caught]
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+os.environ["OMP_NUM_THREADS"] = "2"                         # for what a program that trains starts
+report["training"] = torch.get_num_threads()
+dist.destroy_process_group()
 torch.set_num_threads(2)                                    # the program's own word
 os.environ["OMP_NUM_THREADS"] = "3"
 report["kept"] = torch.get_num_threads()
@@ -121,5 +125,6 @@ def test_what_a_program_sets_after_the_imports(tmp_path: Path) -> None:
     assert "torch._logging._internal has read it" in report["warned"][0][2]
     assert "LOCKSTEP_PRELOAD= (empty" in report["warned"][0][2]
     assert "reader has read it" in report["warned"][2][2]
+    assert report["training"] == 1
     assert report["kept"] == 2
     assert report["child"] == 0

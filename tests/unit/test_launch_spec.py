@@ -152,6 +152,14 @@ def test_a_programs_own_text_comes_before_its_neighbours(packages: Path) -> None
         assert (found[0], found.count("own"), "hidden" in found, len(found)) == ("own", 2, False, 5)
 
 
+def test_the_data_beside_a_program_is_not_searched_for_ever(tmp_path: Path) -> None:
+    for number in range(300):
+        (tmp_path / f"class-{number:03d}").mkdir()
+        (tmp_path / f"class-{number:03d}" / "x.py").write_text(str(number))
+    (tmp_path / "train.py").write_text("own")
+    assert len(list(program.sources(Program(str(tmp_path / "train.py"), is_module=False)))) <= 102
+
+
 @pytest.mark.parametrize(("text", "nodes"), [("1", 1), ("3", 3), ("1:1", 1), ("4:4", 4)])
 def test_the_number_of_machines(text: str, nodes: int) -> None:
     assert parse_nodes(text) == nodes

@@ -120,7 +120,9 @@ class _Listener:
             _warn(name)
 
     def _take_threads(self, name: str, env: Mapping[str, str]) -> None:
-        torch = sys.modules.get("torch")
+        torch, distributed = sys.modules.get("torch"), sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            return  # a program that trains means what it starts, not itself
         wanted = _number(env, _OF_TORCH)
         if name in _OF_TORCH and torch is not None and wanted is not None and torch.get_num_threads() == self._threads:
             torch.set_num_threads(wanted)
@@ -143,7 +145,10 @@ def _set_openblas_threads(count: int) -> None:
     """Tell every OpenBLAS that is loaded (NumPy's, SciPy's), under whichever name it was built."""
     maps = Path("/proc/self/maps").read_text()
     for path in set(re.findall(r"(/\S*openblas\S*\.so\S*)$", maps, re.MULTILINE)):
-        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        try:
+            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        except OSError:
+            continue  # its file was replaced since; an assignment to os.environ is no place to fail
         for prefix in ("scipy_", ""):
             for suffix in ("64_", "_64", ""):
                 setter = getattr(library, f"{prefix}openblas_set_num_threads{suffix}", None)

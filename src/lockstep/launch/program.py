@@ -13,8 +13,8 @@ from pathlib import Path
 
 from lockstep.launch.spec import Program
 
-#: Files around a program that are looked through.
-_MOST_FILES = 300
+#: Files around a program that are looked through, and folders: beside a program there may be its data.
+_MOST_FILES, _MOST_FOLDERS = 300, 100
 
 
 def check(program: Program) -> None:
@@ -32,7 +32,8 @@ def check(program: Program) -> None:
 def sources(program: Program) -> Iterator[str]:
     """**Local.** The text of a program's own file, then of the Python files in its folder and below.
 
-    Files that can't be read are left out, and after a few hundred it ends: it serves to guess what a program knows.
+    Files that can't be read are left out, and after some hundred files or folders it ends: it serves to guess what a
+    program knows.
     """
     path = _find_module(program.target) if program.is_module else program.target
     if path is None:
@@ -42,7 +43,8 @@ def sources(program: Program) -> Iterator[str]:
 
 
 def _beside(path: str) -> Iterator[str]:
-    for folder, folders, files in os.walk(os.path.dirname(path) or "."):
+    walk = os.walk(os.path.dirname(path) or ".")
+    for folder, folders, files in itertools.islice(walk, _MOST_FOLDERS):
         folders[:] = sorted(
             name for name in folders if name[0] != "." and name not in ("site-packages", "node_modules")
         )

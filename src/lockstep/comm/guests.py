@@ -29,8 +29,8 @@ from lockstep.identity import Identity, place
 _ALONE = (
     "each rank is one process. To run on its own, start it without RANK and WORLD_SIZE in its environment: "
     'subprocess.run(…, env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}); '
-    'in a script whose workers import it again, call lockstep.init() under if __name__ == "__main__"; to start ranks of '
-    "a next job in their place, call lockstep.shutdown() first"
+    'in a script whose workers import it again, call lockstep.init() under if __name__ == "__main__"; to start a next '
+    "job's ranks in their place, call lockstep.shutdown() first"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -19,7 +20,8 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep import knobs, machine
-from lockstep.identity import place
+from lockstep.comm import choose
+from lockstep.identity import Identity, place
 from tests.harness import collect_outcomes, run_ranks
 
 pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
@@ -223,6 +225,20 @@ _BREAKS: dict[str, tuple[str, str]] = {
     "refused by torch everywhere": ("01", "lockstep.comm.shm.process_group.ProcessGroupShm"),
     "nothing": ("", ""),
 }
+
+
+def _keys_of_three_worlds() -> list[int]:
+    store, keys = dist.HashStore(), [0]  # type: ignore[attr-defined]
+    for _ in range(3):
+        choose.open_shm_or_gloo(store, Identity(), 10.0)
+        dist.destroy_process_group()
+        keys.append(store.num_keys())
+    return [after - before for before, after in itertools.pairwise(keys)]
+
+
+def test_a_world_reads_nothing_of_an_earlier_one_in_a_store_that_lives_on() -> None:
+    (first, second, third) = run_ranks(_keys_of_three_worlds, 1)[0]
+    assert first - 1 == second == third  # all keys are new, but for the one that counts the worlds
 
 
 def _where_shm_fails() -> dict[str, tuple[str, list[str]]]:

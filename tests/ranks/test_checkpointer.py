@@ -101,12 +101,12 @@ def _restore(folder: str) -> dict[str, Any]:
     for (_,) in loader:
         _step(model, optimizer, 2.0)
         path = saved.save()  # in the middle of an epoch
-        torch.rand(lockstep.world().rank + 3)
-        before = _everything(model, optimizer), torch.rand(3).tolist(), loader.state_dict()
+        position = loader.state_dict()
+        torch.rand(lockstep.world().rank + 3)  # of the rank's own numbers, of which nothing is kept
         break
+    before = _everything(model, optimizer), torch.rand(3).tolist(), position
     other, other_optimizer, other_loader, other_saved = _bench(folder)
     restored = other_saved.restore()
-    torch.rand(lockstep.world().rank + 3)
     after = _everything(other, other_optimizer), torch.rand(3).tolist()
     assert restored is not None
     return {

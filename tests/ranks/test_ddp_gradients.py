@@ -504,7 +504,7 @@ def _changed_by_hooks(attach: Attach) -> None:
             param.grad.mul_(rank + 2)
 
     model, seen, step = wide(), dict[int, Tensor](), 0
-    attach(model)
+    wrapper = attach(model)  # held, since a wrapper that is gone releases its module
     for position, param in enumerate(model.parameters()):
 
         def hook(param: nn.Parameter, position: int = position) -> None:
@@ -516,7 +516,7 @@ def _changed_by_hooks(attach: Attach) -> None:
     alone = [wide() for _ in range(w.world_size)]
     for step in range(4):
         model.zero_grad()
-        differentiate(squares(model, w.rank, step))
+        differentiate(squares(wrapper, w.rank, step))
         for rank, other in enumerate(alone):
             other.zero_grad()
             differentiate(squares(other, rank, step))

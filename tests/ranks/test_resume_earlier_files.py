@@ -1,13 +1,17 @@
-"""A checkpoint that an earlier lockstep wrote is restored, value for value, and its run goes on as it would have.
+"""A checkpoint that an earlier lockstep wrote is restored, value for value, and its run goes on to its end.
 
 ``tests/fixtures/run-0.1.0`` was written by :func:`_train` on two ranks, at its fourth step, and ``values.json`` by the
 same run, which went on to its end. Neither is ever written anew: a change that needs them to be can't resume the runs
 of those who have such files. The next format gets a fixture of its own beside this one.
+
+What the model draws behind the save is not compared: 0.1.0 drew its dropout masks from each rank's one generator, since
+then they follow from the ranks' common one (Note [Random numbers of a rank] in ``comm/streams.py``).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from pathlib import Path
@@ -102,17 +106,6 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _assert_close(found: Any, expected: Any, where: str) -> None:
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
-        for name in expected:
-            _assert_close(found[name], expected[name], f"{where}, {name}")
-    else:
-        # Another processor adds in another order, and bfloat16 has eight bits.
-        found, expected = torch.tensor(found), torch.tensor(expected)
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3, msg=where)
-
-
 def test_files_of_0_1_0_are_restored_and_their_run_goes_on(tmp_path: Path) -> None:
     expected = json.loads((_WRITTEN / "values.json").read_text())
     folder = tmp_path / "step-00000004"
@@ -125,7 +118,8 @@ def test_files_of_0_1_0_are_restored_and_their_run_goes_on(tmp_path: Path) -> No
     for found in main, other:
         assert found.pop("skipped") == []
         assert found["at the save"] == expected["at the save"], "bit by bit, on each rank"
-    _assert_close(main, expected, "rank 0")
-    # The other rank's buffers are its own, and it has seen other samples.
-    for name in ("losses", "momentum"):
-        _assert_close({**other, **other["at the end"]}[name], {**expected, **expected["at the end"]}[name], name)
+        assert all(map(math.isfinite, found["losses"]))
+    assert main["losses"] == other["losses"]
+    assert len(main["losses"]) == len(expected["losses"])
+    for name in ("step", "seen", "lr", "epochs of the schedule"):
+        assert main["at the end"][name] == expected["at the end"][name]

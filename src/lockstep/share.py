@@ -18,9 +18,14 @@ A loop may hold batches of several loaders. The share that counts is that of the
 where one loop runs inside another (an evaluation in mid-epoch): when the inner pass ends, the outer batch's share is
 back. It is not right where two loaders are read side by side (``zip``) and one backward goes through both batches: if
 their shares weigh differently, no one weight makes that mean exact, so it is refused. So it matters which batches meet
-in a backward. They are those that came since the last one, less those in whose hands a loop over another began: a pass
-that is asked for while a batch of another loader is out runs inside that loader's. Unless that one hands out its next
-batch while the inner pass goes on: then the two are read side by side, and are remembered as such.
+in a backward. They are those that had come since the last one when a forward with gradients took the share (a batch
+that comes between the forward and its backward has no part in it), less
+
+- those in whose hands a loop over another began: a pass that is asked for while a batch of another loader is out runs
+  inside that loader's. Unless that one hands out its next batch while the inner pass goes on: then the two are read
+  side by side, and are remembered as such;
+- those that a forward without gradients has had, once another loader hands out a batch: an evaluation between two steps
+  (``model(next(validation))`` under ``torch.no_grad``) is over then.
 """
 
 from __future__ import annotations
@@ -67,6 +72,10 @@ class BatchesInHand:
         self._held: dict[object, BatchShare | None] = {}
         #: The loaders whose batch has come since the last backward.
         self._fresh: dict[object, BatchShare] = {}
+        #: Those of them that a forward without gradients has had.
+        self._evaluated: set[object] = set()
+        #: Those of them that were there when a forward with gradients took the share.
+        self._read: dict[object, BatchShare] = {}
         #: For each loader with a pass under way, those in whose batches' hands it began.
         self._around: WeakKeyDictionary[object, set[object]] = WeakKeyDictionary()
         #: Loaders that were read side by side once.
@@ -81,7 +90,7 @@ class BatchesInHand:
         """Put ``share`` in the place of that of the batch in hand, until its loader goes on."""
         if self._held:
             self._held[next(reversed(self._held))] = share
-            self._fresh.clear()
+            self.used()
         else:
             self._base = share
 
@@ -93,31 +102,51 @@ class BatchesInHand:
 
     def hand_out(self, loader: object, share: BatchShare) -> None:
         """Note that ``loader`` hands out a batch."""
+        over = self._evaluated - {loader}
         for other in self._held:
-            if loader in self._around.get(other, ()):
+            if loader in self._around.get(other, ()) and other not in over:
                 self._read_beside(loader, other)
+        for other in over:
+            self._fresh.pop(other, None)
+        self._evaluated.clear()
         self._held.pop(loader, None)
         self._held[loader] = self._fresh[loader] = share
+
+    def read(self, *, for_backward: bool) -> None:
+        """Note that a forward takes the share, and whether a backward may come through it."""
+        if for_backward:
+            self._read |= self._fresh
+        else:
+            self._evaluated.update(self._fresh)
 
     def take_back(self, loader: object) -> None:
         """Note that the pass over ``loader`` is over."""
         self._held.pop(loader, None)
         self._fresh.pop(loader, None)
+        self._evaluated.discard(loader)
+        self._read.pop(loader, None)
         self._around.pop(loader, None)
 
-    def contested(self) -> list[tuple[object, BatchShare]]:
+    def contested(self, *, of_backward: bool = False) -> list[tuple[object, BatchShare]]:
         """The batches that meet in one mean although they weigh differently: empty, or two and more. The same on every
-        rank."""
-        inner = {loader: self._around.get(loader, set()) for loader in self._fresh}
-        met = [loader for loader in self._fresh if not any(loader in around for around in inner.values())]
+        rank.
+
+        Args:
+            of_backward: in the mean that a backward goes through, and not in one that is taken now.
+        """
+        batches = self._read if of_backward and self._read else self._fresh
+        inner = {loader: self._around.get(loader, set()) for loader in batches}
+        met = [loader for loader in batches if not any(loader in around for around in inner.values())]
         for loader in met[1:]:
             self._read_beside(met[0], loader)
-        shares = [(loader, self._fresh[loader]) for loader in met]
+        shares = [(loader, batches[loader]) for loader in met]
         return shares if any(self._weigh_differently(shares[0][1], other) for _, other in shares[1:]) else []
 
     def used(self) -> None:
-        """Note that a backward has begun."""
+        """Note that a backward has begun, or that the script has said what weighs."""
         self._fresh.clear()
+        self._evaluated.clear()
+        self._read.clear()
 
     def _read_beside(self, one: object, two: object) -> None:
         for first, second in ((one, two), (two, one)):

@@ -168,10 +168,29 @@ def _loaders() -> dict[str, str]:
             model(two).mean().backward()
             world.mean(model(two).mean())
 
+    def evaluation_between_steps() -> None:
+        """Their iterators begin before the loop and in its first batch; batches come before and after the backward."""
+        validation, other = iter(make(15, 5)), make(18, 3)
+        late = None
+        for one in make(12, 4):
+            late = iter(other) if late is None else late
+            loss = model(one).mean()
+            with torch.no_grad():
+                model(next(validation))
+            loss.backward()
+            with torch.no_grad():
+                model(next(late)) + model(next(late))
+
+    def with_a_teacher() -> None:
+        for one, two in zip(make(14, 7), make(10, 5), strict=True):
+            with torch.no_grad():
+                taught = model(two)
+            (model(one).mean() + (model(two) - taught).mean()).backward()
+
     ended = {}
     for way in (
-        side_by_side, side_by_side_mean, in_turns, cycled, evenly, evaluation_of_two, said, one_inside_the_other,
-        one_after_the_other,
+        side_by_side, side_by_side_mean, in_turns, cycled, with_a_teacher, evenly, evaluation_of_two, said,
+        one_inside_the_other, one_after_the_other, evaluation_between_steps,
     ):  # fmt: skip
         try:
             way()
@@ -185,7 +204,7 @@ def _loaders() -> dict[str, str]:
 def test_two_loaders_in_one_step_are_exact_or_refused() -> None:
     for rank, ended in enumerate(run_ranks(_loaders, 2)):
         refused = [name for name, words in ended.items() if words != "right"]
-        assert refused == ["side_by_side", "side_by_side_mean", "in_turns", "cycled"], ended
+        assert refused == ["side_by_side", "side_by_side_mean", "in_turns", "cycled", "with_a_teacher"], ended
         shares = "batch_size=7> (4 of 7 samples)", "batch_size=5> (3 of 5 samples)"
         if rank == 0:
             assert all(words in ended["side_by_side"] for words in shares)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 import lockstep
+from lockstep.comm import streams
 from tests.harness import run_ranks
 
 
@@ -203,3 +205,61 @@ def _repeated(wrapped: bool) -> list[str]:
 def test_a_forward_that_backward_repeats_draws_the_same_masks() -> None:
     assert run_ranks(_repeated, 2, False) == [[], []]
     assert run_ranks(_repeated, 2, True) == [[], []]
+
+
+class Recursive(nn.Module):
+    """Calls itself, and notes after each inner call whether the rank's own stream is still on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.on: list[bool] = []
+
+    def forward(self, inputs: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        if depth == 0:
+            return inputs * self.weight
+        outputs: torch.Tensor = self(inputs, depth - 1)
+        self.on.append(_is_on())
+        try:
+            self(torch.ones(3), 0)
+        except RuntimeError:
+            self.on.append(_is_on())
+        return outputs
+
+
+def _is_on() -> bool:
+    return not torch.equal(torch.get_rng_state(), streams.current().state)
+
+
+def _ends_of_stretches() -> list[str]:
+    """What went wrong with calls within calls, and with forwards that could not begin."""
+    lockstep.init(seed=3)
+    wrong = []
+    for make in (lockstep.replicate, lockstep.DistributedDataParallel):
+        bare = Recursive()
+        model = make(bare)
+        for _ in range(2):
+            model(torch.ones(2))
+            if bare.on != [True] * 4 or _is_on():
+                wrong.append(f"{make.__name__}, called within itself: {bare.on}, after it {_is_on()}")
+            bare.on.clear()
+        bare.frozen.requires_grad_()
+        failing = mock.Mock(side_effect=ZeroDivisionError)
+        for broken in ("lockstep.ddp.replica.compare_replicas", "lockstep.ddp.wrapper.move_to"):
+            if broken.endswith("move_to"):
+                if not isinstance(model, lockstep.DistributedDataParallel):
+                    continue
+                model.device_ids = [torch.device("cpu")]
+            try:
+                with mock.patch(broken, failing):
+                    model(torch.ones(2))
+                wrong.append(f"{make.__name__}: {broken} was not called")
+            except ZeroDivisionError:
+                if _is_on():
+                    wrong.append(f"{make.__name__}: on after {broken} failed")
+    return wrong
+
+
+def test_the_outermost_call_ends_a_stretch_and_one_that_can_not_begin_opens_none() -> None:
+    assert run_ranks(_ends_of_stretches, 2) == [[], []]

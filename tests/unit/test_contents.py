@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,22 @@ class Own(Dataset[Any]):
         raise AssertionError("samples are not fetched to be compared")
 
 
-class Table:
-    """What a pandas table offers."""
+class Unsized(Dataset[Any]):
+    """A dataset that only its sampler knows the length of."""
 
-    def __init__(self, rows: list[int]) -> None:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("samples are not fetched to be compared")
+
+
+class Table:
+    """What lockstep asks of a pandas table."""
+
+    def __init__(self, rows: list[list[Any]], index: list[Any]) -> None:
         self._rows = rows
-        self.index = rows
+        self.index = index
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -42,12 +53,15 @@ class Table:
     def iloc(self) -> Any:
         class Rows:
             def __getitem__(_, places: list[int]) -> Table:
-                return Table([self._rows[place] for place in places])
+                return Table([self._rows[place] for place in places], [self.index[place] for place in places])
 
         return Rows()
 
-    def to_csv(self) -> str:
-        return ",".join(map(str, self._rows))
+    def to_numpy(self) -> np.ndarray:
+        return np.array(self._rows, dtype=object)
+
+
+_DAY = datetime.timedelta(days=1)
 
 
 def _shuffled(by: int) -> list[int]:
@@ -72,7 +86,13 @@ Make = Callable[[int], Any]
         (lambda by: Own(files=[f"/data-of-{by}/{n}.png" for n in _shuffled(by)]), "dataset.files"),
         (lambda by: Own(samples=[(Path(f"{n}.png"), n % 3) for n in _shuffled(by)]), "dataset.samples"),
         (lambda by: Own(inputs=[torch.full((2,), n) for n in _shuffled(by)]), "dataset.inputs"),
-        (lambda by: Own(frame=Table(_shuffled(by))), "dataset.frame"),
+        (lambda by: Own(frame=Table([[n] for n in _shuffled(by)], list(range(200)))), "dataset.frame"),
+        (lambda by: Own(frame=Table([[f"/{by}/{n}.png", 0] for n in _shuffled(by)], [0] * 200)), "dataset.frame"),
+        (lambda by: Own(frame=Table([[0]] * 200, [Path(f"/{n}") for n in _shuffled(by)])), "dataset.frame"),
+        (lambda by: Own(days=Table([[_DAY * n] for n in _shuffled(by)], [0] * 200)), "dataset.days"),
+        (lambda by: Subset(Own(), [f"key-{n}" for n in _shuffled(by)]), "dataset.indices"),  # type: ignore[list-item]
+        (lambda by: Subset(Own(), np.array([f"{n}" for n in _shuffled(by)])), "dataset.indices"),  # type: ignore[arg-type]
+        (lambda by: Subset(Unsized(), [("a",) * by, ("b", 3)]), "dataset.indices"),  # type: ignore[list-item]
         (lambda by: Own(parts=TensorDataset(torch.tensor(_shuffled(by)))), "dataset.parts.tensors[0]"),
     ],
 )
@@ -86,6 +106,9 @@ def test_two_shuffles_differ_where_they_were_made(make: Make, where: str) -> Non
     "make",
     [
         lambda by: Own(files=[f"/machine-{by}/{n}.png" for n in range(200)]),
+        lambda by: Own(frame=Table([[f"/machine-{by}/{n}.png", n] for n in range(200)], [Path(f"/{by}/a")] * 200)),
+        lambda by: Subset(Own(), [f"/machine-{by}/{n}.png" for n in range(200)]),  # type: ignore[list-item]
+        lambda by: Unsized(files=_shuffled(by), parts=Unsized(files=_shuffled(by))),
         lambda by: Own(_seen=_shuffled(by), rank=by, lengths=_shuffled(by)[:50]),
         lambda by: Own(cache=[*[torch.ones(by)] * by, *[None] * (200 - by)]),
         lambda by: Own(generator=np.random.default_rng(by), model=torch.nn.Linear(2, 2)),

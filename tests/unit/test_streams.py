@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -87,3 +88,59 @@ def test_where_nothing_is_drawn_no_stretch_begins(streams: Streams, monkeypatch:
         streams.enter(look)
         streams.leave(look)
     assert not torch.equal(torch.get_rng_state(), before)
+
+
+def _in_a_thread(call: Callable[[], None]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def test_of_several_threads_the_one_that_began_a_stretch_ends_it(streams: Streams) -> None:
+    module = Holder()
+
+    def forward() -> None:
+        streams.enter(module)
+        streams.called(module)
+        streams.returned(module)
+        streams.leave(module)
+
+    streams.enter(module)
+    streams.called(module)
+    common = streams.state
+    _in_a_thread(forward)
+    assert not torch.equal(torch.get_rng_state(), common)
+    streams.returned(module)
+    assert torch.equal(torch.get_rng_state(), common)
+
+
+def test_threads_that_enter_at_once_begin_one_stretch(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is let in while the first is about to begin."""
+    module, begin, common = Holder(), streams._begin, torch.get_rng_state()
+    second = threading.Thread(target=lambda: streams.enter(module))
+    begun = []
+
+    def slow() -> None:
+        begun.append(threading.current_thread())
+        if len(begun) == 1:
+            second.start()
+            second.join(0.2)  # it waits for us, or is through
+        begin()
+
+    monkeypatch.setattr(streams, "_begin", slow)
+    streams.enter(module)
+    second.join()
+    assert begun == [threading.main_thread()]
+    streams.leave(module)
+    torch.set_rng_state(common)
+    torch.empty((), dtype=torch.int64).random_()
+    assert torch.equal(torch.get_rng_state(), streams.state)
+
+
+def test_a_forward_that_was_interrupted_ends_with_the_next_batch(streams: Streams) -> None:
+    module, loader = Holder(), Holder()
+    streams.enter(module)
+    streams.called(module)  # and a KeyboardInterrupt
+    streams.renew(loader)
+    streams.leave(loader)
+    assert torch.equal(torch.get_rng_state(), streams.state)

@@ -17,17 +17,19 @@ end the generator is put back to where the common stream stands. Nothing else is
 - a forward that is repeated from a saved state, as activation checkpointing does, draws the same masks, be it the
   replica's whole forward or a part of it.
 
-A world of one never leaves the common stream: its numbers are those of a lone process. A stretch is opened on the main
-thread only where a loader opens it, since a thread that reads batches ahead for another must not move that one's
-generator. Python's and NumPy's generators stay common throughout (samples are seeded by position), and the generators
-of GPUs differ from rank to rank throughout.
+A world of one never leaves the common stream: its numbers are those of a lone process. A loader opens a stretch on the
+main thread only, since a thread that reads batches ahead for another must not move that one's generator. Of forwards in
+several threads, the one that opens a stretch ends it, and the others take no part. Nor does a forward that runs within
+another of the same replica (a model that calls itself): the outermost ends the stretch. Python's and NumPy's generators
+stay common throughout (samples are seeded by position), and the generators of GPUs differ from rank to rank throughout.
 """
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 
@@ -40,6 +42,20 @@ _MASK = 2**63 - 1
 _generator = torch.default_generator
 
 
+@dataclass
+class _Forward:
+    """The forward that began a stretch."""
+
+    module: ReferenceType[Any]
+    thread: int
+    #: Calls of the module that are under way within each other.
+    depth: int = 0
+
+    def is_of(self, module: object) -> bool:
+        """Whether it is one of ``module``, in this thread."""
+        return self.module() is module and self.thread == threading.get_ident()
+
+
 class Streams:
     """Where this rank's numbers come from. About 5 µs for each stretch."""
 
@@ -48,45 +64,74 @@ class Streams:
         self._alone = world_size == 1
         #: Where the common stream stands while this rank draws from its own; None while it is in force.
         self._common: torch.Tensor | None = None
-        #: Loaders and modules between whose beginning and end we are. Weak: one may go without saying so.
-        self._holders: WeakSet[Any] = WeakSet()
+        #: Loaders whose batch is in hand. Weak, as the module of a forward is: one may go without saying so.
+        self._loaders: WeakSet[Any] = WeakSet()
+        self._forward: _Forward | None = None
+        #: The collector may end a loader's pass anywhere, also while this thread has it.
+        self._lock = threading.RLock()
         with torch.inference_mode(False):
             self._drawn = torch.empty((), dtype=torch.int64, device="cpu")
         self._plain = _torch.runs_plainly()
 
-    def enter(self, holder: object) -> None:
-        """Begin a stretch for ``holder``, unless one is under way.
+    def enter(self, module: object) -> None:
+        """Begin a stretch for a forward of ``module``, unless one is under way.
 
         Inside a transform, a trace or a dispatch mode nothing is drawn, so nothing happens.
         """
         if self._alone or self._common is not None or not self._plain():
             return
-        self._holders.add(holder)
-        self._begin()
+        with self._lock:
+            if self._common is None:  # else another thread was faster
+                self._forward = _Forward(ref(module), threading.get_ident())
+                self._begin()
 
-    def renew(self, holder: object) -> None:
-        """Begin a new stretch for ``holder``, whatever is under way."""
+    def called(self, module: object) -> None:
+        """Note that a call of ``module`` begins, so that calls within it do not end its stretch."""
+        forward = self._forward
+        if forward is not None and forward.is_of(module):
+            forward.depth += 1
+
+    def returned(self, module: object) -> None:
+        """Note that a call of ``module`` is over, and end its stretch with the outermost."""
+        forward = self._forward
+        if forward is not None and forward.is_of(module):
+            forward.depth -= 1
+        self.leave(module)
+
+    def renew(self, loader: object) -> None:
+        """Begin a new stretch for ``loader``, whatever is under way."""
         if self._alone or threading.current_thread() is not threading.main_thread() or not self._plain():
             return
-        self._holders.add(holder)
-        if self._common is not None:
-            _generator.set_state(self._common)
-        self._begin()
+        with self._lock:
+            self._loaders.add(loader)
+            self._forward = None  # it was interrupted, or goes on in the loader's stretch
+            if self._common is not None:
+                _generator.set_state(self._common)
+            self._begin()
 
     def leave(self, holder: object) -> None:
-        """End ``holder``'s stretch, if it has one: the common stream comes back when nobody's is left."""
+        """End the stretch of a loader, or of a module no call of which is under way, if it has one.
+
+        The common stream comes back when nobody's is left.
+        """
         if self._common is None:
             return
-        self._holders.discard(holder)
-        if not self._holders:
-            self.leave_all()
+        with self._lock:
+            self._loaders.discard(holder)
+            forward = self._forward
+            if forward is not None and (forward.module() is None or (forward.is_of(holder) and forward.depth <= 0)):
+                self._forward = None
+            if self._forward is None and not self._loaders:
+                self.leave_all()
 
     def leave_all(self) -> None:
         """End every stretch."""
-        self._holders.clear()
-        if self._common is not None:
-            _generator.set_state(self._common)
-            self._common = None
+        with self._lock:
+            self._loaders.clear()
+            self._forward = None
+            if self._common is not None:
+                _generator.set_state(self._common)
+                self._common = None
 
     @property
     def state(self) -> torch.Tensor:

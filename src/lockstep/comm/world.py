@@ -77,16 +77,17 @@ class World:
     def share(self, share: BatchShare | None) -> None:
         self.in_hand.say(share)
 
-    def refuse_contested_share(self, what: str) -> None:
+    def refuse_contested_share(self, what: str, *, of_backward: bool = False) -> None:
         """**Local**, the same on every rank. Refuse what takes one share for batches that have different ones.
 
         Args:
             what: what would take it, for the message.
+            of_backward: look at the batches that were in hand when a forward took the share, not at those that are now.
 
         Raises:
             LockstepError: batches of several loaders are in hand, and they weigh differently.
         """
-        contested = self.in_hand.contested()
+        contested = self.in_hand.contested(of_backward=of_backward)
         if contested:
             batches = " and ".join(f"{loader} ({share.words()})" for loader, share in contested)
             raise LockstepError(

@@ -36,6 +36,7 @@ from lockstep.ddp.weighting import AccumulatedWeights
 from lockstep.errors import LockstepError
 from lockstep.recorder import writer
 from lockstep.recorder.layout import Phase
+from lockstep.share import BatchesInHand
 
 #: Whether a forward is part of a function that torch.func transforms: of nobody's training step.
 _transformed = _torch.transforms_active()
@@ -237,10 +238,14 @@ class Replica(Joinable):
                 f"rank {self._rank} of {self._world_size}: this {type(module).__name__} was released: lockstep.release "
                 "has undone its wrapper. Train the module itself, or wrap it again"
             )
+        # (Checkpointing repeats a forward inside backward: nothing is sent twice.)
+        if not self._reducer.is_open and not _transformed():
+            self._prepare_forward(module)
+        # Last, since it must be left again: in after_forward, or by the hook that attach() registers.
         if module.training:
-            streams.current().enter(module)  # left in after_forward, or by the hook that attach() registers
-        if self._reducer.is_open or _transformed():
-            return  # checkpointing repeats a forward inside backward: nothing is sent twice
+            streams.current().enter(module)
+
+    def _prepare_forward(self, module: nn.Module) -> None:
         if torch.is_grad_enabled():
             _raise_if(self._own.find_registered())
         self._forwards.begun += 1
@@ -260,6 +265,9 @@ class Replica(Joinable):
             divisor = None if self._divides_by_initial_world_size else len(step.active)
         if sends_buffers:
             self._send_buffers(module, source)
+        in_hand = self._in_hand()
+        if in_hand is not None:
+            in_hand.read(for_backward=torch.is_grad_enabled())
         is_for_training = averages and module.training and not self._join_config.enable
         self._latest = ForwardContext(
             self.syncs,
@@ -293,16 +301,20 @@ class Replica(Joinable):
 
     def _weight(self) -> float:
         """See Note [Exact mean]; 1 where no sharded batch is in hand, or in a group that is not the whole world."""
+        in_hand = self._in_hand()
+        share = None if in_hand is None else in_hand.share
+        return 1.0 if share is None else share.weight(self._world_size)
+
+    def _in_hand(self) -> BatchesInHand | None:
+        """What sharded loaders have handed out; None where that is not this group's."""
         world = current_world()
-        if world is None or world.share is None or world.world_size != self._world_size:
-            return 1.0
-        return world.share.weight(self._world_size)
+        return None if world is None or world.world_size != self._world_size else world.in_hand
 
     def _refuse_contested_share(self) -> None:
         """See Note [Batches in hand]."""
         world = current_world()
         if world is not None and world.world_size == self._world_size:
-            world.refuse_contested_share("this backward")
+            world.refuse_contested_share("this backward", of_backward=True)
             world.in_hand.used()
 
     # Backward -------------------------------------------------------------------------------------------------------

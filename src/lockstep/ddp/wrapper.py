@@ -148,10 +148,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, with its inputs on ``device_ids[0]`` if that was given."""
         exporting = torch.compiler.is_exporting()  # an exported program stands for the module alone
+        if self.device_ids is not None:  # first: if it fails, no forward has begun
+            inputs, kwargs = move_to(self.device_ids[0], inputs), move_to(self.device_ids[0], kwargs)
         if not exporting:
             self._replica.before_forward(self.module)
-        if self.device_ids is not None:
-            inputs, kwargs = move_to(self.device_ids[0], inputs), move_to(self.device_ids[0], kwargs)
         output = self.module(*inputs, **kwargs)
         if not exporting:
             self._replica.after_forward(output)

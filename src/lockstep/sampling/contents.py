@@ -8,20 +8,25 @@ may be slow, may be random and may have effects. Compared is what decides them, 
 
 - the indices of each Subset, all of them;
 - some elements of a TensorDataset's tensors, and of a list, array or tensor that is a dataset itself;
-- some rows of a Hugging Face dataset as they are stored, unless its own fingerprint is the same on all ranks already;
+- some rows of a Hugging Face dataset, as they are stored;
 - in a dataset of the user's own, every public attribute with one element for each sample: a list of plain values, an
   array, a tensor, a table. A leading underscore says that an attribute is no part of the data;
 - all of that in the datasets within a dataset.
 
-Of a path only the last part counts, since machines keep data in different folders. Positions are spread over the whole:
-two random splits differ nearly everywhere.
+Of a path only the last part counts, since machines keep data in different folders; in a table, too, whose index and
+columns are all read. Positions are spread over the whole: two random splits differ nearly everywhere.
+
+A dataset without a length, which a sampler of its own may read, says nothing of how many elements belong to its
+samples: unless it is of a kind that is named above, nothing of it is compared.
 """
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -37,6 +42,8 @@ _ROWS = 16
 #: Datasets within datasets.
 _DEEPEST = 6
 _PLAIN = (str, bytes, int, float, bool, np.generic)
+#: Elements of tables whose words tell them apart.
+_WORDED = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)
 
 
 def contents_of(dataset: Any, name: str = "dataset", *, depth: int = 0) -> dict[str, str]:
@@ -52,6 +59,8 @@ def contents_of(dataset: Any, name: str = "dataset", *, depth: int = 0) -> dict[
         return {k: v for key, part in named for k, v in _within(part, f"{name}.datasets[{key!r}]", depth).items()}
     if is_hugging_face(dataset):
         return {name: _rows_of(dataset)}
+    if not hasattr(dataset, "__len__"):
+        return {}
     if _is_column(dataset, len(dataset)):
         return {name: _some_of(dataset)}
     return _attributes(dataset, name, depth)
@@ -64,9 +73,7 @@ def is_hugging_face(dataset: object) -> bool:
 
 
 def _within(dataset: Any, name: str, depth: int) -> dict[str, str]:
-    if depth == _DEEPEST or not hasattr(dataset, "__len__"):
-        return {}
-    return contents_of(dataset, name, depth=depth + 1)
+    return {} if depth == _DEEPEST else contents_of(dataset, name, depth=depth + 1)
 
 
 def _attributes(dataset: Any, name: str, depth: int) -> dict[str, str]:
@@ -90,7 +97,8 @@ def _is_column(value: Any, length: int) -> bool:
         return value.ndim > 0 and len(value) == length and value.dtype.kind in "biufcSUmM"
     if isinstance(value, (list, tuple)):
         return len(value) == length and all(_is_plain(value[place]) for place in _spread(length))
-    return hasattr(value, "iloc") and hasattr(value, "index") and len(value) == length  # pandas and its likes
+    table = all(hasattr(value, name) for name in ("iloc", "index", "to_numpy"))  # pandas and its likes
+    return table and len(value) == length
 
 
 def _is_plain(element: Any) -> bool:
@@ -110,25 +118,36 @@ def _some_of(values: Any) -> str:
     places = _spread(len(values))
     if hasattr(values, "iloc"):
         table = values.iloc[places]
-        numbers = table.select_dtypes("number") if hasattr(table, "select_dtypes") else table
-        return f"{len(values)} rows, digest {fingerprint([str(list(table.index)), numbers.to_csv()])[:8]}"
-    looked_at = [_without_folder(values[place]) for place in places]
+        looked_at = _comparable([list(table.index), table.to_numpy().tolist()])
+        return f"{len(values)} rows, digest {fingerprint(looked_at)[:8]}"
+    looked_at = [_comparable(values[place]) for place in places]
     kind = f" of {values.dtype}" if hasattr(values, "dtype") else ""
     return f"{len(values)} elements{kind}, digest {fingerprint(looked_at)[:8]}"
 
 
-def _without_folder(element: Any) -> Any:
+def _comparable(element: Any) -> Any:
+    """``element`` without the folders of its paths, in types that a fingerprint tells apart."""
+    if isinstance(element, Mapping):
+        return [[key, _comparable(part)] for key, part in element.items()]
     if isinstance(element, (list, tuple)):
-        return [_without_folder(part) for part in element]
+        return [_comparable(part) for part in element]
     if isinstance(element, (str, os.PathLike)):
         return os.path.basename(os.fspath(element))
-    return element
+    return str(element) if isinstance(element, _WORDED) else element
 
 
-def _indices(indices: Sequence[int]) -> str:
-    places = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
+def _indices(indices: Any) -> str:
+    if isinstance(indices, torch.Tensor):
+        indices = indices.cpu().numpy()
+    if not isinstance(indices, np.ndarray):
+        indices = list(indices)
+        if not all(isinstance(each, (int, np.integer)) for each in indices):  # keys of a mapping, say
+            return f"{len(indices)} keys, digest {fingerprint(_comparable(indices))[:8]}"
+    places = np.asarray(indices)
     if not places.size:
         return "none"
+    if places.dtype.kind not in "biu":
+        return f"{places.size} keys, digest {fingerprint(_comparable(places.tolist()))[:8]}"
     first = ", ".join(map(str, places[:3].tolist()))
     return f"{places.size} from {first}… (digest {fingerprint(places.astype(np.int64))[:8]})"
 
@@ -136,5 +155,5 @@ def _indices(indices: Sequence[int]) -> str:
 def _rows_of(dataset: Any) -> str:
     # As they are stored: no image is decoded and no transform called.
     stored = dataset.with_format("arrow")
-    rows = [str(stored[place].to_pydict()) for place in _spread(len(dataset), _ROWS)]
+    rows = [_comparable(stored[place].to_pydict()) for place in _spread(len(dataset), _ROWS)]
     return f"{len(dataset)} rows, digest {fingerprint(rows)[:8]}"

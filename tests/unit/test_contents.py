@@ -90,7 +90,7 @@ Make = Callable[[int], Any]
         (lambda by: Own(frame=Table([[f"/{by}/{n}.png", 0] for n in _shuffled(by)], [0] * 200)), "dataset.frame"),
         (lambda by: Own(frame=Table([[0]] * 200, [Path(f"/{n}") for n in _shuffled(by)])), "dataset.frame"),
         (lambda by: Own(days=Table([[_DAY * n] for n in _shuffled(by)], [0] * 200)), "dataset.days"),
-        (lambda by: Subset(Own(), [f"key-{n}" for n in _shuffled(by)]), "dataset.indices"),  # type: ignore[list-item]
+        (lambda by: Subset(Own(), [f"key-{n}" for n in _shuffled(by)]), "dataset.indices"),  # type: ignore[misc]
         (lambda by: Subset(Own(), np.array([f"{n}" for n in _shuffled(by)])), "dataset.indices"),  # type: ignore[arg-type]
         (lambda by: Subset(Unsized(), [("a",) * by, ("b", 3)]), "dataset.indices"),  # type: ignore[list-item]
         (lambda by: Own(parts=TensorDataset(torch.tensor(_shuffled(by)))), "dataset.parts.tensors[0]"),
@@ -107,7 +107,7 @@ def test_two_shuffles_differ_where_they_were_made(make: Make, where: str) -> Non
     [
         lambda by: Own(files=[f"/machine-{by}/{n}.png" for n in range(200)]),
         lambda by: Own(frame=Table([[f"/machine-{by}/{n}.png", n] for n in range(200)], [Path(f"/{by}/a")] * 200)),
-        lambda by: Subset(Own(), [f"/machine-{by}/{n}.png" for n in range(200)]),  # type: ignore[list-item]
+        lambda by: Subset(Own(), [f"/machine-{by}/{n}.png" for n in range(200)]),  # type: ignore[misc]
         lambda by: Unsized(files=_shuffled(by), parts=Unsized(files=_shuffled(by))),
         lambda by: Own(_seen=_shuffled(by), rank=by, lengths=_shuffled(by)[:50]),
         lambda by: Own(cache=[*[torch.ones(by)] * by, *[None] * (200 - by)]),

@@ -114,6 +114,14 @@ def _rightly_different() -> None:
         differentiate(squares(model, world.rank, step))
         assert_averaged(model, mlp, squares, [step])
 
+    # Two forwards in each step; from the third step on one rank's loss has no use for the first, or for the last.
+    for unused in (0, 1):
+        model = lockstep.replicate(mlp())
+        for step in range(5):
+            model.zero_grad()
+            losses = [squares(model, world.rank, step + 10 * number) for number in range(2)]
+            differentiate(losses[1 - unused] if step > 1 and world.rank else losses[0] + losses[1])
+
 
 def test_ranks_may_differ_in_forwards_that_are_not_for_training() -> None:
     run_ranks(_rightly_different, 2)

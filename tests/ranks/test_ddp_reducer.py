@@ -35,7 +35,7 @@ def _deliver(reducer: Reducer, order: list[int], step: int) -> list[int]:
     """Give each parameter a gradient unique to rank, step and element; how many buckets were launched after each."""
     launched = []
     for position in order:
-        param = reducer._params[position]
+        param = reducer.params[position]
         new = torch.arange(float(param.numel())) + 100 * position + 1000 * lockstep.world().rank + 10_000 * step
         param.grad = new if param.grad is None else param.grad + new
         reducer.ready_hook(position)(None)
@@ -45,7 +45,7 @@ def _deliver(reducer: Reducer, order: list[int], step: int) -> list[int]:
 
 def _assert_averages(reducer: Reducer, step: int, times: int = 1) -> None:
     world_size = lockstep.world().world_size
-    for position, param in enumerate(reducer._params):
+    for position, param in enumerate(reducer.params):
         ranks = torch.arange(float(world_size)).mean() * 1000
         expected = (torch.arange(float(param.numel())) + 100 * position + ranks + 10_000 * step) * times
         assert param.grad is not None
@@ -58,7 +58,7 @@ def _orders() -> list[list[int]]:
     orders = [[3, 2, 1, 0], [3, 2, 1, 0], [0, 1, 2, 3], [2, 0, 3, 1], [1, 3, 0, 2]]
     launches = []
     for step, order in enumerate(orders):
-        for param in reducer._params:
+        for param in reducer.params:
             param.grad = None
         mine = order if w.rank == 0 else list(reversed(order))  # another order on another rank
         reducer.begin(sync=True, keep={})
@@ -88,7 +88,7 @@ def _no_overlap() -> list[list[int]]:
     reducer = _reducer(overlap=False)
     launches = []
     for step in range(2):
-        for param in reducer._params:
+        for param in reducer.params:
             param.grad = None
         reducer.begin(sync=True, keep={})
         launches.append(_deliver(reducer, [3, 2, 1, 0], step))
@@ -107,11 +107,11 @@ def _portions() -> list[list[int]]:
     reducer = _reducer()
     launches = []
     for step in range(3):
-        for param in reducer._params:
+        for param in reducer.params:
             param.grad = None
         reducer.begin(sync=True, keep={})
         launches.append(_deliver(reducer, [3, 2, 1], step) + _deliver(reducer, [2, 0], step))
-        reducer._params[2].grad /= 2  # type: ignore[operator, assignment]
+        reducer.params[2].grad /= 2  # type: ignore[operator, assignment]
         reducer.finish()
         _assert_averages(reducer, step)
     return launches
@@ -126,13 +126,13 @@ def _incomplete_but_counted() -> None:
     lockstep.init()
     reducer = _reducer()
     for step, order in enumerate([[3, 2, 1, 0], [3, 2, 2, 1, 0]]):
-        for param in reducer._params:
+        for param in reducer.params:
             param.grad = None
         reducer.begin(sync=True, keep={})
         launched = _deliver(reducer, order, step)
         if step == 1:
             assert launched == [1, 1, 1, 1, 1]
-            reducer._params[2].grad /= 2  # type: ignore[operator, assignment]
+            reducer.params[2].grad /= 2  # type: ignore[operator, assignment]
         reducer.finish()
         _assert_averages(reducer, step)
 
@@ -165,11 +165,11 @@ def _large() -> None:
     lockstep.init()
     reducer = _reducer(sizes=(2, SMALL, SMALL + 1, 5))
     for step in range(3):
-        for param in reducer._params:
+        for param in reducer.params:
             param.grad = None
         reducer.begin(sync=True, keep={})
         _deliver(reducer, [2], step)
-        early = reducer._params[2].grad is reducer._buckets[1].views[0]
+        early = reducer.params[2].grad is reducer._buckets[1].views[0]
         assert early == (step > 0)
         _deliver(reducer, [0, 1, 3], step)
         reducer.finish()
@@ -184,7 +184,7 @@ def _late_portion_of_a_large_one() -> None:
     lockstep.init()
     reducer = _reducer(sizes=(2, SMALL, SMALL, 5))
     for step in range(2):
-        for param in reducer._params:
+        for param in reducer.params:
             param.grad = None
         reducer.begin(sync=True, keep={})
         _deliver(reducer, [2], step)
@@ -205,13 +205,13 @@ def _abandoned() -> None:
     lockstep.init()
     reducer = _reducer()
     for step in range(3):
-        for param in reducer._params:
+        for param in reducer.params:
             param.grad = None
         reducer.begin(sync=True, keep={})
         if step == 1:
             _deliver(reducer, [3, 2], step)
             reducer.abandon()
-            for param in reducer._params:
+            for param in reducer.params:
                 param.grad = None
             reducer.begin(sync=True, keep={})
         _deliver(reducer, [3, 2, 1, 0], step)
@@ -238,8 +238,8 @@ def _copies() -> None:
     """Not as views: grad stays the tensor it was, and the bucket is not shared with it."""
     lockstep.init()
     reducer = _reducer(as_view=False)
-    mine = [torch.zeros(param.numel()) for param in reducer._params]
-    for param, grad in zip(reducer._params, mine, strict=True):
+    mine = [torch.zeros(param.numel()) for param in reducer.params]
+    for param, grad in zip(reducer.params, mine, strict=True):
         param.grad = grad
     reducer.begin(sync=True, keep={})
     for position in (3, 2, 1, 0):
@@ -247,7 +247,7 @@ def _copies() -> None:
         reducer.ready_hook(position)(None)
     reducer.finish()
     _assert_averages(reducer, 0)
-    assert all(param.grad is grad for param, grad in zip(reducer._params, mine, strict=True))
+    assert all(param.grad is grad for param, grad in zip(reducer.params, mine, strict=True))
 
 
 def test_without_views_grad_stays_the_same_tensor() -> None:
@@ -259,7 +259,7 @@ def _late_portion_on_one_rank() -> None:
     w = lockstep.init(timeout=20)
     reducer = _reducer()
     for step in range(3):
-        for param in reducer._params:
+        for param in reducer.params:
             param.grad = None
         reducer.begin(sync=True, keep={})
         _deliver(reducer, [3], step)

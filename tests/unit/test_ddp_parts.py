@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep.comm.waiting import failure
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.compare import explain_difference, first_difference
+from lockstep.ddp.forwards import Forwards
 from lockstep.ddp.hooks import MOST_PARTS, tensors_in
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.transfer import move_to
@@ -199,3 +200,56 @@ def test_an_empty_slice_leaves_grad_as_it_was() -> None:
 def test_failures_tell_late_from_lost() -> None:
     assert isinstance(failure(RuntimeError("Timed out waiting 1000ms for recv"), "here"), CollectiveTimeout)
     assert isinstance(failure(RuntimeError("Connection closed by peer"), "here"), PeerLost)
+
+
+def _told(*backwards: str) -> list[int]:
+    """What :class:`Forwards` tells of averaged backwards, each with its forwards: "u" for used, "-" for left out."""
+    forwards, told, number = Forwards(), [], 0
+    for backward in backwards:
+        used = []
+        for how in backward:
+            number += 1
+            forwards.expect(number)
+            used += [number] if how == "u" else []
+        for each in used:
+            forwards.reached(each)
+        told.append(forwards.settle())
+    return told
+
+
+def test_only_what_looks_like_a_whole_step_without_its_backward_is_told() -> None:
+    assert _told("u", "u", "-u", "u") == [0, 0, 1, 0]
+    assert _told("uu", "--uu", "----uu") == [0, 2, 4]
+    assert _told("uuu", "uuuuu", "-----uuu") == [0, 0, 5]
+    assert _told("u", "", "-u") == [0, 0, 1]  # in between, a backward that came through no forward
+    # A forward that a loss has no use for.
+    assert _told("uu", "-u", "u-", "-u") == [0, 0, 0, 0]
+    assert _told("u", "u-", "--") == [0, 0, 0]
+    assert _told("uu", "--", "---u") == [0, 0, 0]
+    # The habit, from the beginning or later.
+    assert _told("-u", "u", "-u") == [0, 0, 0]
+    assert _told("uu", "u-", "u", "-u") == [0, 0, 0, 0]
+
+
+def test_a_few_kept_gradients_are_put_aside_and_many_keep_the_memory() -> None:
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(20)]
+    bucket = Bucket(0, range(20), params)
+    bucket.values.fill_(1)
+    bucket.unpack_as_views()
+    kept = [params[4].grad]
+    home = bucket.flat
+    for param in params:
+        param.grad = None
+    bucket.leave_to_holders()
+    assert bucket.flat is home
+    bucket.values.fill_(2)
+    bucket.unpack_as_views()
+    bucket.put_back()
+    assert kept[0] is bucket.views[4]
+    assert [float(param.grad.sum()) for param in params if param.grad is not None] == [6.0] * 20
+    assert float(kept[0].sum()) == 3
+    kept = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    bucket.leave_to_holders()
+    assert bucket.flat is not home

@@ -91,8 +91,7 @@ def replicate(
     Raises:
         ReplicaMismatch: on all ranks, before anything is sent, if a parameter's name, shape or dtype differs.
         ValueError: an option is out of range; or, on all ranks, the model of some rank can't be a replica (lazy, sparse
-        or
-            sharded parameters, torch's SyncBatchNorm on the CPU, ...) or is one already.
+            or sharded parameters, torch's SyncBatchNorm on the CPU, ...) or is one already.
         LockstepError: no process group is open.
         CollectiveTimeout, PeerLost: another rank is late or gone, here or in any later backward.
     """

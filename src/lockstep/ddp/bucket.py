@@ -22,9 +22,11 @@ one process. So when a backward begins, a bucket looks whether a gradient that i
 owner: the references to its views say so for each, and the owners of its storage for aliases, of whose place nothing is
 known. (What is a parameter's still is accumulated into, and changes for everybody, as in one process.) If so,
 
-- a bucket in memory of its own takes new memory and leaves the old to who holds it;
-- memory that the ranks share can't be changed by one rank alone: what is held is put aside while the sums are made in
-  its place, and put back afterwards, and those parameters get a copy of their average.
+- what is held is put aside while the sums are made in its place, and put back afterwards, and those parameters get a
+  copy of their average;
+- but where much of a bucket is held that lies in memory of its own (memory that the ranks share can't be changed by one
+  rank alone), it takes new memory and leaves the old to who holds it. That makes all its views anew, which costs more
+  than to copy one gradient that a loop's variable holds still.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ _owners_of_tensor = _torch.tensor_use_count()
 SMALL = 32 * 1024
 #: Flags for where the ranks are; a rank that is this many backwards behind is not told from one that is not.
 PLACES = 4
+#: Held elements are put aside if they are less than one in so many; see Note [Gradients held elsewhere].
+_FEW = 8
 
 
 class Bucket:
@@ -116,7 +120,7 @@ class Bucket:
         held = self._held()
         if not held:
             return
-        if self._is_shared:
+        if self._is_shared or _FEW * sum(self._sizes[slot] for slot in held) < self._parts[0]:
             self._put_aside = {slot: self.views[slot].clone() for slot in held}
         else:
             self._lay_out(torch.empty_like(self.flat))

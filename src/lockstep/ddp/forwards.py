@@ -11,9 +11,13 @@ compares labels, else in flags that are summed with the gradients (on the CPU; t
 
 Only forwards for training count: in training mode, with gradients, outside ``no_sync`` and ``join``, with an output
 through which a backward can come. ``torch.autograd.grad`` through it will do for a backward. A forward that failed does
-not count, since a rank may try it again. And a program whose first averaged backward finds such forwards already has
-the habit (an agent that plays without ``torch.no_grad``, for as long as its game lasts): its rank says nothing from
-then on.
+not count, since a rank may try it again.
+
+And forwards may rightly have no backward: those of an agent that plays without ``torch.no_grad``, or the second forward
+of a step whose batch has no targets for it. So a rank tells only of what looks like a whole step without its backward,
+with a whole step after it: the forwards left out come before all others, and both they and the others are as many as
+belonged to some earlier backward at least. A rank that leaves others out, or any before its first averaged backward,
+has the habit, and says nothing from then on.
 """
 
 from __future__ import annotations
@@ -29,12 +33,17 @@ class Forwards:
     begun: int = 0
     #: Numbers of the forwards for training that no backward has come through.
     _waiting: set[int] = field(default_factory=set)
-    #: Whether each forward before the first averaged backward was followed by one; None before it.
-    _tells: bool | None = None
+    #: Numbers of all forwards for training since the last averaged backward, in order.
+    _expected: list[int] = field(default_factory=list)
+    #: The fewest forwards for training that came with an averaged backward; None before the first.
+    _fewest: int | None = None
+    #: Whether forwards were left out that were no whole step's.
+    _has_habit: bool = False
 
     def expect(self, number: int) -> None:
         """**Local.** A backward is to come through forward ``number``."""
         self._waiting.add(number)
+        self._expected.append(number)
 
     def reached(self, number: int) -> None:
         """**Local.** It has come."""
@@ -42,8 +51,19 @@ class Forwards:
 
     def settle(self) -> int:
         """**Local.** An averaged backward has ended: the forwards to tell of that had none since the last one."""
-        left_out = len(self._waiting)
+        left_out, expected = len(self._waiting), len(self._expected)
+        if left_out and not self._is_whole_step(left_out):
+            self._has_habit = True
+        if expected:
+            self._fewest = expected if self._fewest is None else min(self._fewest, expected)
         self._waiting.clear()
-        if self._tells is None:
-            self._tells = left_out == 0
-        return left_out if self._tells else 0
+        self._expected.clear()
+        return 0 if self._has_habit else left_out
+
+    def _is_whole_step(self, left_out: int) -> bool:
+        """Whether what was left out looks like a step before this backward's own; see Note [Left-out backwards]."""
+        return (
+            self._fewest is not None
+            and self._fewest <= left_out <= len(self._expected) - self._fewest
+            and self._waiting.issubset(self._expected[:left_out])
+        )

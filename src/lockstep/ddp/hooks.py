@@ -78,14 +78,18 @@ class BackwardWatch(Generic[Context]):
         abandon: Callable[[], None],
         unreached: Callable[[], None],
     ) -> None:
-        self._cycle = cycle
         self._begin, self._join_in, self._end, self._abandon = begin, join_in, end, abandon
         self._unreached = unreached
-        # Reversed: the last parameters are the likeliest to be reached, and the first one that is ends the search.
-        self._nodes = [get_gradient_edge(param).node for param in reversed(params)]
+        self.turn_to(cycle, params)
         self._callback: weakref.ref[_EndOfBackward] | None = None
         self._lock = threading.Lock()
         self._has_ended = False
+
+    def turn_to(self, cycle: _Cycle, params: Sequence[Parameter]) -> None:
+        """**Local.** Drive ``cycle`` from now on, in backwards through earlier forwards too, for ``params``."""
+        self._cycle = cycle
+        # Reversed: the last parameters are the likeliest to be reached, and the first one that is ends the search.
+        self._nodes = [get_gradient_edge(param).node for param in reversed(params)]
 
     def watch(self, output: Any, context: Context, stand_ins: StandIns | None = None) -> bool:
         """**Local.** Look out for a backward through ``output``.

@@ -83,5 +83,6 @@ def explained(error: CollectiveMismatch) -> CollectiveMismatch:
     return CollectiveMismatch(
         f"{error}. A rank that runs a forward for training and leaves its backward out (a `continue` before it) would "
         "be averaged with the others' next batch from then on. Decide that on all ranks together, for instance with "
-        "world.all_reduce(int(bad), 'max'); a forward that is not for training belongs under torch.no_grad()"
+        "world.all_reduce(int(bad), 'max'). If its loss only has no use for an output, let it count nothing: "
+        "loss + 0 * out.sum(). A forward that is not for training belongs under torch.no_grad()"
     )

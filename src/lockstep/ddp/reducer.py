@@ -95,7 +95,9 @@ class Reducer:
         at_once: bool = False,
         finite: FiniteCheck | None = None,
     ) -> None:
-        self._params, self._names = list(params), list(names)
+        #: The parameters that are trained.
+        self.params = list(params)
+        self._names = list(names)
         self._buckets, self._sparse = list(buckets), list(sparse)
         self._group = group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -118,10 +120,11 @@ class Reducer:
         self._taken = TakenGradients(params, names)
         #: Buckets that are launched at the end, and parameters that are packed then; see Note [More than one event].
         self._late_for_good = set() if overlap else set(range(len(self._buckets)))
-        self._in_portions: set[int] = set() if overlap or at_once else set(range(len(self._params)))
+        self._in_portions: set[int] = set() if overlap or at_once else set(range(len(self.params)))
         self._learned = False
         self._lock = threading.Lock()
-        self._left_over: list[Callable[[], object]] = []
+        #: What an earlier backward that failed still waits for, and what is to be done then.
+        self._left_over: list[tuple[Callable[[], object], Callable[[], None]]] = []
         self._cycle = Cycle(sync=False, weight=1.0, divisor=self._world_size, kept={}, discards=False)
         self._packs_early = False
         self._call = dist.AllreduceOptions()
@@ -133,8 +136,9 @@ class Reducer:
             [labelled(f"backward {n} of each {_LABELS}, {self._collector.describe(bucket)}") for n in range(_LABELS)]
             for bucket in self._buckets
         ]
-        #: Called if some parameters got no gradient: what to raise if they are not the module's any more.
-        self.find_changed: Callable[[], LockstepError | None] = lambda: None
+        #: Called after a synchronised backward, with the positions of the parameters that got no gradient: what to
+        #: raise if some are not the module's any more.
+        self.on_missing: Callable[[list[int]], LockstepError | None] = lambda _: None
 
     # Events ---------------------------------------------------------------------------------------------------------
 
@@ -209,9 +213,9 @@ class Reducer:
             if len(arrived) >= expected:
                 self._launch_full_buckets()
 
-        if bucket is None or self._params[position].numel() < SMALL:
+        if bucket is None or self.params[position].numel() < SMALL:
             return on_gradient if self._overlap else on_gradient_at_last
-        large_in, slot, param = bucket, bucket.positions.index(position), self._params[position]
+        large_in, slot, param = bucket, bucket.positions.index(position), self.params[position]
 
         @_torch.mark_untraced
         def on_large_gradient(_: object = None) -> None:
@@ -256,8 +260,8 @@ class Reducer:
             self._left_out += left_out
             self._cycle.left_out = left_out
             self._launch_rest()
-            if mistake is None and any(self._cycle.missing.values()):
-                mistake = self.find_changed()
+            missing = [bucket.positions[slot] for bucket in self._buckets for slot in self._cycle.missing[bucket.index]]
+            mistake = mistake or self.on_missing(missing)
             unused = self._collect(write=True)
             if self._cycle.skipped:
                 self._drop_gradients()
@@ -290,7 +294,7 @@ class Reducer:
         self.step, self._comm_hook, self.on_never_used = old.step, old._comm_hook, old.on_never_used
         self._begun, self._left_out = old._begun, old._left_out
         if old.pending:
-            self.pending = {position for position, param in enumerate(self._params) if param.grad is not None}
+            self.pending = {position for position, param in enumerate(self.params) if param.grad is not None}
 
     def free(self) -> None:
         """**Local.** End: gradients become tensors of their own, and the buckets' memory can go."""
@@ -334,17 +338,20 @@ class Reducer:
     def _close(self) -> None:
         self.is_open = False
         for bucket in self._buckets:
-            bucket.put_back()
-        self._left_over.extend(self._cycle.waits.values())
-        self._cycle.waits.clear()
+            wait = self._cycle.take_wait(bucket.index)
+            if wait is None:
+                bucket.put_back()
+            else:  # a backward that failed: what was sent writes to the bucket still
+                self._left_over.append((wait, bucket.put_back))
         self._arrivals.clear()
 
     def _drain(self) -> None:
         while self._left_over:
-            wait_for(
-                self._left_over.pop(0),
-                lambda: f"{self._whoami()}: completing what an earlier, failed backward had sent",
-            )
+            wait, put_back = self._left_over.pop(0)
+            try:
+                wait_for(wait, lambda: f"{self._whoami()}: completing what an earlier, failed backward had sent")
+            finally:
+                put_back()
 
     def _launch_full_buckets(self) -> None:
         cycle = self._cycle
@@ -446,7 +453,7 @@ class Reducer:
 
     def _drop_gradients(self) -> None:
         """Leave the optimizer nothing to step with: no momentum, no decay, no count of steps changes then."""
-        for param in self._params:
+        for param in self.params:
             param.grad = None
 
     def _launch_sparse(self, slot: SparseSlot) -> SparseTransfer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -94,11 +94,21 @@ class Replica(Joinable):
             buffers = options.broadcast_buffers if options.init_sync_buffers is None else options.init_sync_buffers
             self._broadcast(tensors_of(module, buffers=buffers), 0, "sending rank 0's parameters")
         self._reducer = self._lay_out(module)
+        self._watch: BackwardWatch[ForwardContext] = BackwardWatch(
+            self._reducer,
+            self._reducer.params,
+            begin=self._begin,
+            join_in=self._join_in,
+            end=self._end,
+            abandon=self._abandon,
+            unreached=self._refuse_changed,
+        )
         # torch's hooks and graph nodes hold what they refer to where Python's collector can't see it, so a replica and
         # its buckets would stay for ever.
-        weakref.finalize(module, self._close).atexit = False
+        self._closing = weakref.finalize(module, self._close)
+        self._closing.atexit = False
         if not options.find_unused_parameters and self._rank == 0:
-            self._reducer.on_never_used = _warn_never_used
+            self._reducer.on_never_used = self._warn_never_used
 
     def _compare(self, module: nn.Module, *, unfit: str | None = None) -> None:
         compare_replicas(
@@ -150,20 +160,12 @@ class Replica(Joinable):
             at_once=memory is not None,
             finite=finite,
         )
-        self._watch: BackwardWatch[ForwardContext] = BackwardWatch(
-            reducer,
-            params,
-            begin=self._begin,
-            join_in=self._join_in,
-            end=self._end,
-            abandon=self._abandon,
-            unreached=self._refuse_changed,
-        )
         self._weights = AccumulatedWeights(params)
         self._handles = [
             param.register_post_accumulate_grad_hook(reducer.ready_hook(i)) for i, param in enumerate(params)
         ]
-        reducer.announce, reducer.find_changed = self._announce, self._own.find_changed
+        reducer.announce = self._announce
+        reducer.on_missing = lambda missing: self._own.left_out([params[position] for position in missing])
         return reducer
 
     def _choose_memory(self, params: list[nn.Parameter]) -> InPlaceMemory | None:
@@ -184,6 +186,7 @@ class Replica(Joinable):
         waiting = self._weights
         self._reducer = self._lay_out(module)
         self._reducer.take_over(old)
+        self._watch.turn_to(self._reducer, self._reducer.params)
         self._weights.take_over(waiting)
 
     def _close(self) -> None:
@@ -213,6 +216,7 @@ class Replica(Joinable):
         self._watch.end()
         self._own.close()
         self._reducer.free()
+        self._closing.detach()  # it would keep this replica for as long as the module lives
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -292,7 +296,8 @@ class Replica(Joinable):
         _raise_if(self._own.find_changed())
 
     def _send_buffers(self, module: nn.Module, source: int) -> None:
-        self._broadcast([buffer for _, buffer in buffers_of(module)], source, "sending the buffers")
+        # One by one, since the modules are walked for them: a world of one looks at none.
+        self._broadcast((buffer for _, buffer in buffers_of(module)), source, "sending the buffers")
 
     def _context_now(self) -> ForwardContext:
         module = self._module()
@@ -382,6 +387,16 @@ class Replica(Joinable):
         self._weights.leave(synced=False)
         self._reducer.abandon()
 
+    def _warn_never_used(self, names: list[str]) -> None:
+        if self._own.has_told:
+            return  # of what was used in their places
+        shown = ", ".join(f"'{name}'" for name in names[:10])
+        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+        caller.warn(
+            f"no rank used the parameter(s) {shown}{more} in the first backward. That is fine for the gradients of the "
+            "others; if it is what you mean, find_unused_parameters=True ends this warning"
+        )
+
     # What users ask for ---------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -467,7 +482,7 @@ class Replica(Joinable):
             raise LockstepError("the replicated module no longer exists: keep a reference to it inside join")
         return module
 
-    def _broadcast(self, tensors: Any, source: int, what: str) -> None:
+    def _broadcast(self, tensors: Iterable[Tensor], source: int, what: str) -> None:
         say: Callable[[], str] = lambda: f"rank {self._rank} of {self._world_size}: {what}"  # noqa: E731
         broadcast_tensors(tensors, group=self._group, source=source, what=say)
 
@@ -494,12 +509,3 @@ def _refuse_traced_backward() -> None:
             "compiled step whose forward it could not trace as one graph, and a replica's forward it can't: switch it "
             "off. The step's parts are compiled all the same"
         )
-
-
-def _warn_never_used(names: list[str]) -> None:
-    shown = ", ".join(f"'{name}'" for name in names[:10])
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    caller.warn(
-        f"no rank used the parameter(s) {shown}{more} in the first backward. That is fine for the gradients of the "
-        "others; if it is what you mean, find_unused_parameters=True ends this warning"
-    )

@@ -60,8 +60,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         bucket_cap_mb_list: MiB of the first bucket, the second, and so on, instead of ``bucket_cap_mb``.
         batched_grad_copy: has no effect: small gradients are always copied together.
         forward_sync_buffers: as ``broadcast_buffers``, in whose place it comes, but with False buffers are still sent
-        at
-            construction.
+            at construction.
         lazy_bucket_allocation: has no effect: buckets are made at construction.
         overlap: see :func:`lockstep.replicate`.
         check_finite: see :func:`lockstep.replicate`.

@@ -27,6 +27,7 @@ from lockstep.recipes.imagenet.records import Table, read_table
 from lockstep.recipes.imagenet.schedule import factors, scaled_rate
 from tests.imagenet_cases import make_pictures
 
+pytest.importorskip("torchvision", reason="not in the environments of other versions of torch")
 #: Imported here, since torch sets an environment variable meanwhile.
 V2 = vision.require("torchvision.transforms.v2")
 

@@ -53,6 +53,14 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def compiler_is_loaded() -> None:
+    """Compile something before a test does: the first time leaves a variable in the environment."""
+    import torch  # here, because many tests do without
+
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+
+
+@pytest.fixture(scope="session")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
     """Runs of so many epochs that nobody disturbs, one for each number asked for."""
     from tests.faults import jobs  # here, because it imports torch, which many tests do without

@@ -23,7 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from lockstep import DataParallel
 from lockstep.data_parallel import data_parallel
 
-pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+pytestmark = [
+    pytest.mark.internals,  # run on other versions of torch and Python, too
+    pytest.mark.usefixtures("compiler_is_loaded"),
+]
 
 TWO = ["cpu", "cpu"]
 

@@ -26,7 +26,10 @@ import lockstep
 from lockstep import _torch
 from tests.harness import run_ranks
 
-pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+pytestmark = [
+    pytest.mark.internals,  # run on other versions of torch and Python, too
+    pytest.mark.usefixtures("compiler_is_loaded"),
+]
 
 SOURCE = Path(lockstep.__file__).parent
 
@@ -76,12 +79,6 @@ _INSTANCES: dict[str, Any] = {
     "torch.nn.Module": nn.Linear(1, 1)._replicate_for_data_parallel(),
     "torch.UntypedStorage": torch.zeros(1).untyped_storage(),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compiler_is_loaded() -> None:
-    """Before a test that would load it: it leaves a variable in the environment."""
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
 
 
 @pytest.mark.parametrize("name", VERSIONS)

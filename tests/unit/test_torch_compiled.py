@@ -13,13 +13,10 @@ from torch._dynamo import compiled_autograd
 
 from lockstep import _torch
 
-pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compiler_is_loaded() -> None:
-    """Before a test that would load it: it leaves a variable in the environment."""
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+pytestmark = [
+    pytest.mark.internals,  # run on other versions of torch and Python, too
+    pytest.mark.usefixtures("compiler_is_loaded"),
+]
 
 
 class _End:

@@ -135,6 +135,8 @@ class BatchesInHand:
             of_backward: in the mean that a backward goes through, and not in one that is taken now.
         """
         batches = self._read if of_backward and self._read else self._fresh
+        if len(batches) < 2:
+            return []
         inner = {loader: self._around.get(loader, set()) for loader in batches}
         met = [loader for loader in batches if not any(loader in around for around in inner.values())]
         for loader in met[1:]:

@@ -168,11 +168,19 @@ _MORE_THAN_GLOO = {"average of ints", "premultiplied", "int16", "dtypes mixed"}
 _SAID_BY_SHM_ALONE = {"rows that do not divide", "meta"}
 
 
+#: For these gloo ended the whole process in torch 2.9; it raises RuntimeError in 2.13, and maybe before.
+_ENDS = {"part of another size", "unequal list to scatter"}
+_ENDED_BY_GLOO = _ENDS if torch.torch_version.TorchVersion(torch.__version__) < "2.13" else set()
+
+
 def _refusals(backend: str) -> dict[str, str]:
     warnings.simplefilter("ignore")  # (sparse CSR is said to be in beta)
     world = lockstep.init(backend, timeout=20)
     outcomes = {}
     for name, attempt in _attempts(world.world_size).items():
+        if backend == "gloo" and name in _ENDED_BY_GLOO:
+            outcomes[name] = "RuntimeError"
+            continue
         try:
             attempt()
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
@@ -194,6 +202,6 @@ def test_what_gloo_refuses_is_refused_with_the_same_type_of_error() -> None:
             assert (got, want) == ("works", "RuntimeError"), name
         elif name in _SAID_BY_SHM_ALONE:
             assert got == "RuntimeError", name
-            assert want in ("works", "RuntimeError"), name
+            assert want in ("works", "RuntimeError", "NotImplementedError"), name  # the last in torch 2.9
         else:
             assert got == want, name

@@ -120,15 +120,19 @@ class Bucket:
         held = self._held()
         if not held:
             return
-        if self._is_shared or _FEW * sum(self._sizes[slot] for slot in held) < self._parts[0]:
-            self._put_aside = {slot: self.views[slot].clone() for slot in held}
-        else:
-            self._lay_out(torch.empty_like(self.flat))
+        with torch.no_grad():
+            if self._is_shared or _FEW * sum(self._sizes[slot] for slot in held) < self._parts[0]:
+                self._put_aside = {slot: self.views[slot].clone() for slot in held}
+            else:
+                self._lay_out(torch.empty_like(self.flat))
 
     def put_back(self) -> None:
         """**Local.** A backward has ended: what others hold is again what it was."""
-        for slot, values in self._put_aside.items():
-            self.views[slot].copy_(values)
+        if not self._put_aside:
+            return  # (to switch gradients off takes longer than to look)
+        with torch.no_grad():
+            for slot, values in self._put_aside.items():
+                self.views[slot].copy_(values)
         self._put_aside.clear()
 
     def leave(self) -> None:

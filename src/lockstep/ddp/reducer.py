@@ -327,14 +327,12 @@ class Reducer:
         """Whether anything is sent at all; a world of one has nobody to send to."""
         return self._world_size > 1 or self._comm_hook is not None
 
-    @torch.no_grad()
     def _leave_to_holders(self) -> None:
         """See Note [Gradients held elsewhere]; without views every gradient is its parameter's own."""
         if self._as_view and self._sends:
             for bucket in self._buckets:
                 bucket.leave_to_holders()
 
-    @torch.no_grad()
     def _close(self) -> None:
         self.is_open = False
         for bucket in self._buckets:

@@ -55,6 +55,10 @@ def preload(*modules: str) -> None:
     _PRELOAD.extend(modules)
 
 
+#: Asks a rank for its stacks; no other signal, since a Checkpointer takes SIGUSR1 for its own.
+_STACKS = signal.SIGRTMIN + 3
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of one rank."""
@@ -161,7 +165,7 @@ def _rank_main(
     import torch
 
     with open(f"{folder}/stack-{identity.rank}", "w") as stack:
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        faulthandler.register(_STACKS, file=stack, all_threads=True)
         os.environ.update(identity.to_environment())
         os.environ[knobs.STORE] = f"{folder}/store"
         # The fork server has the environment of its own start.
@@ -186,7 +190,7 @@ def _rank_main(
 
         if outcome.ok:
             lockstep.shutdown()
-        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.unregister(_STACKS)
     if not outcome.ok:
         os._exit(1)
 
@@ -194,7 +198,7 @@ def _rank_main(
 def _stacks(processes: list[BaseProcess], waiting: list[int], folder: Path, timeout: float) -> str:
     for process in processes:
         if process.is_alive() and process.pid is not None:
-            os.kill(process.pid, signal.SIGUSR1)
+            os.kill(process.pid, _STACKS)
     limit = time.monotonic() + 2.0
     files = [folder / f"stack-{rank}" for rank in waiting]
     while time.monotonic() < limit and not all(file.exists() and file.stat().st_size for file in files):

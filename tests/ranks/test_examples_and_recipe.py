@@ -17,10 +17,10 @@ LOCKSTEP = ["python", "-m", "lockstep"]
 DIGITS = "lockstep.recipes.digits"
 
 
-def start(folder: Path, *command: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run a command in ``folder`` and return what it printed."""
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in ``folder`` to its end, whatever that is."""
     environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
-    done = subprocess.run(
+    return subprocess.run(
         [str(warm.server().commands / command[0]), *command[1:]],
         cwd=folder,
         env=environment,
@@ -29,6 +29,11 @@ def start(folder: Path, *command: str, expect: int = 0) -> subprocess.CompletedP
         timeout=100,
         stdin=subprocess.DEVNULL,
     )
+
+
+def start(folder: Path, *command: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a command in ``folder`` and return what it printed."""
+    done = run(folder, *command)
     assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -121,15 +126,6 @@ def weights_of(run: Path) -> bytes:
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], text: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-    done = subprocess.run(
-        [str(warm.server().commands / "lockstep"), "run", "-n", "2", "-m", DIGITS, *arguments],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        stdin=subprocess.DEVNULL,
-    )
+    done = run(tmp_path, "lockstep", "run", "-n", "2", "-m", DIGITS, *arguments)
     assert done.returncode != 0
     assert text in done.stderr

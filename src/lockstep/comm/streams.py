@@ -57,7 +57,7 @@ class _Forward:
 
 
 class Streams:
-    """Where this rank's numbers come from. About 5 µs for each stretch."""
+    """Where this rank's numbers come from. A stretch costs some 7 µs alone, and more within a training step."""
 
     def __init__(self, *, rank: int, world_size: int) -> None:
         self._rank = rank

@@ -38,11 +38,11 @@ def test_a_stretch_ends_where_the_common_stream_stands(streams: Streams) -> None
     streams.renew(loader)
     state = streams.state
     drawn = [_next()]
-    streams.enter(module)  # nothing new: a stretch is under way
+    streams.enter(module, draws=True)  # nothing new: a stretch is under way
     streams.leave(module)
     drawn.append(_next())
     assert torch.equal(streams.state, state), "the common stream waits"
-    streams.leave(loader)
+    streams.finish(loader)
     assert torch.equal(torch.get_rng_state(), state)
     assert _next() == after_one
     assert after_one not in drawn
@@ -50,21 +50,43 @@ def test_a_stretch_ends_where_the_common_stream_stands(streams: Streams) -> None
     streams.renew(loader)
     assert [_next(), _next()] == drawn, "from the common stream follows all else"
     streams.state = state
-    streams.leave(loader)
+    streams.finish(loader)
     assert _next() == after_one
 
 
 def test_who_goes_without_a_word_holds_nothing(streams: Streams) -> None:
     lost, loader = Holder(), Holder()
-    streams.enter(lost)
+    streams.enter(lost, draws=True)
     del lost
     gc.collect()
     streams.renew(loader)
-    streams.leave(loader)
+    streams.finish(loader)
     assert torch.equal(torch.get_rng_state(), streams.state)
     before = streams.state
-    streams.leave(loader)
+    streams.finish(loader)
     assert torch.equal(torch.get_rng_state(), before)
+    lost, module = Holder(), Holder()
+    streams.enter(lost, draws=True)
+    common = streams.state
+    del lost
+    gc.collect()
+    streams.enter(module, draws=False)
+    assert torch.equal(torch.get_rng_state(), common)
+
+
+def test_the_outermost_call_of_a_module_ends_its_stretch(streams: Streams) -> None:
+    module = Holder()
+    before = torch.get_rng_state()
+    streams.enter(module, draws=False)
+    streams.leave(module)
+    assert torch.equal(torch.get_rng_state(), before), "in evaluation nothing is drawn"
+    streams.enter(module, draws=True)
+    streams.enter(module, draws=False)  # a part of it in evaluation
+    common = streams.state
+    streams.leave(module)
+    assert not torch.equal(torch.get_rng_state(), common)
+    streams.leave(module)
+    assert torch.equal(torch.get_rng_state(), common)
 
 
 def test_where_nothing_is_drawn_no_stretch_begins(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +95,7 @@ def test_where_nothing_is_drawn_no_stretch_begins(streams: Streams, monkeypatch:
     seen = []
 
     def look(inputs: torch.Tensor) -> torch.Tensor:
-        streams.enter(look)
+        streams.enter(look, draws=True)
         seen.append(plain())
         return inputs * 2
 
@@ -85,7 +107,7 @@ def test_where_nothing_is_drawn_no_stretch_begins(streams: Streams, monkeypatch:
     assert torch.equal(torch.get_rng_state(), before)
     assert plain()
     with torch.inference_mode():
-        streams.enter(look)
+        streams.enter(look, draws=True)
         streams.leave(look)
     assert not torch.equal(torch.get_rng_state(), before)
 
@@ -100,24 +122,21 @@ def test_of_several_threads_the_one_that_began_a_stretch_ends_it(streams: Stream
     module = Holder()
 
     def forward() -> None:
-        streams.enter(module)
-        streams.called(module)
-        streams.returned(module)
+        streams.enter(module, draws=True)
         streams.leave(module)
 
-    streams.enter(module)
-    streams.called(module)
+    streams.enter(module, draws=True)
     common = streams.state
     _in_a_thread(forward)
     assert not torch.equal(torch.get_rng_state(), common)
-    streams.returned(module)
+    streams.leave(module)
     assert torch.equal(torch.get_rng_state(), common)
 
 
 def test_threads_that_enter_at_once_begin_one_stretch(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is let in while the first is about to begin."""
     module, begin, common = Holder(), streams._begin, torch.get_rng_state()
-    second = threading.Thread(target=lambda: streams.enter(module))
+    second = threading.Thread(target=lambda: streams.enter(module, draws=True))
     begun = []
 
     def slow() -> None:
@@ -128,7 +147,7 @@ def test_threads_that_enter_at_once_begin_one_stretch(streams: Streams, monkeypa
         begin()
 
     monkeypatch.setattr(streams, "_begin", slow)
-    streams.enter(module)
+    streams.enter(module, draws=True)
     second.join()
     assert begun == [threading.main_thread()]
     streams.leave(module)
@@ -139,8 +158,7 @@ def test_threads_that_enter_at_once_begin_one_stretch(streams: Streams, monkeypa
 
 def test_a_forward_that_was_interrupted_ends_with_the_next_batch(streams: Streams) -> None:
     module, loader = Holder(), Holder()
-    streams.enter(module)
-    streams.called(module)  # and a KeyboardInterrupt
+    streams.enter(module, draws=True)  # and a KeyboardInterrupt
     streams.renew(loader)
-    streams.leave(loader)
+    streams.finish(loader)
     assert torch.equal(torch.get_rng_state(), streams.state)

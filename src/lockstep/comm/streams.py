@@ -49,7 +49,7 @@ class _Forward:
     module: ReferenceType[Any]
     thread: int
     #: Calls of the module that are under way within each other.
-    depth: int = 0
+    depth: int = 1
 
     def is_of(self, module: object) -> bool:
         """Whether it is one of ``module``, in this thread."""
@@ -73,30 +73,33 @@ class Streams:
             self._drawn = torch.empty((), dtype=torch.int64, device="cpu")
         self._plain = _torch.runs_plainly()
 
-    def enter(self, module: object) -> None:
-        """Begin a stretch for a forward of ``module``, unless one is under way.
+    def enter(self, module: object, *, draws: bool) -> None:
+        """A forward of ``module`` begins, and with it a stretch if it ``draws`` and none is under way.
 
         Inside a transform, a trace or a dispatch mode nothing is drawn, so nothing happens.
         """
-        if self._alone or self._common is not None or not self._plain():
-            return
-        with self._lock:
-            if self._common is None:  # else another thread was faster
-                self._forward = _Forward(ref(module), threading.get_ident())
-                self._begin()
-
-    def called(self, module: object) -> None:
-        """Note that a call of ``module`` begins, so that calls within it do not end its stretch."""
         forward = self._forward
         if forward is not None and forward.is_of(module):
             forward.depth += 1
+            return
+        if forward is not None and forward.module() is None:
+            self._end_forward()
+        if draws and self._common is None and not self._alone and self._plain():
+            with self._lock:
+                if self._common is None:  # else another thread was faster
+                    self._forward = _Forward(ref(module), threading.get_ident())
+                    self._begin()
 
-    def returned(self, module: object) -> None:
-        """Note that a call of ``module`` is over, and end its stretch with the outermost."""
+    @_torch.mark_untraced
+    def leave(self, module: object) -> None:
+        """A forward of ``module`` is over; the outermost ends the stretch that it began."""
         forward = self._forward
-        if forward is not None and forward.is_of(module):
+        if forward is None:
+            return
+        if forward.is_of(module):
             forward.depth -= 1
-        self.leave(module)
+        if forward.depth == 0 or forward.module() is None:
+            self._end_forward()
 
     def renew(self, loader: object) -> None:
         """Begin a new stretch for ``loader``, whatever is under way."""
@@ -109,19 +112,19 @@ class Streams:
                 _generator.set_state(self._common)
             self._begin()
 
-    def leave(self, holder: object) -> None:
-        """End the stretch of a loader, or of a module no call of which is under way, if it has one.
-
-        The common stream comes back when nobody's is left.
-        """
+    def finish(self, loader: object) -> None:
+        """End the stretch of ``loader``, if it has one. The common stream comes back when nobody's is left."""
         if self._common is None:
             return
         with self._lock:
-            self._loaders.discard(holder)
-            forward = self._forward
-            if forward is not None and (forward.module() is None or (forward.is_of(holder) and forward.depth <= 0)):
-                self._forward = None
-            if self._forward is None and not self._loaders:
+            self._loaders.discard(loader)
+            if self._forward is None or self._forward.module() is None:
+                self._end_forward()
+
+    def _end_forward(self) -> None:
+        with self._lock:
+            self._forward = None
+            if not self._loaders:
                 self.leave_all()
 
     def leave_all(self) -> None:

@@ -109,6 +109,7 @@ def replicate(
     replica.announcing += (
         model.register_forward_pre_hook(_BeforeForward(replica), prepend=True),
         model.register_forward_hook(_AfterForward(replica)),
+        model.register_forward_hook(_leave_stream, always_call=True),
     )
     return model
 
@@ -219,11 +220,6 @@ def attach(
         unfit = _why_taken(model)
     unfit = unfit or why_unfit(model, sends_buffers=options.sends_buffers, runs_hooks=wrapper is None)
     replica = Replica(model, group, options, unfit=unfit)
-    if not isinstance(model, torch.jit.ScriptModule):  # which takes no hooks
-        replica.announcing += (
-            model.register_forward_pre_hook(_count_call, prepend=True),
-            model.register_forward_hook(_leave_stream, always_call=True),
-        )
     _replicas[model] = replica
     if wrapper is not None:
         weakref.finalize(wrapper, _release_unwrapped, weakref.ref(model), weakref.ref(replica)).atexit = False
@@ -278,16 +274,10 @@ def _open_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def _count_call(module: nn.Module, *_: Any) -> None:
-    """The counterpart of :func:`_leave_stream`, which must know the outermost call of a model that calls itself."""
-    if not torch.compiler.is_compiling():
-        streams.current().called(module)
-
-
 def _leave_stream(module: nn.Module, *_: Any) -> None:
     """The way back to the common random numbers, also from a forward that failed. In a copy it does nothing."""
-    if not torch.compiler.is_compiling():  # there after_forward sees to it, which runs eagerly
-        streams.current().returned(module)
+    if not torch.compiler.is_exporting():
+        streams.current().leave(module)
 
 
 class _BeforeForward:

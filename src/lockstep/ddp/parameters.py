@@ -41,7 +41,7 @@ from torch.nn.modules.module import (
 )
 
 from lockstep import _torch, caller
-from lockstep.ddp.members import parameters_of
+from lockstep.ddp.members import Tree, parameters_of
 from lockstep.errors import LockstepError
 
 _will_execute = _torch.will_execute()
@@ -64,9 +64,10 @@ class OwnParameters:
         self._params = [param for _, param in parameters_of(module)]
         self._known = {id(param): (param.dtype, param.device) for param in self._params}
         self._dtypes = [*map(_dtype, self._params)]
-        #: Where each stands, by id; and all places, also those of the modules within.
-        self._slots, parts = _find_places(module, self._known)
-        self._all_places = _Places(place for places in (*self._slots.values(), parts) for place in places)
+        #: Where each stands, by id; all places; and the modules within.
+        self._slots = _find_places(module, self._known)
+        self._all_places = _Places(place for places in self._slots.values() for place in places)
+        self._tree = Tree(module)
         trained = [id(param) for param in self._params if param.requires_grad and id(param) in self._slots]
         self._ends = [*trained[:1], *trained[-1:]]
         self._first_and_last = [param for param in self._params if id(param) in self._ends]
@@ -107,11 +108,13 @@ class OwnParameters:
             return
         self._registered.append((weakref.ref(owner), name, weakref.ref(value)))
 
-    def find_registered(self) -> LockstepError | None:
-        """**Local.** What to raise if a parameter was registered since the module was replicated, and is there still.
+    @property
+    def has_registered(self) -> bool:
+        """Whether :meth:`find_registered` has anything to look at."""
+        return bool(self._registered)
 
-        Costs nothing while nothing was registered.
-        """
+    def find_registered(self) -> LockstepError | None:
+        """**Local.** What to raise if a parameter was registered after the module was replicated, and is there."""
         if any(_is_in_place(*entry) for entry in self._registered):
             error = self._look()
             if error is not None:
@@ -121,7 +124,7 @@ class OwnParameters:
 
     def find_changed(self) -> LockstepError | None:
         """**Local.** What to raise if a parameter of the module was replaced, converted or moved."""
-        return None if self._all_places.are_kept() and self.are_of_their_kinds() else self._look()
+        return None if self._are_in_place() and self.are_of_their_kinds() else self._look()
 
     def left_out(self, params: Sequence[nn.Parameter]) -> LockstepError | None:
         """**Local.** What to raise if some of ``params``, which an averaged backward left out, are not in place."""
@@ -129,7 +132,10 @@ class OwnParameters:
         if not self._told and (self._watched_ids is None or not self._watched_ids >= ids):
             self._watched_ids = {*self._ends, *ids, *(self._watched_ids or ())}
             self._watched = _Places(place for key in self._watched_ids for place in self._slots.get(key, ()))
-        return None if not ids or self._all_places.are_kept() else self._look()
+        return None if not ids or self._are_in_place() else self._look()
+
+    def _are_in_place(self) -> bool:
+        return self._all_places.are_kept() and self._tree.is_kept()
 
     def _look(self) -> LockstepError | None:
         module = self._module()
@@ -200,18 +206,16 @@ class _Places:
         return all(map(operator.is_, map(dict.get, self._dicts, self._names), self._things))
 
 
-def _find_places(module: nn.Module, known: Container[int]) -> tuple[dict[int, list[_Place]], list[_Place]]:
-    """Where the parameters of the ids ``known`` stand, by id, and where the modules within stand."""
+def _find_places(module: nn.Module, known: Container[int]) -> dict[int, list[_Place]]:
+    """Where the parameters of the ids ``known`` stand, by id."""
     slots: dict[int, list[_Place]] = {}
-    inner: list[_Place] = []
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
             continue  # it makes its dictionaries anew for who looks at them, and lets nothing be put into them
-        inner += [(part._modules, name, child) for name, child in part._modules.items()]
         for name, param in part._parameters.items():
             if param is not None and id(param) in known:
                 slots.setdefault(id(param), []).append((part._parameters, name, param))
-    return slots, inner
+    return slots
 
 
 def _is_in_place(owner_ref: weakref.ref[nn.Module], name: str, value_ref: weakref.ref[nn.Module | Tensor]) -> bool:

@@ -26,7 +26,7 @@ from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.forwards import Forwards
 from lockstep.ddp.hooks import BackwardWatch
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
-from lockstep.ddp.members import buffers_of, parameters_of, tensors_of
+from lockstep.ddp.members import Buffers, buffers_of, parameters_of, tensors_of
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.plan import ParameterSpec, plan_buckets
@@ -86,6 +86,7 @@ class Replica(Joinable):
         self._is_released = False
         self._divides_by_initial_world_size = True
         self._forwards = Forwards()
+        self._buffers = Buffers(module)
         self._latest: ForwardContext | None = None
         self._current: ForwardContext | None = None
         _refuse_traced_backward()
@@ -245,24 +246,24 @@ class Replica(Joinable):
         # (Checkpointing repeats a forward inside backward: nothing is sent twice.)
         if not self._reducer.is_open and not _transformed():
             self._prepare_forward(module)
-        # Last, since it must be left again: in after_forward, or by the hook that attach() registers.
-        if module.training:
-            streams.current().enter(module)
+        # Last, since who announces the forward must leave it again, also if it fails.
+        streams.current().enter(module, draws=module.training)
 
     def _prepare_forward(self, module: nn.Module) -> None:
-        if torch.is_grad_enabled():
+        records = torch.is_grad_enabled()
+        if records and self._own.has_registered:
             _raise_if(self._own.find_registered())
-        self._forwards.begun += 1
+        self._forwards.begun = number = self._forwards.begun + 1
         writer.enter(_FORWARD if module.training else _EVALUATE)
         for param in self._frozen:
             if param.requires_grad:
                 if self._own.are_all(module):  # else at the next forward that uses the module's own
                     self._lay_out_again(module)
                 break
-        averages = self.syncs and torch.is_grad_enabled()
+        averages = self.syncs and records
         sends_buffers = averages and module.training and self.sends_buffers
-        source, divisor = 0, None
-        if self._join_config.enable:
+        source, divisor, joins = 0, None, self._join_config.enable
+        if joins:
             Join.notify_join_context(self)
             step = shake_hands(self._group, active=True, sends_buffers=sends_buffers, averages=averages)
             source = step.active[0]
@@ -271,21 +272,20 @@ class Replica(Joinable):
             self._send_buffers(module, source)
         in_hand = self._in_hand()
         if in_hand is not None:
-            in_hand.read(for_backward=torch.is_grad_enabled())
-        is_for_training = averages and module.training and not self._join_config.enable
+            in_hand.read(for_backward=records)
+        is_for_training = averages and module.training and not joins
         self._latest = ForwardContext(
             self.syncs,
-            self._weight(),
+            self._weight(in_hand),
             sends_buffers,
             divisor,
-            self._forwards.begun,
+            number,
             self._forwards if is_for_training else None,
         )
 
     @_torch.mark_untraced
     def after_forward(self, output: Any) -> None:
         """**Local.** Look out for the backward through ``output``."""
-        streams.current().leave(self._module())
         if torch.is_grad_enabled() and not _transformed():
             context = self._latest if self._latest is not None else self._context_now()
             watched = self._watch.watch(output, context, self._own.stand_ins())
@@ -296,17 +296,17 @@ class Replica(Joinable):
         _raise_if(self._own.find_changed())
 
     def _send_buffers(self, module: nn.Module, source: int) -> None:
-        # One by one, since the modules are walked for them: a world of one looks at none.
-        self._broadcast((buffer for _, buffer in buffers_of(module)), source, "sending the buffers")
+        buffers = self._buffers.current(module) if self._world_size > 1 else []
+        if buffers:
+            self._broadcast(buffers, source, "sending the buffers")
 
     def _context_now(self) -> ForwardContext:
         module = self._module()
         training = module is not None and module.training
-        return ForwardContext(self.syncs, self._weight(), self.syncs and training and self.sends_buffers)
+        return ForwardContext(self.syncs, self._weight(self._in_hand()), self.syncs and training and self.sends_buffers)
 
-    def _weight(self) -> float:
+    def _weight(self, in_hand: BatchesInHand | None) -> float:
         """See Note [Exact mean]; 1 where no sharded batch is in hand, or in a group that is not the whole world."""
-        in_hand = self._in_hand()
         share = None if in_hand is None else in_hand.share
         return 1.0 if share is None else share.weight(self._world_size)
 

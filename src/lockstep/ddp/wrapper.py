@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from lockstep import caller
+from lockstep.comm import streams
 from lockstep.ddp import api
 from lockstep.ddp.compress import CommHook, fp16_compress_hook
 from lockstep.ddp.members import buffers_of, ignore, ignored_names, parameters_of
@@ -146,14 +147,16 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, with its inputs on ``device_ids[0]`` if that was given."""
-        exporting = torch.compiler.is_exporting()  # an exported program stands for the module alone
         if self.device_ids is not None:  # first: if it fails, no forward has begun
             inputs, kwargs = move_to(self.device_ids[0], inputs), move_to(self.device_ids[0], kwargs)
-        if not exporting:
-            self._replica.before_forward(self.module)
-        output = self.module(*inputs, **kwargs)
-        if not exporting:
+        if torch.compiler.is_exporting():  # an exported program stands for the module alone
+            return self.module(*inputs, **kwargs)
+        self._replica.before_forward(self.module)
+        try:
+            output = self.module(*inputs, **kwargs)
             self._replica.after_forward(output)
+        finally:
+            streams.current().leave(self.module)
         return output
 
     def __getattr__(self, name: str) -> Any:

@@ -296,7 +296,7 @@ class ShardedLoader:
             raise
         finally:
             if self._pass is mine or self._pass is None:  # else a newer pass has the batch in hand
-                rank_stream.leave(self)
+                rank_stream.finish(self)
                 world.in_hand.take_back(self)
 
     def _begin_pass(self) -> object:

@@ -64,14 +64,15 @@ def profiler_enabled() -> Callable[[], bool]:
     return enabled
 
 
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Let autograd call ``callback`` when the backward under way has ended.
+def queue_callback() -> Callable[[Callable[[], None]], None]:
+    """Return the function that lets autograd call something when the backward under way has ended.
 
     The only way to run code at the end of a backward; FSDP2 ends its backward with it as well.
     """
     from torch.autograd import Variable
 
-    Variable._execution_engine.queue_callback(callback)
+    queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+    return queue
 
 
 def will_execute() -> Callable[[Any], bool]:

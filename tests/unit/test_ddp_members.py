@@ -123,9 +123,9 @@ def test_a_tree_sees_modules_that_take_the_memory_of_others() -> None:
     model = nn.Sequential(nn.ReLU())
     tree = Tree(model)
     for _ in range(100):
-        assert tree.is_kept()
+        assert tree.parts() is not None
         model[0] = nn.Identity()
-        assert not tree.is_kept()
+        assert tree.parts() is None
         tree = Tree(model)
 
 
@@ -136,4 +136,4 @@ def test_a_tree_keeps_no_module_alive() -> None:
     del model
     gc.collect()
     assert gone() is None
-    assert not tree.is_kept()
+    assert tree.parts() is None

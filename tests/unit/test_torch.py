@@ -119,7 +119,7 @@ def test_queue_callback_and_will_execute_and_keeps_graph() -> None:
     def during(_: torch.Tensor) -> None:
         seen.append(("executes", *(will_execute(node) for node in nodes)))
         seen.append(("keeps", keeps_graph()))
-        _torch.queue_callback(lambda: seen.append(("ended", weight.grad is not None)))
+        _torch.queue_callback()(lambda: seen.append(("ended", weight.grad is not None)))
 
     loss.register_hook(during)
     loss.backward(retain_graph=True)

@@ -46,7 +46,7 @@ def _ends(weight: Tensor, output: Tensor) -> list[str]:
         seen.append(f"compiled autograd: {_torch.in_compiled_autograd()}")
         end = _End(seen)
         weakref.finalize(end, seen.append, "dropped")
-        _torch.queue_callback(end)
+        _torch.queue_callback()(end)
 
     output.register_hook(on_output)
     try:

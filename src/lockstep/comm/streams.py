@@ -42,7 +42,7 @@ _MASK = 2**63 - 1
 _generator = torch.default_generator
 
 
-@dataclass
+@dataclass(slots=True)
 class _Forward:
     """The forward that began a stretch."""
 

@@ -110,6 +110,16 @@ class Bucket:
         ]
         #: What is all-reduced: ``flat``, as real numbers if it is complex, since backends know no others.
         self.message = torch.view_as_real(flat) if flat.is_complex() else flat
+        _, used, bad, places = self._parts
+        #: What ``tail`` is at first, for each place.
+        self._fresh_flags = [
+            torch.tensor([1] * used + [0] * bad + [int(place == own) for place in range(places)], dtype=flat.dtype).to(
+                flat.device
+            )
+            for own in range(max(places, 1))
+        ]
+        #: Whether it says where the ranks are.
+        self.marks_place = places > 0
         self._storage = flat.untyped_storage()
         # What is counted while nobody but the bucket holds anything of it.
         self._owners_alone = _owners_of_storage(self._storage)
@@ -125,6 +135,10 @@ class Bucket:
                 self._put_aside = {slot: self.views[slot].clone() for slot in held}
             else:
                 self._lay_out(torch.empty_like(self.flat))
+
+    def reset_flags(self, place: int) -> None:
+        """**Local.** Begin anew: all parameters are used, none is bad, and this rank is at ``place``."""
+        self.tail.copy_(self._fresh_flags[place % len(self._fresh_flags)])
 
     def put_back(self) -> None:
         """**Local.** A backward has ended: what others hold is again what it was."""

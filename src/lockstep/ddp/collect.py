@@ -31,7 +31,6 @@ class Collector:
     as_view: bool
     whoami: Callable[[], str]
 
-    @torch.no_grad()
     def collect(
         self,
         cycle: Cycle,
@@ -40,7 +39,7 @@ class Collector:
         hooked: labelled | None,
         write: bool,
     ) -> list[int]:
-        """**Collective.** Wait for all that was sent, and make it the gradients if ``write``.
+        """**Collective.** Wait for all that was sent, and make it the gradients if ``write``; under ``no_grad``.
 
         Args:
             launch_sparse: starts to gather one sparse gradient.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.ddp.bucket import PLACES, Bucket
+from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.cycle import Cycle
 from lockstep.errors import LockstepError
 
@@ -40,12 +40,7 @@ class Contributor:
         Returns:
             All slots without a gradient of this rank.
         """
-        bucket.tail.fill_(1)
-        if len(bucket.bad):
-            bucket.bad.zero_()
-        if len(bucket.places):
-            bucket.places.zero_()
-            bucket.places[cycle.place % PLACES] = 1
+        bucket.reset_flags(cycle.place)
         grads = [param.grad for param in bucket.params]
         absent = list(missing)
         for slot, grad in enumerate(grads):

@@ -42,6 +42,8 @@ from lockstep import _torch
 from lockstep.ddp.parameters import StandIns, accumulates
 from lockstep.errors import LockstepError
 
+_queue_callback = _torch.queue_callback()
+
 #: Parts of an output's containers that are searched for tensors, a quarter of them at most in one container.
 MOST_PARTS = 5_000
 #: What has no tensors in it that a backward comes through.
@@ -137,7 +139,7 @@ class BackwardWatch(Generic[Context]):
             self._begin(context)
             callback = _EndOfBackward(self._end)
             self._callback = weakref.ref(callback, self._on_dead_callback)
-            _torch.queue_callback(callback)
+            _queue_callback(callback)
 
     def end(self) -> None:
         """**Local.** Watch no more; a backward that comes through an earlier forward raises."""

@@ -46,7 +46,7 @@ from lockstep.errors import LockstepError
 
 _will_execute = _torch.will_execute()
 
-_dtype = operator.attrgetter("dtype")
+_dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 
 #: A dictionary of a module, a name in it, and what is to stand there.
 _Place = tuple[dict[str, Any], str, object]
@@ -71,6 +71,7 @@ class OwnParameters:
         trained = [id(param) for param in self._params if param.requires_grad and id(param) in self._slots]
         self._ends = [*trained[:1], *trained[-1:]]
         self._first_and_last = [param for param in self._params if id(param) in self._ends]
+        self._devices = [*map(_device, self._first_and_last)]
         #: Where stand-ins are looked for, and of which parameters that is the place; see Note [Stand-ins].
         self._watched = _Places(place for key in trained for place in self._slots[key])
         self._watched_ids: set[int] | None = None
@@ -135,7 +136,7 @@ class OwnParameters:
         return None if not ids or self._are_in_place() else self._look()
 
     def _are_in_place(self) -> bool:
-        return self._all_places.are_kept() and self._tree.is_kept()
+        return self._all_places.are_kept() and self._tree.parts() is not None
 
     def _look(self) -> LockstepError | None:
         module = self._module()
@@ -154,9 +155,7 @@ class OwnParameters:
 
     def are_of_their_kinds(self) -> bool:
         """**Local.** Whether dtypes are what they were, and devices too, for which the first and the last are asked."""
-        return [*map(_dtype, self._params)] == self._dtypes and all(
-            param.device == self._known[id(param)][1] for param in self._first_and_last
-        )
+        return [*map(_dtype, self._params)] == self._dtypes and [*map(_device, self._first_and_last)] == self._devices
 
     def _error(self, name: str, what: str) -> LockstepError:
         return LockstepError(

@@ -52,7 +52,7 @@ from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.labels import labelled
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.arrivals import Arrivals
-from lockstep.ddp.bucket import SMALL, Bucket
+from lockstep.ddp.bucket import PLACES, SMALL, Bucket
 from lockstep.ddp.collect import Collector
 from lockstep.ddp.compress import CommHook, GradBucket
 from lockstep.ddp.contribute import Contributor, find_missing
@@ -259,10 +259,9 @@ class Reducer:
             mistake = mistake or self._taken.find(self._arrivals, self._whoami)
             self._left_out += left_out
             self._cycle.left_out = left_out
-            self._launch_rest()
+            unused = self._average_rest(write=True)
             missing = [bucket.positions[slot] for bucket in self._buckets for slot in self._cycle.missing[bucket.index]]
             mistake = mistake or self.on_missing(missing)
-            unused = self._collect(write=True)
             if self._cycle.skipped:
                 self._drop_gradients()
             else:
@@ -315,8 +314,7 @@ class Reducer:
         """**Collective.** Take part in the others' synchronised backward, with nothing to add and nothing to get."""
         self.begin(sync=True, weight=0.0, divisor=divisor, keep={})
         try:
-            self._launch_rest()
-            self._collect(write=False)
+            self._average_rest(write=False)
         finally:
             self._close()
 
@@ -357,12 +355,16 @@ class Reducer:
             return
         with self._lock:  # a module on several devices has a backward thread for each
             while cycle.next < len(self._buckets) - 1 and self._is_full(cycle.next) and self._hook_is_done():
-                self._launch(cycle.next)
+                with torch.no_grad():
+                    self._launch(cycle.next)
 
-    def _launch_rest(self) -> None:
+    @torch.no_grad()
+    def _average_rest(self, *, write: bool) -> list[int]:
+        """The positions of the parameters that no rank used."""
         self._cycle.place = self._begun + self._left_out
         while self._cycle.next < len(self._buckets):
             self._launch(self._cycle.next)
+        return self._collect(write=write)
 
     def _hook_is_done(self) -> bool:
         return self._cycle.in_hook is None or self._cycle.in_hook.done()
@@ -378,7 +380,6 @@ class Reducer:
         # The hook of the parameter that came last runs behind ours: it is not done yet.
         return not any(_has_other_hooks(param) for param in self._buckets[index].params)
 
-    @torch.no_grad()
     def _launch(self, index: int) -> None:
         bucket, cycle, arrived = self._buckets[index], self._cycle, self._arrivals.by_bucket[index]
         cycle.counted[index], cycle.next = len(arrived), index + 1
@@ -424,7 +425,6 @@ class Reducer:
         return self._contributor.scale(bucket, factor)
 
     def _collect(self, *, write: bool) -> list[int]:
-        """The positions of the parameters that no rank used."""
         if self._sends or self._finite is not None:
             hooked, writes = self._comm_hook is not None and self._world_size > 1, write and self._sends
             label = self._label(self._buckets[-1]) if hooked and self._buckets else None
@@ -436,8 +436,9 @@ class Reducer:
 
     def _refuse_other_backward(self) -> None:
         """Raise on all ranks if they were in different backwards, where the backend has not compared labels."""
-        places = self._buckets[-1].places if self._buckets and self._world_size > 1 else None
-        if places is None or len(places) == 0 or sum(place != 0 for place in places.tolist()) == 1:
+        if self._world_size == 1 or not self._buckets or not self._buckets[-1].marks_place:
+            return
+        if self._buckets[-1].places.tolist().count(0) == PLACES - 1:
             return
         mine = [self._begun % _LABELS, self._cycle.left_out]
         told = [

@@ -22,7 +22,6 @@ from lockstep.comm.shm.rounds import Rounds
 from lockstep.comm.shm.shared_tensors import Part
 from lockstep.comm.shm.work import ShmWork
 
-_OP_NUMBERS: dict[Any, int] = {kind: kind.value for kind in dist.ReduceOp.RedOpType.__members__.values()}
 _PREMUL_SUM = fingerprint.REDUCE_OPS.index("PREMUL_SUM")
 
 
@@ -204,7 +203,7 @@ class Reductions(Operations):
 def _op(opts: Any) -> tuple[int, float]:
     """The reduce op as torch numbers it, and the factor of PREMUL_SUM (1 for all else)."""
     op = opts.reduceOp
-    kind = _OP_NUMBERS[op.op]
+    kind = int(op.op)
     return kind, float(op.__getstate__()[1]) if kind == _PREMUL_SUM else 1.0
 
 

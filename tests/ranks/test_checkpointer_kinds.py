@@ -64,6 +64,10 @@ def _zero() -> dict[str, Any]:
     return {"model": model, "optimizer": ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)}
 
 
+def _stage() -> dict[str, Any]:
+    return {"model": nn.ModuleDict({str(lockstep.world().rank): _linear()})}
+
+
 class Doubled(torch.Tensor):
     """A tensor that keeps its data in another one, as quantized ones of torchao do."""
 
@@ -97,6 +101,11 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "an extra meta model": (lambda: {**_buffer(torch.ones(1)), "extra": {"ema": _meta()["model"]}}, "ema: weight is"),
     "a nested buffer": (lambda: _buffer(torch.nested.nested_tensor([torch.ones(2)])), "graph is a nested tensor"),
     "a tensor of tensors": (lambda: _buffer(Doubled(torch.ones(2))), "graph is a .*Doubled, which keeps its data"),
+    "a stage of a pipeline": (
+        _stage,
+        "rank 1 holds other parameters than rank 0.* 2 \\('1.weight' first\\) there and 2 \\('0.weight' first\\).*"
+        "with torch.distributed.checkpoint",
+    ),
     "ZeRO": (_zero, "optimizer is a ZeroRedundancyOptimizer, .*use its optimizer_class itself.*consolidate_state_dict"),
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from lockstep.checkpoint.restoring import Restored, find, load, load_generators,
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import share_of, words_on_drift
 from lockstep.checkpoint.storage import POSIX, Storage
+from lockstep.checkpoint.supported import parameters_in_short, refuse_parts
 from lockstep.checkpoint.together import together
 from lockstep.checkpoint.training import Stateful, Training
 from lockstep.checkpoint.write import Place, write
@@ -60,8 +62,8 @@ class Checkpointer:
 
     Raises:
         CheckpointError: the folder can't be written, or belongs to another job, which is named; or the model or the
-            optimizer is of a kind that can't be saved here (FSDP, tensor parallelism, ZeRO, sparse buffers): the error
-            says what can. On every rank.
+            optimizer is of a kind that can't be saved here (FSDP, tensor parallelism, the stages of a pipeline, ZeRO,
+            sparse buffers): the error says what can. On every rank.
         LockstepError: ``lockstep.init()`` has not been called.
         TypeError, ValueError: an argument is of no use.
     """
@@ -94,6 +96,8 @@ class Checkpointer:
         self._owns_folder = False
         #: The names of checkpoints that restore() found damaged.
         self._damaged: set[str] = set()
+        _, shorts = together(world, self._refuse_unsavable, lambda short: short)
+        refuse_parts(shorts)
         (self._lock, _), owners = together(world, self._claim_folder, lambda claimed: claimed[1])
         #: The users whose checkpoints are taken: this one, and as whom the file system makes its files.
         self._owners = (os.geteuid(), int(owners[0]))
@@ -116,9 +120,13 @@ class Checkpointer:
     def step(self, step: int) -> None:
         self._position.step = step
 
+    def _refuse_unsavable(self) -> list[Any]:
+        """Each rank looks at what it holds; its model's parameters in short."""
+        self._training.refuse_unsavable()
+        return parameters_in_short(self._training.model)
+
     def _claim_folder(self) -> tuple[RunLock | None, int]:
         """Rank 0 makes the folder, and takes it for this job; whom what is made there belongs to."""
-        self._training.refuse_unsavable()
         if not self._world.is_main:
             return None, os.geteuid()
         owner = folders.prepare_root(self.folder, on=self._storage)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from lockstep.checkpoint.digests import digest_of
 from lockstep.checkpoint.names import bare
 from lockstep.checkpoint.tensors import USE_DCP, unsavable
 from lockstep.errors import CheckpointError
@@ -47,6 +50,38 @@ def refuse_unreplicated(model: nn.Module, name: str, advice: str = USE_DCP) -> N
     for path, parameter in model.named_parameters():
         if _is_a(parameter, "DTensor"):
             raise CheckpointError(f"{name}: {path} is a DTensor, of which each rank holds a part: {advice}")
+
+
+def parameters_in_short(model: nn.Module) -> list[Any]:
+    """**Local.** What :func:`refuse_parts` compares: a digest of all names and shapes, how many, and the first name."""
+    listed = [
+        [name, None if nn.parameter.is_lazy(param) else list(param.shape)]
+        for name, param in bare(model).named_parameters()
+    ]
+    return [digest_of(json.dumps(listed).encode()), len(listed), listed[0][0] if listed else ""]
+
+
+def refuse_parts(shorts: Sequence[Sequence[Any]]) -> None:
+    """**Local.** Refuse models of which the ranks hold other parts, such as the stages of a pipeline.
+
+    Args:
+        shorts: each rank's :func:`parameters_in_short`, in order of rank.
+
+    Raises:
+        CheckpointError: they differ; the same on every rank.
+    """
+    first = shorts[0]
+    for rank, other in enumerate(shorts):
+        if other[0] != first[0]:
+            raise CheckpointError(
+                f"model: rank {rank} holds other parameters than rank 0, or of other shapes: {_in_words(other)} there "
+                f"and {_in_words(first)} on rank 0; {USE_DCP}"
+            )
+
+
+def _in_words(short: Sequence[Any]) -> str:
+    _, count, name = short
+    return f"{count} ('{name}' first)" if count else "none"
 
 
 def _refuse_tensors(module: nn.Module, name: str) -> None:

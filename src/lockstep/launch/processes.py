@@ -135,8 +135,9 @@ def remove_shared_memory(dead: set[int]) -> None:
 
 
 def _is_tracker(pid: int) -> bool:
+    """Whether it is multiprocessing's resource tracker, or that of loky, on which joblib and scikit-learn rest."""
     try:
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False  # gone
 

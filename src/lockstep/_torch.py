@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -89,19 +90,34 @@ def will_execute() -> Callable[[Any], bool]:
 def runs_plainly() -> Callable[[], bool]:
     """Return the function that says whether operations are carried out as they are written.
 
-    Not so inside torch.func's transforms (vmap refuses to draw), under a dispatch mode (fake tensors: torch.export) or
-    in a trace. Only the last has a public name.
+    Not so inside torch.func's transforms (vmap refuses to draw), in a trace, or under the modes that make fake tensors,
+    write down a graph or take out changes in place (torch.export). Other dispatch modes, which count operations or
+    keep their results, carry them out. Only tracing has a public name.
     """
     import torch
 
     dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+    mode: Callable[[Any], object] = torch._C._get_dispatch_mode
+    keys = torch._C._TorchDispatchModeKey
+    others = (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
     transformed = transforms_active()
     tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
     def plainly() -> bool:
-        return dispatch_modes() == 0 and not transformed() and not tracing()
+        if dispatch_modes() and any(mode(key) is not None for key in others):
+            return False
+        return not transformed() and not tracing()
 
     return plainly
+
+
+def outside_dispatch_modes() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which no dispatch mode sees what is done; torch's own modes rest on it, and it has no public
+    name."""
+    import torch
+
+    context: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
+    return context
 
 
 def keeps_graph() -> Callable[[], bool]:

@@ -7,11 +7,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.ecosystem import torch_rows
 from tests.ecosystem.ranks import Arrays
 from tests.ecosystem.table import Row
-from tests.harness import run_ranks
+from tests.harness import RanksFailed, run_ranks
 
 Begin = Callable[[str, str, str], Row]
 
@@ -37,6 +38,12 @@ def test_trains_what_one_process_trains(
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_pipeline(schedule: str, size: int, row: Begin) -> None:
     line = row("torch", f"pipelining, {schedule}", f"{size} ranks, shm")
+    if torch.__version__.startswith("2.9."):
+        # Its own mistake: neighbours greet each other with a whole number where a float is expected. (gloo aborts.)
+        with pytest.raises(RanksFailed) as caught:
+            run_ranks(torch_rows.pipeline, size, "shm", schedule)
+        line.says(str(caught.value), "sent 8 bytes of torch.int64 with tag 0")
+        return
     line.same(_alone(), run_ranks(torch_rows.pipeline, size, "shm", schedule), limit=1e-12)
 
 

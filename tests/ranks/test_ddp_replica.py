@@ -8,7 +8,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -332,6 +332,38 @@ def test_sending_buffers_does_not_spoil_a_second_backward() -> None:
 
 
 # Join ---------------------------------------------------------------------------------------------------------------
+
+
+class Growing(nn.Module):
+    """Has a table as long as the longest batch so far, before the statistics in the order of buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+        self.body = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if len(self.table) < len(inputs):
+            self.table = torch.arange(len(inputs), dtype=torch.float64)
+        return cast(torch.Tensor, self.body(inputs) + self.table[: len(inputs), None])
+
+
+def _grow_apart(extra: int) -> list[float]:
+    world = lockstep.init(timeout=20)
+    model = lockstep.replicate(Growing())
+    differentiate(model(torch.ones(4 + extra * world.rank, 3, dtype=torch.float64)).sum())
+    return [float(value) for value in model.body[0].get_buffer("running_mean")]
+
+
+def test_buffers_of_other_sizes_are_an_error_and_move_no_others(each_backend: str) -> None:
+    assert run_ranks(_grow_apart, 2, 0) == [[0.1] * 3] * 2
+    other = collect_outcomes(_grow_apart, 2, 2)[1]
+    assert other.error == "CollectiveMismatch"
+    if each_backend == "gloo":  # shm says so before anything is sent
+        assert "rank 0 sent tensors of other shapes or dtypes than this rank's ([6] of torch.float64" in str(
+            other.message
+        )
 
 
 def _uneven(attach: Attach, divide_by_initial: bool, build: Callable[[], nn.Module]) -> list[list[float]]:

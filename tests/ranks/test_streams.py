@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import random
 import threading
+from contextlib import nullcontext
 from typing import Any, cast
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+from torch.utils.flop_counter import FlopCounterMode
 
 import lockstep
 from lockstep.comm import streams
+from lockstep.comm.exchange import all_gather_records
 from tests.harness import run_ranks
+from tests.ranks.ddp_cases import differentiate
 
 
 class Masked(nn.Module):
@@ -263,3 +268,40 @@ def _ends_of_stretches() -> list[str]:
 
 def test_the_outermost_call_ends_a_stretch_and_one_that_can_not_begin_opens_none() -> None:
     assert run_ranks(_ends_of_stretches, 2) == [[], []]
+
+
+def _others_than_usual() -> list[str]:
+    """What went wrong with the common stream in steps that not all ranks take alike."""
+    world = lockstep.init(seed=4)
+    wrong = []
+
+    def look(after: str) -> None:
+        numbers = all_gather_records(torch.rand(()).item(), world.group)
+        if len({*numbers}) > 1:
+            wrong.append(f"after {after}: {numbers}")
+
+    model = lockstep.replicate(Masked())
+    with pytest.raises(KeyboardInterrupt), mock.patch.object(model.drop, "forward", side_effect=KeyboardInterrupt):
+        model(torch.ones(64))
+    differentiate(model(torch.ones(64)).sum())
+    look("an interrupt in a forward")
+    with FlopCounterMode(display=False) if world.is_main else nullcontext():
+        differentiate(model(torch.ones(64)).sum())
+    look("a step that rank 0 counted the operations of")
+    with FlopCounterMode(display=False):
+        masks = all_gather_records(model(torch.ones(64)).tolist(), world.group)
+    if masks[0] == masks[1]:
+        wrong.append("under a mode that counts: the same masks on all ranks")
+    with lockstep.join(model):
+        for _ in range(2 + world.rank):
+            differentiate(model(torch.ones(64)).sum())
+    look("join")
+    with pytest.raises(KeyboardInterrupt), mock.patch.object(model.drop, "forward", side_effect=KeyboardInterrupt):
+        model(torch.ones(64))
+    lockstep.release(model)
+    look("an interrupt, and release")
+    return wrong
+
+
+def test_the_common_stream_stays_common_after_steps_that_ranks_do_not_take_alike() -> None:
+    assert run_ranks(_others_than_usual, 2) == [[], []]

@@ -13,7 +13,8 @@ A stretch begins with one number drawn from the common stream, and this number a
 end the generator is put back to where the common stream stands. Nothing else is kept, so
 
 - the common stream alone decides all that follows: a checkpoint holds one state, also one that is saved in mid-step,
-  and a ``torch.manual_seed`` of the script's own, the same on all ranks, still gives each rank masks of its own;
+  and a ``torch.manual_seed`` of the script's own between two steps, the same on all ranks, still gives each rank masks
+  of its own;
 - a forward that is repeated from a saved state, as activation checkpointing does, draws the same masks, be it the
   replica's whole forward or a part of it.
 
@@ -71,12 +72,12 @@ class Streams:
         self._lock = threading.RLock()
         with torch.inference_mode(False):
             self._drawn = torch.empty((), dtype=torch.int64, device="cpu")
-        self._plain = _torch.runs_plainly()
+        self._plain, self._unseen = _torch.runs_plainly(), _torch.outside_dispatch_modes()
 
     def enter(self, module: object, *, draws: bool) -> None:
         """A forward of ``module`` begins, and with it a stretch if it ``draws`` and none is under way.
 
-        Inside a transform, a trace or a dispatch mode nothing is drawn, so nothing happens.
+        Inside a transform, a trace or an export nothing is drawn, so nothing happens.
         """
         forward = self._forward
         if forward is not None and forward.is_of(module):
@@ -99,6 +100,14 @@ class Streams:
         if forward.is_of(module):
             forward.depth -= 1
         if forward.depth == 0 or forward.module() is None:
+            self._end_forward()
+
+    def end(self, module: object) -> None:
+        """End the stretch that a forward of ``module`` began, if one did.
+
+        A KeyboardInterrupt that ends a forward passes by those who would call :meth:`leave`.
+        """
+        if self._forward is not None and self._forward.module() is module:
             self._end_forward()
 
     def renew(self, loader: object) -> None:
@@ -149,7 +158,8 @@ class Streams:
             self._common = state.clone()
 
     def _begin(self) -> None:
-        seed: int = self._drawn.random_(generator=_generator).item()  # type: ignore[assignment]  # of an int64
+        with self._unseen():
+            seed: int = self._drawn.random_(generator=_generator).item()  # type: ignore[assignment]  # of an int64
         self._common = _generator.get_state()
         _generator.manual_seed((seed + self._rank * _STRIDE) & _MASK)
 

@@ -1,17 +1,31 @@
-"""Make tensors of all ranks equal to one rank's: parameters at construction, buffers before a training forward."""
+"""Make tensors of all ranks equal to one rank's: parameters at construction, buffers before a training forward.
+
+Note [Layout of a message]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+A buffer may have another size on each rank: a table of positions that grows with the longest sequence so far. A backend
+need not notice: gloo takes a message that is shorter than expected, and all that lies behind that buffer in the message
+would end up shifted. So a message begins with a digest of the shapes and dtypes in it, which a rank compares with its
+own: a rank that holds others raises. (A longer message ends the process, gloo sees to that. On a GPU nothing is
+compared, for to read it would wait for the device.)
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.waiting import wait_for
+from lockstep.errors import CollectiveMismatch
 
 #: Bytes sent at once: enough to be fast, not so much that the copies fill the memory.
 _CHUNK = 64 * 1024 * 1024
+#: Bytes of the digest at the beginning of a message.
+_DIGEST = 16
 
 
 @torch.no_grad()
@@ -27,6 +41,7 @@ def broadcast_tensors(
         what: describes the operation, for the error.
 
     Raises:
+        CollectiveMismatch: rank ``source`` sent tensors of other shapes or dtypes; see Note [Layout of a message].
         CollectiveTimeout, PeerLost: another rank is late or gone.
     """
     if dist.get_world_size(group) == 1:
@@ -34,16 +49,33 @@ def broadcast_tensors(
     sends = dist.get_rank(group) == source
     for chunk in _chunks(tensors):
         # As bytes: dtypes share a message, and backends that do not know a dtype need not.
-        parts = [_bytes_of(tensor) for tensor in chunk]
+        layout = tuple([(tensor.shape, tensor.dtype) for tensor in chunk])
+        digest = _digest_of(layout) if chunk[0].device.type == "cpu" else _bytes_of(chunk[0])[:0]
+        parts = [digest, *map(_bytes_of, chunk)]
         message = torch.cat(parts)
         send = lambda message=message: dist.broadcast(message, group_src=source, group=group)  # noqa: E731
         wait_for(send, what, name="sending rank 0's tensors")
         if not sends:
-            for tensor, part in zip(chunk, message.split_with_sizes([len(part) for part in parts]), strict=True):
-                received = part.clone().view(tensor.dtype).view(tensor.shape)
+            theirs, *received = message.split_with_sizes([len(part) for part in parts])
+            if len(digest) and not torch.equal(theirs, digest):
+                shown = ", ".join(f"{list(shape)} of {dtype}" for shape, dtype in layout[:10])
+                more = f" and {len(layout) - 10} more" if len(layout) > 10 else ""
+                raise CollectiveMismatch(
+                    f"{what()}: rank {source} sent tensors of other shapes or dtypes than this rank's ({shown}{more}), "
+                    "so nothing was taken. A buffer must have the same size on every rank; one that grows with a "
+                    "rank's own data can be a plain attribute instead, or be named in "
+                    "model._ddp_params_and_buffers_to_ignore"
+                )
+            for tensor, part in zip(chunk, received, strict=True):
                 # Through .data: autograd may have saved a buffer for backward, and its values there do not matter to
                 # anyone (batch statistics are saved apart), so this write must not count as a modification.
-                tensor.data.copy_(received)
+                tensor.data.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+@lru_cache(maxsize=64)
+def _digest_of(layout: tuple[tuple[torch.Size, torch.dtype], ...]) -> Tensor:
+    text = repr([(list(shape), str(dtype)) for shape, dtype in layout])
+    return torch.tensor([*hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()], dtype=torch.uint8)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -53,8 +85,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.numel():
-            by_device.setdefault(tensor.device, []).append(tensor)
+        by_device.setdefault(tensor.device, []).append(tensor)
     for on_device in by_device.values():
         chunk: list[Tensor] = []
         size = 0

@@ -211,6 +211,7 @@ class Replica(Joinable):
                 f"rank {self._rank} of {self._world_size}: release was called inside a backward: call it between steps"
             )
         self._is_released = True
+        streams.current().end(self._module())
         for handle in self.announcing:
             handle.remove()
         self._remove_hooks()
@@ -329,6 +330,7 @@ class Replica(Joinable):
         self._watch.open(self._latest if self._latest is not None else self._context_now())
 
     def _begin(self, context: ForwardContext) -> None:
+        streams.current().end(self._module())
         self._refuse_contested_share()
         if _torch.in_compiled_autograd():
             raise LockstepError(
@@ -475,6 +477,10 @@ class Replica(Joinable):
         step = shake_hands(self._group, active=is_last_joiner, sends_buffers=False, averages=False)
         tensors = tensors_of(self._living_module(), buffers=self.sends_buffers)
         self._broadcast(tensors, step.active[0], "sending the final parameters")
+        if self._in_hand() is not None:  # ranks that took fewer steps drew fewer numbers
+            common = streams.current().state.to(self.join_device)
+            self._broadcast([common], step.active[0], "sending the common random numbers")
+            streams.current().state = common.cpu()
 
     def _living_module(self) -> nn.Module:
         module = self._module()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import prune
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
 from lockstep import _torch
@@ -41,6 +42,9 @@ VERSIONS = {
     "torch._C._autograd._get_current_graph_task_keep_graph": "2.9 to 2.15",
     "torch.Tensor._post_accumulate_grad_hooks": "2.9 to 2.15",
     "torch._C._len_torch_dispatch_stack": "2.9 to 2.15",
+    "torch._C._get_dispatch_mode": "2.9 to 2.15",
+    "torch._C._TorchDispatchModeKey": "2.9 to 2.15",
+    "torch._C._DisableTorchDispatch": "2.9 to 2.15",
     "torch._C._are_functorch_transforms_active": "2.9 to 2.15",
     "torch._C._storage_Use_Count": "2.9 to 2.15",
     "torch.Tensor._use_count": "2.9 to 2.15",
@@ -320,3 +324,28 @@ def test_runs_plainly_is_false_inside_transforms_modes_and_traces(monkeypatch: p
     assert seen == [False] * 3
     look(torch.ones(3))
     assert seen.pop()
+    with _Counting() as counting:
+        look(torch.ones(3))
+    assert seen.pop(), "a mode that counts carries out what it sees"
+    assert counting.seen
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_outside_dispatch_modes_none_sees_what_is_done() -> None:
+    outside, number = _torch.outside_dispatch_modes(), torch.zeros(())
+    with _Counting() as counting:
+        with outside():
+            number.fill_(3)
+        assert counting.seen == 0
+        number.add_(1)
+        assert counting.seen == 1
+    assert number.item() == 4

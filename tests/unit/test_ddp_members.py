@@ -103,7 +103,7 @@ def _addresses(tensors: list[Tensor]) -> list[int]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_buffers_are_those_of_a_walk_after_every_change(change: Callable[[Any], None]) -> None:
     model = _model()
     buffers = Buffers(model)

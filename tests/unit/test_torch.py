@@ -332,10 +332,10 @@ def test_runs_plainly_is_false_inside_transforms_modes_and_traces(monkeypatch: p
 
 class _Counting(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen += 1
         return func(*args, **(kwargs or {}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -149,10 +150,21 @@ def test_ctrl_c_before_the_ranks_run_leaves_nothing(tmp_path: Path) -> None:
         wait_for((tmp_path / "importing").exists, "the import")
         os.killpg(job.pid, signal.SIGINT)
         everyone = job.tree()
-        fifo.write_text("")
+        # (The signal may have ended the import, and with it whoever reads.)
+        wait_for(lambda: _ends_reading(fifo) or not job.tree(), "the end of the import")
         done = job.finish(limit=8)  # not the grace period of 10
     assert done.code == 130
     assert gone_within(everyone, 1.0) == []
+
+
+def _ends_reading(fifo: Path) -> bool:
+    """Give whoever reads ``fifo`` its end; False if nobody does."""
+    try:
+        os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError as error:
+        assert error.errno == errno.ENXIO  # noqa: PT017
+        return False
+    return True
 
 
 def _at_a_terminal(argv: list[str], tmp_path: Path) -> tuple[int, WaitForCode]:

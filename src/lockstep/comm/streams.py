@@ -75,7 +75,7 @@ class Streams:
         self._plain, self._unseen = _torch.runs_plainly(), _torch.outside_dispatch_modes()
 
     def enter(self, module: object, *, draws: bool) -> None:
-        """A forward of ``module`` begins, and with it a stretch if it ``draws`` and none is under way.
+        """Note that a forward of ``module`` begins, and begin a stretch if it ``draws`` and none is under way.
 
         Inside a transform, a trace or an export nothing is drawn, so nothing happens.
         """
@@ -93,7 +93,7 @@ class Streams:
 
     @_torch.mark_untraced
     def leave(self, module: object) -> None:
-        """A forward of ``module`` is over; the outermost ends the stretch that it began."""
+        """Note that a forward of ``module`` is over; the outermost ends the stretch that it began."""
         forward = self._forward
         if forward is None:
             return
@@ -105,7 +105,7 @@ class Streams:
     def end(self, module: object) -> None:
         """End the stretch that a forward of ``module`` began, if one did.
 
-        A KeyboardInterrupt that ends a forward passes by those who would call :meth:`leave`.
+        A KeyboardInterrupt in a forward leaves without a call of :meth:`leave`: torch runs no hooks for it.
         """
         if self._forward is not None and self._forward.module() is module:
             self._end_forward()

@@ -100,7 +100,7 @@ class Tree:
 
 
 class Buffers:
-    """What :func:`buffers_of` gives, for who asks in every step: the modules are walked when others have come."""
+    """Finds what :func:`buffers_of` gives, and walks the modules for it only when they have changed."""
 
     def __init__(self, module: nn.Module) -> None:
         self._tree = Tree(module)

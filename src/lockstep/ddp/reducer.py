@@ -260,8 +260,7 @@ class Reducer:
             self._left_out += left_out
             self._cycle.left_out = left_out
             unused = self._average_rest(write=True)
-            missing = [bucket.positions[slot] for bucket in self._buckets for slot in self._cycle.missing[bucket.index]]
-            mistake = mistake or self.on_missing(missing)
+            mistake = mistake or self.on_missing(self._missing())
             if self._cycle.skipped:
                 self._drop_gradients()
             else:
@@ -432,6 +431,10 @@ class Reducer:
             if self._sends:
                 self._refuse_other_backward()
                 return unused
+        return self._missing()
+
+    def _missing(self) -> list[int]:
+        """The positions of the parameters that got no gradient on this rank."""
         return [bucket.positions[slot] for bucket in self._buckets for slot in self._cycle.missing[bucket.index]]
 
     def _refuse_other_backward(self) -> None:

@@ -38,11 +38,18 @@ _MARK = "TESTS_OF_PROCESS"
 os.environ[_MARK] = str(os.getpid())
 
 
+#: Seconds that a thread has for its end after the test's.
+_ENDING = 5.0
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaks an environment variable, a thread, a child process, a descriptor or a shared segment."""
     before = _possessions()
     yield
+    for thread in threading.enumerate():  # a loader tells its threads to end, and does not wait for it
+        if thread.name not in before["threads"]:
+            thread.join(_ENDING)
     after = _possessions()
     leaks = {kind: after[kind] - before[kind] for kind in before if after[kind] - before[kind]}
     if "shared memory" in leaks:

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 import lockstep
 from benchmarks.naming import machine_name
 from benchmarks.publishing import publish
-from lockstep.checkpoint.load import read
+from lockstep.checkpoint.read import read
 from lockstep.checkpoint.storage import PosixStorage
 
 

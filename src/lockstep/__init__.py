@@ -32,7 +32,7 @@ _HOMES = {
     "RankFailed": "lockstep.errors",
     "RendezvousError": "lockstep.errors",
     "ReplicaMismatch": "lockstep.errors",
-    "Restored": "lockstep.checkpoint.restoring",
+    "Restored": "lockstep.checkpoint.restore",
     "Retention": "lockstep.checkpoint.retention",
     "ShardedLoader": "lockstep.sampling.loader",
     "SyncBatchNorm": "lockstep.ddp.batchnorm",
@@ -57,7 +57,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.api import Checkpointer as Checkpointer
-    from lockstep.checkpoint.restoring import Restored as Restored
+    from lockstep.checkpoint.restore import Restored as Restored
     from lockstep.checkpoint.retention import Retention as Retention
     from lockstep.checkpoint.weights import LoadedWeights as LoadedWeights
     from lockstep.checkpoint.weights import load_weights as load_weights

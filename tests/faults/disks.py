@@ -316,9 +316,9 @@ class Failing(PosixStorage):
         self._pass("sync", changes=True)
         super().sync(opened)
 
-    def lock(self, opened: int, *, shared: bool = False) -> bool:
+    def lock(self, opened: int) -> bool:
         self._pass("lock")
-        return super().lock(opened, shared=shared)
+        return super().lock(opened)
 
     def rename(self, old: Path, new: Path) -> None:
         self._pass("rename", changes=True)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint.captured import Share
-from lockstep.checkpoint.load import read
+from lockstep.checkpoint.plan import Share
+from lockstep.checkpoint.read import read
 from lockstep.checkpoint.storage import PosixStorage
 from tests.backends import each_backend  # noqa: F401
 from tests.harness import collect_outcomes, run_ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint.background import Background
-from lockstep.checkpoint.load import read
+from lockstep.checkpoint.read import read
 from tests.launching import run
 
 _SCRIPT = """

@@ -2,8 +2,8 @@
 
 ``tests/fixtures/run-0.1.0`` was written by :func:`_train` on two ranks, at its fourth step, and ``values.json`` by the
 same run, which went on to its end; ``run-adamw`` by :func:`_train_with_adamw`, when the ranks had a common stream of
-random numbers. Neither is ever written anew: a change that needs them to be can't resume the runs of those who have such
-files. The next format gets a fixture of its own beside these.
+random numbers. Neither is ever written anew: a change that needs them to be can't resume the runs of those who have
+such files. The next format gets a fixture of its own beside these.
 
 What the model of ``run-0.1.0`` draws after the save is not compared: 0.1.0 drew its dropout masks from each rank's one
 generator, since then they follow from the ranks' common one (Note [Random numbers of a rank] in ``comm/streams.py``).
@@ -137,9 +137,7 @@ def test_files_of_0_1_0_are_restored_and_their_run_goes_on(tmp_path: Path) -> No
 
 
 def _bench_with_adamw(folder: str) -> tuple[lockstep.Checkpointer, nn.Module, Any, Any, Any]:
-    model = lockstep.replicate(
-        nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.25), nn.Linear(16, 2))
-    )
+    model = lockstep.replicate(nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.25), nn.Linear(16, 2)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
     inputs = torch.linspace(-2, 2, 80).reshape(20, 4).sin()

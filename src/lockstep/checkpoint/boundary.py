@@ -50,7 +50,7 @@ class StepBoundary:
         self._watched = False
 
     def watch(self, loader: object) -> None:
-        """**Local.** Be told by ``loader`` when it is asked for its next batch, if it can tell."""
+        """Be told by ``loader`` when it is asked for its next batch, if it can tell."""
         register: Callable[[Callable[[], object]], object] | None
         register = getattr(loader, "register_step_boundary_hook", None)
         if register is not None:
@@ -58,12 +58,12 @@ class StepBoundary:
             register(self.reached)
 
     def listen(self) -> None:
-        """**Local.** Signals are requests from now on, if there is a loop that will see to them."""
+        """Take signals as requests from now on, if there is a loop that will handle them."""
         if self._watched and not self._requests.listening:
             self._requests.listen()
 
     def close(self) -> None:
-        """**Local.** Signals are no requests any more."""
+        """Take signals as requests no longer."""
         asked, left = self._requests.stop, self._requests.leaving
         self._requests.close()
         if asked is not None and not left:

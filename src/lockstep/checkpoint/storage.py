@@ -16,7 +16,7 @@ import stat
 from pathlib import Path
 from typing import Protocol
 
-_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+from lockstep.checkpoint.locks import try_flock
 
 
 class NotPlain(OSError):
@@ -74,7 +74,7 @@ class Storage(Protocol):
         """Return once the content of a file, or the names in a folder, are on the disk itself."""
         ...
 
-    def lock(self, opened: int, *, shared: bool = False) -> bool:
+    def lock(self, opened: int) -> bool:
         """Lock a file or folder until it is closed; False if somebody else has it, or there are no locks here."""
         ...
 
@@ -83,7 +83,7 @@ class Storage(Protocol):
         ...
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a file or folder another name, in one moment."""
+        """Rename a file or folder, atomically."""
         ...
 
     def remove(self, folder: int, name: str) -> None:
@@ -153,16 +153,8 @@ class PosixStorage:
     def sync(self, opened: int) -> None:
         os.fsync(opened)
 
-    def lock(self, opened: int, *, shared: bool = False) -> bool:
-        try:
-            fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno in _NO_LOCKS_HERE:
-                return False
-            raise
-        return True
+    def lock(self, opened: int) -> bool:
+        return bool(try_flock(opened, fcntl.LOCK_EX))
 
     def close(self, opened: int) -> None:
         os.close(opened)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.checkpoint.digests import new_digest, strict_json
-from lockstep.checkpoint.sharing import Extent
+from lockstep.checkpoint.blocks import Part
+from lockstep.checkpoint.encoding import new_digest, strict_json
 from lockstep.errors import CheckpointError
 
 #: Bytes of a header's length, at the beginning of the file.
@@ -63,16 +63,15 @@ USE_DCP = (
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A tensor and its bytes in a file."""
+class TensorPlace:
+    """A tensor's place in a file, as its header says it."""
 
     name: str
-    #: Any strides, any device; real.
-    tensor: torch.Tensor
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    #: Its bytes, counted from the beginning of the file.
     start: int
     stop: int
-    #: Whether every rank holds the same bits.
-    alike: bool
 
 
 @dataclass(frozen=True)
@@ -83,21 +82,37 @@ class TensorFile:
     #: Its length and the header itself.
     header: bytes
     #: In the order of their bytes, without gaps.
-    tensors: tuple[Placed, ...]
+    places: tuple[TensorPlace, ...]
+    #: By name, in the same order. Any strides, any device; real.
+    tensors: Mapping[str, torch.Tensor]
+    #: The names of those that every rank holds with the same bits.
+    alike: Collection[str]
 
-    def extents(self) -> list[Extent]:
-        """**Local.** The whole file; the header is rank 0's."""
-        placed = [Extent(self.name, one.name, one.start, one.stop, one.alike) for one in self.tensors]
-        return [Extent(self.name, "", 0, len(self.header), False), *placed]
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return self.places[-1].stop if self.places else len(self.header)
+
+    def is_alike(self, one: TensorPlace | Part) -> bool:
+        """Whether every rank holds these bytes. The header is rank 0's."""
+        return one.name in self.alike
+
+    def parts(self) -> list[Part]:
+        """Return what the file consists of: its header, and one part for each tensor."""
+        return [Part("", 0, len(self.header)), *(Part(one.name, one.start, one.stop) for one in self.places)]
+
+    def source(self, name: str) -> torch.Tensor | bytes:
+        """Return what fills the part of this name."""
+        return self.tensors[name] if name else self.header
 
     def fingerprint(self) -> str:
-        """**Local.** A digest of the header and of the beginning of each tensor that all ranks should hold alike."""
+        """Take a digest of the header and of the beginning of each tensor that all ranks should hold alike."""
         digest = new_digest()
         digest.update(self.header)
         elsewhere: dict[torch.device, list[torch.Tensor]] = {}
-        for one in self.tensors:
-            tensor = one.tensor
-            if not one.alike or one.start == one.stop:
+        for one in self.places:
+            tensor = self.tensors[one.name]
+            if not self.is_alike(one) or one.start == one.stop:
                 continue
             if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg():
                 # Without tensor operations: a state has thousands of tensors, and training waits.
@@ -120,7 +135,7 @@ def _first(tensor: torch.Tensor) -> torch.Tensor:
 def lay_out(
     name: str, tensors: Mapping[str, torch.Tensor], *, where: str, alike: Collection[str] | None = None
 ) -> TensorFile:
-    """**Local.** The safetensors file ``name`` with these tensors; nothing is copied.
+    """Lay tensors out in the safetensors file ``name``; nothing is copied.
 
     Args:
         tensors: any strides, any device, any shape; the same memory under several names is written once.
@@ -143,14 +158,13 @@ def lay_out(
             written[key] = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     complex_names = [key for key in written if tensors[key].is_complex()]
     # Largest elements first, so that each tensor starts at a multiple of its element size.
-    order = sorted(written, key=lambda key: (-written[key].element_size(), key))
-    header = _header({key: written[key] for key in order}, aliases, complex_names)
-    placed, offset = [], len(header)
-    for key in order:
-        end = offset + written[key].nbytes
-        placed.append(Placed(key, written[key], offset, end, alike is None or key in alike))
-        offset = end
-    return TensorFile(name, header, tuple(placed))
+    written = {key: written[key] for key in sorted(written, key=lambda key: (-written[key].element_size(), key))}
+    header = _header(written, aliases, complex_names)
+    places, end = [], len(header)
+    for key, tensor in written.items():
+        start, end = end, end + tensor.nbytes
+        places.append(TensorPlace(key, tensor.dtype, tuple(tensor.shape), start, end))
+    return TensorFile(name, header, tuple(places), written, frozenset(written if alike is None else alike))
 
 
 def _header(tensors: Mapping[str, torch.Tensor], aliases: dict[str, str], complex_names: list[str]) -> bytes:
@@ -160,11 +174,10 @@ def _header(tensors: Mapping[str, torch.Tensor], aliases: dict[str, str], comple
     if complex_names:
         metadata[_COMPLEX] = json.dumps(complex_names)
     header: dict[str, object] = {"__metadata__": metadata}
-    offset = 0
+    end = 0
     for name, tensor in tensors.items():
-        end = offset + tensor.nbytes
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
     return len(text).to_bytes(LENGTH, "little") + text
@@ -184,7 +197,7 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def unsavable(tensor: torch.Tensor) -> str | None:
-    """**Local.** Why a tensor has no bytes that could be saved, and what to do; None: it has."""
+    """Say why a tensor has no bytes that could be saved, and what to do; None if it has."""
     classes = [cls.__name__ for cls in type(tensor).__mro__]
     if "DTensor" in classes or "ShardedTensor" in classes:  # by name: their modules are slow to import
         return f"is a {classes[0]}, of which each rank holds a part: {USE_DCP}"
@@ -230,27 +243,15 @@ def _refuse_what_has_no_bytes(name: str, tensor: torch.Tensor, where: str) -> No
 
 
 @dataclass(frozen=True)
-class Described:
-    """A tensor as a header describes it."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    #: Its bytes in the file.
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class Header:
     """What a safetensors file says is in it."""
 
-    tensors: tuple[Described, ...]
+    tensors: tuple[TensorPlace, ...]
     _aliases: dict[str, str]
     _complex: list[str]
 
     def finish(self, read: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """**Local.** The tensors as they were saved: complex ones, and the same tensor again under its other names.
+        """Make the tensors what they were when saved: complex ones, and the same tensor again under its other names.
 
         Raises:
             ValueError: the metadata names tensors that are not there.
@@ -268,7 +269,7 @@ class Header:
 
 
 def header_length(start: bytes, size: int) -> int:
-    """**Local.** Where a file's data begin.
+    """Return where a file's data begin.
 
     Args:
         start: its first 8 bytes.
@@ -284,7 +285,7 @@ def header_length(start: bytes, size: int) -> int:
 
 
 def parse_header(header: bytes, size: int) -> Header:
-    """**Local.** What a header says, which must account for every byte of the file once.
+    """Read a header, which must account for every byte of the file once.
 
     Args:
         header: the file's bytes up to the data.
@@ -308,20 +309,18 @@ def parse_header(header: bytes, size: int) -> Header:
         end = one.stop
     if end != size:
         raise ValueError(f"its tensors end at byte {end}, the file at {size}")
-    aliases, names = (
-        strict_json(metadata.get(_ALIASES, "{}").encode()),
-        strict_json(metadata.get(_COMPLEX, "[]").encode()),
-    )
+    aliases = strict_json(metadata.get(_ALIASES, "{}").encode())
+    names = strict_json(metadata.get(_COMPLEX, "[]").encode())
     if type(aliases) is not dict or type(names) is not list:
         raise ValueError("its metadata do not fit")
     return Header(tuple(described), aliases, names)
 
 
-def _position(one: Described) -> tuple[int, int]:
+def _position(one: TensorPlace) -> tuple[int, int]:
     return one.start, one.stop
 
 
-def _describe(name: str, entry: Any, data: int) -> Described:
+def _describe(name: str, entry: Any, data: int) -> TensorPlace:
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
@@ -334,4 +333,4 @@ def _describe(name: str, entry: Any, data: int) -> Described:
         raise ValueError(f"{name!r} has {stop - start} bytes, which is not {dtype} of shape {shape}")
     if len(shape) > 64 or math.prod(max(n, 1) for n in shape) >= 2**62:
         raise ValueError(f"{name!r} has the shape {shape}")
-    return Described(name, _DTYPES[dtype], tuple(shape), data + start, data + stop)
+    return TensorPlace(name, _DTYPES[dtype], tuple(shape), data + start, data + stop)

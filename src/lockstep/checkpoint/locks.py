@@ -1,18 +1,31 @@
-"""A run's folder belongs to one job: a lock file in it, held by rank 0 as long as the job may write there.
+"""The locks around checkpoints: on a run's folder, on a checkpoint that is read, on a draft that is written.
 
 Note [Run lock]
 ~~~~~~~~~~~~~~~
-The lock is the kernel's (``fcntl.lockf`` on ``run.lock``): it goes with the process that holds it, however that ends,
-so a lock is never stale where the kernel is asked, and it holds from host to host over NFS. Unlike ``flock``, it is not
-inherited by forked processes: a DataLoader's worker that outlives a killed rank by a moment does not keep it. It is
-lost when the process closes *any* descriptor of that file, so a process that holds a lock does not open the file
-again: a second Checkpointer of the same process shares the first one's lock.
+A run's folder belongs to one job: rank 0 holds a lock in it as long as the job may write there. The lock is the
+kernel's (``fcntl.lockf`` on ``run.lock``): it goes with the process that holds it, however that ends, so a lock is
+never stale where the kernel is asked, and it holds from host to host over NFS. Unlike ``flock``, it is not inherited by
+forked processes: a DataLoader's worker that outlives a killed rank by a moment does not keep it. It is lost when the
+process closes *any* descriptor of that file, so a process that holds a lock does not open the file again: a second
+Checkpointer of the same process shares the first one's lock.
 
 The file says who the owner is, for the one who is refused. It is removed when the lock is let go, while it is still
 held; whoever opened it before that finds, once it has the lock, that the name leads elsewhere, and begins anew.
 
 Where the file system has no locks, the record itself is the lock: it counts until its owner is known to be gone, which
 can be known on the same host only (the machine has been started anew, or the process is not there any more).
+
+Note [Readers and pruning]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+Whoever reads a checkpoint holds a shared lock (``flock``) on its manifest; whoever removes one takes that lock
+exclusively first, without waiting, and leaves the checkpoint to the next pruning if it can't have it. The lock belongs
+to the file and not to its name, so between opening the manifest and locking it the folder may have been renamed away:
+a reader looks once more whether the name still leads to the file that it holds, and else raises
+:class:`CheckpointGone`. After that look nothing can be removed before the reader lets go. The kernel lets go for a
+reader that dies.
+
+The manifest is locked and not the folder, because only files can be locked from several hosts over NFS, and because a
+folder's own lock says that somebody writes it (Note [Commit] in ``save.py``).
 """
 
 from __future__ import annotations
@@ -28,11 +41,14 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.errors import CheckpointError
 
 LOCK_FILE = "run.lock"
@@ -44,6 +60,103 @@ _RECORD_LIMIT = 2.0
 #: Seconds after which of several jobs that took a folder at the same moment the last one is known.
 _SETTLING = 0.5
 _COMMAND_LENGTH = 300
+
+
+class CheckpointGone(CheckpointError):
+    """A checkpoint was removed between being listed and being opened."""
+
+
+def try_flock(fd: int, how: int) -> bool | None:
+    """Lock a file or folder until it is closed, without waiting.
+
+    Args:
+        fd: its descriptor.
+        how: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
+
+    Returns:
+        False if somebody else has it; None if the file system has no locks.
+    """
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS_HERE:
+            return None
+        raise
+    return True
+
+
+def _is_named(fd: int, path: Path) -> bool:
+    """Whether a path still leads to the file that is held."""
+    held = os.fstat(fd)
+    try:
+        named = path.lstat()
+    except FileNotFoundError:
+        return False
+    return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
+
+
+# Readers of a checkpoint, and who removes one.
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Hold a checkpoint, so that nobody removes it within the block. See Note [Readers and pruning].
+
+    One without a manifest that can be opened is damaged, and held by nothing: the reader will find that out.
+
+    Raises:
+        CheckpointGone: it has just been removed, or there was none.
+    """
+    fd = _open_manifest(folder, os.O_RDONLY)
+    if fd is None:
+        if not folder.is_dir():
+            raise _gone(folder)
+        yield
+        return
+    try:
+        if try_flock(fd, fcntl.LOCK_SH) is False or not _is_named(fd, folder / MANIFEST):
+            raise _gone(folder)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def taken(folder: Path) -> Iterator[bool]:
+    """Take a checkpoint for removal; yield whether it may be removed within the block, as nobody reads it then.
+
+    Raises:
+        OSError: its manifest can't be opened for writing.
+    """
+    fd = _open_manifest(folder, os.O_RDWR)  # over NFS an exclusive lock needs a file that is open for writing
+    if fd is None:
+        yield folder.is_dir()
+        return
+    try:
+        yield try_flock(fd, fcntl.LOCK_EX) is not False and _is_named(fd, folder / MANIFEST)
+    finally:
+        os.close(fd)
+
+
+def _gone(folder: Path) -> CheckpointGone:
+    return CheckpointGone(f"{folder}: this checkpoint has just been removed; look for a newer one")
+
+
+def _open_manifest(folder: Path, mode: int) -> int | None:
+    """Open a checkpoint's manifest; None if there is none, or something else in its place."""
+    try:
+        return os.open(folder / MANIFEST, mode | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            return None
+        if mode == os.O_RDONLY and error.errno in (errno.EACCES, errno.EPERM):
+            return None  # reading it will fail with words of its own
+        raise
+
+
+# The owner of a run's folder.
 
 
 @dataclass(frozen=True)
@@ -68,7 +181,7 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Owner:
-        """**Local.** The record of the process that calls."""
+        """Describe the process that calls."""
         command = " ".join([*sys.orig_argv][:64])
         return cls(
             host=socket.gethostname(),
@@ -83,7 +196,7 @@ class Owner:
 
     @classmethod
     def from_json(cls, content: bytes) -> Owner | None:
-        """**Local.** The record in a lock file; None if it holds none."""
+        """Read the record of a lock file; None if it holds none."""
         try:
             fields = json.loads(content)
             owner = cls(**fields)
@@ -103,7 +216,7 @@ class Owner:
 
 
 class RunLock:
-    """**Local.** One job's hold on a run's folder. :meth:`release` it, or let go of the object.
+    """One job's hold on a run's folder. :meth:`release` it, or let go of the object. See Note [Run lock].
 
     Raises:
         CheckpointError: another job has the folder; the message says which.
@@ -115,7 +228,7 @@ class RunLock:
         self._release = weakref.finalize(self, _Held.let_go, self._held, os.getpid())
 
     def release(self) -> None:
-        """**Local.** Let another job have the folder; a second call does nothing."""
+        """Let another job have the folder; a second call does nothing."""
         self._release()
 
 
@@ -131,7 +244,7 @@ class _Held:
 
     @classmethod
     def here(cls, root: Path) -> _Held | None:
-        """This process's hold on the folder."""
+        """Find this process's hold on the folder."""
         held = cls._all.get(_key_of(root))
         return held if held is not None and held._pid == os.getpid() else None  # a forked process inherits the table
 
@@ -161,7 +274,7 @@ def _key_of(root: Path) -> tuple[int, int]:
 
 
 def _take(path: Path) -> int | None:
-    """The descriptor that holds the lock; None where the file system has none, and the record alone counts."""
+    """Take the lock; its descriptor, or None where the file system has none, and the record alone counts."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -207,7 +320,7 @@ def _take_by_record(path: Path, fd: int) -> None:
 
 
 def owner_of(root: Path) -> Owner | None:
-    """**Local.** Who holds the folder of a run now; None if nobody does, as far as can be known. Takes nothing."""
+    """Find out who holds the folder of a run now, as far as can be known; None if nobody does. Takes nothing."""
     try:
         if _Held.here(root):
             return Owner.this_process()
@@ -235,7 +348,7 @@ def _refusal(path: Path, owner: Owner | None, *, by_record: bool = False) -> Che
 
 
 def _owner_in(fd: int, *, wait: bool) -> Owner | None:
-    """The record in a lock file; an owner that has only just taken the lock gets a moment to write it."""
+    """Read a lock file's record; an owner that has only just taken the lock gets a moment to write it."""
     limit = time.monotonic() + (_RECORD_LIMIT if wait else 0.0)
     while True:
         owner = Owner.from_json(os.pread(fd, _MAX_RECORD, 0))
@@ -252,13 +365,7 @@ def _write_record(fd: int) -> Owner:
     return owner
 
 
-def _is_named(fd: int, path: Path) -> bool:
-    held = os.fstat(fd)
-    try:
-        named = path.lstat()
-    except FileNotFoundError:
-        return False
-    return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
+# What tells one process from all others.
 
 
 def _user_name() -> str:
@@ -280,7 +387,7 @@ def _namespace() -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """When a process started, in clock ticks after the boot; None if there is no such process."""
+    """Read when a process started, in clock ticks after the boot; None if there is no such process."""
     line = _first_line(f"/proc/{pid}/stat")
     fields: list[Any] = line.rpartition(")")[2].split()  # the name before it may hold anything
     return int(fields[19]) if len(fields) > 19 and fields[0] not in ("Z", "X") else None

@@ -1,5 +1,7 @@
 """A checkpoint's folder becomes values again, each byte checked on the way from the disk to memory.
 
+Whoever reads a checkpoint holds it (Note [Readers and pruning] in ``locks.py``).
+
 Note [Read once]
 ~~~~~~~~~~~~~~~~
 A tensor's bytes are read into memory of their own and hashed there, and what was hashed is what is used: a file that
@@ -9,26 +11,30 @@ changes behind the check can't matter. Nothing is mapped, so a file that is cut 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from lockstep.checkpoint import folders
-from lockstep.checkpoint.codec import decode
-from lockstep.checkpoint.digests import PIECE, new_digest, strict_json
-from lockstep.checkpoint.manifest import MANIFEST, MAX_BYTES, MODEL, FileEntry, Manifest, Part
-from lockstep.checkpoint.sharing import BLOCK, cut
+from lockstep.checkpoint.blocks import BLOCK, Part, cut
+from lockstep.checkpoint.encoding import PIECE, decode, new_digest, strict_json
+from lockstep.checkpoint.locks import CheckpointGone, reading
+from lockstep.checkpoint.manifest import MANIFEST, MAX_BYTES, MODEL, FileEntry, Manifest
+from lockstep.checkpoint.safetensors import LENGTH, Header, TensorPlace, header_length, parse_header
 from lockstep.checkpoint.storage import POSIX, Storage
-from lockstep.checkpoint.tensors import LENGTH, Described, Header, header_length, parse_header
 from lockstep.errors import CheckpointCorrupt
+
+Result = TypeVar("Result")
 
 _DISAGREE = "its header and the manifest do not agree"
 #: Failures that say nothing of the checkpoint: skipping it for an older one would be wrong.
 _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+#: How often a run's folder is listed anew, while checkpoints in it are removed as fast as they are listed.
+_LISTINGS = 10
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Contents:
 
 
 def read(folder: Path, *, owners: Sequence[int] | None = None, on: Storage = POSIX) -> Contents:
-    """**Local.** Read a whole checkpoint, verifying every byte.
+    """Read a whole checkpoint, verifying every byte.
 
     Args:
         folder: the checkpoint's folder, which must not be a link.
@@ -54,6 +60,7 @@ def read(folder: Path, *, owners: Sequence[int] | None = None, on: Storage = POS
     Raises:
         CheckpointCorrupt: a file is missing, is no plain file, belongs to another user, or has another size or digest;
             the message names the file and the tensor, what was expected and what was found.
+        CheckpointGone: it has just been removed.
     """
     with _opened(folder, owners, on) as reader:
         reader.refuse_other_step()
@@ -64,7 +71,7 @@ def read(folder: Path, *, owners: Sequence[int] | None = None, on: Storage = POS
 
 
 def read_model(folder: Path, *, on: Storage = POSIX) -> dict[str, Any]:
-    """**Local.** Read and verify the model alone.
+    """Read and verify the model alone.
 
     Raises:
         CheckpointCorrupt: as :func:`read`.
@@ -74,7 +81,7 @@ def read_model(folder: Path, *, on: Storage = POSIX) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path, *, on: Storage = POSIX) -> Manifest:
-    """**Local.** What a checkpoint says of itself; nothing else is verified.
+    """Read what a checkpoint says of itself; nothing else is verified.
 
     Raises:
         CheckpointCorrupt: there is no whole manifest.
@@ -83,9 +90,9 @@ def read_manifest(folder: Path, *, on: Storage = POSIX) -> Manifest:
         return reader.manifest
 
 
-def read_header(folder: Path, *, on: Storage = POSIX) -> tuple[Described, ...]:
-    """**Local.** The tensors of a checkpoint's model, by the header of their file, which is verified; complex ones as
-    the pairs of reals that they are saved as.
+def read_header(folder: Path, *, on: Storage = POSIX) -> tuple[TensorPlace, ...]:
+    """Read and verify the header of a checkpoint's model: its tensors in the order of their bytes, complex ones as the
+    pairs of reals that they are saved as.
 
     Raises:
         CheckpointCorrupt: the manifest or the header is damaged.
@@ -94,20 +101,12 @@ def read_header(folder: Path, *, on: Storage = POSIX) -> tuple[Described, ...]:
         return reader.header()
 
 
-def verify(folder: Path, *, owners: Sequence[int] | None = None, on: Storage = POSIX) -> Manifest:
-    """**Local.** Check every byte of a checkpoint without keeping any.
+def find_damage(folder: Path, *, on: Storage = POSIX) -> list[str]:
+    """Read every byte of a checkpoint; a line for each file or tensor that is damaged, none if it is whole.
 
     Raises:
-        CheckpointCorrupt: as :func:`read`; for the first damage there is.
+        CheckpointGone: it has just been removed.
     """
-    with _opened(folder, owners, on) as reader:
-        for damage in reader.damages():
-            raise damage
-        return reader.manifest
-
-
-def damages(folder: Path, *, on: Storage = POSIX) -> list[str]:
-    """**Local.** Everything that is wrong with a checkpoint: a line for each file or tensor; none: it is whole."""
     try:
         with _opened(folder, None, on) as reader:
             return [str(damage) for damage in reader.damages()]
@@ -116,7 +115,7 @@ def damages(folder: Path, *, on: Storage = POSIX) -> list[str]:
 
 
 def read_tensors(path: Path, *, on: Storage = POSIX) -> dict[str, torch.Tensor]:
-    """**Local.** Every tensor of a safetensors file, in CPU memory of its own; aliases are the same tensor again.
+    """Read every tensor of a safetensors file into CPU memory of its own; aliases are the same tensor again.
 
     Raises:
         CheckpointCorrupt: the file is truncated or no safetensors file.
@@ -133,18 +132,68 @@ def read_tensors(path: Path, *, on: Storage = POSIX) -> dict[str, torch.Tensor]:
         file.close()
 
 
+@dataclass(frozen=True)
+class Newest(Generic[Result]):
+    """The newest whole checkpoint of a run."""
+
+    folder: Path
+    #: What was read of it.
+    content: Result
+    #: Newer ones that are damaged: what is wrong, by folder, newest first.
+    damaged: dict[Path, str]
+
+
+def newest_whole(
+    listing: Callable[[], Sequence[Path]], read: Callable[[Path], Result], *, consequence: str = ""
+) -> Newest[Result] | None:
+    """Find the newest checkpoint that can be read, and skip the damaged ones.
+
+    Args:
+        listing: returns the folders, newest first. Asked again if one was removed after it had been listed: there is
+            a newer one then.
+        read: what is wanted of a checkpoint.
+        consequence: what the error says besides, if none is whole.
+
+    Returns:
+        None if there are no checkpoints.
+
+    Raises:
+        CheckpointCorrupt: all of them are damaged; it says each damage.
+        CheckpointGone: they are removed faster than they are read.
+    """
+    for _ in range(_LISTINGS - 1):
+        try:
+            return _first_whole(listing(), read, consequence)
+        except CheckpointGone:
+            continue
+    return _first_whole(listing(), read, consequence)
+
+
+def _first_whole(listed: Sequence[Path], read: Callable[[Path], Result], consequence: str) -> Newest[Result] | None:
+    damaged: dict[Path, str] = {}
+    for folder in listed:
+        try:
+            return Newest(folder, read(folder), damaged)
+        except CheckpointCorrupt as error:
+            damaged[folder] = str(error)
+    if damaged:
+        raise CheckpointCorrupt(f"no checkpoint there is whole{consequence}: {'; '.join(damaged.values())}")
+    return None
+
+
 @contextmanager
 def _opened(folder: Path, owners: Sequence[int] | None, on: Storage) -> Iterator[_Reader]:
-    try:
-        opened = on.open_folder(folder)
-    except OSError as error:
-        if error.errno in _OURS:
-            raise
-        raise CheckpointCorrupt(f"{folder}: can't be opened ({error.strerror})") from error
-    try:
-        yield _Reader(folder, opened, owners, on)
-    finally:
-        on.close(opened)
+    with reading(folder):
+        try:
+            opened = on.open_folder(folder)
+        except OSError as error:
+            if error.errno in _OURS:
+                raise
+            raise CheckpointCorrupt(f"{folder}: can't be opened ({error.strerror})") from error
+        try:
+            yield _Reader(folder, opened, owners, on)
+        finally:
+            on.close(opened)
 
 
 class _Reader:
@@ -200,7 +249,7 @@ class _Reader:
             state.update(self._tree("model", {}))
         return state
 
-    def header(self) -> tuple[Described, ...]:
+    def header(self) -> tuple[TensorPlace, ...]:
         """The model's tensors."""
         with self._file(MODEL, self.manifest.files[MODEL]) as file:
             return file.header().tensors
@@ -300,7 +349,7 @@ class _File:
             raise ValueError(_DISAGREE)
         return header
 
-    def _tensor(self, described: Described) -> torch.Tensor:
+    def _tensor(self, described: TensorPlace) -> torch.Tensor:
         tensor = torch.empty(described.shape, dtype=described.dtype)
         if described.stop > described.start:
             self._fill(tensor.reshape(-1).view(torch.uint8).numpy().data, described.start, described.name)

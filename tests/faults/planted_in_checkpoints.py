@@ -100,17 +100,16 @@ CHECKPOINT_FAULTS = [
     Fault(
         "a failed write is not noticed by the other ranks",
         "checkpoint/save.py",
-        "        writing.give_up()\n        peers.gather(None)\n        raise\n",
-        "        writing.give_up()\n        return root\n",
+        "            draft.discard()\n        peers.gather(None)\n        raise\n",
+        "            draft.discard()\n        return root\n",
         ("tests/faults/test_failing_operations.py", "-k", "some_operations"),
     ),
     Fault(
         "older checkpoints go before the new one is there",
         "checkpoint/save.py",
-        "        path = self._draft.commit(",
-        "        for old in folders.checkpoints(self._root, on=self._on):\n"
-        "            folders.remove(old, on=self._on)\n"
-        "        path = self._draft.commit(",
+        "        path = draft.commit(",
+        "        for old in folders.checkpoints(root, on=on):\n            folders.remove(old, on=on)\n"
+        "        path = draft.commit(",
         _CRASHES,
     ),
     Fault(

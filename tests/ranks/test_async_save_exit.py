@@ -16,9 +16,9 @@ _SCRIPT = """
 import os, sys
 import torch, lockstep
 from torch import nn
-from lockstep.checkpoint.storage import PosixStorage
+from lockstep.checkpoint.storage import Storage
 
-class Full(PosixStorage):
+class Full(Storage):
     def write(self, file, data, offset):
         raise OSError(28, "No space left on device")
 

@@ -21,7 +21,7 @@ from lockstep.checkpoint.encoding import digest_of
 from lockstep.checkpoint.manifest import MANIFEST, MODEL, FileEntry, Manifest, _digest_of
 from lockstep.checkpoint.read import read
 from lockstep.checkpoint.safetensors import parse_header
-from lockstep.checkpoint.storage import PosixStorage
+from lockstep.checkpoint.storage import Storage
 from tests.checkpoints import State, save, save_alone, verify
 from tests.harness import collect_outcomes, run_ranks
 
@@ -297,7 +297,7 @@ def test_a_draft_is_not_written_through_a_link(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("mine")
 
-    class Guessed(PosixStorage):
+    class Guessed(Storage):
         def make_folder(self, path: Path) -> None:
             super().make_folder(path)
             (path / MODEL).symlink_to(secret)

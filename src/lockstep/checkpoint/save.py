@@ -137,58 +137,41 @@ def write(
     Raises:
         CheckpointError: it could not be written; the same error on every rank, and nothing is left of it.
     """
-    writing = _Writing(root, share, moment, peers.world_size, tidy, on)
+    draft: Draft | None = None
+
+    def begin() -> str:
+        nonlocal draft
+        if share.files is None:
+            return ""
+        folders.sweep(root, on=on)
+        draft = Draft(root, moment.step, on=on)
+        for name in share.files:
+            draft.create(name)
+        return draft.path.name
+
+    def finish(digests: Sequence[Sequence[str]]) -> str:
+        if draft is None:
+            return ""
+        path = draft.commit(_manifest(moment, peers.world_size, share.entries(digests)))
+        tidy(path)
+        return path.name
+
     try:
-        _, drafts = together(peers, writing.begin, lambda name: name)
+        _, drafts = together(peers, begin, lambda name: name)
         _, digests = together(
             peers, lambda: write_blocks(root / str(drafts[0]), share.contents(), on=on), lambda own: own
         )
-        _, names = together(peers, lambda: writing.finish(digests), lambda name: name)
+        _, names = together(peers, lambda: finish(digests), lambda name: name)
     except CheckpointError:  # on every rank: none goes on, and looks at the folder, before rank 0 has cleaned up
-        writing.give_up()
+        if draft is not None:
+            draft.discard()
         peers.gather(None)
         raise
     except BaseException:  # an interrupt as well must not leave a draft behind
-        writing.give_up()
+        if draft is not None:
+            draft.discard()
         raise
     return root / str(names[0])
-
-
-class _Writing:
-    """What rank 0 does before and after all ranks write. Nothing on the others."""
-
-    def __init__(
-        self, root: Path, share: Share, moment: Moment, world_size: int, tidy: Callable[[Path], None], on: Storage
-    ) -> None:
-        self._root, self._share, self._moment, self._world_size = root, share, moment, world_size
-        self._tidy, self._on = tidy, on
-        self._draft: Draft | None = None
-
-    def begin(self) -> str:
-        """Make a draft with empty files; its name."""
-        if self._share.files is None:
-            return ""
-        folders.sweep(self._root, on=self._on)
-        self._draft = Draft(self._root, self._moment.step, on=self._on)
-        for name in self._share.files:
-            self._draft.create(name)
-        return self._draft.path.name
-
-    def finish(self, digests: Sequence[Sequence[str]]) -> str:
-        """Publish the draft; the checkpoint's name."""
-        if self._draft is None:
-            return ""
-        files = self._share.entries(digests)
-        path = self._draft.commit(_manifest(self._moment, self._world_size, files))
-        self._draft = None  # from here on it is a checkpoint, and nothing that fails may take it away
-        self._tidy(path)
-        return path.name
-
-    def give_up(self) -> None:
-        """Leave nothing behind."""
-        if self._draft is not None:
-            self._draft.discard()
-            self._draft = None
 
 
 def _manifest(moment: Moment, world_size: int, files: dict[str, FileEntry]) -> Manifest:
@@ -213,6 +196,7 @@ class Draft:
 
     def __init__(self, root: Path, step: int, *, on: Storage = POSIX) -> None:
         self._root, self._on = root, on
+        self._committed = False
         self._name = folders.next_name(root, step, on=on)
         self.path = root / folders.draft_name(self._name)
         on.make_folder(self.path)
@@ -250,6 +234,7 @@ class Draft:
             self._on.rename(whole, self.path)
             raise
         self._on.close(self._folder)
+        self._committed = True  # from here on nothing that fails may take it away
         return whole
 
     def _write_manifest(self, content: bytes) -> None:
@@ -262,7 +247,9 @@ class Draft:
                 self._on.close(file)
 
     def discard(self) -> None:
-        """**Rank 0.** Give the draft up. What can't be removed is swept by a later save."""
+        """**Rank 0.** Give the draft up, unless it is a checkpoint. What can't be removed is swept by a later save."""
+        if self._committed:
+            return
         try:
             folders.remove_tree(self.path, on=self._on)
         except OSError:

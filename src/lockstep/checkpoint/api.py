@@ -122,7 +122,7 @@ class Checkpointer:
         return parameters_in_short(self._run.model)
 
     def _claim_folder(self) -> tuple[RunLock | None, int]:
-        """Rank 0 makes the folder, and takes it for this job; whom what is made there belongs to."""
+        """Rank 0 makes the folder and takes it for this job; the user whom new files there belong to."""
         if not self._world.is_main:
             return None, os.geteuid()
         owner = folders.prepare_root(self.folder, on=self._storage)

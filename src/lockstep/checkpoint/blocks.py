@@ -25,7 +25,7 @@ class Part:
     stop: int
     #: One for each block, in order, once it has been written.
     digests: tuple[str, ...] = ()
-    #: The rank that writes each block, in order, in a plan; a manifest does not say.
+    #: In a plan, the rank that writes each block, in order; empty until that is decided. A manifest does not say.
     writers: tuple[int, ...] = ()
 
     def written_by(self, rank: int) -> Part:
@@ -47,19 +47,22 @@ def divide(parts: Iterable[Part], *, world_size: int, extra: int = 0) -> list[Pa
     """Decide who writes each block: every rank one run of them, and all ranks about the same number of bytes.
 
     Args:
-        parts: what every rank holds; the same on every rank.
+        parts: those without writers are divided; they are the same on every rank.
         world_size: how many ranks share the work.
         extra: bytes that rank 0 writes besides; it gets so much less of these.
 
     Returns:
-        The same parts, with their writers.
+        The same parts, all with their writers.
     """
     parts = list(parts)
-    total = sum(part.stop - part.start for part in parts)
+    total = sum(part.stop - part.start for part in parts if not part.writers)
     first = min(float(total), max(0.0, (total + extra) / world_size - extra)) if world_size > 1 else float(total)
     each = (total - first) / max(1, world_size - 1)
     divided, passed = [], 0
     for part in parts:
+        if part.writers:
+            divided.append(part)
+            continue
         writers = []
         for start, stop in cut(part.start, part.stop):
             middle = (passed + passed + stop - start) / 2

@@ -5,7 +5,7 @@ Note [Stopping between steps]
 A run that is to end bit for bit as if it had never been interrupted can only be left between two steps, where
 everything that a step changes has been changed. Two such moments are known without asking the user: when the training
 loop asks the loader for its next batch, and when it asks :meth:`Checkpointer.epochs` for its next epoch. A third is
-:meth:`Checkpointer.between_steps`, for loops over other loaders. Signals only leave a request, which is seen to there.
+:meth:`Checkpointer.between_steps`, for loops over other loaders. Signals only leave a request, which is handled there.
 """
 
 from __future__ import annotations

@@ -68,11 +68,8 @@ def find(path: Path, *, step: int | None = None) -> list[Path]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    try:
-        folders.age(path)
-    except ValueError:
-        return False
-    return not folders.checkpoints(path) or (path / MANIFEST).exists()
+    is_named_so = folders.step_in(path.name) is not None
+    return is_named_so and (not folders.checkpoints(path) or (path / MANIFEST).exists())
 
 
 def glance(folder: Path) -> Seen:
@@ -88,7 +85,7 @@ def glance(folder: Path) -> Seen:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PruningPlan:
     """What a pruning is going to do."""
 
     #: The newest checkpoint that is whole, which stays whatever the rule says.
@@ -100,7 +97,7 @@ class Plan:
     superfluous: tuple[Entry, ...]
 
 
-def plan_pruning(root: Path, rule: Retention) -> Plan:
+def plan_pruning(root: Path, rule: Retention) -> PruningPlan:
     """Plan what may go, once the newest whole checkpoint has been found by reading every byte of it.
 
     Raises:
@@ -119,7 +116,7 @@ def plan_pruning(root: Path, rule: Retention) -> Plan:
     listed = entries(newest.folder.parent, good=(newest.folder.name,), damaged=damaged)
     gone = superfluous(listed, rule)
     kept = tuple(entry for entry in listed if entry not in gone)
-    return Plan(newest.folder, tuple(newest.damaged.values()), kept, tuple(gone))
+    return PruningPlan(newest.folder, tuple(newest.damaged.values()), kept, tuple(gone))
 
 
 def leftovers(root: Path) -> Iterator[Path]:

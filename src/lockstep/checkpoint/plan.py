@@ -67,9 +67,7 @@ class Layout:
 
     def outline(self) -> Outline:
         """Say in short what is in the files, for the other ranks."""
-        alike = {
-            file.name: sum(one.stop - one.start for one in file.places if file.is_alike(one)) for file in self.files
-        }
+        alike = {file.name: file.size_alike for file in self.files}
         everything = sum(file.size for file in self.files)
         return Outline(
             fingerprints={file.name: file.fingerprint() for file in self.files},
@@ -140,11 +138,10 @@ class Share:
     def contents(self) -> Iterator[tuple[str, int, memoryview]]:
         """Yield file, offset and content of each block, in order; each is valid until the next."""
         for one in self.writes:
-            flat = None if isinstance(one.source, bytes) else flat_bytes(one.source)
-            whole = memoryview(one.source) if isinstance(one.source, bytes) else memoryview(b"")
+            source = memoryview(one.source) if isinstance(one.source, bytes) else flat_bytes(one.source)
             for start, stop in cut(one.start, one.stop):
-                begin, end = one.offset + start - one.start, one.offset + stop - one.start
-                yield one.file, start, whole[begin:end] if flat is None else flat[begin:end].cpu().numpy().data
+                block = source[one.offset + start - one.start : one.offset + stop - one.start]
+                yield one.file, start, block if isinstance(block, memoryview) else block.cpu().numpy().data
 
     def copied(self, into: torch.Tensor) -> Share:
         """Return the same share, its tensors' bytes copied into a buffer, which must outlive it.
@@ -206,21 +203,17 @@ def share_out(layout: Layout, outlines: Sequence[Outline], *, rank: int, texts: 
         for name, alike in main.alike.items()
         if alike and any(theirs.differs_in(name, main) for theirs in outlines)
     }
-    parts = [(file, part) for file in layout.files for part in file.parts()]
-    common = [file.name not in apart and file.is_alike(part) for file, part in parts]
-    divided = iter(
-        divide(
-            (part for (_, part), is_common in zip(parts, common, strict=True) if is_common),
-            world_size=len(outlines),
-            extra=main.alone + sum(main.alike[name] for name in apart),
-        )
+    holders = [file for file in layout.files for _ in file.parts()]
+    planned = divide(
+        (part.written_by(0) if file.name in apart else part for file in layout.files for part in file.parts()),
+        world_size=len(outlines),
+        extra=main.alone + sum(main.alike[name] for name in apart),
     )
     files: dict[str, list[Part]] = {file.name: [] for file in layout.files}
     writes: list[Write] = []
-    for (file, part), is_common in zip(parts, common, strict=True):
-        planned = next(divided) if is_common else part.written_by(0)
-        files[file.name].append(planned)
-        writes += _write_of(rank, file.name, planned, file.source(part.name))
+    for file, part in zip(holders, planned, strict=True):
+        files[file.name].append(part)
+        writes += _write_of(rank, file.name, part, file.source(part.name))
     if rank:
         return Share(tuple(writes), apart, None)
     for name, content in {**layout.texts, **texts}.items():
@@ -230,6 +223,6 @@ def share_out(layout: Layout, outlines: Sequence[Outline], *, rank: int, texts: 
 
 
 def _write_of(rank: int, file: str, part: Part, source: torch.Tensor | bytes) -> list[Write]:
-    """What a rank writes of a part: one run of its blocks, or nothing."""
+    """Say what a rank writes of a part: one run of its blocks, or nothing."""
     own = [bounds for bounds, writer in zip(cut(part.start, part.stop), part.writers, strict=True) if writer == rank]
     return [Write(file, own[0][0], own[-1][1], source, own[0][0] - part.start)] if own else []

@@ -184,16 +184,23 @@ def _first_whole(listed: Sequence[Path], read: Callable[[Path], Result], consequ
 @contextmanager
 def _opened(folder: Path, owners: Sequence[int] | None, on: Storage) -> Iterator[_Reader]:
     with reading(folder):
-        try:
+        with _failing_is_damage(folder, "can't be opened ({})"):
             opened = on.open_folder(folder)
-        except OSError as error:
-            if error.errno in _OURS:
-                raise
-            raise CheckpointCorrupt(f"{folder}: can't be opened ({error.strerror})") from error
         try:
             yield _Reader(folder, opened, owners, on)
         finally:
             on.close(opened)
+
+
+@contextmanager
+def _failing_is_damage(path: Path, words: str) -> Iterator[None]:
+    """Say in ``words`` which operation on a checkpoint fails, unless that says nothing of the checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _OURS:
+            raise
+        raise CheckpointCorrupt(f"{path}: {words.format(error.strerror)}") from error
 
 
 class _Reader:
@@ -208,7 +215,7 @@ class _Reader:
             self.manifest = Manifest.from_json(bytes(file.content(0, file.size)), where=str(file.path))
 
     def refuse_other_step(self) -> None:
-        """A folder that was renamed would bring back another step than it says."""
+        """Refuse a folder that was renamed: it would bring back another step than it says."""
         step = folders.step_in(self._path.name)
         if step is not None and step != self.manifest.step:
             raise CheckpointCorrupt(f"{self._path}: holds step {self.manifest.step}: it has been renamed")
@@ -223,26 +230,19 @@ class _Reader:
 
     @contextmanager
     def _file(self, name: str, entry: FileEntry | None) -> Iterator[_File]:
-        """A file of the folder, which must be a plain one: no link to elsewhere, no device, no pipe to wait on."""
+        """Open a file of the folder, which must be a plain one: no link, no device, no pipe to wait on."""
         path = self._path / name
-        try:
+        with _failing_is_damage(path, "{}"):
             opened = self._on.open(self._folder, name)
-        except OSError as error:
-            if error.errno in _OURS:
-                raise
-            raise CheckpointCorrupt(f"{path}: {error.strerror}") from error
         try:
-            self._refuse_foreign(opened, path)
-            yield _File(path, opened, entry, self._on)
-        except OSError as error:
-            if error.errno in _OURS:
-                raise
-            raise CheckpointCorrupt(f"{path}: can't be read ({error.strerror})") from error
+            with _failing_is_damage(path, "can't be read ({})"):
+                self._refuse_foreign(opened, path)
+                yield _File(path, opened, entry, self._on)
         finally:
             self._on.close(opened)
 
     def model(self) -> dict[str, Any]:
-        """The model's state dict."""
+        """Read the model's state dict."""
         with self._file(MODEL, self.manifest.files[MODEL]) as file:
             state: dict[str, Any] = dict(file.tensors())
         if "model.json" in self.manifest.files:
@@ -250,12 +250,12 @@ class _Reader:
         return state
 
     def header(self) -> tuple[TensorPlace, ...]:
-        """The model's tensors."""
+        """Say where the model's tensors are."""
         with self._file(MODEL, self.manifest.files[MODEL]) as file:
             return file.header().tensors
 
     def part(self, name: str) -> Any:
-        """A tree, with its tensors."""
+        """Read a tree, with its tensors."""
         beside, tensors = f"{name}.safetensors", {}
         if beside in self.manifest.files:
             with self._file(beside, self.manifest.files[beside]) as file:
@@ -272,7 +272,7 @@ class _Reader:
         return decode(data, tensors, where=str(file.path))
 
     def damages(self) -> Iterator[CheckpointCorrupt]:
-        """What is wrong, file by file and tensor by tensor."""
+        """Yield what is wrong, file by file and tensor by tensor."""
         scratch = memoryview(bytearray(BLOCK))
         for name, entry in self.manifest.files.items():
             try:
@@ -308,13 +308,13 @@ class _File:
         self._on.close(self._opened)
 
     def content(self, start: int, stop: int, name: str = "") -> memoryview:
-        """The bytes of a part, which is the header, or the whole of a file without tensors, if it has no name."""
+        """Read a part, which is the header, or the whole of a file without tensors, if it has no name."""
         into = memoryview(bytearray(stop - start))
         self._fill(into, start, name)
         return into
 
     def header(self) -> Header:
-        """What a safetensors file says is in it."""
+        """Read what a safetensors file says is in it."""
         with self._sense():
             header = parse_header(self._header(), self.size)
             if self._parts is not None:
@@ -324,14 +324,14 @@ class _File:
             return header
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of a safetensors file."""
+        """Read every tensor of a safetensors file."""
         header = self.header()
         with self._sense():
             return header.finish({one.name: self._tensor(one) for one in header.tensors})
 
     @contextmanager
     def _sense(self) -> Iterator[None]:
-        """What makes no sense is damage."""
+        """Take what makes no sense as damage."""
         try:
             yield
         except (ValueError, RuntimeError) as error:

@@ -93,13 +93,18 @@ class TensorFile:
         """Bytes of the whole file."""
         return self.places[-1].stop if self.places else len(self.header)
 
-    def is_alike(self, one: TensorPlace | Part) -> bool:
-        """Whether every rank holds these bytes. The header is rank 0's."""
-        return one.name in self.alike
+    @property
+    def size_alike(self) -> int:
+        """Bytes that every rank should hold alike."""
+        return sum(one.stop - one.start for one in self.places if one.name in self.alike)
 
     def parts(self) -> list[Part]:
-        """Return what the file consists of: its header, and one part for each tensor."""
-        return [Part("", 0, len(self.header)), *(Part(one.name, one.start, one.stop) for one in self.places)]
+        """Return what the file consists of, in order: the header is rank 0's, and so is what the ranks don't share."""
+        tensors = [Part(one.name, one.start, one.stop) for one in self.places]
+        return [
+            Part("", 0, len(self.header)).written_by(0),
+            *(part if part.name in self.alike else part.written_by(0) for part in tensors),
+        ]
 
     def source(self, name: str) -> torch.Tensor | bytes:
         """Return what fills the part of this name."""
@@ -112,7 +117,7 @@ class TensorFile:
         elsewhere: dict[torch.device, list[torch.Tensor]] = {}
         for one in self.places:
             tensor = self.tensors[one.name]
-            if not self.is_alike(one) or one.start == one.stop:
+            if one.name not in self.alike or one.start == one.stop:
                 continue
             if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg():
                 # Without tensor operations: a state has thousands of tensors, and training waits.

@@ -73,9 +73,20 @@ class RunState:
         """Refuse what can't be saved, before a run begins and not when it is saved for the first time.
 
         Raises:
-            CheckpointError: an object is of a kind that a Checkpointer can't save; it names what can.
+            CheckpointError: an object is of a kind that a Checkpointer can't save, or each rank holds a part of it; it
+                names the first, and what to use.
         """
-        refuse_unsavable({"model": self.model, "optimizer": self.optimizer, **self.extra})
+        for name, thing in {"model": self.model, "optimizer": self.optimizer, **self.extra}.items():
+            if isinstance(thing, nn.Module):
+                refuse_unreplicated(thing, name)
+                _refuse_tensors(thing, name)
+            elif _is_a(thing, "ZeroRedundancyOptimizer"):
+                raise CheckpointError(
+                    f"{name} is a ZeroRedundancyOptimizer, whose state is divided among the ranks, and a Checkpointer "
+                    "saves what each rank holds: use its optimizer_class itself, or save its state with torch: "
+                    "optimizer.consolidate_state_dict(to=0) on all ranks, then torch.save(optimizer.state_dict(), …) "
+                    "on rank 0"
+                )
 
     def common_trees(self) -> dict[str, Any]:
         """Return what every rank holds alike besides the model, by the name of its part."""
@@ -163,7 +174,7 @@ def _state_of(thing: Stateful) -> Mapping[str, Any]:
 
 
 def _under_names_of(thing: Stateful, state: dict[str, Any]) -> dict[str, Any]:
-    """A module's saved state under the names that it has; see Note [Names and wrappers] in ``match.py``."""
+    """Put a module's saved state under the names that it has; see Note [Names and wrappers] in ``match.py``."""
     if not isinstance(thing, nn.Module):
         return state
     names = aligned(thing.state_dict(), state)
@@ -188,7 +199,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
 
 
 def _as_saved(loaded: Any, saved: Any) -> Any:
-    """``loaded``, with the dtypes that its tensors have in ``saved``."""
+    """Return ``loaded`` with the dtypes that its tensors have in ``saved``."""
     if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
     if type(loaded) is not type(saved):
@@ -201,28 +212,6 @@ def _as_saved(loaded: Any, saved: Any) -> Any:
 
 
 # What can't be saved.
-
-
-def refuse_unsavable(things: Mapping[str, object]) -> None:
-    """Refuse models and optimizers whose state can't be saved, or of which each rank holds a part.
-
-    Args:
-        things: by the name that an error calls them; of modules and optimizers only.
-
-    Raises:
-        CheckpointError: there is one; it names the first, and what to use.
-    """
-    for name, thing in things.items():
-        if isinstance(thing, nn.Module):
-            refuse_unreplicated(thing, name)
-            _refuse_tensors(thing, name)
-        elif _is_a(thing, "ZeroRedundancyOptimizer"):
-            raise CheckpointError(
-                f"{name} is a ZeroRedundancyOptimizer, whose state is divided among the ranks, and a Checkpointer "
-                "saves what each rank holds: use its optimizer_class itself, or save its state with torch: "
-                "optimizer.consolidate_state_dict(to=0) on all ranks, then torch.save(optimizer.state_dict(), …) on "
-                "rank 0"
-            )
 
 
 def refuse_unreplicated(model: nn.Module, name: str, advice: str = USE_DCP) -> None:

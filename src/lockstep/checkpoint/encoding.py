@@ -51,62 +51,61 @@ def encode(tree: Any, tensors: dict[str, torch.Tensor] | None, *, where: str) ->
     Raises:
         CheckpointError: something in the tree is of another type.
     """
-    return _Encoder(tensors).encode(tree, where, 0)
+    return _encode(tree, tensors, where, 0)
 
 
-class _Encoder:
-    def __init__(self, tensors: dict[str, torch.Tensor] | None) -> None:
-        self._tensors = tensors
-
-    def encode(self, value: Any, where: str, depth: int) -> Any:
-        if depth > _MAX_DEPTH:
-            raise CheckpointError(f"{where[:200]}…: nested more than {_MAX_DEPTH} deep; does it contain itself?")
-        kind = type(value)
-        if value is None or kind in (bool, int, str):
-            return value
-        if kind is float:
-            return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
-        if kind is list:
-            return [self.encode(item, f"{where}.{i}", depth + 1) for i, item in enumerate(value)]
-        if kind is tuple:
-            return {"$": "tuple", "items": self.encode(list(value), where, depth)}
-        if kind in (dict, OrderedDict, Counter):
-            return self._mapping(value, where, depth)
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, where)
-        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
-            array = torch.from_numpy(np.array(value))
-            return {"$": "ndarray" if kind is np.ndarray else "numpy", "value": self._tensor(array, where)}
-        if kind is bytes:
-            return {"$": "bytes", "hex": value.hex()}
-        raise CheckpointError(
-            f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint can't hold without running code "
-            "to load it: let its state_dict() return dicts, lists, tuples, numbers, strings and tensors"
-        )
-
-    def _mapping(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
-        if type(value) is dict and all(type(key) is str and key != "$" for key in value):
-            return {key: self.encode(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+def _encode(value: Any, tensors: dict[str, torch.Tensor] | None, where: str, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise CheckpointError(f"{where[:200]}…: nested more than {_MAX_DEPTH} deep; does it contain itself?")
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+    if kind is list:
+        return [_encode(item, tensors, f"{where}.{i}", depth + 1) for i, item in enumerate(value)]
+    if kind is tuple:
+        return {"$": "tuple", "items": _encode(list(value), tensors, where, depth)}
+    if kind is dict and all(type(key) is str and key != "$" for key in value):
+        return {key: _encode(item, tensors, f"{where}.{key}", depth + 1) for key, item in value.items()}
+    if kind in (dict, OrderedDict, Counter):
         items = [
-            [self.encode(key, f"{where} (a key)", depth + 1), self.encode(item, f"{where}.{key}", depth + 1)]
+            [
+                _encode(key, tensors, f"{where} (a key)", depth + 1),
+                _encode(item, tensors, f"{where}.{key}", depth + 1),
+            ]
             for key, item in value.items()
         ]
-        return {"$": type(value).__name__, "items": items}
+        return {"$": kind.__name__, "items": items}
+    if isinstance(value, torch.Tensor):
+        return _encode_inline(value, where) if tensors is None else _put_aside(value, tensors, where)
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        array = torch.from_numpy(np.array(value))
+        return {"$": "ndarray" if kind is np.ndarray else "numpy", "value": _encode(array, tensors, where, depth)}
+    if kind is bytes:
+        return {"$": "bytes", "hex": value.hex()}
+    raise CheckpointError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint can't hold without running code "
+        "to load it: let its state_dict() return dicts, lists, tuples, numbers, strings and tensors"
+    )
 
-    def _tensor(self, value: torch.Tensor, where: str) -> Any:
-        if self._tensors is None:
-            if value.layout != torch.strided or str(value.dtype).removeprefix("torch.") not in _DTYPES:
-                raise CheckpointError(f"{where}: a tensor of {value.dtype}, {value.layout} can't be written here")
-            flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            content = flat.view(torch.uint8).numpy().tobytes().hex()
-            dtype = str(value.dtype).removeprefix("torch.")
-            return {"$": "tensor", "dtype": dtype, "shape": list(value.shape), "hex": content}
-        name, number = where, 1
-        while name in self._tensors:  # the key "a.b", and the key "b" in "a"
-            number += 1
-            name = f"{where}#{number}"
-        self._tensors[name] = value
-        return {"$": "tensor", "name": name}
+
+def _encode_inline(value: torch.Tensor, where: str) -> Any:
+    dtype = str(value.dtype).removeprefix("torch.")
+    if value.layout != torch.strided or dtype not in _DTYPES:
+        raise CheckpointError(f"{where}: a tensor of {value.dtype}, {value.layout} can't be written here")
+    flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    content = flat.view(torch.uint8).numpy().tobytes().hex()
+    return {"$": "tensor", "dtype": dtype, "shape": list(value.shape), "hex": content}
+
+
+def _put_aside(value: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> Any:
+    name, number = where, 1
+    while name in tensors:  # the key "a.b", and the key "b" in "a"
+        number += 1
+        name = f"{where}#{number}"
+    tensors[name] = value
+    return {"$": "tensor", "name": name}
 
 
 def decode(data: Any, tensors: Mapping[str, torch.Tensor], *, where: str) -> Any:

@@ -20,6 +20,7 @@ from lockstep.checkpoint.boundary import StepBoundary
 from lockstep.checkpoint.locks import RunLock
 from lockstep.checkpoint.peers import OverGroup, Peers
 from lockstep.checkpoint.plan import Share
+from lockstep.checkpoint.read import none_whole
 from lockstep.checkpoint.restore import Restored, find, load, load_generators, restored, words_on_differences
 from lockstep.checkpoint.retention import Retention, prune
 from lockstep.checkpoint.save import prepare, words_on_drift, write
@@ -298,19 +299,23 @@ class Checkpointer:
             CheckpointError: the ranks do not see the same folder.
         """
         self.wait()
-        found = find(self.folder, self._run, self._world, owners=self._owners, strict=strict, on=self._storage)
-        if found is None:
+        contents, damaged = find(
+            self.folder, self._run, self._world, owners=self._owners, strict=strict, on=self._storage
+        )
+        self._damaged.update(folder.name for folder in damaged)
+        if contents is None and damaged:
+            raise none_whole(damaged)
+        if contents is None:
             self._owns_folder = True
             return None
-        self._damaged = {folder.name for folder in found.damaged}
-        load(found.content, self._run, self._world)
-        self._position.go_on_from(found.content.manifest)
+        load(contents, self._run, self._world)
+        self._position.go_on_from(contents.manifest)
         self._owns_folder = True
-        load_generators(found.content, self._world)
-        differences = words_on_differences(found, self._run, self._world)
+        load_generators(contents, self._world)
+        differences = words_on_differences(contents, damaged, self._run, self._world)
         if differences and self._world.is_main:
             caller.warn(differences, RuntimeWarning)
-        return restored(found)
+        return restored(contents, damaged)
 
 
 def _rule(keep: int | Retention | None) -> Retention:

@@ -18,7 +18,7 @@ import torch
 
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.manifest import MANIFEST, Manifest
-from lockstep.checkpoint.read import find_damage, newest_whole, read, read_manifest, read_model
+from lockstep.checkpoint.read import find_damage, newest_whole, none_whole, read, read_manifest, read_model
 from lockstep.checkpoint.retention import Entry, Retention, entries, superfluous
 from lockstep.errors import CheckpointCorrupt, CheckpointError
 
@@ -101,8 +101,7 @@ def plan_pruning(root: Path, rule: Retention) -> PruningPlan:
     """Plan what may go, once the newest whole checkpoint has been found by reading every byte of it.
 
     Raises:
-        CheckpointError: there are no checkpoints.
-        CheckpointCorrupt: none there is whole, so nothing may go.
+        CheckpointError: there are no checkpoints, or none is whole, so that nothing may go.
     """
 
     def refuse_damage(folder: Path) -> None:
@@ -110,13 +109,15 @@ def plan_pruning(root: Path, rule: Retention) -> PruningPlan:
         if found:
             raise CheckpointCorrupt("; ".join(found))
 
-    newest = newest_whole(lambda: find(root), refuse_damage, consequence=", so nothing is removed")
-    assert newest is not None, "find() returns at least one"
-    damaged = [folder.name for folder in newest.damaged]
-    listed = entries(newest.folder.parent, good=(newest.folder.name,), damaged=damaged)
+    newest, damaged = newest_whole(lambda: find(root), refuse_damage)
+    wrong = tuple(damaged.values())
+    if newest is None:
+        raise CheckpointError(f"{root}: no checkpoint there is whole, so nothing is removed: {'; '.join(wrong)}")
+    folder = newest[0]
+    listed = entries(folder.parent, good=(folder.name,), damaged=[other.name for other in damaged])
     gone = superfluous(listed, rule)
     kept = tuple(entry for entry in listed if entry not in gone)
-    return PruningPlan(newest.folder, tuple(newest.damaged.values()), kept, tuple(gone))
+    return PruningPlan(folder, wrong, kept, tuple(gone))
 
 
 def leftovers(root: Path) -> Iterator[Path]:
@@ -179,9 +180,10 @@ def export(
     def read_state(folder: Path) -> Mapping[str, Any]:
         return read_model(folder) if extra is None else _extra(folder, extra)
 
-    found = newest_whole(lambda: find(path, step=step), read_state)
-    assert found is not None, "find() returns at least one"
-    source, state = found.folder, dict(found.content)
+    found, damaged = newest_whole(lambda: find(path, step=step), read_state)
+    if found is None:
+        raise none_whole(damaged)
+    source, state = found[0], dict(found[1])
     _refuse_what_needs_code(state, f"{source.name}: {'the model' if extra is None else f'extra {extra!r}'}")
     if format == "safetensors":
         others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
@@ -192,7 +194,7 @@ def export(
             )
     _write_whole(output, lambda path: _write(state, path, format))
     tensors = sum(isinstance(value, torch.Tensor) for value in state.values())
-    return Exported(output, source, format, tensors, output.stat().st_size, tuple(found.damaged.values()))
+    return Exported(output, source, format, tensors, output.stat().st_size, tuple(damaged.values()))
 
 
 def _extra(folder: Path, name: str) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -132,53 +132,47 @@ def read_tensors(path: Path, *, on: Storage = POSIX) -> dict[str, torch.Tensor]:
         file.close()
 
 
-@dataclass(frozen=True)
-class Newest(Generic[Result]):
-    """The newest whole checkpoint of a run."""
-
-    folder: Path
-    #: What was read of it.
-    content: Result
-    #: Newer ones that are damaged: what is wrong, by folder, newest first.
-    damaged: dict[Path, str]
+#: What is wrong with damaged checkpoints, by folder, newest first.
+Damage = dict[Path, str]
 
 
 def newest_whole(
-    listing: Callable[[], Sequence[Path]], read: Callable[[Path], Result], *, consequence: str = ""
-) -> Newest[Result] | None:
+    listing: Callable[[], Sequence[Path]], read: Callable[[Path], Result]
+) -> tuple[tuple[Path, Result] | None, Damage]:
     """Find the newest checkpoint that can be read, and skip the damaged ones.
 
     Args:
         listing: returns the folders, newest first. Asked again if one was removed after it had been listed: there is
             a newer one then.
         read: what is wanted of a checkpoint.
-        consequence: what the error says besides, if none is whole.
 
     Returns:
-        None if there are no checkpoints.
+        Its folder and what was read of it, or None if there is none; and what is wrong with those that were skipped.
 
     Raises:
-        CheckpointCorrupt: all of them are damaged; it says each damage.
         CheckpointGone: they are removed faster than they are read.
     """
     for _ in range(_LISTINGS - 1):
         try:
-            return _first_whole(listing(), read, consequence)
+            return _first_whole(listing(), read)
         except CheckpointGone:
             continue
-    return _first_whole(listing(), read, consequence)
+    return _first_whole(listing(), read)
 
 
-def _first_whole(listed: Sequence[Path], read: Callable[[Path], Result], consequence: str) -> Newest[Result] | None:
-    damaged: dict[Path, str] = {}
+def _first_whole(listed: Sequence[Path], read: Callable[[Path], Result]) -> tuple[tuple[Path, Result] | None, Damage]:
+    damaged: Damage = {}
     for folder in listed:
         try:
-            return Newest(folder, read(folder), damaged)
+            return (folder, read(folder)), damaged
         except CheckpointCorrupt as error:
             damaged[folder] = str(error)
-    if damaged:
-        raise CheckpointCorrupt(f"no checkpoint there is whole{consequence}: {'; '.join(damaged.values())}")
-    return None
+    return None, damaged
+
+
+def none_whole(damaged: Damage) -> CheckpointCorrupt:
+    """Make the error that all checkpoints are damaged."""
+    return CheckpointCorrupt(f"no checkpoint there is whole: {'; '.join(damaged.values())}")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint import folders, state
-from lockstep.checkpoint.read import Contents, Newest, newest_whole, read
+from lockstep.checkpoint.read import Contents, Damage, newest_whole, read
 from lockstep.checkpoint.state import RunState
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.together import together
@@ -32,23 +32,25 @@ class Restored:
     skipped: tuple[str, ...]
 
 
-def restored(found: Newest[Contents]) -> Restored:
+def restored(contents: Contents, damaged: Damage) -> Restored:
     """Say what the user is told of a checkpoint."""
-    manifest = found.content.manifest
+    manifest = contents.manifest
     return Restored(
-        folder=found.folder,
+        folder=contents.folder,
         step=manifest.step,
         epoch=manifest.epoch,
         in_epoch=manifest.in_epoch,
         world_size=manifest.world_size,
-        skipped=tuple(found.damaged.values()),
+        skipped=tuple(damaged.values()),
     )
 
 
 def find(
     root: Path, run: RunState, world: World, *, owners: Sequence[int], strict: bool, on: Storage
-) -> Newest[Contents] | None:
-    """**Collective.** Read the newest whole checkpoint in ``root``; None if there is none at all. Changes nothing.
+) -> tuple[Contents | None, Damage]:
+    """**Collective.** Read the newest whole checkpoint in ``root``, or None if there is none. Changes nothing.
+
+    And what is wrong with newer ones, or with all.
 
     Args:
         root: the run's folder.
@@ -59,7 +61,7 @@ def find(
         on: the file system.
 
     Raises:
-        CheckpointCorrupt: no checkpoint there is whole (with ``strict``: the newest is not).
+        CheckpointCorrupt: the newest is damaged, and ``strict`` is on.
         CheckpointMismatch: it is of another model, optimizer or scheduler.
         CheckpointError: the ranks do not see the same folder.
     """
@@ -86,10 +88,10 @@ def find(
             raise CheckpointError(f"the ranks see different checkpoints in {folder}: is it shared?")
         return contents
 
-    if not strict:
-        return newest_whole(listing, read_together)
-    newest = listing()[:1]
-    return Newest(newest[0], read_together(newest[0]), {}) if newest else None
+    if strict:
+        return next((read_together(folder) for folder in listing()), None), {}
+    found, damaged = newest_whole(listing, read_together)
+    return None if found is None else found[1], damaged
 
 
 def load(contents: Contents, run: RunState, world: World) -> None:
@@ -118,11 +120,11 @@ def load_generators(contents: Contents, world: World) -> None:
         state.restore_rng(contents.parts["rng"][world.rank], world.device)
 
 
-def words_on_differences(found: Newest[Contents], run: RunState, world: World) -> str:
+def words_on_differences(contents: Contents, damaged: Damage, run: RunState, world: World) -> str:
     """Return what to tell of a run that does not go on quite as it was; empty if it does."""
-    contents, words = found.content, []
-    if found.damaged:
-        words.append(f"skipped damaged checkpoints: {'; '.join(found.damaged.values())}")
+    words = []
+    if damaged:
+        words.append(f"skipped damaged checkpoints: {'; '.join(damaged.values())}")
     saved, now = contents.manifest.world_size, world.world_size
     if saved != now:
         words.append(
@@ -134,4 +136,4 @@ def words_on_differences(found: Newest[Contents], run: RunState, world: World) -
     unused = run.unused(contents)
     if unused:
         words.append(f"it also holds {', '.join(unused)}, for which nothing was given here")
-    return f"going on from {found.folder}: {'; '.join(words)}" if words else ""
+    return f"going on from {contents.folder}: {'; '.join(words)}" if words else ""

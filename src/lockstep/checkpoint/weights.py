@@ -21,7 +21,7 @@ from lockstep.checkpoint import folders
 from lockstep.checkpoint.encoding import strict_json
 from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.checkpoint.match import bare, compare, without_prefixes
-from lockstep.checkpoint.read import newest_whole, read_model, read_tensors
+from lockstep.checkpoint.read import newest_whole, none_whole, read_model, read_tensors
 from lockstep.checkpoint.state import refuse_unreplicated
 from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 
@@ -168,12 +168,12 @@ def _refuse_key(key: str | None, path: Path, why: str) -> None:
 
 
 def _newest(folder: Path) -> tuple[Path, Mapping[str, Any]]:
-    found = newest_whole(lambda: folders.checkpoints(folder), read_model)
+    found, damaged = newest_whole(lambda: folders.checkpoints(folder), read_model)
     if found is None:
-        raise CheckpointError(f"{folder}: its checkpoints have just been removed")
-    if found.damaged:
-        caller.warn(f"{found.folder} is loaded; skipped: {'; '.join(found.damaged.values())}", RuntimeWarning)
-    return found.folder, found.content
+        raise none_whole(damaged) if damaged else CheckpointError(f"{folder}: its checkpoints have just been removed")
+    if damaged:
+        caller.warn(f"{found[0]} is loaded; skipped: {'; '.join(damaged.values())}", RuntimeWarning)
+    return found
 
 
 # The folders of Hugging Face's libraries.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint.manifest import MANIFEST
+from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.read import find_damage, read_manifest
 from tests.harness import run_ranks
 

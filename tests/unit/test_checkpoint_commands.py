@@ -16,8 +16,9 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from lockstep.checkpoint.encoding import encode
+from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.locks import RunLock, reading
-from lockstep.checkpoint.manifest import MANIFEST, MODEL
+from lockstep.checkpoint.manifest import MODEL
 from lockstep.checkpoint.plan import text
 from lockstep.checkpoint.state import Moment
 from lockstep.cli import main

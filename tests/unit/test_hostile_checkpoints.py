@@ -18,7 +18,8 @@ from torch import nn
 import lockstep
 from lockstep.checkpoint.blocks import Part, cut
 from lockstep.checkpoint.encoding import digest_of
-from lockstep.checkpoint.manifest import MANIFEST, MODEL, FileEntry, Manifest, _digest_of
+from lockstep.checkpoint.folders import MANIFEST
+from lockstep.checkpoint.manifest import MODEL, FileEntry, Manifest, _digest_of
 from lockstep.checkpoint.read import read
 from lockstep.checkpoint.safetensors import parse_header
 from lockstep.checkpoint.storage import Storage

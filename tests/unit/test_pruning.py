@@ -17,8 +17,8 @@ from torch import nn
 
 import lockstep
 from lockstep.checkpoint import folders, locks, read
+from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.locks import CheckpointGone, reading, taken
-from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.checkpoint.retention import Retention, entries, prune, remove, superfluous
 from lockstep.checkpoint.state import Moment
 from tests.checkpoints import State, save, verify

@@ -15,7 +15,8 @@ import lockstep
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.blocks import Part
 from lockstep.checkpoint.encoding import digest_of
-from lockstep.checkpoint.manifest import MANIFEST, MODEL, FileEntry, Manifest
+from lockstep.checkpoint.folders import MANIFEST
+from lockstep.checkpoint.manifest import MODEL, FileEntry, Manifest
 from lockstep.checkpoint.read import find_damage
 from lockstep.checkpoint.save import Draft, write_blocks
 from tests.checkpoints import verify

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from lockstep.checkpoint.storage import POSIX, Storage
 
+#: The file that says what else is in a checkpoint.
+MANIFEST = "manifest.json"
+
 _WHOLE = re.compile(r"step-(\d{8,18})(?:-r(\d{1,9}))?")
 _DRAFT = re.compile(_WHOLE.pattern + r"\.tmp-[0-9a-f]{16}")
 

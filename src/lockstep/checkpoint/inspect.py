@@ -17,7 +17,8 @@ import safetensors.torch
 import torch
 
 from lockstep.checkpoint import folders
-from lockstep.checkpoint.manifest import MANIFEST, Manifest
+from lockstep.checkpoint.folders import MANIFEST
+from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.read import find_damage, newest_whole, none_whole, read, read_manifest, read_model
 from lockstep.checkpoint.retention import Entry, Retention, entries, superfluous
 from lockstep.errors import CheckpointCorrupt, CheckpointError

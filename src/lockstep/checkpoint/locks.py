@@ -48,12 +48,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lockstep.checkpoint.manifest import MANIFEST
+from lockstep.checkpoint.folders import MANIFEST
+from lockstep.checkpoint.storage import NO_LOCKS_HERE, try_flock
 from lockstep.errors import CheckpointError
 
 LOCK_FILE = "run.lock"
 
-_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 _MAX_RECORD = 64 * 1024
 #: Seconds that an owner may take to write its record once it has the lock.
 _RECORD_LIMIT = 2.0
@@ -64,27 +64,6 @@ _COMMAND_LENGTH = 300
 
 class CheckpointGone(CheckpointError):
     """A checkpoint was removed between being listed and being opened."""
-
-
-def try_flock(fd: int, how: int) -> bool | None:
-    """Lock a file or folder until it is closed, without waiting.
-
-    Args:
-        fd: its descriptor.
-        how: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
-
-    Returns:
-        False if somebody else has it; None if the file system has no locks.
-    """
-    try:
-        fcntl.flock(fd, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in _NO_LOCKS_HERE:
-            return None
-        raise
-    return True
 
 
 def _is_named(fd: int, path: Path) -> bool:
@@ -283,7 +262,7 @@ def _take(path: Path) -> int | None:
             try:
                 if error.errno in (errno.EACCES, errno.EAGAIN):
                     raise _refusal(path, _owner_in(fd, wait=True)) from None
-                if error.errno not in _NO_LOCKS_HERE:
+                if error.errno not in NO_LOCKS_HERE:
                     raise
                 _take_by_record(path, fd)
                 return None

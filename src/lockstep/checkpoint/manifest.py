@@ -10,9 +10,9 @@ from typing import Any
 
 from lockstep.checkpoint.blocks import Part, count_blocks
 from lockstep.checkpoint.encoding import DIGEST, digest_of, digest_of_digests, strict_json
+from lockstep.checkpoint.folders import MANIFEST
 from lockstep.errors import CheckpointCorrupt
 
-MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 
 #: A manifest that is larger is neither read nor written: it would be of a checkpoint of 1 TB and more.

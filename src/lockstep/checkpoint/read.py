@@ -22,8 +22,9 @@ import torch
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.blocks import BLOCK, Part, cut
 from lockstep.checkpoint.encoding import PIECE, decode, new_digest, strict_json
+from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.locks import CheckpointGone, reading
-from lockstep.checkpoint.manifest import MANIFEST, MAX_BYTES, MODEL, FileEntry, Manifest
+from lockstep.checkpoint.manifest import MAX_BYTES, MODEL, FileEntry, Manifest
 from lockstep.checkpoint.safetensors import LENGTH, Header, TensorPlace, header_length, parse_header
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.errors import CheckpointCorrupt

@@ -13,8 +13,8 @@ from typing import Literal
 
 from lockstep import caller
 from lockstep.checkpoint import folders
+from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.locks import CheckpointGone, taken
-from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.checkpoint.read import read_manifest
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import describe

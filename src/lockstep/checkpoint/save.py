@@ -27,7 +27,8 @@ import torch
 
 from lockstep.checkpoint import folders, state
 from lockstep.checkpoint.encoding import PIECE, encode, new_digest
-from lockstep.checkpoint.manifest import MANIFEST, MAX_BYTES, FileEntry, Manifest
+from lockstep.checkpoint.folders import MANIFEST
+from lockstep.checkpoint.manifest import MAX_BYTES, FileEntry, Manifest
 from lockstep.checkpoint.match import bare, plain_names, under_plain_names
 from lockstep.checkpoint.peers import Peers
 from lockstep.checkpoint.plan import Layout, Outline, Share, share_out, text

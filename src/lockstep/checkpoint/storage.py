@@ -15,7 +15,8 @@ import os
 import stat
 from pathlib import Path
 
-from lockstep.checkpoint.locks import try_flock
+#: How a file system says that it has no locks.
+NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class NotPlain(OSError):
@@ -118,3 +119,24 @@ class Storage:
 
 #: The file system itself.
 POSIX = Storage()
+
+
+def try_flock(fd: int, how: int) -> bool | None:
+    """Lock a file or folder until it is closed, without waiting.
+
+    Args:
+        fd: its descriptor.
+        how: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
+
+    Returns:
+        False if somebody else has it; None if the file system has no locks.
+    """
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in NO_LOCKS_HERE:
+            return None
+        raise
+    return True

@@ -19,7 +19,7 @@ from torch import nn
 from lockstep import caller
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.encoding import strict_json
-from lockstep.checkpoint.manifest import MANIFEST
+from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.match import bare, compare, without_prefixes
 from lockstep.checkpoint.read import newest_whole, none_whole, read_model, read_tensors
 from lockstep.checkpoint.state import refuse_unreplicated

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from lockstep.comm.waiting import failure
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.compare import explain_difference, first_difference
-from lockstep.ddp.forwards import Forwards
-from lockstep.ddp.hooks import MOST_PARTS, tensors_in
+from lockstep.ddp.hooks import MOST_PARTS, Forwards, tensors_in
 from lockstep.ddp.options import ReplicaOptions
+from lockstep.ddp.reducer import AccumulatedWeights
 from lockstep.ddp.transfer import move_to
-from lockstep.ddp.weighting import AccumulatedWeights
 from lockstep.errors import CollectiveTimeout, PeerLost
 
 pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too

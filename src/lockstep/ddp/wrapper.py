@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from lockstep import caller
 from lockstep.comm import streams
 from lockstep.ddp import api
-from lockstep.ddp.compress import CommHook, fp16_compress_hook
+from lockstep.ddp.comm_hooks import CommHook, fp16_compress_hook
 from lockstep.ddp.members import buffers_of, ignore, ignored_names, parameters_of
 from lockstep.ddp.options import CheckFinite, ReplicaOptions
 from lockstep.ddp.replica import Replica

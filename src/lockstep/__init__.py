@@ -105,6 +105,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     value = getattr(importlib.import_module(home), name)
+    value.__module__ = __name__  # the name that users know it by, in what they print
     globals()[name] = value
     return value
 

@@ -30,6 +30,13 @@ def _library() -> tuple[str, ...]:
     return tuple(found)
 
 
+def is_library(path: str) -> bool:
+    """Return whether code in this file is Python's, torch's or lockstep's own."""
+    if path not in _ours:
+        _ours[path] = path.startswith(_library()) and not path.startswith(_RECIPES)
+    return _ours[path]
+
+
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """**Local.** The innermost of ``frame`` and its callers that is the user's, or None."""
     return user_frame_and_depth(frame)[0]
@@ -40,10 +47,7 @@ def user_frame_and_depth(frame: FrameType | None) -> tuple[FrameType | None, int
     depth = 0
     while frame is not None:
         path = frame.f_code.co_filename
-        ours = _ours.get(path)
-        if ours is None:
-            ours = _ours[path] = path.startswith(_library()) and not path.startswith(_RECIPES)
-        if not ours:
+        if not (_ours[path] if path in _ours else is_library(path)):
             return frame, depth
         frame, depth = frame.f_back, depth + 1
     return None, depth

@@ -20,8 +20,8 @@ from lockstep.data_parallel.replicas import Replicas
 from lockstep.data_parallel.scatter import scatter
 from lockstep.data_parallel.store import Copies, Store
 from lockstep.data_parallel.threads import Cores, Modes, Place, Task, run_here, run_replicas
-from lockstep.data_parallel.trees import moved
 from lockstep.identity import Identity
+from lockstep.trees import to_device
 
 Criterion = Callable[..., Any]
 
@@ -278,7 +278,7 @@ class _Engine:
         if not self.options.gathers:
             return outputs
         if len(self._devices) == 1:
-            return moved(outputs[0], device)  # there is nothing to put together
+            return to_device(outputs[0], device)  # there is nothing to put together
         return self._gatherer.gather(outputs, sizes, device)
 
     def _check_arguments(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:

@@ -1,4 +1,4 @@
-"""How ranks hand small records to each other while they save or restore.
+"""How ranks hand small records to each other: by the world's process group, or beside training by its store.
 
 Note [Records in the background]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -16,10 +16,9 @@ import threading
 import time
 from typing import Any, Protocol
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
+from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
 from lockstep.comm.exchange import all_gather_records
-from lockstep.comm.world import World
 from lockstep.errors import CollectiveTimeout
 
 #: Seconds between two looks: at first, and at most.
@@ -29,7 +28,7 @@ _LAST_WAIT = 5.0
 
 
 class Peers(Protocol):
-    """The ranks that write or read a checkpoint together."""
+    """Ranks that tell each other something."""
 
     @property
     def rank(self) -> int: ...
@@ -42,10 +41,23 @@ class Peers(Protocol):
         ...
 
 
+class Members(Protocol):
+    """What :class:`OverGroup` needs of a World."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def group(self) -> ProcessGroup: ...
+
+
 class OverGroup:
     """Records by the world's process group: for the thread that trains."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Members) -> None:
         self._world = world
 
     @property

@@ -1,15 +1,21 @@
-"""Batches, inputs and outputs are leaves in tuples, lists, dicts, named tuples and dataclasses: take apart, rebuild."""
+"""Batches, inputs and outputs are trees: leaves in tuples, lists, dicts, named tuples and dataclasses.
+
+Take them apart, rebuild them, move their tensors.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
 
 
 def parts_of(tree: Any) -> dict[Any, Any] | None:
-    """**Local.** The children of a container by key, or None for a leaf. Strings are leaves."""
+    """Return the children of a container by key, or None for a leaf. Strings are leaves."""
     if isinstance(tree, Mapping):
         return dict(tree)
     if isinstance(tree, (list, tuple)):
@@ -23,7 +29,7 @@ def parts_of(tree: Any) -> dict[Any, Any] | None:
 
 
 def rebuilt(tree: Any, parts: dict[Any, Any]) -> Any:
-    """**Local.** A container like ``tree`` with other children under the same keys.
+    """Return a container like ``tree`` with other children under the same keys.
 
     ``tree`` stays as it is. A mapping that can neither be copied nor made from a dict becomes a dict, as in torch's own
     ``default_collate``.
@@ -63,8 +69,44 @@ def _copied_mapping(tree: MutableMapping[Any, Any], parts: dict[Any, Any]) -> Mu
 
 
 def map_leaves(tree: Any, fn: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """**Local.** ``tree`` with ``fn`` applied to everything that is not a container, container types kept."""
+    """Return ``tree`` with ``fn`` applied to everything that is not a container, container types kept."""
     parts = None if is_leaf is not None and is_leaf(tree) else parts_of(tree)
     if parts is None:
         return fn(tree)
     return rebuilt(tree, {key: map_leaves(part, fn, is_leaf) for key, part in parts.items()})
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield everything in ``tree`` that is not a container."""
+    parts = parts_of(tree)
+    if parts is None:
+        yield tree
+        return
+    for part in parts.values():
+        yield from leaves(part)
+
+
+def is_packed(value: Any) -> bool:
+    """Return whether ``value`` is a :class:`torch.nn.utils.rnn.PackedSequence`, which is a named tuple."""
+    return isinstance(value, PackedSequence)
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """Return ``tree`` with its tensors on ``device``; to a GPU without waiting where the memory is pinned.
+
+    Objects that know how to move themselves (``.to``: a packed sequence, a graph batch) are asked to; modules stay.
+    """
+    return map_leaves(
+        tree,
+        lambda leaf: leaf.to(device, non_blocking=device.type != "cpu") if _moves(leaf) else leaf,
+        is_leaf=_moves,
+    )
+
+
+def _moves(node: Any) -> bool:
+    return hasattr(node, "to") and not isinstance(node, torch.nn.Module)
+
+
+def path_text(path: tuple[Any, ...]) -> str:
+    """Return where a leaf is, as one would write it: ``[0]['mask']``."""
+    return "".join(f"[{key!r}]" for key in path)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.containers import parts_of, rebuilt
+from lockstep.trees import parts_of, rebuilt
 
 Pair = namedtuple("Pair", ["left", "right"])
 

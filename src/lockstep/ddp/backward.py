@@ -77,8 +77,6 @@ class Averaging:
     at_once: bool
     #: Looks at the gradients before they are sent.
     finite: FiniteCheck | None
-    #: What reduces the buckets instead of an all-reduce, and its first argument.
-    comm_hook: tuple[Any, CommHook] | None = None
     #: Synchronised backwards that have ended.
     step: int = 0
     #: Positions of parameters with gradients that were accumulated without synchronisation.
@@ -86,6 +84,12 @@ class Averaging:
 
     def __post_init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        #: What reduces the buckets instead of an all-reduce, and its first argument; see :meth:`use_hook`.
+        self.comm_hook: tuple[Any, CommHook] | None = None
+        #: Whether anything is sent at all; a world of one has nobody to send to.
+        self.sends = self.world_size > 1
+        #: Where the parameters whose gradient has come are listed.
+        self.arrived = [bucket.arrived for bucket in self.buckets] + [slot.arrived for slot in self.sparse]
         self.call = dist.AllreduceOptions()
         self.call.asyncOp = not self.at_once
         self.labels = [
@@ -94,10 +98,10 @@ class Averaging:
         ]
         self._scales: dict[tuple[float, torch.dtype], Tensor] = {}
 
-    @property
-    def sends(self) -> bool:
-        """Whether anything is sent at all; a world of one has nobody to send to."""
-        return self.world_size > 1 or self.comm_hook is not None
+    def use_hook(self, comm_hook: tuple[Any, CommHook] | None) -> None:
+        """Let a comm hook, called with its first argument, reduce the buckets."""
+        self.comm_hook = comm_hook
+        self.sends = self.world_size > 1 or comm_hook is not None
 
     def scale(self, bucket: Bucket, factor: float) -> Tensor | None:
         """Return ``factor`` as a tensor (0-dim) that gradients in ``bucket`` can be multiplied by; None for 1."""
@@ -166,7 +170,7 @@ class Backward:
 
     def arrivals(self) -> Iterable[int]:
         """Return the positions of the parameters that got a gradient, as often as they did."""
-        return chain(*(bucket.arrived for bucket in self._all.buckets), *(slot.arrived for slot in self._all.sparse))
+        return chain.from_iterable(self._all.arrived)
 
     def scale(self, bucket: Bucket) -> Tensor | None:
         """Return what gradients are multiplied by on their way into ``bucket``; a comm hook divides by itself."""
@@ -181,15 +185,14 @@ class Backward:
 
     def close(self) -> list[Bucket]:
         """End, however it went; return the buckets of which something is under way still."""
+        for arrived in self._all.arrived:
+            arrived.clear()
         under_way = []
         for bucket in self._all.buckets:
-            bucket.arrived.clear()
             if bucket.wait is None:
                 bucket.put_back()
             else:
                 under_way.append(bucket)
-        for slot in self._all.sparse:
-            slot.arrived.clear()
         return under_way
 
     # Sending --------------------------------------------------------------------------------------------------------

@@ -291,11 +291,12 @@ class Reducer:
         """Let ``hook`` reduce the buckets; see :func:`lockstep.register_comm_hook`."""
         if self._all.comm_hook is not None:
             raise LockstepError(f"{self._all.whoami()}: a comm hook is registered already; a replica takes one")
-        self._all.comm_hook = (state, hook)
+        self._all.use_hook((state, hook))
 
     def take_over(self, old: Reducer) -> None:
         """Continue where a reducer over other parameters of the same module stands."""
-        self._all.step, self._all.comm_hook = old._all.step, old._all.comm_hook
+        self._all.step = old._all.step
+        self._all.use_hook(old._all.comm_hook)
         self._begun, self._left_out = old._begun, old._left_out
         if old._all.pending:
             self._all.pending = {i for i, param in enumerate(self.params) if param.grad is not None}

@@ -20,7 +20,7 @@ help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
 
 demo: $(READY)  ## train a digit classifier on two replicas and load its checkpoint on one device
-	CUDA_VISIBLE_DEVICES= $(BIN)/lockstep run -n 2 -m lockstep.recipes.digits  # on the CPU: runs on any machine
+	CUDA_VISIBLE_DEVICES= $(BIN)/lockstep run -n 2 -m examples.digits  # on the CPU: runs on any machine
 
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest
@@ -29,7 +29,7 @@ check: $(READY)  ## ruff, mypy strict, import-linter
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	PYTHONPATH=src $(BIN)/lint-imports --no-cache
+	PYTHONPATH=src:. $(BIN)/lint-imports --no-cache
 
 format: $(READY)  ## let ruff format the code
 	$(BIN)/ruff format .
@@ -81,7 +81,7 @@ endef
 
 define demo_and_internals
 	$(1)/bin/python -c 'import sys, torch; print("torch", torch.__version__, "Python", sys.version.split()[0])'
-	CUDA_VISIBLE_DEVICES= $(1)/bin/lockstep run -n 2 -m lockstep.recipes.digits
+	CUDA_VISIBLE_DEVICES= $(1)/bin/lockstep run -n 2 -m examples.digits
 	$(1)/bin/python -m pytest -q -m 'internals and not campaign'
 endef
 

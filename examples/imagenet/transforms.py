@@ -7,8 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from lockstep.recipes.imagenet.pictures import Transform
-from lockstep.recipes.imagenet.vision import require
+from examples.imagenet.pictures import Transform
+from examples.imagenet.vision import require
 
 #: Means and standard deviations of red, green and blue over ImageNet's training pictures, for values from 0 to 1.
 _MEAN = (0.485, 0.456, 0.406)

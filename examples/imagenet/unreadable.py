@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep.recipes.imagenet.pictures import Batch
+from examples.imagenet.pictures import Batch
 
 
 class Unreadable:

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 
 import lockstep
-from lockstep.recipes.crnn import picture
-from lockstep.recipes.crnn.lines import Lines, collate
-from lockstep.recipes.crnn.model import CRNN
-from lockstep.recipes.crnn.modes import prepare
-from lockstep.recipes.crnn.options import Options, parse
-from lockstep.recipes.crnn.reading import decode, written
-from lockstep.recipes.crnn.train import begin, evaluate, fit, lines_of
-from lockstep.recipes.digits import choose_run, sparkline
+from examples.crnn import picture
+from examples.crnn.lines import Lines, collate
+from examples.crnn.model import CRNN
+from examples.crnn.modes import prepare
+from examples.crnn.options import Options, parse
+from examples.crnn.reading import decode, written
+from examples.crnn.train import begin, evaluate, fit, lines_of
+from examples.digits import choose_run, sparkline
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lockstep.recipes.imagenet.options import Options
+from examples.imagenet.options import Options
 
 #: The batch for which --lr is meant.
 _REFERENCE = 256

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import lockstep
-from lockstep.recipes.imagenet.vision import require
+from examples.imagenet.vision import require
 
 STEPS = ("step", "epoch", "lr", "loss", "pictures")
 EPOCHS = (

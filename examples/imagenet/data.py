@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch.utils.data import DataLoader
 
 import lockstep
-from lockstep.recipes.imagenet import transforms
-from lockstep.recipes.imagenet.folders import Folders, Listing, find
-from lockstep.recipes.imagenet.options import Options
-from lockstep.recipes.imagenet.pictures import Batch, Collate, Pictures, Transform
+from examples.imagenet import transforms
+from examples.imagenet.folders import Folders, Listing, find
+from examples.imagenet.options import Options
+from examples.imagenet.pictures import Batch, Collate, Pictures, Transform
 
 
 @dataclass(frozen=True)

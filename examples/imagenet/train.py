@@ -15,17 +15,17 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lockstep
-from lockstep.recipes.digits import choose_run
-from lockstep.recipes.imagenet.data import Data
-from lockstep.recipes.imagenet.evaluate import Score, evaluate
-from lockstep.recipes.imagenet.losses import Losses
-from lockstep.recipes.imagenet.models import build, load_pretrained
-from lockstep.recipes.imagenet.modes import Computing, from_bytes, prepare
-from lockstep.recipes.imagenet.options import Kept, Options
-from lockstep.recipes.imagenet.pictures import Batch
-from lockstep.recipes.imagenet.records import Records
-from lockstep.recipes.imagenet.schedule import factors, scaled_rate
-from lockstep.recipes.imagenet.unreadable import Unreadable
+from examples.digits import choose_run
+from examples.imagenet.data import Data
+from examples.imagenet.evaluate import Score, evaluate
+from examples.imagenet.losses import Losses
+from examples.imagenet.models import build, load_pretrained
+from examples.imagenet.modes import Computing, from_bytes, prepare
+from examples.imagenet.options import Kept, Options
+from examples.imagenet.pictures import Batch
+from examples.imagenet.records import Records
+from examples.imagenet.schedule import factors, scaled_rate
+from examples.imagenet.unreadable import Unreadable
 
 #: Of the averaged weights, in the run's folder; any tool opens it, and --pretrained.
 EMA_FILE = "ema.safetensors"

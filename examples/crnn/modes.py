@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import lockstep
-from lockstep.recipes.crnn.lines import Batch
-from lockstep.recipes.crnn.model import CRNN, ctc
-from lockstep.recipes.crnn.options import Options
+from examples.crnn.lines import Batch
+from examples.crnn.model import CRNN, ctc
+from examples.crnn.options import Options
 
 
 @dataclass(frozen=True)

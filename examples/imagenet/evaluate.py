@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.recipes.imagenet.unreadable import Unreadable
+from examples.imagenet.unreadable import Unreadable
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ import time
 from collections.abc import Sequence
 
 import lockstep
-from lockstep.recipes.digits import choose_run
-from lockstep.recipes.imagenet import data as pictures
-from lockstep.recipes.imagenet.evaluate import evaluate
-from lockstep.recipes.imagenet.models import build, load_pretrained
-from lockstep.recipes.imagenet.modes import prepare, start
-from lockstep.recipes.imagenet.options import Kept, Options, parse
-from lockstep.recipes.imagenet.schedule import scaled_rate
-from lockstep.recipes.imagenet.train import EMA_FILE, begin, fit, test
-from lockstep.recipes.imagenet.unreadable import Unreadable
-from lockstep.recipes.imagenet.vision import require_installed
+from examples.digits import choose_run
+from examples.imagenet import data as pictures
+from examples.imagenet.evaluate import evaluate
+from examples.imagenet.models import build, load_pretrained
+from examples.imagenet.modes import prepare, start
+from examples.imagenet.options import Kept, Options, parse
+from examples.imagenet.schedule import scaled_rate
+from examples.imagenet.train import EMA_FILE, begin, fit, test
+from examples.imagenet.unreadable import Unreadable
+from examples.imagenet.vision import require_installed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from lockstep.recipes.imagenet.folders import Listing
-from lockstep.recipes.imagenet.vision import require
+from examples.imagenet.folders import Listing
+from examples.imagenet.vision import require
 
 #: From a PIL image to uint8 [3, height, width].
 Transform = Callable[[Any], Tensor]

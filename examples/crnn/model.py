@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lockstep.recipes.crnn.lines import STEP
+from examples.crnn.lines import STEP
 
 #: Class 0 is CTC's blank; digit d is class d + 1.
 BLANK = 0

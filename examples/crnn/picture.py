@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from lockstep.recipes.crnn.reading import Reading
+from examples.crnn.reading import Reading
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.recipes.crnn.lines import STEP, Batch
-from lockstep.recipes.crnn.model import BLANK
+from examples.crnn.lines import STEP, Batch
+from examples.crnn.model import BLANK
 
 Reading = tuple[int, ...]
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lockstep
-from lockstep.recipes.crnn.lines import Lines, collate
-from lockstep.recipes.crnn.modes import Computing, prepare
-from lockstep.recipes.crnn.options import Kept, Options
-from lockstep.recipes.crnn.reading import Score, decode, score, written
-from lockstep.recipes.digits import load_digits
+from examples.crnn.lines import Lines, collate
+from examples.crnn.modes import Computing, prepare
+from examples.crnn.options import Kept, Options
+from examples.crnn.reading import Score, decode, score, written
+from examples.digits import load_digits
 
 #: Gradients longer than this are scaled down to it.
 _CLIP = 5.0

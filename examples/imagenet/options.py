@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 import lockstep
-from lockstep.recipes.places import accept_local_rank, read_devices, refuse_in
+from examples.places import accept_local_rank, read_devices, refuse_in
 
 Mode = Literal["single", "dp", "ddp", "spawn"]
 Norm = Literal["batch", "sync", "group"]
@@ -157,7 +157,7 @@ class Kept:
 def build_parser() -> argparse.ArgumentParser:
     """**Local.** The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m lockstep.recipes.imagenet",
+        prog="python -m examples.imagenet",
         description="Train an image classifier on folders of pictures, in lockstep.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -282,12 +282,12 @@ def _check_mode(parser: argparse.ArgumentParser, given: argparse.Namespace, laun
     if given.mode != "ddp" and launched:
         parser.error(
             f"--mode {given.mode} is one process, and a launcher started several, which would train by themselves: use "
-            "--mode ddp, or start it with python -m lockstep.recipes.imagenet"
+            "--mode ddp, or start it with python -m examples.imagenet"
         )
     if given.mode == "ddp" and not launched and not given.dist_url:
         parser.error(
             "--mode ddp is one rank of several, and no launcher started this process: lockstep run -n 2 -m "
-            "lockstep.recipes.imagenet ..., or --mode spawn, or --dist-url with --world-size and --rank"
+            "examples.imagenet ..., or --mode spawn, or --dist-url with --world-size and --rank"
         )
     if given.devices is not None and given.mode != "dp":
         parser.error(f"--gpus {given.devices} is for --mode dp; CUDA_VISIBLE_DEVICES chooses devices in other modes")

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 import lockstep
-from lockstep.recipes.imagenet.cifar import ResNetCifar
-from lockstep.recipes.imagenet.vision import require
+from examples.imagenet.cifar import ResNetCifar
+from examples.imagenet.vision import require
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 #: Channels of a group: 16, since the small ResNet's narrowest layers have no more (Y. Wu and K. He, "Group

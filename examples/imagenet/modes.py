@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from examples.imagenet.options import Options
+from examples.imagenet.transforms import FromBytes
 from lockstep import knobs
-from lockstep.recipes.imagenet.options import Options
-from lockstep.recipes.imagenet.transforms import FromBytes
 
 #: What a rank runs.
 Main = Callable[[Options], None]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lockstep
-from lockstep.recipes.places import accept_local_rank, read_devices, refuse_in
+from examples.places import accept_local_rank, read_devices, refuse_in
 
 Mode = Literal["dp", "ddp", "single"]
 #: What decides which steps a run takes; the learning rate's schedule depends on all of them.
@@ -43,7 +43,7 @@ class Options:
         if self.mode != "ddp" and world.world_size > 1:
             raise SystemExit(
                 f"--mode {self.mode} is one process, and this is rank {world.rank} of {world.world_size}: "
-                "start it with python -m lockstep.recipes.crnn, or use --mode ddp"
+                "start it with python -m examples.crnn, or use --mode ddp"
             )
         refuse_in(world, devices=self.devices, batch_size=world.world_size if self.evaluate else self.batch_size)
 
@@ -78,7 +78,7 @@ class Kept:
 def parse(arguments: Sequence[str]) -> Options:
     """**Local.** Read the command line; what makes no sense ends the program with a message."""
     parser = argparse.ArgumentParser(
-        prog="python -m lockstep.recipes.crnn",
+        prog="python -m examples.crnn",
         description="Train a text recogniser on lines of handwritten digits, in lockstep.",
     )
     add = parser.add_argument

@@ -1,8 +1,8 @@
 """Train an image classifier on handwritten digits, in lockstep.
 
-    lockstep run -n 2 -m lockstep.recipes.digits               two replicas on this machine
-    python -m lockstep.recipes.digits                          the same, alone
-    python -m lockstep.recipes.digits --evaluate               load the newest checkpoint on a single device
+    lockstep run -n 2 -m examples.digits               two replicas on this machine
+    python -m examples.digits                          the same, alone
+    python -m examples.digits --evaluate               load the newest checkpoint on a single device
 
 The pictures are scikit-learn's handwritten digits (1,797 pictures of 8 x 8 pixels, from the UCI repository's "Optical
 Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, 1998): 1,437 to train on and 360 to test on.
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep
-from lockstep.recipes.places import accept_local_rank
+from examples.places import accept_local_rank
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -187,7 +187,7 @@ def draw(images: Tensor, labels: Tensor, guesses: Tensor) -> str:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """**Local.** The options of the command line."""
     parser = argparse.ArgumentParser(
-        prog="lockstep run -n 2 -m lockstep.recipes.digits", description="Train on handwritten digits, in lockstep."
+        prog="lockstep run -n 2 -m examples.digits", description="Train on handwritten digits, in lockstep."
     )
     parser.add_argument("--epochs", type=int, default=30, help="passes over the training set (default: 30)")
     parser.add_argument("--batch-size", type=int, default=64, help="global batch, over all ranks (default: 64)")

@@ -14,7 +14,7 @@ ECOSYSTEM := .venv-ecosystem/torch-$(TORCH)
 LIBRARIES := accelerate datasets lightning peft timm torchmetrics transformers webdataset
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format faults ecosystem bench newest oldest pythons clean
+.PHONY: help demo test check format faults ecosystem bench newest oldest pythons house clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
@@ -64,6 +64,9 @@ bench: $(READY)  ## measure launch and step times against torch (some minutes; n
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.recorder
 	PYTHONPATH=tests/site $(BIN)/python -m benchmarks.imagenet_input
+
+house: $(READY)  ## draw docs/house.svg anew, the picture of the rooms and who imports whom
+	$(BIN)/python scripts/draw_house.py
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build src/*.egg-info

@@ -14,13 +14,13 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.peers import OverStore, Peers
 from lockstep.checkpoint.plan import Layout, Outline, share_out
 from lockstep.checkpoint.read import find_damage, read_manifest
 from lockstep.checkpoint.retention import Retention, prune
 from lockstep.checkpoint.save import write
 from lockstep.checkpoint.state import Moment
 from lockstep.checkpoint.storage import POSIX, Storage
+from lockstep.comm.peers import OverStore, Peers
 from lockstep.errors import CheckpointCorrupt
 
 

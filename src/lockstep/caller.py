@@ -13,13 +13,12 @@ from types import CodeType, FrameType
 #: Characters of a path that are shown: its end is what a reader needs.
 _PATH = 120
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_RECIPES = os.path.join(_HERE, "recipes") + os.sep
 #: Whether a file is none of the user's. (By name: a code object's hash takes a microsecond.)
 _ours: dict[str, bool] = {}
 
 
 def _library() -> tuple[str, ...]:
-    """Frames of files that begin so are not the user's program; recipes are."""
+    """Frames of files that begin so are not the user's program."""
     found = [_HERE, "<frozen", "<string>"]
     for name in ("torch", "typing_extensions", "contextlib", "multiprocessing", "threading"):
         module = sys.modules.get(name)
@@ -28,6 +27,13 @@ def _library() -> tuple[str, ...]:
             is_package = hasattr(module, "__path__")
             found.append(os.path.dirname(file) + os.sep if is_package else file)
     return tuple(found)
+
+
+def is_library(path: str) -> bool:
+    """Return whether code in this file is Python's, torch's or lockstep's own."""
+    if path not in _ours:
+        _ours[path] = path.startswith(_library())
+    return _ours[path]
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
@@ -40,10 +46,7 @@ def user_frame_and_depth(frame: FrameType | None) -> tuple[FrameType | None, int
     depth = 0
     while frame is not None:
         path = frame.f_code.co_filename
-        ours = _ours.get(path)
-        if ours is None:
-            ours = _ours[path] = path.startswith(_library()) and not path.startswith(_RECIPES)
-        if not ours:
+        if not (_ours[path] if path in _ours else is_library(path)):
             return frame, depth
         frame, depth = frame.f_back, depth + 1
     return None, depth

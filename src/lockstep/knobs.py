@@ -22,6 +22,8 @@
                        stages per rank); for tests, and for machines whose caches differ much.
 ``LOCKSTEP_LATE``      seconds that a rank may hold up the others before ``lockstep run`` says so, where ten
                        steps take less. 5 by default.
+``LOCKSTEP_TRACEBACK`` full: the traceback of a rank's error has the frames of lockstep and torch
+                       too, and the errors it came from. By default the user's own.
 ====================== ==========================================================================
 """
 
@@ -44,6 +46,7 @@ TIMEOUT = "LOCKSTEP_TIMEOUT"
 KEEP_MEMORY = "LOCKSTEP_KEEP_MEMORY"
 SHM_CHUNK = "LOCKSTEP_SHM_CHUNK"
 LATE = "LOCKSTEP_LATE"
+TRACEBACK = "LOCKSTEP_TRACEBACK"
 
 #: Seconds a collective may wait before it is an error, unless the user says otherwise.
 DEFAULT_TIMEOUT = 600.0
@@ -119,6 +122,11 @@ def late(env: Mapping[str, str] = os.environ) -> float:
         EnvironmentMismatch: ``LOCKSTEP_LATE`` is not a positive number.
     """
     return _seconds(env, LATE, DEFAULT_LATE)
+
+
+def full_traceback(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether tracebacks keep the frames of lockstep and torch."""
+    return env.get(TRACEBACK) == "full"
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:

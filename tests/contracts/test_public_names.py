@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pickle
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ def test_every_public_name_loads_and_is_documented(name: str) -> None:
     value = getattr(lockstep, name)
     assert value is getattr(importlib.import_module(lockstep._HOMES[name]), name)
     assert inspect.getdoc(value), f"lockstep.{name} has no docstring"
+    assert value.__module__ == "lockstep"
+    assert pickle.loads(pickle.dumps(value)) is value  # noqa: S301
     if inspect.isfunction(value):
         doc = inspect.getdoc(value) or ""
         assert any(word in doc for word in ("**Collective.**", "**Local.**", "**Rank 0.**")), name

@@ -15,10 +15,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 import lockstep
 from lockstep.checkpoint import blocks
 from lockstep.checkpoint.blocks import Part, count_blocks, cut, divide
-from lockstep.checkpoint.peers import OverStore
 from lockstep.checkpoint.plan import Layout, share_out
 from lockstep.checkpoint.read import read
 from lockstep.checkpoint.state import Moment
+from lockstep.comm.peers import OverStore
 from tests.checkpoints import State, save, some_tensors, verify
 
 

@@ -18,7 +18,6 @@ from lockstep.checkpoint import folders
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
 from lockstep.checkpoint.locks import RunLock
-from lockstep.checkpoint.peers import OverGroup, Peers
 from lockstep.checkpoint.plan import Share
 from lockstep.checkpoint.read import none_whole
 from lockstep.checkpoint.restore import Restored, find, load, load_generators, restored, words_on_differences
@@ -28,6 +27,7 @@ from lockstep.checkpoint.state import Moment, Position, RunState, Stateful, para
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
 from lockstep.comm.init import current_world
+from lockstep.comm.peers import OverGroup, Peers
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.recorder import writer
 from lockstep.recorder.layout import Phase

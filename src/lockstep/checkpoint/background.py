@@ -28,9 +28,9 @@ from pathlib import Path
 import torch
 
 from lockstep import _torch
-from lockstep.checkpoint.peers import OverStore, Peers
 from lockstep.checkpoint.plan import Share
 from lockstep.checkpoint.together import together
+from lockstep.comm.peers import OverStore, Peers
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
 

@@ -30,11 +30,11 @@ from lockstep.checkpoint.encoding import PIECE, encode, new_digest
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.manifest import MAX_BYTES, FileEntry, Manifest
 from lockstep.checkpoint.match import bare, plain_names, under_plain_names
-from lockstep.checkpoint.peers import Peers
 from lockstep.checkpoint.plan import Layout, Outline, Share, share_out, text
 from lockstep.checkpoint.state import Moment, RunState
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
+from lockstep.comm.peers import Peers
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
 from lockstep.version import __version__

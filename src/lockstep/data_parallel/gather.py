@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from lockstep.containers import rebuilt
-from lockstep.data_parallel.trees import is_packed, parts_of, path_text
+from lockstep.trees import is_packed, parts_of, path_text, rebuilt
 
 #: Where the samples are in an output; a tree of these follows the tree of outputs.
 OutputDim = int | Literal["mean"] | None | Sequence[Any] | Mapping[Any, Any]

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from lockstep.containers import rebuilt
 from lockstep.data_parallel.cut import Piece, cut
-from lockstep.data_parallel.trees import is_packed, moved, parts_of, path_text
+from lockstep.trees import is_packed, parts_of, path_text, rebuilt, to_device
 
 
 def batch_size(tree: Any, dim: int) -> int | None:
@@ -47,7 +46,7 @@ def scatter(
     replica gets all. Gradients flow back to the tensors. A lone replica gets the tree as it is, on its device.
     """
     if len(devices) == 1:
-        return [moved(tree, devices[0])], [Piece(0, 0, 1)]
+        return [to_device(tree, devices[0])], [Piece(0, 0, 1)]
     batch = batch_size(tree, dim)
     pieces = [Piece(0, 0, 1)] if batch is None else cut(batch, len(devices), chunk_sizes)
     targets = [devices[piece.replica] for piece in pieces]

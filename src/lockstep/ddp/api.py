@@ -23,7 +23,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from lockstep import _torch
 from lockstep.comm import streams
-from lockstep.ddp.compress import CommHook
+from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.members import parameters_of
 from lockstep.ddp.options import CheckFinite, ReplicaOptions
 from lockstep.ddp.replica import Replica

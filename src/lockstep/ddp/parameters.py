@@ -41,10 +41,9 @@ from torch.nn.modules.module import (
 )
 
 from lockstep import _torch, caller
+from lockstep.ddp.hooks import accumulates
 from lockstep.ddp.members import Tree, parameters_of
 from lockstep.errors import LockstepError
-
-_will_execute = _torch.will_execute()
 
 _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 
@@ -232,17 +231,9 @@ class StandIns:
         self._nodes, self._own = nodes, own
 
     def reached(self) -> None:
-        """**Local.** A backward has reached this forward's output; say once if it brings these leaves gradients."""
+        """Say once if it brings these leaves gradients."""
         if accumulates(self._nodes):
             self._own.tell_once()
-
-
-def accumulates(nodes: Sequence[Node]) -> bool:
-    """**Local.** Whether the backward under way will accumulate into a leaf of these; not torch.autograd.grad's."""
-    try:
-        return any(_will_execute(node) for node in nodes)
-    except RuntimeError:  # its answer for a leaf whose gradient torch.autograd.grad returns
-        return False
 
 
 @cache

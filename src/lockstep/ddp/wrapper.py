@@ -14,11 +14,11 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from lockstep import caller
 from lockstep.comm import streams
 from lockstep.ddp import api
-from lockstep.ddp.compress import CommHook, fp16_compress_hook
+from lockstep.ddp.comm_hooks import CommHook, fp16_compress_hook
 from lockstep.ddp.members import buffers_of, ignore, ignored_names, parameters_of
 from lockstep.ddp.options import CheckFinite, ReplicaOptions
 from lockstep.ddp.replica import Replica
-from lockstep.ddp.transfer import move_to
+from lockstep.trees import to_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh  # loads most of a second, which few processes need
@@ -148,7 +148,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, with its inputs on ``device_ids[0]`` if that was given."""
         if self.device_ids is not None:  # first: if it fails, no forward has begun
-            inputs, kwargs = move_to(self.device_ids[0], inputs), move_to(self.device_ids[0], kwargs)
+            inputs, kwargs = to_device(inputs, self.device_ids[0]), to_device(kwargs, self.device_ids[0])
         if torch.compiler.is_exporting():  # an exported program stands for the module alone
             return self.module(*inputs, **kwargs)
         self._replica.before_forward(self.module)

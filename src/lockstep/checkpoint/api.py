@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -117,7 +116,7 @@ class Checkpointer:
     def step(self, step: int) -> None:
         self._position.step = step
 
-    def _refuse_unsavable(self) -> list[Any]:
+    def _refuse_unsavable(self) -> tuple[str, str]:
         """Each rank looks at what it holds; its model's parameters in short."""
         self._run.refuse_unsavable()
         return parameters_in_short(self._run.model)

@@ -48,17 +48,14 @@ def restored(contents: Contents, damaged: Damage) -> Restored:
 def find(
     root: Path, run: RunState, world: World, *, owners: Sequence[int], strict: bool, on: Storage
 ) -> tuple[Contents | None, Damage]:
-    """**Collective.** Read the newest whole checkpoint in ``root``, or None if there is none. Changes nothing.
-
-    And what is wrong with newer ones, or with all.
+    """**Collective.** Read the newest whole checkpoint that ``run`` can go on from. Changes nothing.
 
     Args:
-        root: the run's folder.
-        run: what is to go on.
-        world: its ranks.
         owners: the users whose checkpoints are taken.
         strict: refuse a damaged checkpoint instead of looking for an older one.
-        on: the file system.
+
+    Returns:
+        None if there is none; and what is wrong with newer ones, or with all.
 
     Raises:
         CheckpointCorrupt: the newest is damaged, and ``strict`` is on.

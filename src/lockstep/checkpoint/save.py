@@ -66,11 +66,7 @@ class Announcement:
 def prepare(run: RunState, world: World, *, step: int, before: Callable[[], None]) -> Share:
     """**Collective.** Decide what this rank is to write of a checkpoint at ``step``; nothing is copied yet.
 
-    Args:
-        run: what is saved.
-        world: its ranks.
-        step: where this rank is.
-        before: run on each rank first; what it raises is raised on all.
+    ``before`` is run on each rank first; what it raises is raised on all.
 
     Raises:
         CheckpointError: a rank's state can't be written down, or the ranks are not at the same step.
@@ -125,15 +121,7 @@ def write(
     """**Collective.** Write a checkpoint into ``root``, wholly or not at all; its folder.
 
     It talks to the other ranks by ``peers`` alone and touches no live state if ``share`` was copied, so that it may
-    run in a thread beside training.
-
-    Args:
-        root: the run's folder.
-        share: this rank's share.
-        moment: where the run is.
-        peers: the ranks.
-        tidy: what rank 0 does when the checkpoint is safe: remove older ones.
-        on: the file system.
+    run in a thread beside training. When the checkpoint is safe, rank 0 calls ``tidy`` to remove older ones.
 
     Raises:
         CheckpointError: it could not be written; the same error on every rank, and nothing is left of it.
@@ -260,11 +248,7 @@ class Draft:
 
 
 def write_blocks(folder: Path, blocks: Iterable[tuple[str, int, memoryview]], *, on: Storage = POSIX) -> list[str]:
-    """Write blocks into the files of a draft, to the disk itself; their digests.
-
-    Args:
-        folder: the draft's.
-        blocks: file, offset and content, one file after the other.
+    """Write blocks (file, offset and content, one file after the other) to the disk itself; their digests.
 
     Raises:
         OSError: it could not be written.

@@ -229,16 +229,17 @@ def refuse_unreplicated(model: nn.Module, name: str, advice: str = USE_DCP) -> N
             raise CheckpointError(f"{name}: {path} is a DTensor, of which each rank holds a part: {advice}")
 
 
-def parameters_in_short(model: nn.Module) -> list[Any]:
-    """Return what :func:`refuse_parts` compares: a digest of all names and shapes, how many, and the first name."""
+def parameters_in_short(model: nn.Module) -> tuple[str, str]:
+    """Return what :func:`refuse_parts` compares, a digest of all names and shapes, and what it says of them."""
     listed = [
         [name, None if nn.parameter.is_lazy(param) else list(param.shape)]
         for name, param in bare(model).named_parameters()
     ]
-    return [digest_of(json.dumps(listed).encode()), len(listed), listed[0][0] if listed else ""]
+    words = f"{len(listed)} ('{listed[0][0]}' first)" if listed else "none"
+    return digest_of(json.dumps(listed).encode()), words
 
 
-def refuse_parts(shorts: Sequence[Sequence[Any]]) -> None:
+def refuse_parts(shorts: Sequence[tuple[str, str]]) -> None:
     """Refuse models of which the ranks hold other parts, such as the stages of a pipeline.
 
     Args:
@@ -247,18 +248,13 @@ def refuse_parts(shorts: Sequence[Sequence[Any]]) -> None:
     Raises:
         CheckpointError: they differ; the same on every rank.
     """
-    first = shorts[0]
-    for rank, other in enumerate(shorts):
-        if other[0] != first[0]:
+    digest, words = shorts[0]
+    for rank, (other, other_words) in enumerate(shorts):
+        if other != digest:
             raise CheckpointError(
-                f"model: rank {rank} holds other parameters than rank 0, or of other shapes: {_in_words(other)} there "
-                f"and {_in_words(first)} on rank 0; {USE_DCP}"
+                f"model: rank {rank} holds other parameters than rank 0, or of other shapes: {other_words} there and "
+                f"{words} on rank 0; {USE_DCP}"
             )
-
-
-def _in_words(short: Sequence[Any]) -> str:
-    _, count, name = short
-    return f"{count} ('{name}' first)" if count else "none"
 
 
 def _refuse_tensors(module: nn.Module, name: str) -> None:

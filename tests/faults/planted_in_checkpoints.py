@@ -72,8 +72,8 @@ CHECKPOINT_FAULTS = [
     Fault(
         "replicas that have drifted apart are mixed",
         "checkpoint/plan.py",
-        "        if alike and any(theirs.differs_in(name, main) for theirs in outlines)\n",
-        "        if alike and any(name not in theirs.fingerprints for theirs in outlines)\n",
+        "        if any(theirs.differs_in(name, main) for theirs in outlines)\n",
+        "        if any(name not in theirs.fingerprints for theirs in outlines)\n",
         _SHARING,
     ),
     Fault(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,3 +138,20 @@ def test_one_rank_failing_fails_all_and_leaves_nothing(tmp_path: Path) -> None:
     for error in save(tmp_path / "file", states, place=Moment(3, 0, False)):
         assert isinstance(error, lockstep.CheckpointError)
         assert "rank 0: " in str(error)
+
+
+def test_a_file_that_rank_0_does_not_have_is_written_by_nobody(tmp_path: Path) -> None:
+    ours = some_tensors(1, (1_500_000, 1_500_000, 1_500_000))
+    none: dict[str, Any] = {"optimizer": {}}
+    theirs = {"optimizer": {"momentum": torch.ones(6_000_000)}}
+    made = save(tmp_path, [State(ours, parts=none), State(ours, parts=theirs)])
+    assert made == [tmp_path / "step-00000001"] * 2
+    assert "optimizer.safetensors" not in verify(tmp_path / "step-00000001").files
+    contents = read(tmp_path / "step-00000001")
+    assert all(torch.equal(contents.model[name], tensor) for name, tensor in ours.items())
+    layouts = [
+        Layout.of(ours, parts, parameters=frozenset(ours), is_main=parts is not theirs) for parts in (none, theirs)
+    ]
+    outlines = [one.outline() for one in layouts]
+    shares = [share_out(one, outlines, rank=rank, texts={}) for rank, one in enumerate(layouts)]
+    assert [dict(share.apart) for share in shares] == [{"optimizer.safetensors": (1,)}] * 2

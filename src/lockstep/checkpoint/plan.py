@@ -200,14 +200,14 @@ def share_out(layout: Layout, outlines: Sequence[Outline], *, rank: int, texts: 
     main = outlines[0]
     apart = {
         name: tuple(other for other, theirs in enumerate(outlines) if theirs.differs_in(name, main))
-        for name, alike in main.alike.items()
-        if alike and any(theirs.differs_in(name, main) for theirs in outlines)
+        for name in {name: None for outline in outlines for name, alike in outline.alike.items() if alike}
+        if any(theirs.differs_in(name, main) for theirs in outlines)
     }
     holders = [file for file in layout.files for _ in file.parts()]
     planned = divide(
         (part.written_by(0) if file.name in apart else part for file in layout.files for part in file.parts()),
         world_size=len(outlines),
-        extra=main.alone + sum(main.alike[name] for name in apart),
+        extra=main.alone + sum(main.alike.get(name, 0) for name in apart),
     )
     files: dict[str, list[Part]] = {file.name: [] for file in layout.files}
     writes: list[Write] = []

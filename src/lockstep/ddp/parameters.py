@@ -126,6 +126,11 @@ class OwnParameters:
         """**Local.** What to raise if a parameter of the module was replaced, converted or moved."""
         return None if self._are_in_place() and self.are_of_their_kinds() else self._look()
 
+    @property
+    def watches_all(self) -> bool:
+        """Whether all places are looked at after a forward; see Note [Stand-ins]."""
+        return self._watched_ids is None
+
     def left_out(self, params: Sequence[nn.Parameter]) -> LockstepError | None:
         """**Local.** What to raise if some of ``params``, which an averaged backward left out, are not in place."""
         ids = {*map(id, params)}

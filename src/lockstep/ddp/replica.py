@@ -327,7 +327,8 @@ class Replica(Joinable, BackwardListener):
         outcome = self._reducer.finish(left_out=left_out)
         mistake = outcome.mistake
         if forward.sync:
-            mistake = mistake or self._own.left_out([self._reducer.params[position] for position in outcome.missing])
+            if outcome.missing or self._own.watches_all:
+                mistake = mistake or self._own.left_out([self._reducer.params[i] for i in outcome.missing])
             if self._warns_of_unused and outcome.unused is not None:
                 self._warns_of_unused = False
                 self._warn_unused(outcome.unused)

@@ -37,12 +37,12 @@ def is_library(path: str) -> bool:
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """**Local.** The innermost of ``frame`` and its callers that is the user's, or None."""
+    """Return the innermost of ``frame`` and its callers that is the user's, or None."""
     return user_frame_and_depth(frame)[0]
 
 
 def user_frame_and_depth(frame: FrameType | None) -> tuple[FrameType | None, int]:
-    """**Local.** As :func:`user_frame`, and how many callers it is away."""
+    """Return what :func:`user_frame` returns, and how many callers it is away."""
     depth = 0
     while frame is not None:
         path = frame.f_code.co_filename
@@ -53,14 +53,14 @@ def user_frame_and_depth(frame: FrameType | None) -> tuple[FrameType | None, int
 
 
 def words(code: CodeType, line: int) -> str:
-    """**Local.** ``train.py:30 in step``."""
+    """Say where a line is: ``train.py:30 in step``."""
     path = code.co_filename
     short = path if len(path) <= _PATH else "…" + path[1 - _PATH :]
     return f"{short}:{line} in {code.co_name}"
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """**Local.** A warning at the line of the user's own program.
+    """Warn at the line of the user's own program.
 
     A thread of autograd's or of our own has none: then it is our caller's; under ``python -c`` it is that program's.
     """

@@ -59,22 +59,22 @@ DEFAULT_SHM_CHUNK = 512 * 1024
 
 
 def store(env: Mapping[str, str] = os.environ) -> str | None:
-    """**Local.** The path of the rendezvous file, or None."""
+    """Return the path of the rendezvous file, or None."""
     return env.get(STORE) or None
 
 
 def job_dir(env: Mapping[str, str] = os.environ) -> str | None:
-    """**Local.** The job's private folder, or None if the launcher gave none."""
+    """Return the job's private folder, or None if the launcher gave none."""
     return env.get(JOB_DIR) or None
 
 
 def rank_process(env: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """**Local.** The process that lockstep's launcher started as this rank, and its place, or None."""
+    """Return the process that lockstep's launcher started as this rank, and its place, or None."""
     return _process(env, RANK_PROCESS)
 
 
 def joined(env: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """**Local.** The process that is this rank in a world, and its place there; None: no process is."""
+    """Return the process that is this rank in a world, and its place there; None: no process is."""
     return _process(env, JOINED)
 
 
@@ -84,18 +84,18 @@ def _process(env: Mapping[str, str], name: str) -> tuple[int, str] | None:
 
 
 def preload(env: Mapping[str, str] = os.environ) -> tuple[str, ...] | None:
-    """**Local.** What the launcher imports before it forks, or None if the user did not say."""
+    """Return what the launcher imports before it forks, or None if the user did not say."""
     text = env.get(PRELOAD)
     return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def backend(env: Mapping[str, str] = os.environ) -> str | None:
-    """**Local.** The backend for who names none, or None."""
+    """Return the default backend, or None."""
     return env.get(BACKEND) or None
 
 
 def keep_memory(env: Mapping[str, str] = os.environ) -> bool:
-    """**Local.** Whether to keep freed memory.
+    """Return whether to keep freed memory.
 
     Raises:
         EnvironmentMismatch: ``LOCKSTEP_KEEP_MEMORY`` is neither 0 nor 1.
@@ -107,7 +107,7 @@ def keep_memory(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def timeout(env: Mapping[str, str] = os.environ) -> float:
-    """**Local.** Seconds a collective may wait.
+    """Return seconds a collective may wait.
 
     Raises:
         EnvironmentMismatch: ``LOCKSTEP_TIMEOUT`` is not a positive number.
@@ -116,7 +116,7 @@ def timeout(env: Mapping[str, str] = os.environ) -> float:
 
 
 def late(env: Mapping[str, str] = os.environ) -> float:
-    """**Local.** Seconds that a rank may hold up the others before the launcher says so.
+    """Return seconds that a rank may hold up the others before the launcher says so.
 
     Raises:
         EnvironmentMismatch: ``LOCKSTEP_LATE`` is not a positive number.
@@ -143,7 +143,7 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 def shm_chunk(env: Mapping[str, str] = os.environ) -> int:
-    """**Local.** Bytes of a stage of the backend "shm".
+    """Return bytes of a stage of the backend "shm".
 
     Raises:
         EnvironmentMismatch: ``LOCKSTEP_SHM_CHUNK`` is not a positive multiple of 64.

@@ -109,7 +109,7 @@ def _count_steps() -> None:
 
 
 def world() -> World:
-    """**Local.** The World that :func:`init` made in this process.
+    """Return the World that :func:`init` made in this process.
 
     Raises:
         LockstepError: ``init`` has not been called.
@@ -120,12 +120,12 @@ def world() -> World:
 
 
 def current_world() -> World | None:
-    """**Local.** The World of this process, or None before :func:`init`."""
+    """Return the World of this process, or None before :func:`init`."""
     return _world
 
 
 def shutdown() -> None:
-    """**Local.** Leave the world and close what :func:`init` opened. Leaving the process does the same by itself."""
+    """Leave the world and close what :func:`init` opened. Leaving the process does the same by itself."""
     global _world, _owns_group
     if _world is not None:
         _world.release()

@@ -128,7 +128,7 @@ class OverStore:
             time.sleep(_FIRST_PAUSE)
 
     def forget(self) -> None:
-        """**Local.** Remove what is left of this rank's records, once all ranks have ended the conversation."""
+        """Remove what is left of this rank's records, once all ranks have ended the conversation."""
         for number in range(max(1, self._round - 1), self._round + 1):
             self._store.delete_key(self._name(number, self.rank))
         if self.rank:

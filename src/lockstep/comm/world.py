@@ -58,7 +58,7 @@ class World:
         return self._group
 
     def release(self) -> None:
-        """**Local.** Let go of the process group, for :func:`lockstep.shutdown`.
+        """Let go of the process group, for :func:`lockstep.shutdown`.
 
         A script's own ``world`` variable lives until the interpreter is torn down, and the group must end before that:
         its threads can't end once Python is gone.
@@ -80,7 +80,7 @@ class World:
         self.in_hand.say(share)
 
     def refuse_contested_share(self, what: str, *, of_backward: bool = False) -> None:
-        """**Local**, the same on every rank. Refuse what takes one share for batches that have different ones.
+        """Refuse, alike on every rank, what takes one share for batches that have different ones.
 
         Args:
             what: what would take it, for the message.

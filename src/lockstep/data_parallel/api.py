@@ -30,7 +30,7 @@ _NOT_GIVEN = object()
 class DataParallel(nn.Module):
     """A module that runs on several devices of one process at once, each on its part of the batch.
 
-    **Local.** Takes torch's arguments with torch's meanings: inputs are cut along ``dim`` (in tuples, lists, dicts,
+    Takes torch's arguments with torch's meanings: inputs are cut along ``dim`` (in tuples, lists, dicts,
     dataclasses and packed sequences too), all else is handed to every replica, outputs come back in order, gradients
     sum into the original module, whose buffers are those of the first replica. The module stands in ``.module``, and
     keys of ``state_dict()`` begin with ``module.``. Its parameters and buffers must be on ``device_ids[0]``.
@@ -282,7 +282,7 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """**Local.** ``module(*inputs)`` on several devices, once: torch's function of this name.
+    """Run ``module(*inputs)`` on several devices, once: torch's function of this name.
 
     The module is copied for each call: for more than one, make a :class:`DataParallel`, which keeps its replicas.
 

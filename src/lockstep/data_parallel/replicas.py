@@ -98,7 +98,7 @@ class Replicas:
             _refuse_unfit(name, root)
 
     def align(self, used: Sequence[int]) -> None:
-        """**Local.** Bring the replicas that are ``used`` in line with the original, and copy what changed.
+        """Bring the replicas that are ``used`` in line with the original, and copy what changed.
 
         Raises:
             LockstepError: a parameter or buffer is not on the first device.
@@ -112,7 +112,7 @@ class Replicas:
             self._store.renew(list(self._slots.values()), used[1:])
 
     def training_flags(self) -> tuple[bool, ...]:
-        """**Local.** The training flags of all modules."""
+        """Return the training flags of all modules."""
         return tuple(node.source.training for node in self._nodes.values())
 
     def equip(self, used: Sequence[int]) -> None:
@@ -135,11 +135,11 @@ class Replicas:
                         _hang(node.copies[replica], kind, name, self._tensor_for(source, replica))
 
     def module(self, root: int, replica: int) -> nn.Module:
-        """**Local.** A replica of a root."""
+        """Return a replica of a root."""
         return self._nodes[id(self._roots[root][1])].copies[replica]
 
     def watched(self, forward: Callable[[], Result]) -> Result:
-        """**Local.** The result of a forward, whose attributes are its own: say which it set, take them as they are."""
+        """Return the result of a forward, whose attributes are its own: say which it set, take them as they are."""
         try:
             result = forward()
         except BaseException:
@@ -273,7 +273,7 @@ class Replicas:
 
 
 def refuse_averaged(path: str, module: nn.Module) -> None:
-    """**Local.** A module whose forward speaks to other ranks can't run in several threads of this one.
+    """Refuse a module whose forward speaks to other ranks: it can't run in several threads of this one.
 
     Raises:
         LockstepError: it is a replica of :func:`lockstep.replicate`, or wrapped to be one.

@@ -27,30 +27,30 @@ class GradBucket:
         self._buffer = bucket.values
 
     def index(self) -> int:
-        """**Local.** The bucket's place in the order of reduction."""
+        """Return the bucket's place in the order of reduction."""
         return self._bucket.index
 
     def is_last(self) -> bool:
-        """**Local.** Whether it is the last bucket of this backward."""
+        """Return whether it is the last bucket of this backward."""
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """**Local.** All gradients of the bucket, 1-D, not yet divided by the world size."""
+        """Return all gradients of the bucket, 1-D, not yet divided by the world size."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """**Local.** Put another tensor of as many elements in the place of the buffer, for the rest of this hook."""
+        """Put another tensor of as many elements in the place of the buffer, for the rest of this hook."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """**Local.** The gradients in the buffer, one view for each parameter, in its shape."""
+        """Return the gradients in the buffer, one view for each parameter, in its shape."""
         if self._buffer is self._bucket.values:
             return list(self._bucket.views)
         parts = self._buffer.split_with_sizes([param.numel() for param in self._bucket.params])
         return [part.view(param.shape) for part, param in zip(parts, self._bucket.params, strict=True)]
 
     def parameters(self) -> list[Tensor]:
-        """**Local.** The parameters of the bucket."""
+        """Return the parameters of the bucket."""
         return list(self._bucket.params)
 
 

@@ -163,7 +163,7 @@ class Replica(Joinable, BackwardListener):
         return self._reducer.backward is not None
 
     def release(self) -> None:
-        """**Local.** Leave the module as it was before; see :func:`lockstep.release`.
+        """Leave the module as it was before; see :func:`lockstep.release`.
 
         Raises:
             LockstepError: a backward is under way.
@@ -240,7 +240,7 @@ class Replica(Joinable, BackwardListener):
 
     @_torch.mark_untraced
     def after_forward(self, output: Any) -> None:
-        """**Local.** Look out for the backward through ``output``."""
+        """Look out for the backward through ``output``."""
         if torch.is_grad_enabled() and not _transformed():
             self._watch.watch(output, self._known_last(), self._own.stand_ins())
 
@@ -327,7 +327,8 @@ class Replica(Joinable, BackwardListener):
         outcome = self._reducer.finish(left_out=left_out)
         mistake = outcome.mistake
         if forward.sync:
-            mistake = mistake or self._own.left_out([self._reducer.params[position] for position in outcome.missing])
+            if outcome.missing or self._own.watches_all:
+                mistake = mistake or self._own.left_out([self._reducer.params[i] for i in outcome.missing])
             if self._warns_of_unused and outcome.unused is not None:
                 self._warns_of_unused = False
                 self._warn_unused(outcome.unused)
@@ -361,7 +362,7 @@ class Replica(Joinable, BackwardListener):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """**Local.** See :func:`lockstep.no_sync`."""
+        """See :func:`lockstep.no_sync`."""
         before, self.syncs = self.syncs, False
         try:
             yield
@@ -375,7 +376,7 @@ class Replica(Joinable, BackwardListener):
         self._broadcast(tensors, 0, "sending rank 0's parameters and buffers" if params else "sending the buffers")
 
     def logged(self) -> dict[str, Any]:
-        """**Local.** What torch's DDP logs of itself, under torch's names; times are not measured."""
+        """Return what torch's DDP logs of itself, under torch's names; times are not measured."""
         module = self._living_module()
         params = [param for _, param in parameters_of(module) if param.requires_grad]
         return {
@@ -397,7 +398,7 @@ class Replica(Joinable, BackwardListener):
         }
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """**Local.** See :func:`lockstep.register_comm_hook`."""
+        """See :func:`lockstep.register_comm_hook`."""
         if not callable(hook):
             raise TypeError(f"a comm hook must be callable, not {type(hook).__name__}")
         self._reducer.register_comm_hook(state, hook)
@@ -405,7 +406,7 @@ class Replica(Joinable, BackwardListener):
     # Join -----------------------------------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """**Local.** Called by :class:`torch.distributed.algorithms.Join`."""
+        """Serve :class:`torch.distributed.algorithms.Join`."""
         self._divides_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
         return ReplicaJoinHook(self, divide_by_initial_world_size=self._divides_by_initial_world_size)
 

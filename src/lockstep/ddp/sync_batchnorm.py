@@ -124,7 +124,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def convert_sync_batchnorm(module: Module, process_group: dist.ProcessGroup | None = None) -> Module | SyncBatchNorm:
-    """**Local.** Replace every batch norm in ``module`` (torch's SyncBatchNorm included) by a :class:`SyncBatchNorm`.
+    """Replace every batch norm in ``module`` (torch's SyncBatchNorm included) by a :class:`SyncBatchNorm`.
 
     Parameters, buffers and switches (training, ``requires_grad``) are taken over as they are, so an optimizer that
     holds the parameters still does. Convert before :func:`lockstep.replicate`.

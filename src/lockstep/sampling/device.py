@@ -11,7 +11,7 @@ from lockstep.trees import leaves, to_device
 
 
 def on_device(fetched: Iterable[Fetched], device: torch.device) -> Iterator[Fetched]:
-    """**Local.** The same batches on ``device``: each is copied on a stream of its own while the one before is used."""
+    """Return the same batches on ``device``: each is copied on a stream of its own while the one before is used."""
     stream = torch.cuda.Stream(device)
     ahead: tuple[Fetched, torch.cuda.Event] | None = None
     for item in fetched:

@@ -49,7 +49,7 @@ def draw_order(sampler: Any, world: World, *, seed: int, epoch: int) -> torch.Te
 
 
 def digest_of(order: torch.Tensor) -> str:
-    """**Local.** A short digest of an order, to notice that a sampler drew another one."""
+    """Return a short digest of an order, to notice that a sampler drew another one."""
     return hashlib.blake2b(order.numpy().data, digest_size=16).hexdigest()
 
 

@@ -13,7 +13,7 @@ from lockstep.trees import leaves, parts_of, rebuilt
 
 
 def nothing_of(one: Any, two: Any) -> Any:
-    """**Local.** The batch of no samples, from the batches of one sample and of that sample twice.
+    """Return the batch of no samples, from the batches of one sample and of that sample twice.
 
     What the number of samples changes is extended to none: a dimension that grew from n to n + k has size n - k, a
     sequence of one element per sample is empty, a count of samples is 0. What it does not change stays. So any layout
@@ -43,7 +43,7 @@ def _empty_tensor(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(tree: Any) -> str:
-    """**Local.** A digest of the contents of ``tree``: equal contents have equal fingerprints on every rank."""
+    """Return a digest of the contents of ``tree``: equal contents have equal fingerprints on every rank."""
     digest = hashlib.blake2b(digest_size=16)
 
     for leaf in leaves(tree):
@@ -61,7 +61,7 @@ def fingerprint(tree: Any) -> str:
 
 
 def size_unlike(batch: Any, samples: int) -> int | None:
-    """**Local.** The size of a batch that seems to have been made of fewer samples than ``samples``, or None.
+    """Return the size of a batch that seems to have been made of fewer samples than ``samples``, or None.
 
     A layout is the ``collate_fn``'s own affair, so this can only be guessed: None if anything in the batch has
     ``samples`` elements, or each tensor has that many along its second dimension (time before batch), or all sizes are

@@ -117,19 +117,19 @@ class Checkpointer:
         self._position.step = step
 
     def _refuse_unsavable(self) -> tuple[str, str]:
-        """Each rank looks at what it holds; its model's parameters in short."""
+        """Look at what this rank holds; its model's parameters in short."""
         self._run.refuse_unsavable()
         return parameters_in_short(self._run.model)
 
     def _claim_folder(self) -> tuple[RunLock | None, int]:
-        """Rank 0 makes the folder and takes it for this job; the user whom new files there belong to."""
+        """Make the folder on rank 0 and take it for this job; the user whom new files there belong to."""
         if not self._world.is_main:
             return None, os.geteuid()
         owner = folders.prepare_root(self.folder, on=self._storage)
         return RunLock(self.folder), owner
 
     def epochs(self, count: int, *, resume: bool = True) -> Iterator[int]:
-        """**Collective.** The epochs still to do out of ``count``: ``for epoch in saved.epochs(10)``.
+        """**Collective.** Yield the epochs still to do out of ``count``: ``for epoch in saved.epochs(10)``.
 
         Restores the newest checkpoint first, unless :meth:`restore` or :meth:`save` was called before. An interrupted
         epoch (saved within the loader's loop) is repeated from where it stopped; one that was saved after the loader's
@@ -210,7 +210,7 @@ class Checkpointer:
 
     @writer.phase(Phase.SAVE)
     def async_save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> None:
-        """**Collective.** As :meth:`save`, but training goes on as soon as the state is copied in memory.
+        """**Collective.** Do as :meth:`save`, but let training go on as soon as the state is copied in memory.
 
         A thread writes the copy. At most one save is under way: the next one waits for it. Memory: each rank keeps one
         buffer as large as what it writes, about the size of the state divided by the number of ranks (pinned on a
@@ -237,8 +237,7 @@ class Checkpointer:
 
     @writer.phase(Phase.SAVE)
     def wait(self) -> Path | None:
-        """**Local.** Wait until the :meth:`async_save` that is under way is on the disk: its folder; None if there is
-        none.
+        """Wait until the :meth:`async_save` that is under way is on the disk: its folder; None if there is none.
 
         Raises:
             CheckpointError: it failed; the same on every rank, and raised once.
@@ -270,7 +269,7 @@ class Checkpointer:
         return share, position.moment(run.loader, epoch_done=epoch_done, metric=_finite(metric))
 
     def _refuse_foreign_folder(self) -> None:
-        """Rank 0 looks for checkpoints that this run has nothing to do with."""
+        """Refuse, on rank 0, checkpoints that this run has nothing to do with."""
         if self._owns_folder or not self._world.is_main:
             return
         there = folders.checkpoints(self.folder, on=self._storage)

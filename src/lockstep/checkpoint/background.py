@@ -159,7 +159,7 @@ def _watch_exit(background: Background) -> None:
 
 
 def _at_exit() -> None:
-    """A run whose last save failed must not look like one that ended well."""
+    """Let no run whose last save failed look like one that ended well."""
     failed = [each.failed_unheard() for each in _all]
     if any(failed) and getattr(sys, "last_value", None) is None:
         print("lockstep: the last save failed, so this process ends with exit code 1", file=sys.stderr)

@@ -75,7 +75,7 @@ class StepBoundary:
             )
 
     def between_steps(self, *, epoch_done: bool | None) -> None:
-        """**Collective.** A loop of the user's own is between two steps."""
+        """**Collective.** Note that a loop of the user's own is between two steps."""
         self._watched = True
         self.reached(epoch_done=epoch_done)
 
@@ -107,7 +107,7 @@ class StepBoundary:
             self._save_and_leave(saver, epoch_done)
 
     def _due_at_last(self) -> Kind | None:
-        """The most urgent thing that any rank was asked for; for once it pays to ask all."""
+        """Find the most urgent thing that any rank was asked for; for once it pays to ask all."""
         assert self._agreement is not None, "made at the first boundary"
         wishes = [wish for wish in (self._requests.wanted, self._agreement.pending()) if wish is not None]
         wanted = [int(wish) for wish in wishes]
@@ -132,7 +132,7 @@ class StepBoundary:
         raise SystemExit(note.EXIT_SAVED)
 
     def _leave_word(self, step: int, folder: Path) -> None:
-        """Rank 0 tells the watcher where the run goes on or, where there is none, the user."""
+        """Tell the watcher, from rank 0, where the run goes on or, where there is none, the user."""
         if not self._world.is_main:
             return
         job_folder = knobs.job_dir()

@@ -67,7 +67,7 @@ class CheckpointGone(CheckpointError):
 
 
 def _is_named(fd: int, path: Path) -> bool:
-    """Whether a path still leads to the file that is held."""
+    """Say whether a path still leads to the file that is held."""
     held = os.fstat(fd)
     try:
         named = path.lstat()

@@ -42,7 +42,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def _inner(module: nn.Module) -> str | None:
-    """The name under which a wrapper holds the user's module; None if this is none."""
+    """Return the name under which a wrapper holds the user's module; None if this is none."""
     if _COMPILED in module._modules:
         return _COMPILED
     if any(cls.__name__ in _WRAPPERS for cls in type(module).__mro__) and "module" in module._modules:
@@ -91,7 +91,7 @@ def aligned(own: Collection[str], saved: Iterable[str]) -> dict[str, str]:
 
 
 def _by_core(names: Iterable[str]) -> dict[str, str]:
-    """Names by what is left of them without the wrappers' words, as far as that is one name's alone."""
+    """Return names by what is left of them without the wrappers' words, as far as that is one name's alone."""
     cores = {name: ".".join(word for word in name.split(".") if word not in _WORDS) or name for name in names}
     count = Counter(cores.values())
     return {core: name for name, core in cores.items() if count[core] == 1}

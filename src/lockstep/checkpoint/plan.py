@@ -102,7 +102,7 @@ class Outline:
         return cls(**record)
 
     def differs_in(self, file: str, other: Outline) -> bool:
-        """Whether two ranks hold different things in a file."""
+        """Say whether two ranks hold different things in a file."""
         return self.fingerprints.get(file) != other.fingerprints.get(file)
 
 

@@ -86,14 +86,14 @@ def superfluous(entries: Iterable[Entry], rule: Retention) -> list[Entry]:
 
 
 def _latest_of_each_step(entries: list[Entry], newest: Entry) -> list[Entry]:
-    """Those that no later save of the same step replaces."""
+    """Choose those that no later save of the same step replaces."""
     latest = {entry.step: entry for entry in entries}
     latest.pop(newest.step, None)
     return list(latest.values())
 
 
 def _wanted(candidates: list[Entry], rule: Retention) -> set[str]:
-    """The names of the candidates (oldest first) that the rule keeps."""
+    """Name the candidates (oldest first) that the rule keeps."""
     last = candidates if rule.last is None else candidates[len(candidates) - min(rule.last, len(candidates)) :]
     every = [entry for entry in candidates if rule.every is not None and entry.step % rule.every == 0]
     measured = [entry for entry in reversed(candidates) if entry.metric is not None and math.isfinite(entry.metric)]

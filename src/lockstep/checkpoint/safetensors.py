@@ -130,7 +130,7 @@ class TensorFile:
 
 
 def _first(tensor: torch.Tensor) -> torch.Tensor:
-    """Some bytes of a tensor of any strides on any device, without a copy of all of it."""
+    """Return some bytes of a tensor of any strides on any device, without a copy of all of it."""
     while tensor.dim() > 1 and not tensor.is_contiguous():
         tensor = tensor[0]
     count = _SAMPLE // tensor.element_size()
@@ -229,7 +229,7 @@ def unsavable(tensor: torch.Tensor) -> str | None:
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a class of its own, and no memory."""
+    """Say whether a tensor has a class of its own, and no memory."""
     if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return False
     try:

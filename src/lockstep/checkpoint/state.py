@@ -267,7 +267,7 @@ def _refuse_tensors(module: nn.Module, name: str) -> None:
 
 
 def _is_a(thing: object, name: str) -> bool:
-    """Whether it is of a class of torch's of this name, whose module is slow to import, or can't be everywhere."""
+    """Say whether it is of a class of torch's of this name, whose module is slow to import, or can't be everywhere."""
     return any(cls.__name__ == name and cls.__module__.startswith("torch.") for cls in type(thing).__mro__)
 
 
@@ -333,7 +333,7 @@ class Position:
         self._tell()
 
     def _tell(self) -> None:
-        """The launcher compares failures by their steps. Steps that a user counts are not told: they may be saves."""
+        """Tell the launcher, which compares failures by their steps; steps that a user counts may be saves."""
         own = standing.own()
         if own is not None:
             own.at_step(self.step)

@@ -59,7 +59,7 @@ def load_weights(
     prefix: str = "",
     key: str | None = None,
 ) -> LoadedWeights:
-    """**Local.** Load a model's weights; needs no ``lockstep.init()``.
+    """Load a model's weights; needs no ``lockstep.init()``.
 
     What DistributedDataParallel, DataParallel and ``torch.compile`` put into the names (``module.``, ``_orig_mod.``,
     before or within them) makes no difference, neither in the file nor in the model.
@@ -120,7 +120,7 @@ def _under_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _advice(own: list[str], state: Mapping[str, Any]) -> str:
-    """What would make the names fit, if it is as simple as a prefix."""
+    """Say what would make the names fit, if it is as simple as a prefix."""
     if not own:
         return ""
     prefixes = {name.removesuffix(own[0]) for name in state if name.endswith(f".{own[0]}")}
@@ -180,7 +180,7 @@ def _newest(folder: Path) -> tuple[Path, Mapping[str, Any]]:
 
 
 def _weights_in(folder: Path) -> Path:
-    """The file that holds a folder's weights, or the index of those that do."""
+    """Find the file that holds a folder's weights, or the index of those that do."""
     several = sorted(folder.glob("model_[0-9]*.safetensors")) + sorted(folder.glob("pytorch_model_[0-9]*.bin"))
     if several:  # accelerate's save_state of more than one model
         names = ", ".join(path.name for path in several[:_SHOWN])
@@ -219,7 +219,7 @@ def _what_else_is_in(folder: Path) -> str:
 
 
 def _in_shards(index: Path, key: str | None) -> dict[str, Any]:
-    """The tensors of all the files that an index names."""
+    """Read the tensors of all the files that an index names."""
     _refuse_key(key, index, "its shards hold tensors by name, without nests; prefix= chooses among them")
     shards = _shards_of(index)
     missing = [name for name in shards if not (index.parent / name).is_file()]
@@ -243,7 +243,7 @@ def _in_shards(index: Path, key: str | None) -> dict[str, Any]:
 
 
 def _shards_of(index: Path) -> dict[str, list[str]]:
-    """The names of tensors by that of the file that has them, which lies beside the index."""
+    """Read the names of tensors by that of the file that has them, which lies beside the index."""
     size = index.stat().st_size
     if size > _MAX_INDEX:
         raise CheckpointCorrupt(f"{index}: {size} bytes, and no index has more than {_MAX_INDEX}")
@@ -331,7 +331,7 @@ def _state_dict_under(key: str, loaded: Any, path: Path) -> Mapping[str, Any]:
 
 
 def _under(key: str, loaded: Any) -> Any:
-    """The value under a key, which may have dots in it, or between the keys of nested dicts; None: there is none."""
+    """Find the value under a key, with dots in it or between the keys of nested dicts; None if there is none."""
     if not isinstance(loaded, Mapping):
         return None
     if key in loaded:
@@ -342,7 +342,7 @@ def _under(key: str, loaded: Any) -> Any:
 
 
 def _state_dicts(loaded: Any, depth: int = 3) -> list[str]:
-    """The keys, with dots between them, under which there are tensors by name."""
+    """List the keys, with dots between them, under which there are tensors by name."""
     if not isinstance(loaded, Mapping) or not depth:
         return []
     found = []

@@ -16,7 +16,7 @@ two rounds of distance a collective may also read the stage of round k until it 
 all-reduce reads the reduced chunk k after the tokens of round k + 1. Two stages would not allow that; three do.
 
 *No lost or extra token.* Before the first round's data is used the ranks compare fingerprints, so they agree on the
-collective and hence on its number of rounds. A rank that finds a difference ends the group (failure.py), and no token
+collective and hence on its number of rounds. A rank that finds a difference ends the group (health.py), and no token
 counts afterwards.
 
 *Waiting.* A rank first polls for a few microseconds, then offers its core to others for a while, then sleeps in the
@@ -33,13 +33,11 @@ from collections.abc import Container
 import torch
 
 from lockstep import machine
-from lockstep.comm.shm import fingerprint, messages, semaphore
-from lockstep.comm.shm.failure import Failure, again
+from lockstep.comm.shm import fingerprint, semaphore
+from lockstep.comm.shm.health import Health
 from lockstep.comm.shm.layout import BUFFERS, HEADER, Layout
-from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.segment import Segment
-from lockstep.comm.shm.standing import Standing
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
+from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.recorder import writer
 
 #: Seconds between two looks at the health of the group while a rank sleeps.
@@ -55,18 +53,16 @@ _Views = list[list[torch.Tensor]]
 
 
 class Rounds:
-    """The rounds of one group, seen from one rank. Used by one thread at a time (executor.py)."""
+    """The rounds of one group, seen from one rank. Used by one thread at a time (work.py)."""
 
-    def __init__(self, segment: Segment, layout: Layout, *, rank: int, peers: Peers, failure: Failure) -> None:
+    def __init__(self, segment: Segment, layout: Layout, *, rank: int, health: Health) -> None:
         self.rank = rank
         self.size = layout.world_size
         #: Bytes of one stage.
         self.chunk = layout.chunk
-        self.peers = peers
         self._segment = segment
         self._layout = layout
-        self._failure = failure
-        self._standing = Standing(segment, layout, rank=rank, peers=peers)
+        self._health = health
         others = [peer for peer in range(self.size) if peer != rank]
         self._posts = [segment.address + layout.token(rank, peer) for peer in others]
         self._waits = [(peer, segment.address + layout.token(peer, rank)) for peer in others]
@@ -87,7 +83,7 @@ class Rounds:
         self._yielding = _YIELDING_CROWDED if crowded else _YIELDING
 
     def begin(self, body: bytes, *, timeout: float) -> None:
-        """**Local.** Start the group's next collective; its fingerprint goes out with the first :meth:`sync`.
+        """Start the group's next collective; its fingerprint goes out with the first :meth:`sync`.
 
         Args:
             body: from :func:`fingerprint.take`.
@@ -143,10 +139,6 @@ class Rounds:
         self._round += 1
         self._buffer = self._round % BUFFERS
 
-    def disagree(self, what: str) -> LockstepError:
-        """**Local.** End the group because the ranks' arguments do not fit together; returns what to raise."""
-        return self._end(CollectiveMismatch(messages.disagreement(self.rank, self._current, what)))
-
     def _view(self, buffer: int, dtype: torch.dtype) -> list[torch.Tensor]:
         offsets = [self._layout.stage(peer, buffer) for peer in range(self.size)]
         return [self._segment.bytes[offset : offset + self.chunk].view(dtype) for offset in offsets]
@@ -163,16 +155,15 @@ class Rounds:
     def _sleep(self, pending: list[tuple[int, int]]) -> None:
         begun = time.monotonic()
         while pending:
-            error = self._failure.known()
-            if error is not None:
-                raise again(error)
+            self._health.check()
             if semaphore.wait(pending[0][1], min(SLICE, max(0.0, self._timeout - (time.monotonic() - begun)))):
                 pending = pending[1:]
                 continue
             self._look(pending)
             pending = [each for each in pending if semaphore.trywait(each[1]) != 0]
             if pending and time.monotonic() - begun >= self._timeout:
-                raise self._end(CollectiveTimeout(self._late(pending)))
+                what = fingerprint.describe(self._current)
+                raise self._health.late(what, self._timeout, [peer for peer, _ in pending])
 
     def _poll(self, pending: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Without sleeping: what is still missing after a short while."""
@@ -191,18 +182,15 @@ class Rounds:
 
     def _look(self, pending: list[tuple[int, int]]) -> None:
         """A slice has passed without a token: has the group failed, a rank died, or left, or come to another place?"""
-        error = self._failure.known()
-        if error is not None:
-            raise again(error)
+        self._health.check()
         missing = {peer for peer, _ in pending}
-        gone = [peer for peer in self.peers.gone() if peer in missing]
-        left = [peer for peer in missing if self._segment.view[self._layout.presence(peer)]]
+        gone, left = self._health.gone() & missing, self._health.left() & missing
         if gone or left:
             # What they posted before they went is there by now: look once more.
             still = {peer for peer, token in pending if semaphore.trywait(token) != 0 or self._put_back(token)}
-            gone, left = [p for p in gone if p in still], [p for p in left if p in still and p not in gone]
-            if gone or left:
-                raise self._end(PeerLost(self._lost(gone, left)))
+            away = sorted((gone | left) & still)
+            if away:
+                raise self._health.lost(fingerprint.describe(self._current), away, ended=bool(gone & still))
         if self._fresh:
             self._compare({peer for peer in range(self.size) if peer not in missing})
 
@@ -214,31 +202,27 @@ class Rounds:
 
     # --- errors ----------------------------------------------------------------------------------------------------
 
+    def disagree(self, what: str) -> LockstepError:
+        """End the group because the ranks' arguments do not fit together; returns what to raise."""
+        said = f"rank {self.rank} in {fingerprint.describe(self._current)}: {what}; nothing was moved"
+        return self._health.end(CollectiveMismatch(said))
+
     def _compare(self, arrived: Container[int]) -> None:
         """Compare the fingerprints of the ranks whose tokens were taken with this rank's."""
         key = self._current[: fingerprint.KEY]
         view = self._segment.view
         for peer, offset in self._headers[self._buffer]:
             if view[offset : offset + fingerprint.KEY] != key and peer in arrived:
-                ranks = [rank for rank in range(self.size) if rank in arrived or rank == self.rank]
-                raise self._end(CollectiveMismatch(messages.mismatch(self.rank, {r: self._seen(r) for r in ranks})))
+                raise self._health.end(CollectiveMismatch(self._mismatch(arrived)))
 
-    def _late(self, pending: list[tuple[int, int]]) -> str:
-        late = [peer for peer, _ in pending]
-        others = [peer for peer, _ in self._waits if peer not in late]
-        where = self._standing.describe([*late, *others])
-        said = messages.late(self.rank, fingerprint.describe(self._current), self._timeout, late, where)
-        return said + writer.told()
-
-    def _lost(self, gone: list[int], left: list[int]) -> str:
-        where = self._standing.describe([*gone, *left])
-        return messages.lost(self.rank, fingerprint.describe(self._current), gone, left, where)
-
-    def _seen(self, rank: int) -> bytes:
-        """The header of this round."""
-        offset = self._headers[self._buffer][rank][1]
-        return bytes(self._segment.view[offset : offset + HEADER])
-
-    def _end(self, error: LockstepError) -> LockstepError:
-        """Report ``error`` and return what to raise: the first error that any rank reported."""
-        return again(self._failure.report(error))
+    def _mismatch(self, arrived: Container[int]) -> str:
+        lines = [
+            f"  rank {rank}: {fingerprint.describe(bytes(self._segment.view[offset : offset + HEADER]))}\n"
+            for rank, offset in self._headers[self._buffer]
+            if rank in arrived or rank == self.rank
+        ]
+        return (
+            f"rank {self.rank}: the ranks are in different collectives, or in one with different arguments; "
+            f"nothing was moved:\n{''.join(lines)}"
+            "Every rank must issue the same collectives in the same order, with tensors of equal size and dtype."
+        )

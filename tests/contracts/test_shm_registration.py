@@ -1,8 +1,7 @@
-"""Who registers the backend "shm": torch itself where lockstep is installed, else lockstep; whoever is imported first."""
+"""Who registers the backend "shm": torch itself where lockstep is installed, else lockstep; in either order."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import LIMIT, environment
+from tests.launching import LIMIT, environment, python_path
 
 pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
 
@@ -43,8 +42,7 @@ def _not_installed(folder: Path) -> str:
 
 
 def _run(code: str, tmp_path: Path, first: str, **variables: str) -> str:
-    env = {**environment(tmp_path), **variables}
-    env["PYTHONPATH"] = os.pathsep.join([first, env["PYTHONPATH"]])
+    env = {**environment(tmp_path), **variables, "PYTHONPATH": python_path(Path(first))}
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning:lockstep", "-c", code],
         env=env,

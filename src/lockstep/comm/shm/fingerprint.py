@@ -109,7 +109,7 @@ def _words(frame: FrameType | None) -> str:
     return "torch's own thread (autograd or a reducer)" if frame is None else words(frame.f_code, frame.f_lineno)
 
 
-def describe(header: bytes) -> str:
+def describe(header: bytes | memoryview) -> str:
     """Put a header into words: ``all_reduce #12 (SUM, torch.float32, 10 elements) at train.py:30 in step``."""
     sequence, numel, digest, operation, reduce_op, dtype, root = _KEY.unpack_from(header)
     if sequence == 0:
@@ -124,7 +124,7 @@ def describe(header: bytes) -> str:
         facts.append(f"root {root}")
     if digest:
         facts.append(f"detail {digest:08x}")
-    place = header[KEY:].rstrip(b"\0").decode(errors="replace")
+    place = bytes(header[KEY:]).rstrip(b"\0").decode(errors="replace")
     name = OPERATIONS[operation] if operation < len(OPERATIONS) else f"operation {operation}"
     details = f" ({', '.join(facts)})" if facts else ""
     return f"{name} #{sequence}{details} at {place}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
-from lockstep.comm.shm.health import Health
+from lockstep.comm.shm.health import Health, again
 from lockstep.comm.shm.p2p import Messages
 from lockstep.comm.shm.rendezvous import meet
 from lockstep.comm.shm.rounds import Rounds
@@ -18,6 +18,17 @@ from lockstep.errors import LockstepError
 
 #: What a collective does with the rounds, once its turn has come.
 Move = Callable[[Rounds], None]
+
+#: This process, kept so that asking costs nothing.
+_process = os.getpid()
+
+
+def _after_fork() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Group:
@@ -30,7 +41,7 @@ class Group:
         self.size = size
         #: Seconds a round may wait, unless the call says otherwise.
         self.timeout = timeout
-        self._pid = os.getpid()
+        self._process = _process
         self._closed = False
         self._segment, self._layout, whereabouts = meet(store, rank=rank, size=size, timeout=timeout, chunk=chunk)
         self.health = Health(self._segment, self._layout, whereabouts, rank=rank, members=members)
@@ -57,11 +68,12 @@ class Group:
             LockstepError: the group has failed before, was destroyed, or belongs to the process this was forked from.
         """
         self.check(name)
-        if not asynchronous and self._turns.enter():
+        turns = self._turns
+        if not asynchronous and not turns.queue and turns.lock.acquire(False):
             try:
                 self._run(name, fingerprint, move, timeout)
             finally:
-                self._turns.leave()
+                turns.lock.release()
             return ShmWork(name, result)
 
         def run() -> None:
@@ -83,14 +95,16 @@ class Group:
 
     def check(self, name: str) -> None:
         """Refuse to begin ``name`` where it can't work."""
-        if os.getpid() != self._pid:
+        if self._process != _process:
             raise LockstepError(
-                f"{name}: this process ({os.getpid()}) was forked from rank {self.rank} (process {self._pid}), whose "
+                f"{name}: this process ({_process}) was forked from rank {self.rank} (process {self._process}), whose "
                 "process group it can't use; call init_process_group in the child, or start ranks with lockstep run"
             )
         if self._closed:
             raise LockstepError(f"{name}: rank {self.rank} has destroyed this process group")
-        self.health.check()
+        error = self.health.known()
+        if error is not None:
+            raise again(error)
 
     def _run(self, name: str, fingerprint: bytes, move: Move, timeout: float) -> None:
         rounds = self._rounds
@@ -114,7 +128,7 @@ class Group:
         if self._closed:
             return
         self._closed = True
-        if os.getpid() != self._pid:  # a forked child has a copy of this object, and no part in the group
+        if self._process != _process:  # a forked child has a copy of this object, and no part in the group
             return
         self._turns.close()
         if self._messages is not None:
@@ -125,5 +139,5 @@ class Group:
 
     def abort(self, reason: str) -> None:
         """End the group on all ranks: everything in flight raises."""
-        if not self._closed and os.getpid() == self._pid:
+        if not self._closed and self._process == _process:
             self.health.end(LockstepError(f"rank {self.rank} aborted the process group: {reason}"))

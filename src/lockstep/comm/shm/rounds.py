@@ -66,16 +66,17 @@ class Rounds:
         others = [peer for peer in range(self.size) if peer != rank]
         self._posts = [segment.address + layout.token(rank, peer) for peer in others]
         self._waits = [(peer, segment.address + layout.token(peer, rank)) for peer in others]
-        self._headers = [
-            [(peer, layout.header(peer, buffer)) for peer in range(self.size)] for buffer in range(BUFFERS)
-        ]
+        #: By buffer, then by rank; and of each what must be equal on all ranks.
+        self._headers = [[self._header(peer, buffer) for peer in range(self.size)] for buffer in range(BUFFERS)]
+        self._keys = [[header[: fingerprint.KEY].cast("Q") for header in headers] for headers in self._headers]
         self._round = 0
         self._buffer = 0
         self._sequence = 0
         self._stages: dict[torch.dtype, _Views] = {}
         self._slices: dict[tuple[torch.dtype, int], _Views] = {}
         # Of the collective that runs.
-        self._current = b""
+        self._current = memoryview(b"")  # its header
+        self._key = memoryview(b"")
         self._fresh = False  # its fingerprint has not been compared yet
         self._timeout = 0.0
         crowded = self.size > machine.cores()
@@ -91,10 +92,11 @@ class Rounds:
         """
         self._sequence += 1
         self._timeout = timeout
-        header = self._current = self._sequence.to_bytes(8, "little") + body
         self._fresh = True
-        offset = self._headers[self._buffer][self.rank][1]
-        self._segment.view[offset : offset + HEADER] = header
+        header = self._current = self._headers[self._buffer][self.rank]
+        self._key = self._keys[self._buffer][self.rank]
+        header[8:] = body
+        self._key[0] = self._sequence
 
     def stages(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """The stages of the current round, by rank: 1-d tensors of ``dtype`` that cover ``chunk`` bytes."""
@@ -130,8 +132,8 @@ class Rounds:
             semaphore.post(token)
         trywait = semaphore.trywait
         for index, (_, token) in enumerate(self._waits):
-            if trywait(token) != 0:
-                self._wait(index)
+            if trywait(token) != 0 and not self._poll(token):
+                self._sleep(self._waits[index:])
                 break
         if self._fresh:
             self._compare(range(self.size))
@@ -139,48 +141,45 @@ class Rounds:
         self._round += 1
         self._buffer = self._round % BUFFERS
 
+    def _header(self, rank: int, buffer: int) -> memoryview:
+        offset = self._layout.header(rank, buffer)
+        return self._segment.view[offset : offset + HEADER]
+
     def _view(self, buffer: int, dtype: torch.dtype) -> list[torch.Tensor]:
         offsets = [self._layout.stage(peer, buffer) for peer in range(self.size)]
         return [self._segment.bytes[offset : offset + self.chunk].view(dtype) for offset in offsets]
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 
-    def _wait(self, index: int) -> None:
-        """Take the tokens that are not there yet: all from ``index`` on."""
-        pending = self._poll(self._waits[index:])
-        if pending:
-            with writer.waiting(fingerprint.describe(self._current)):
-                self._sleep(pending)
-
-    def _sleep(self, pending: list[tuple[int, int]]) -> None:
-        begun = time.monotonic()
-        while pending:
-            self._health.check()
-            if semaphore.wait(pending[0][1], min(SLICE, max(0.0, self._timeout - (time.monotonic() - begun)))):
-                pending = pending[1:]
-                continue
-            self._look(pending)
-            pending = [each for each in pending if semaphore.trywait(each[1]) != 0]
-            if pending and time.monotonic() - begun >= self._timeout:
-                what = fingerprint.describe(self._current)
-                raise self._health.late(what, self._timeout, [peer for peer, _ in pending])
-
-    def _poll(self, pending: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Without sleeping: what is still missing after a short while."""
+    def _poll(self, token: int) -> bool:
+        """Wait for a short while without sleeping; True if the token came."""
         trywait = semaphore.trywait
         for _ in range(self._polls):
-            pending = [each for each in pending if trywait(each[1]) != 0]
-            if not pending:
-                return pending
+            if trywait(token) == 0:
+                return True
         limit = time.monotonic() + self._yielding
         while time.monotonic() < limit:
             os.sched_yield()
-            pending = [each for each in pending if trywait(each[1]) != 0]
-            if not pending:
-                break
-        return pending
+            if trywait(token) == 0:
+                return True
+        return False
 
-    def _look(self, pending: list[tuple[int, int]]) -> None:
+    def _sleep(self, pending: list[tuple[int, int]]) -> None:
+        """Take the tokens that are not there yet, and sleep until they come."""
+        begun = time.monotonic()
+        what = fingerprint.describe(self._current)
+        with writer.waiting(what):
+            while pending:
+                self._health.check()
+                if semaphore.wait(pending[0][1], min(SLICE, max(0.0, self._timeout - (time.monotonic() - begun)))):
+                    pending = pending[1:]
+                    continue
+                self._look(pending, what)
+                pending = [each for each in pending if semaphore.trywait(each[1]) != 0]
+                if pending and time.monotonic() - begun >= self._timeout:
+                    raise self._health.late(what, self._timeout, [peer for peer, _ in pending])
+
+    def _look(self, pending: list[tuple[int, int]], what: str) -> None:
         """A slice has passed without a token: has the group failed, a rank died, or left, or come to another place?"""
         self._health.check()
         missing = {peer for peer, _ in pending}
@@ -190,7 +189,7 @@ class Rounds:
             still = {peer for peer, token in pending if semaphore.trywait(token) != 0 or self._put_back(token)}
             away = sorted((gone | left) & still)
             if away:
-                raise self._health.lost(fingerprint.describe(self._current), away, ended=bool(gone & still))
+                raise self._health.lost(what, away, ended=bool(gone & still))
         if self._fresh:
             self._compare({peer for peer in range(self.size) if peer not in missing})
 
@@ -209,16 +208,15 @@ class Rounds:
 
     def _compare(self, arrived: Container[int]) -> None:
         """Compare the fingerprints of the ranks whose tokens were taken with this rank's."""
-        key = self._current[: fingerprint.KEY]
-        view = self._segment.view
-        for peer, offset in self._headers[self._buffer]:
-            if view[offset : offset + fingerprint.KEY] != key and peer in arrived:
+        key = self._key
+        for peer, theirs in enumerate(self._keys[self._buffer]):
+            if theirs != key and peer in arrived:
                 raise self._health.end(CollectiveMismatch(self._mismatch(arrived)))
 
     def _mismatch(self, arrived: Container[int]) -> str:
         lines = [
-            f"  rank {rank}: {fingerprint.describe(bytes(self._segment.view[offset : offset + HEADER]))}\n"
-            for rank, offset in self._headers[self._buffer]
+            f"  rank {rank}: {fingerprint.describe(header)}\n"
+            for rank, header in enumerate(self._headers[self._buffer])
             if rank in arrived or rank == self.rank
         ]
         return (

@@ -164,30 +164,17 @@ class Turns:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()
-        self._condition = threading.Condition(self._lock)
-        self._queue: deque[ShmWork] = deque()
-        #: A collective runs, on whichever thread, or the callbacks of one.
-        self._busy = False
+        #: Held by whoever runs a collective, or its callbacks. Tried by who issues one, if the queue is empty.
+        self.lock = threading.Lock()
+        #: Works that wait; the group's thread takes one out when it has the lock.
+        self.queue: deque[ShmWork] = deque()
+        self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
+        #: The group's thread has taken a work out and is not yet at its callbacks.
+        self._running = False
         #: The group's thread while it runs callbacks, see Note [Callbacks].
         self._in_callbacks: int | None = None
         self._closing = False
-
-    def enter(self) -> bool:
-        """Return True if the caller may run its collective right now, on its own thread; it then calls leave()."""
-        with self._lock:  # (the condition's own lock, taken the fast way)
-            if self._busy or self._queue:
-                return False
-            self._busy = True
-            return True
-
-    def leave(self) -> None:
-        """End what :meth:`enter` allowed."""
-        with self._lock:
-            self._busy = False
-            if self._queue or self._closing:
-                self._condition.notify_all()
 
     def put(self, work: ShmWork) -> None:
         """Run ``work`` after everything issued before; if a callback issues it, at once: see Note [Callbacks]."""
@@ -196,7 +183,7 @@ class Turns:
             work.shm_fulfil()
             return
         with self._condition:
-            self._queue.append(work)
+            self.queue.append(work)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=f"shm-{self._name}", daemon=True)
                 self._thread.start()
@@ -205,36 +192,37 @@ class Turns:
     def close(self) -> None:
         """Wait until all that was issued has run (each has its time limit), and end the thread."""
         thread = self._thread
+        if thread is threading.current_thread():  # a callback closes the group
+            self._closing = True
+            return
         with self._condition:
             self._closing = True
             self._condition.notify_all()
-            if thread is None:
-                self._condition.wait_for(lambda: not self._busy)
-            elif thread is not threading.current_thread():
-                self._condition.wait_for(lambda: not self._queue and (not self._busy or self._in_callbacks is not None))
-        if thread is not None and thread is not threading.current_thread():
+            self._condition.wait_for(lambda: not self.queue and not self._running)
+        if thread is not None:
             thread.join(_PARTING)
+        elif self.lock.acquire():  # another thread of the program may still be in a collective
+            self.lock.release()
 
     def _loop(self) -> None:
         writer.in_background()
-        while (work := self._next()) is not None:
-            work.shm_execute()
-            self._in_callbacks = threading.get_ident()
-            if self._closing:
+        while self._wait():
+            with self.lock:
+                self._running = True
+                work = self.queue.popleft()
+                work.shm_execute()
                 with self._condition:
+                    self._running = False
                     self._condition.notify_all()
-            try:
-                work.shm_fulfil()
-            finally:
-                self._in_callbacks = None
-                self.leave()
+                self._in_callbacks = threading.get_ident()
+                try:
+                    work.shm_fulfil()
+                finally:
+                    self._in_callbacks = None
             del work
 
-    def _next(self) -> ShmWork | None:
-        """Take the next work, and the turn; None when the group is closed."""
+    def _wait(self) -> bool:
+        """Wait for a work; False if the group is closed and there is none."""
         with self._condition:
-            self._condition.wait_for(lambda: not self._busy and (self._queue or self._closing))
-            if not self._queue:
-                return None
-            self._busy = True
-            return self._queue.popleft()
+            self._condition.wait_for(lambda: self.queue or self._closing)
+            return bool(self.queue)

@@ -28,13 +28,11 @@ import torch
 
 from lockstep.comm.shm.layout import part
 from lockstep.comm.shm.reduction import Reduction
-from lockstep.comm.shm.rounds import Rounds
+from lockstep.comm.shm.rounds import Rounds, Small
+from lockstep.comm.shm.semaphore import copy
 
 Tensors = Sequence[torch.Tensor]
 
-#: Bytes (of all ranks together) that each rank combines for itself. Below torch's grain for threads, so that every rank
-#: runs one and the same loop over the elements and gets the same bits.
-DIRECT_BYTES = 64 * 1024
 #: Bytes of a piece of memory that lies in all ranks: the result is copied to the other ranks while it is in the
 #: first-level or second-level cache.
 _PIECE = 128 * 1024
@@ -44,15 +42,10 @@ _PIECE = 128 * 1024
 
 
 def all_reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -> None:
-    """Combine ``flat`` over all ranks, in place. Its dtype is ``reduction.dtype``.
-
-    Small (one stage, and little enough that combining costs less than a second round): each rank stages its elements;
-    one round; each combines all ranks' stages for itself.
-    """
-    count = flat.numel()
-    dtype = reduction.dtype
-    if count * dtype.itemsize * rounds.size <= DIRECT_BYTES and count <= rounds.capacity(dtype):
-        stages = rounds.slices(dtype, count)
+    """Combine ``flat`` over all ranks, in place. Its dtype is ``reduction.dtype``."""
+    small = rounds.small(reduction.dtype, flat.numel())
+    if small is not None:
+        stages = small.views[rounds.buffer]
         reduction.load(flat, stages[rounds.rank])
         rounds.sync()
         reduction.over(stages, flat)
@@ -60,6 +53,20 @@ def all_reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -> None
         _each_for_itself(rounds, flat, reduction)
     else:
         _by_parts(rounds, flat, reduction)
+
+
+def all_reduce_small(rounds: Rounds, address: int, small: Small, reduction: Reduction) -> None:
+    """Combine the elements at ``address`` over all ranks, in place.
+
+    One stage, and little enough that combining costs less than a second round: each rank stages its elements; one
+    round; each combines all ranks' stages for itself. At such sizes most of the time goes into calls of torch's, so
+    there is one only, for the sum; elements are copied as bytes.
+    """
+    buffer = rounds.buffer
+    copy(small.own[buffer], address, small.nbytes)
+    rounds.sync()
+    reduction.over(small.views[buffer], small.result)
+    copy(address, small.result_address, small.nbytes)
 
 
 def _each_for_itself(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -> None:
@@ -71,7 +78,7 @@ def _each_for_itself(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -
     step = rounds.capacity(reduction.dtype)
     for start in range(0, flat.numel(), step):
         chunk = flat[start : start + step]
-        stages = rounds.slices(reduction.dtype, chunk.numel())
+        stages = [stage[: chunk.numel()] for stage in rounds.stages(reduction.dtype)]
         reduction.load(chunk, stages[rounds.rank])
         rounds.sync()
         reduction.over(stages, chunk)

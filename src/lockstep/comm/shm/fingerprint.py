@@ -9,7 +9,7 @@ from types import FrameType
 
 import torch
 
-from lockstep.caller import user_frame, words
+from lockstep.caller import user_frame, user_frame_and_depth, words
 from lockstep.comm import labels
 from lockstep.comm.shm.layout import HEADER
 
@@ -81,7 +81,7 @@ def take(
         detail: what else must be equal on every rank (shapes of a list of tensors, a factor); compared by digest.
     """
     label = labels.label()
-    frame = user_frame(sys._getframe(1))
+    frame = user_frame_and_depth(sys._getframe(1))[0]
     if frame is None:
         where: tuple[str, str, int, int] | None = None
     else:  # (a code object's hash takes a microsecond, that of its names nothing, and to find a line takes another)

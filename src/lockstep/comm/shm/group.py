@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
-from lockstep.comm.shm.health import Health, again
+from lockstep.comm.shm.health import Health
 from lockstep.comm.shm.p2p import Messages
 from lockstep.comm.shm.rendezvous import meet
 from lockstep.comm.shm.rounds import Rounds
@@ -67,7 +67,8 @@ class Group:
         Raises:
             LockstepError: the group has failed before, was destroyed, or belongs to the process this was forked from.
         """
-        self.check(name)
+        if self._closed or self._process != _process or self.health.known() is not None:
+            self.check(name)
         turns = self._turns
         if not asynchronous and not turns.queue and turns.lock.acquire(False):
             try:
@@ -81,7 +82,7 @@ class Group:
             self._run(name, fingerprint, move, timeout)
 
         work = ShmWork(name, result, run)
-        self._turns.put(work)
+        turns.put(work)
         if not asynchronous:
             work.wait()
         return work
@@ -102,9 +103,7 @@ class Group:
             )
         if self._closed:
             raise LockstepError(f"{name}: rank {self.rank} has destroyed this process group")
-        error = self.health.known()
-        if error is not None:
-            raise again(error)
+        self.health.check()
 
     def _run(self, name: str, fingerprint: bytes, move: Move, timeout: float) -> None:
         rounds = self._rounds

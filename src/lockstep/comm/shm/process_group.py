@@ -33,6 +33,8 @@ Tensors = list[torch.Tensor]
 _Base: Any = dist.ProcessGroup
 _AllgatherOptions: Any = _torch.all_gather_options()
 _PREMUL_SUM = REDUCE_OPS.index("PREMUL_SUM")
+#: Classes of tensors that are their memory and nothing else.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _profiler_enabled = _torch.profiler_enabled()
 
 
@@ -129,18 +131,21 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
         tensors.check("allreduce", tensors_)
         op, how = self._reduction(opts, tensor.dtype)
         group = self._shm_group
-        shared = group.shared.find(tensor) if group.shared and tensors.is_flat(tensor) else None
+        shared = group.shared.find(tensor) if group.shared.allocations and tensors.is_flat(tensor) else None
         detail: object = (shared.number, shared.offset) if shared is not None else None
         if how.factor != 1:
             detail = (detail, how.factor)
         body = fingerprint.take("all_reduce", tensor.dtype, tensor.numel(), reduce_op=op, detail=detail)
 
         def move(rounds: Rounds) -> None:
-            flat = tensors.target(tensor)
+            small = rounds.small(how.dtype, tensor.numel()) if how.factor == 1 else None
             if shared is not None:
-                views = [_as(view, how) for view in shared.views(flat)]
+                views = [_as(view, how) for view in shared.views(tensors.target(tensor))]
                 collectives.all_reduce_shared(rounds, views, how)
+            elif small is not None and tensor.__class__ in _PLAIN and tensors.is_flat(tensor):
+                collectives.all_reduce_small(rounds, tensor.data_ptr(), small, how)
             else:
+                flat = tensors.target(tensor)
                 collectives.all_reduce(rounds, _as(flat, how), how)
                 tensors.restore(tensor, flat)
 
@@ -547,7 +552,7 @@ def _counts(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]
 def _op(opts: Any) -> tuple[int, float]:
     """The reduce op as torch numbers it, and the factor of PREMUL_SUM (1 for all else)."""
     op = opts.reduceOp
-    kind = int(op.op)
+    kind = hash(op)  # its number, at a third of the cost of int(op.op)
     return kind, float(op.__getstate__()[1]) if kind == _PREMUL_SUM else 1.0
 
 

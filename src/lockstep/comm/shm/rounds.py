@@ -48,8 +48,28 @@ _POLLS = 40
 _YIELDING = 300e-6
 _YIELDING_CROWDED = 2e-3
 
+#: Bytes (of all ranks together) that each rank combines for itself, in one round. Below torch's grain for threads, so
+#: that every rank runs one and the same loop over the elements and gets the same bits.
+DIRECT_BYTES = 64 * 1024
+#: Sizes of small tensors for which views are kept, since the same few come again.
+_KEPT = 256
+
 #: Tensors by buffer, then by rank.
 _Views = list[list[torch.Tensor]]
+
+
+class Small:
+    """What a rank needs to combine so many elements that it does all of it by itself: kept from call to call."""
+
+    def __init__(self, views: _Views, rank: int) -> None:
+        #: The elements in the stages, by buffer, then by rank.
+        self.views = views
+        #: Where this rank's own lie, by buffer.
+        self.own = [stages[rank].data_ptr() for stages in views]
+        #: Memory of this process for the result.
+        self.result = torch.empty_like(views[0][rank])
+        self.result_address = self.result.data_ptr()
+        self.nbytes = self.result.nbytes
 
 
 class Rounds:
@@ -70,10 +90,11 @@ class Rounds:
         self._headers = [[self._header(peer, buffer) for peer in range(self.size)] for buffer in range(BUFFERS)]
         self._keys = [[header[: fingerprint.KEY].cast("Q") for header in headers] for headers in self._headers]
         self._round = 0
-        self._buffer = 0
+        #: The number of the current round's stage.
+        self.buffer = 0
         self._sequence = 0
         self._stages: dict[torch.dtype, _Views] = {}
-        self._slices: dict[tuple[torch.dtype, int], _Views] = {}
+        self._small: dict[tuple[torch.dtype, int], Small | None] = {}
         # Of the collective that runs.
         self._current = memoryview(b"")  # its header
         self._key = memoryview(b"")
@@ -93,8 +114,8 @@ class Rounds:
         self._sequence += 1
         self._timeout = timeout
         self._fresh = True
-        header = self._current = self._headers[self._buffer][self.rank]
-        self._key = self._keys[self._buffer][self.rank]
+        header = self._current = self._headers[self.buffer][self.rank]
+        self._key = self._keys[self.buffer][self.rank]
         header[8:] = body
         self._key[0] = self._sequence
 
@@ -103,18 +124,22 @@ class Rounds:
         views = self._stages.get(dtype)
         if views is None:
             views = self._stages[dtype] = [self._view(buffer, dtype) for buffer in range(BUFFERS)]
-        return views[self._buffer]
+        return views[self.buffer]
 
-    def slices(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
-        """The first ``count`` elements of the current round's stages, by rank. Kept, since small sizes come again."""
-        views = self._slices.get((dtype, count))
-        if views is None:
-            if len(self._slices) >= 64:
-                self._slices.clear()
+    def small(self, dtype: torch.dtype, count: int) -> Small | None:
+        """Return what it takes to combine ``count`` elements in one round, or None if they are too many for that."""
+        try:
+            return self._small[dtype, count]
+        except KeyError:
+            pass
+        if len(self._small) >= _KEPT:
+            self._small.clear()
+        small: Small | None = None
+        if count * dtype.itemsize * self.size <= DIRECT_BYTES and count <= self.capacity(dtype):
             self.stages(dtype)
-            views = [[stage[:count] for stage in self._stages[dtype][buffer]] for buffer in range(BUFFERS)]
-            self._slices[dtype, count] = views
-        return views[self._buffer]
+            small = Small([[stage[:count] for stage in stages] for stages in self._stages[dtype]], self.rank)
+        self._small[dtype, count] = small
+        return small
 
     def capacity(self, dtype: torch.dtype) -> int:
         """Elements of ``dtype`` in one stage."""
@@ -139,7 +164,7 @@ class Rounds:
             self._compare(range(self.size))
             self._fresh = False
         self._round += 1
-        self._buffer = self._round % BUFFERS
+        self.buffer = self._round % BUFFERS
 
     def _header(self, rank: int, buffer: int) -> memoryview:
         offset = self._layout.header(rank, buffer)
@@ -209,14 +234,14 @@ class Rounds:
     def _compare(self, arrived: Container[int]) -> None:
         """Compare the fingerprints of the ranks whose tokens were taken with this rank's."""
         key = self._key
-        for peer, theirs in enumerate(self._keys[self._buffer]):
+        for peer, theirs in enumerate(self._keys[self.buffer]):
             if theirs != key and peer in arrived:
                 raise self._health.end(CollectiveMismatch(self._mismatch(arrived)))
 
     def _mismatch(self, arrived: Container[int]) -> str:
         lines = [
             f"  rank {rank}: {fingerprint.describe(header)}\n"
-            for rank, header in enumerate(self._headers[self._buffer])
+            for rank, header in enumerate(self._headers[self.buffer])
             if rank in arrived or rank == self.rank
         ]
         return (

@@ -66,6 +66,11 @@ post.argtypes = (ctypes.c_void_p,)
 trywait = _quick.sem_trywait
 trywait.argtypes = (ctypes.c_void_p,)
 
+#: ``copy(target, source, nbytes)``: memory to memory, for a few kilobytes: a third of what a tensor's ``copy_`` costs.
+copy = _quick.memcpy
+copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+copy.restype = None
+
 _init = _sleeping.sem_init
 _init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
 

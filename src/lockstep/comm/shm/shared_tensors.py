@@ -80,14 +80,11 @@ class SharedTensors:
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
         self._made = 0
-        self._allocations: list[_Allocation] = []
+        self.allocations: list[_Allocation] = []
         self._parts: dict[tuple[int, int, torch.dtype], Part] = {}
         self._lock = threading.Lock()
         #: Numbers of allocations whose memory is gone; see Note [Lifetime of shared tensors].
         self._ended: deque[int] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._allocations)
 
     def allocate(self, rounds: Rounds, count: int, dtype: torch.dtype) -> torch.Tensor:
         """**Collective.** Make a 1-d tensor of ``count`` zeros, in memory that the group's ranks share.
@@ -109,7 +106,7 @@ class SharedTensors:
         )
         with self._lock:
             self._forget_ended()
-            self._allocations.append(allocation)
+            self.allocations.append(allocation)
         return mine.view(dtype)
 
     def _share(self, rounds: Rounds, nbytes: int) -> tuple[Segment, list[torch.Tensor | None]]:
@@ -161,11 +158,11 @@ class SharedTensors:
     def close(self) -> None:
         """Forget them: the memory of each goes with the last tensor on it."""
         with self._lock:
-            self._allocations.clear()
+            self.allocations.clear()
             self._parts.clear()
 
     def _find(self, address: int, nbytes: int, dtype: torch.dtype) -> Part | None:
-        for allocation in self._allocations:
+        for allocation in self.allocations:
             if allocation.start <= address < allocation.end and allocation.memory() is not None:
                 offset = address - allocation.start
                 if offset % dtype.itemsize or address + nbytes > allocation.end:
@@ -181,7 +178,7 @@ class SharedTensors:
         ended = set()
         while self._ended:
             ended.add(self._ended.popleft())
-        self._allocations = [each for each in self._allocations if each.number not in ended]
+        self.allocations = [each for each in self.allocations if each.number not in ended]
         self._parts = {key: part for key, part in self._parts.items() if part.number not in ended}
 
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
 from lockstep import _torch
+from lockstep.comm.shm.fingerprint import REDUCE_OPS
 from tests.harness import run_ranks
 
 pytestmark = [
@@ -113,6 +114,15 @@ def test_profiler_enabled() -> None:
     assert not enabled()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert enabled()
+
+
+def test_the_hash_of_a_reduce_op_is_its_number() -> None:
+    options = dist.AllreduceOptions()
+    for number, name in enumerate(REDUCE_OPS):
+        options.reduceOp = (
+            dist._make_nccl_premul_sum(2.0) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)  # type: ignore[attr-defined]
+        )
+        assert hash(options.reduceOp) == int(options.reduceOp.op) == number, name
 
 
 def test_recorded() -> None:

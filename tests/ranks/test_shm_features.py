@@ -162,6 +162,22 @@ def test_the_profiler_shows_operations_by_name() -> None:
         assert {"shm:all_gather_single", "shm:reduce_scatter", "shm:all_reduce_coalesced"} <= set(shown)
 
 
+def _small_in_inference_mode() -> None:
+    """Of one size inside and outside, in whichever order: what is kept from call to call serves both."""
+    rank, size = _init()
+    total = float(sum(range(size)))
+    for modes in ((True, False), (False, True)):
+        for mode in modes:
+            with torch.inference_mode(mode):
+                tensor = torch.full((100 + modes[0],), float(rank))
+                dist.all_reduce(tensor)
+                assert tensor.unique().tolist() == [total]
+
+
+def test_small_tensors_of_inference_mode_and_others() -> None:
+    run_ranks(_small_in_inference_mode, 2)
+
+
 def _profiled_sizes(backend: str) -> dict[str, list[list[int]]]:
     world = lockstep.init(backend, timeout=20)
     kinds = [torch.profiler.ProfilerActivity.CPU]

@@ -67,7 +67,8 @@ class Small:
         #: Where this rank's own lie, by buffer.
         self.own = [stages[rank].data_ptr() for stages in views]
         #: Memory of this process for the result.
-        self.result = torch.empty_like(views[0][rank])
+        with torch.inference_mode(False):  # else it could be written in inference mode only
+            self.result = torch.empty_like(views[0][rank])
         self.result_address = self.result.data_ptr()
         self.nbytes = self.result.nbytes
 
@@ -116,8 +117,8 @@ class Rounds:
         self._fresh = True
         header = self._current = self._headers[self.buffer][self.rank]
         self._key = self._keys[self.buffer][self.rank]
+        header[:8] = self._sequence.to_bytes(8, "little")
         header[8:] = body
-        self._key[0] = self._sequence
 
     def stages(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """The stages of the current round, by rank: 1-d tensors of ``dtype`` that cover ``chunk`` bytes."""

@@ -201,8 +201,9 @@ class Turns:
             self._condition.wait_for(lambda: not self.queue and not self._running)
         if thread is not None:
             thread.join(_PARTING)
-        elif self.lock.acquire():  # another thread of the program may still be in a collective
-            self.lock.release()
+        if thread is None or not thread.is_alive():
+            with self.lock:  # another thread of the program may still be in a collective
+                pass
 
     def _loop(self) -> None:
         writer.in_background()

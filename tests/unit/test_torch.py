@@ -117,7 +117,7 @@ def test_profiler_enabled() -> None:
 
 
 def test_the_hash_of_a_reduce_op_is_its_number() -> None:
-    options = dist.AllreduceOptions()
+    options: Any = dist.AllreduceOptions()
     for number, name in enumerate(REDUCE_OPS):
         options.reduceOp = (
             dist._make_nccl_premul_sum(2.0) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)  # type: ignore[attr-defined]

@@ -235,7 +235,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_do_not_outlive_their_caller(tmp_path: Path, signum: signal.Signals) -> None:
-    from lockstep.launch.processes import descendants
+    from lockstep._proc import descendants
 
     with _program(tmp_path, _ENDLESS) as process:
         wait_for(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)), "the ranks")

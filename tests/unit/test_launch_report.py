@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from signal import SIGKILL, SIGSEGV, SIGTERM
 
-from lockstep.launch import records
+from lockstep.job.files import FailureRecord
 from lockstep.launch.policy import RankState
-from lockstep.launch.records import FailureRecord
 from lockstep.launch.report import Ending, describe, first_failure
 
 
@@ -113,8 +112,8 @@ def test_a_rank_stuck_in_the_kernel_is_named() -> None:
 def test_records_survive_the_disk(tmp_path: Path) -> None:
     record = FailureRecord(3, 1.5, 1, "ValueError", "naïve\nmessage", "Traceback …\n")
     record.write(str(tmp_path))
-    assert records.read(tmp_path, 3) == record
-    assert records.read(tmp_path, 2) is None
+    assert FailureRecord.read(tmp_path, 3) == record
+    assert FailureRecord.read(tmp_path, 2) is None
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     assert record.summary == "ValueError: naïve"
@@ -122,7 +121,7 @@ def test_records_survive_the_disk(tmp_path: Path) -> None:
 
 def test_a_huge_traceback_is_cut_in_the_middle(tmp_path: Path) -> None:
     FailureRecord(0, 1.0, 1, "RecursionError", "deep", "a" * 100_000 + "end").write(str(tmp_path))
-    record = records.read(tmp_path, 0)
+    record = FailureRecord.read(tmp_path, 0)
     assert record is not None
     assert len(record.traceback) < 60_000
     assert record.traceback.endswith("end")

@@ -32,8 +32,8 @@ from lockstep.checkpoint.training import Stateful, Training
 from lockstep.checkpoint.write import Place, write
 from lockstep.comm.init import current_world
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.recorder import writer
-from lockstep.recorder.layout import Phase
+from lockstep.job import flight
+from lockstep.job.page import Phase
 
 
 class Checkpointer:
@@ -182,7 +182,7 @@ class Checkpointer:
 
     # Saving.
 
-    @writer.phase(Phase.SAVE)
+    @flight.phase(Phase.SAVE)
     def save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> Path:
         """**Collective.** Write a checkpoint to the disk itself; its folder. Older ones are pruned behind it.
 
@@ -212,7 +212,7 @@ class Checkpointer:
             caller.warn(f"{earlier}; the save at step {place.step} succeeded", RuntimeWarning)
         return folder
 
-    @writer.phase(Phase.SAVE)
+    @flight.phase(Phase.SAVE)
     def async_save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> None:
         """**Collective.** As :meth:`save`, but training goes on as soon as the state is copied in memory.
 
@@ -239,7 +239,7 @@ class Checkpointer:
         self._background.begin(share, step=place.step, write=lambda copied, peers: self._write(copied, place, peers))
         self._position.last_saved = place.step
 
-    @writer.phase(Phase.SAVE)
+    @flight.phase(Phase.SAVE)
     def wait(self) -> Path | None:
         """**Local.** Wait until the :meth:`async_save` that is under way is on the disk: its folder; None if there is
         none.
@@ -287,7 +287,7 @@ class Checkpointer:
 
     # Restoring.
 
-    @writer.phase(Phase.RESTORE)
+    @flight.phase(Phase.RESTORE)
     def restore(self, *, strict: bool = False) -> Restored | None:
         """**Collective.** Go on from the newest whole checkpoint; None if there is none.
 

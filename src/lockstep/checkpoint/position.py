@@ -6,8 +6,8 @@ import weakref
 
 import torch
 
-from lockstep.agreement import standing
 from lockstep.checkpoint.manifest import Manifest
+from lockstep.job import flight
 
 
 class Position:
@@ -56,6 +56,4 @@ class Position:
 
     def _tell(self) -> None:
         """The launcher compares failures by their steps. Steps that a user counts are not told: they may be saves."""
-        own = standing.own()
-        if own is not None:
-            own.at_step(self.step)
+        flight.current.at_step(self.step)

@@ -34,8 +34,8 @@ from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.sparse import SparseSlot
 from lockstep.ddp.weighting import AccumulatedWeights
 from lockstep.errors import LockstepError
-from lockstep.recorder import writer
-from lockstep.recorder.layout import Phase
+from lockstep.job import flight
+from lockstep.job.page import Phase
 from lockstep.share import BatchesInHand
 
 #: Whether a forward is part of a function that torch.func transforms: of nobody's training step.
@@ -255,7 +255,7 @@ class Replica(Joinable):
         if records and self._own.has_registered:
             _raise_if(self._own.find_registered())
         self._forwards.begun = number = self._forwards.begun + 1
-        writer.enter(_FORWARD if module.training else _EVALUATE)
+        flight.current.enter(_FORWARD if module.training else _EVALUATE)
         for param in self._frozen:
             if param.requires_grad:
                 if self._own.are_all(module):  # else at the next forward that uses the module's own
@@ -341,7 +341,7 @@ class Replica(Joinable):
             )
         if not self._own.are_of_their_kinds():
             self._refuse_changed()
-        writer.enter(_BACKWARD)
+        flight.current.enter(_BACKWARD)
         weight, kept = self._weights.enter(context.weight, self._reducer.pending)
         self._current = context
         self._reducer.begin(
@@ -371,11 +371,10 @@ class Replica(Joinable):
         assert context is not None  # _begin set it
         self._current = self._latest = None
         self._weights.leave(synced=context.sync)
-        if not writer.current.short:
-            writer.resume(_REDUCE)
+        flight.current.resume(_REDUCE)
         left_out = self._forwards.settle() if context.sync else 0
         self._reducer.finish(left_out=left_out, then=lambda: self._send_buffers_again(context))
-        writer.resume(_OWN)
+        flight.current.resume(_OWN)
 
     def _send_buffers_again(self, context: ForwardContext) -> None:
         module = self._module()

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import knobs
-from lockstep.agreement import at_work, note
-from lockstep.agreement.standing import Place, Slots
-from lockstep.launch import ports, records, report
+from lockstep.job import workers
+from lockstep.job.files import FailureRecord, JobFiles, StopNote
+from lockstep.job.page import Cell, Pages
+from lockstep.launch import ports, report
 from lockstep.launch.causes import Facts
+from lockstep.launch.evidence import memory_group
 from lockstep.launch.hangs import HangWatch
 from lockstep.launch.logs import LogFolder
-from lockstep.launch.memory import memory_group
 from lockstep.launch.policy import Policy
 from lockstep.launch.spec import JobSpec, rank_environment
 from lockstep.launch.streams import Streams
@@ -47,9 +48,16 @@ class Attempt:
         self._spec = spec
         self.local_rank = {spec.identity(k).rank: k for k in range(spec.nproc)}
         self.policy = Policy(self.local_rank, grace=spec.grace)
-        self._slots: Slots | None = Slots(self.folder, spec.world_size)
+        self._files = JobFiles(self.folder)
+        self._pages = Pages(self.folder, spec.world_size)
         #: Says which rank holds up the others.
-        self.hangs = HangWatch(self.folder, self.local_rank, world_size=spec.world_size, shortest=knobs.late())
+        self.hangs = HangWatch(
+            self._files,
+            self._pages,
+            range(spec.nproc * spec.node_rank, spec.nproc * (spec.node_rank + 1)),
+            world_size=spec.world_size,
+            shortest=knobs.late(),
+        )
         self._memory = memory_group()
         self._kills_before = self._memory.kills() if self._memory is not None else None
         self._facts: Facts | None = None
@@ -71,36 +79,36 @@ class Attempt:
             forks.append(Fork(rank, env, job, streams.open(local_rank)))
         return forks
 
-    def standing(self, rank: int, place: Place) -> int | None:
-        """A count that ``rank`` keeps of its own steps, or None if it keeps none."""
-        assert self._slots is not None, "not closed yet"
-        number = self._slots.get(rank, place)
-        return number - 1 if number else None
+    def steps(self, rank: int) -> tuple[int | None, int | None]:
+        """The optimizer steps of the whole run, and those that ``rank`` has taken since this start; None where nobody
+        counts."""
+        taken = self._pages.get(rank, Cell.STEPS)
+        run = self._pages.get(rank, Cell.RUN_STEPS) or taken
+        return (run - 1 if run else None), (taken - 1 if taken else None)
 
     @property
     def listening(self) -> bool:
         """Whether ranks save and leave by themselves when they are asked to stop."""
-        assert self._slots is not None, "not closed yet"
-        return any(self._slots.all(Place.LISTENS))
+        return any(self._pages.all(Cell.LISTENS))
 
-    def stop_note(self) -> note.StopNote | None:
+    def stop_note(self) -> StopNote | None:
         """Where the run goes on, if its ranks were asked to stop and have saved."""
-        return note.read(self.folder)
+        return StopNote.read(self.folder)
 
     def mark_failed(self) -> None:
         """Tell the ranks that the signal to stop which follows comes from a failure."""
-        note.mark_failed(self.folder)
+        self._files.mark_failed()
 
-    def record(self, rank: int) -> records.FailureRecord | None:
+    def record(self, rank: int) -> FailureRecord | None:
         """A rank's last words."""
-        return records.read(self.folder, rank)
+        return FailureRecord.read(self.folder, rank)
 
     @property
     def facts(self) -> Facts:
         """What the machine says about the failure, as it was when first asked."""
         if self._facts is None:
             self._facts = Facts.collect(
-                self._memory, kills_before=self._kills_before, worker=lambda pid: at_work.find(self.folder, pid)
+                self._memory, kills_before=self._kills_before, worker=lambda pid: workers.find(self.folder, pid)
             )
         return self._facts
 
@@ -118,7 +126,4 @@ class Attempt:
 
     def close(self) -> None:
         """Let go of the mapped memory; the folder stays until the job's goes."""
-        self.hangs.close()
-        if self._slots is not None:
-            self._slots.close()
-            self._slots = None
+        self._pages.close()

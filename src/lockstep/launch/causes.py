@@ -9,8 +9,8 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lockstep.agreement.at_work import Fetching
-from lockstep.launch.memory import MemoryGroup, machine_memory
+from lockstep.job.workers import Fetching
+from lockstep.launch.evidence import MemoryGroup, machine_memory
 from lockstep.launch.report import Ending
 
 _WORKER = re.compile(

@@ -7,7 +7,7 @@ import signal
 import sys
 from contextlib import suppress
 
-from lockstep.agreement.note import EXIT_SAVED
+from lockstep.job.files import EXIT_SAVED
 from lockstep.launch import report
 from lockstep.launch.attempt import Attempt
 from lockstep.launch.causes import explain

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.launch.kernel import Facts
-from lockstep.launch.stacks import Stack
-from lockstep.recorder.compare import Kind, Verdict, odd_ones
-from lockstep.recorder.layout import NAMES, Look
+from lockstep.job.hang import Kind, Verdict, odd_ones
+from lockstep.job.page import NAMES, Look, Phase
+from lockstep.launch.evidence import Facts, Stack
 
+#: What a rank has done last that is in its own code now.
+_DONE = {
+    Phase.DATA: "fetching data",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.REDUCE: "averaging gradients",
+    Phase.OPTIMIZER: "optimizer.step()",
+    Phase.SAVE: "saving",
+    Phase.RESTORE: "restoring",
+    Phase.COMPILE: "compiling",
+    Phase.EVALUATE: "a forward in eval mode",
+}
 #: Lines of a stack that are shown, and ranks that are listed one by one.
 _FRAMES = 12
 _RANKS = 16
@@ -23,7 +34,9 @@ class Known:
     pid: int | None
     #: How it ended, or None while it lives.
     exit_code: int | None
-    look: Look | None
+    look: Look
+    #: Since when its page is as it is, on the monotonic clock.
+    since: float
     facts: Facts | None
     stack: Stack | None
 
@@ -53,15 +66,14 @@ def over(verdict: Verdict, *, now: float) -> str:
 
 
 def _apart(ranks: Mapping[int, Known], *, seconds: float, world_size: int) -> list[str]:
-    looks = {rank: known.look for rank, known in ranks.items() if known.look is not None}
     waits_in = {rank: _waits_in(known) for rank, known in ranks.items()}
-    odd = odd_ones(looks, waits_in) if len(looks) == len(ranks) and len(ranks) == world_size else ()
+    odd = odd_ones({rank: known.look for rank, known in ranks.items()}, waits_in) if len(ranks) == world_size else ()
     if len(ranks) < world_size:
         head = f"all ranks of this machine have waited for {seconds:.0f} s: the late one is on another machine"
     elif odd:
         head = (
-            f"all ranks have waited for {seconds:.0f} s, {_names(odd)} elsewhere than the others: it has left out "
-            "the collective that they are in, or they have one too many"
+            f"{_names(odd)} of {world_size} {_have(odd)} left out the collective that the others wait in, or they have "
+            f"one too many: all ranks have waited for {seconds:.0f} s"
         )
     elif len(set(waits_in.values())) > 1:
         head = f"all ranks have waited for {seconds:.0f} s, in different collectives: one of them has left one out"
@@ -76,41 +88,48 @@ def _apart(ranks: Mapping[int, Known], *, seconds: float, world_size: int) -> li
 
 def _late(known: Known, now: float | None) -> list[str]:
     """The late rank in full."""
+    look, stack = known.look, known.stack
     if known.exit_code is not None:
-        return [f"  rank {known.rank} has ended, with exit code {known.exit_code}{_step(known.look)}"]
-    lines = []
+        return [f"  rank {known.rank} has ended, with exit code {known.exit_code}{_steps(look)}"]
     state = "" if known.facts is None else f" is {known.facts.describe()}"
-    lines.append(f"  rank {known.rank} (process {known.pid}){state}")
-    look = known.look
-    if look is not None and look.waiting:
-        lines.append(f"  it waits in {_waits_in(known)}{_step(look)}")
-    elif look is not None:
-        begun = "" if now is None else f" since {now - look.since:.0f} s"
-        before = "entered" if look.entered is look.phase else f"behind {NAMES[look.entered]}"
-        place = f", {before} at {look.place}" if look.place else ""
-        lines.append(f"  in phase {NAMES[look.phase]}{begun}{place}{_step(look)}")
-    elif known.pid is not None:
-        lines.append("  it has told nothing of itself yet")
-    if known.stack is not None and known.stack.frames:
+    lines = [f"  rank {known.rank} (process {known.pid}){state}"]
+    if look.mark.waiting:
+        lines.append(f"  it waits in {_waits_in(known)}{_steps(look)}")
+    elif not look.mark.events:
+        lines.append("  it has not reported yet")
+    else:
+        lines.append(f"  in {_doing(known, now)}{_steps(look)}")
+    if look.reason:
+        lines.append(f"  inside lockstep.expect_slow({look.reason!r})")
+    if stack is not None and stack.frames:
         lines.append("  its Python stack, the innermost line first:")
-        frames = known.stack.frames
-        lines += [f"    {frame}" for frame in frames[:_FRAMES]]
-        if len(frames) > _FRAMES:
-            lines.append(f"    … and {len(frames) - _FRAMES} more")
+        lines += [f"    {frame}" for frame in stack.frames[:_FRAMES]]
+        if len(stack.frames) > _FRAMES:
+            lines.append(f"    … and {len(stack.frames) - _FRAMES} more")
     else:
         lines.append("  (it did not answer when asked for its Python stack)")
+        if look.waits_in and not look.mark.waiting:
+            lines.append(f"  it waited last in {look.waits_in}")
     return lines
+
+
+def _doing(known: Known, now: float | None) -> str:
+    """``your code for 6 s, after optimizer.step() at train.py:26 in <module>``"""
+    look, mark = known.look, known.look.mark
+    begun = "" if now is None else f" for {now - known.since:.0f} s"
+    line = known.stack.users if known.stack is not None else None
+    if mark.phase is not Phase.OWN:
+        return f"{NAMES[mark.phase]}{begun}" + (f", at {line}" if line is not None else "")
+    if mark.entered not in _DONE:
+        return f"{NAMES[mark.phase]}{begun}"
+    at = f" at {look.stepped_at}" if mark.entered is Phase.OPTIMIZER and look.stepped_at else ""
+    return f"{NAMES[mark.phase]}{begun}, after {_DONE[mark.entered]}{at}"
 
 
 def _others(ranks: Sequence[Known], now: float | None) -> list[str]:
     lines = []
     for known in ranks[:_RANKS]:
-        look = known.look
-        seconds = (
-            ""
-            if now is None or look is None or look.waiting_since is None
-            else f", for {now - look.waiting_since:.0f} s"
-        )
+        seconds = "" if now is None or not known.look.mark.waiting else f", for {now - known.since:.0f} s"
         lines.append(f"  rank {known.rank} waits in {_waits_in(known)}{seconds}")
     if len(ranks) > _RANKS:
         lines.append(f"  and so do {len(ranks) - _RANKS} more")
@@ -118,7 +137,7 @@ def _others(ranks: Sequence[Known], now: float | None) -> list[str]:
 
 
 def _waits_in(known: Known) -> str:
-    if known.look is not None and known.look.waiting:
+    if known.look.mark.waiting:
         return known.look.waits_in
     stack = known.stack
     if stack is None or not stack.frames:
@@ -128,8 +147,9 @@ def _waits_in(known: Known) -> str:
     return f"{stack.frames[0].name}{where}"
 
 
-def _step(look: Look | None) -> str:
-    return "" if look is None else f", after {look.steps} step{'' if look.steps == 1 else 's'}"
+def _steps(look: Look) -> str:
+    steps = look.steps or 0
+    return f", {steps} step{'' if steps == 1 else 's'} taken"
 
 
 def _names(ranks: Sequence[int]) -> str:

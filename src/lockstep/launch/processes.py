@@ -18,9 +18,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+
+from lockstep import _proc
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -54,16 +54,6 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(error, f"prctl({option}, {value}): {os.strerror(error)}")
 
 
-def descendants(pid: int) -> list[int]:
-    """**Local.** Every process below ``pid`` that is not a zombie, parents before children."""
-    found: list[int] = []
-    level = list(_children(pid))
-    while level:
-        found += level
-        level = [grandchild for child in level for grandchild in _children(child)]
-    return [one for one in found if _state(one) not in ("Z", "X", None)]
-
-
 def sweep(*, patience: float, limit: float = 5.0) -> list[int]:
     """**Local.** End every process below this one, and reap them.
 
@@ -82,7 +72,7 @@ def sweep(*, patience: float, limit: float = 5.0) -> list[int]:
     dead: set[int] = set()
     while True:
         dead.update(one.pid for one in reap())
-        left = descendants(os.getpid())
+        left = _proc.descendants(os.getpid())
         waited = time.monotonic() - start
         if not left or waited > limit:
             remove_shared_memory(dead)
@@ -136,35 +126,10 @@ def remove_shared_memory(dead: set[int]) -> None:
 
 def _is_tracker(pid: int) -> bool:
     """Whether it is multiprocessing's resource tracker, or that of loky, on which joblib and scikit-learn rest."""
-    try:
-        return b"resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False  # gone
+    return "resource_tracker import main" in _proc.read(pid, "cmdline")
 
 
 def _signal_all(pids: list[int], signum: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)
-
-
-def _children(pid: int) -> Iterator[int]:
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return  # gone
-    for thread in threads:
-        try:
-            text = Path(f"/proc/{pid}/task/{thread}/children").read_text()
-        except OSError:
-            continue  # the thread ended
-        yield from (int(word) for word in text.split())
-
-
-def _state(pid: int) -> str | None:
-    """The letter the kernel gives a process's state, or None if there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return stat.rpartition(")")[2].split()[0]

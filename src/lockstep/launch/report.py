@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.job.files import FailureRecord
 from lockstep.launch.policy import FAILURE_GRACE, RankState
-from lockstep.launch.records import FailureRecord
 from lockstep.launch.signals import name
 
 #: A death without a record is noticed some time after it happened, a record carries the time of its exception.

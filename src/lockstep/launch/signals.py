@@ -8,7 +8,6 @@ import signal
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 #: The signals that end a job.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -76,16 +75,6 @@ class SignalQueue:
 def ignored(signums: Iterable[signal.Signals] = (*STOPPING, SAVE)) -> frozenset[signal.Signals]:
     """**Local.** Those of ``signums`` that this process ignores: nohup ignores SIGHUP, a shell's ``&`` SIGINT."""
     return frozenset(signum for signum in signums if signal.getsignal(signum) == signal.SIG_IGN)
-
-
-def catches(pid: int, signum: int) -> bool:
-    """**Local.** Whether a process has a handler of its own for a signal."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False  # gone
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
 
 
 def name(signum: int) -> str:

@@ -17,7 +17,8 @@ from typing import Any
 
 from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
 from lockstep.identity import Identity
-from lockstep.launch import ports, records, report
+from lockstep.job.files import FailureRecord
+from lockstep.launch import ports, report
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.handle import ZygoteHandle
 from lockstep.launch.policy import Order, Policy
@@ -193,7 +194,7 @@ class SpawnContext:
     def _conclude(self) -> None:
         """All ranks have ended: how?"""
         states = self._policy.states
-        endings = [report.Ending(states[rank], records.read(self._folder.path, rank)) for rank in states]
+        endings = [report.Ending(states[rank], FailureRecord.read(self._folder.path, rank)) for rank in states]
         first = report.first_failure(endings)
         if first is not None:
             self._error = RankFailed(

@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 
-from lockstep.agreement.note import EXIT_SAVED
-from lockstep.agreement.standing import Place
+from lockstep import _proc
 from lockstep.errors import LaunchError
 from lockstep.identity import refuse_to_launch
+from lockstep.job.files import EXIT_SAVED
 from lockstep.launch import farewell, ports, processes, program, report
 from lockstep.launch.attempt import Attempt, Fork
 from lockstep.launch.farewell import say
@@ -23,7 +23,7 @@ from lockstep.launch.logs import LogFolder
 from lockstep.launch.output import Relay
 from lockstep.launch.policy import Order, Policy
 from lockstep.launch.restarts import Failure, Restarts
-from lockstep.launch.signals import SAVE, STOPPING, Arrival, SignalQueue, catches, ignored
+from lockstep.launch.signals import SAVE, STOPPING, Arrival, SignalQueue, ignored
 from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec
 from lockstep.launch.streams import Streams
 
@@ -185,12 +185,9 @@ class Watcher:
         first = report.first_failure(self._endings())
         if not policy.failing or policy.stopped_by is not None or policy.gave_up or first is None:
             return False
-        failure = Failure.of(
-            first,
-            step=self._attempt.standing(first.rank, Place.STEP),
-            taken=self._attempt.standing(first.rank, Place.COUNTED),
-            out_of_memory=self._attempt.facts.out_of_memory(first),
-        )
+        step, taken = self._attempt.steps(first.rank)
+        out_of_memory = self._attempt.facts.out_of_memory(first)
+        failure = Failure.of(first, step=step, taken=taken, out_of_memory=out_of_memory)
         refusal = self._restarts.refusal(failure)
         self._refusal = refusal or ""
         return refusal is None
@@ -211,8 +208,8 @@ class Watcher:
         self._fork_all()
 
     def _turn(self) -> None:
-        """Wait for something to happen, and see to it."""
-        ready = {key.fileobj for key, _ in self._selector.select(self._timeout())}
+        """Wait for something to happen, and see to it. Meanwhile look at the ranks' pages."""
+        ready = self._wait()
         now = time.monotonic()
         if self._signals in ready:
             for arrival in self._signals.read():
@@ -236,6 +233,19 @@ class Watcher:
                 os.close(fd)
         self._waiting.clear()
 
+    def _wait(self) -> set[object]:
+        """What is ready to be read, once something is or the time has come to act."""
+        hangs, select, clock = self._attempt.hangs, self._selector.select, time.monotonic
+        end = clock() + self._timeout()
+        while True:
+            now = clock()
+            ready = select(max(0.0, min(end, hangs.due) - now))
+            now = clock()
+            if now >= hangs.due:
+                hangs.glance(now)
+            if ready or now >= end:
+                return {key.fileobj for key, _ in ready}
+
     def _timeout(self) -> float:
         now = time.monotonic()
         deadlines = [self._next_look, *([self._policy.deadline] if self._policy.deadline is not None else [])]
@@ -254,7 +264,7 @@ class Watcher:
     def _ask_to_save(self, arrival: Arrival) -> None:
         """Pass SIGUSR1 on to the ranks that have a use for it; the others would die of it."""
         states = self._policy.states
-        willing = [rank for rank in self._policy.alive if catches(states[rank].pid or 0, arrival.signum)]
+        willing = [rank for rank in self._policy.alive if _proc.catches(states[rank].pid or 0, arrival.signum)]
         if willing and not self._policy.stopping:
             self._zygote.signal(willing, arrival.signum)
         else:

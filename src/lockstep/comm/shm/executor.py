@@ -20,7 +20,7 @@ import threading
 from collections import deque
 
 from lockstep.comm.shm.work import ShmWork
-from lockstep.recorder import writer
+from lockstep.job import flight
 
 #: Seconds an idle thread waits for more work before it ends; the next asynchronous collective starts another.
 _IDLE = 10.0
@@ -104,7 +104,7 @@ class Executor:
         return getattr(self._thread, "in_callback", False)
 
     def _loop(self) -> None:
-        writer.in_background()
+        flight.in_background()
         while (work := self._next()) is not None:
             try:
                 work.shm_execute()

@@ -15,7 +15,7 @@ from lockstep.comm.shm.fingerprint import dtype_code
 from lockstep.comm.shm.mailbox import Envelope
 from lockstep.comm.shm.work import ShmWork
 from lockstep.errors import CollectiveTimeout
-from lockstep.recorder import writer
+from lockstep.job import flight
 
 
 class Driver(Protocol):
@@ -48,7 +48,7 @@ class MailWork(ShmWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._shm_awaited()
         limit = timeout.total_seconds() if timeout is not None else 0.0
-        with writer.waiting(str(self)):
+        with flight.waiting(str(self)):
             self._shm_mail.drive(self, limit if limit > 0 else None)
         if not self.shm_ready():
             raise CollectiveTimeout(f"{self.shm_name} was not complete after {limit:g} s; it goes on in the background")

@@ -40,7 +40,7 @@ from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.standing import Standing
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
-from lockstep.recorder import writer
+from lockstep.job import files, flight
 
 #: Seconds between two looks at the health of the group while a rank sleeps.
 SLICE = 0.05
@@ -157,7 +157,7 @@ class Rounds:
         """Take the tokens that are not there yet: all from ``index`` on."""
         pending = self._poll(self._waits[index:])
         if pending:
-            with writer.waiting(fingerprint.describe(self._current)):
+            with flight.waiting(fingerprint.describe(self._current)):
                 self._sleep(pending)
 
     def _sleep(self, pending: list[tuple[int, int]]) -> None:
@@ -228,7 +228,7 @@ class Rounds:
         others = [peer for peer, _ in self._waits if peer not in late]
         where = self._standing.describe([*late, *others])
         said = messages.late(self.rank, fingerprint.describe(self._current), self._timeout, late, where)
-        return said + writer.told()
+        return said + files.told()
 
     def _lost(self, gone: list[int], left: list[int]) -> str:
         where = self._standing.describe([*gone, *left])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lockstep import _torch
 from lockstep.comm.shm.failure import again
 from lockstep.errors import CollectiveTimeout, LockstepError
-from lockstep.recorder import writer
+from lockstep.job import flight
 
 #: Guards the futures of all works: taken for moments, and only by who asks for a future or completes one.
 _lock = threading.Lock()
@@ -123,7 +123,7 @@ class ShmWork(dist.Work):
 
     def _shm_sleep(self, seconds: float | None) -> bool:
         assert self._shm_done is not None  # (for the type checker)
-        with writer.waiting(self.shm_name):
+        with flight.waiting(self.shm_name):
             return self._shm_done.wait(seconds)
 
     def is_completed(self) -> bool:

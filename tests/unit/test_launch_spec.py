@@ -69,6 +69,7 @@ def test_what_a_rank_reads_is_what_the_launcher_wrote() -> None:
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("node0", "1234")
     assert env[knobs.STORE] is None  # unset: the nodes meet at the port
     assert env[knobs.JOB_DIR] == "/job"
+    assert env["TORCHELASTIC_RESTART_COUNT"] == env[knobs.RESTART] == "0"
     assert "GLOO_SOCKET_IFNAME" not in env
     assert "OMP_NUM_THREADS" not in env
 

@@ -57,14 +57,11 @@ class _Options:
                 "call it from a script (subprocess.run)"
             )
         cores, gpus = machine.cores(), machine.gpus()
-        nnodes = parse_nodes(self.nnodes)
-        if self.standalone and nnodes > 1:
-            raise ValueError(f"--standalone is for jobs on one machine, and --nnodes={self.nnodes}: leave one away")
         program = Program(self.program, self.args, self.module)
         return JobSpec(
             program,
             nproc=parse_ranks(self.nproc_per_node, cores=cores, gpus=gpus, option="--nproc_per_node", auto=cores),
-            nnodes=nnodes,
+            nnodes=parse_nodes(self.nnodes, standalone=self.standalone),
             node_rank=self.node_rank,
             master_addr=self.master_addr,
             master_port=self.master_port,

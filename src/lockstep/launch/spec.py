@@ -125,7 +125,7 @@ def rank_environment(
     env: dict[str, str | None] = dict(identity.to_environment())
     env["MASTER_ADDR"], env["MASTER_PORT"] = master[0], str(master[1])
     env[knobs.JOB_DIR] = folder
-    env[knobs.RESTART] = str(restart)
+    env[knobs.RESTART] = env["TORCHELASTIC_RESTART_COUNT"] = str(restart)  # the latter is what torchrun sets
     env[knobs.STORE] = f"{folder}/store" if nnodes == 1 else None
     if loopback:
         env["GLOO_SOCKET_IFNAME"] = "lo"
@@ -159,8 +159,13 @@ def parse_ranks(text: str, *, cores: int, gpus: int, option: str = "-n", auto: i
     return count
 
 
-def parse_nodes(text: str) -> int:
-    """How many machines ``--nnodes`` asks for: ``N``, or torch's ``MIN:MAX`` where both are the same."""
+def parse_nodes(text: str, *, standalone: bool = False) -> int:
+    """How many machines ``--nnodes`` asks for: ``N``, or torch's ``MIN:MAX`` where both are the same.
+
+    Args:
+        text: what the user wrote.
+        standalone: the user also said that it is one.
+    """
     least, _, most = text.partition(":")
     if not least.isdecimal() or not (most or least).isdecimal():
         raise ValueError(f"--nnodes={text}: expected a whole number of machines")
@@ -169,6 +174,8 @@ def parse_nodes(text: str) -> int:
             f"--nnodes={text}: the number of machines does not change while a job runs; say --nnodes={most} "
             "and start the launcher on each"
         )
+    if standalone and int(least) > 1:
+        raise ValueError(f"--standalone is for jobs on one machine, and --nnodes={text}: leave one away")
     return int(least)
 
 

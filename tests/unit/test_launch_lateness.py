@@ -15,9 +15,9 @@ import pytest
 from lockstep import _proc
 from lockstep.job.hang import Kind, Standstill, Verdict
 from lockstep.job.page import Phase
-from lockstep.launch import evidence, lateness
+from lockstep.launch import evidence, report
 from lockstep.launch.evidence import Frame, Stillness
-from lockstep.launch.lateness import Known
+from lockstep.launch.report import Known
 from tests.launching import wait_for
 from tests.unit.test_job_hang import NOW, _look
 
@@ -175,7 +175,7 @@ def test_the_report_names_the_late_rank_its_place_and_where_the_others_wait() ->
         stack=evidence.parse_stack(_DUMP),
     )
     waits = _known(0, look=_look(waiting=True, waits_in="all_reduce #12 at train.py:30 in step"))
-    text = lateness.describe(Verdict(Kind.LATE, (1,), (0,), NOW - 7), {0: waits, 1: late}, now=NOW, world_size=2)
+    text = report.describe_late(Verdict(Kind.LATE, (1,), (0,), NOW - 7), {0: waits, 1: late}, now=NOW, world_size=2)
     assert text.splitlines()[:5] == [
         "rank 1 of 2 has held up the others for 7 s",
         "  rank 1 (process 4001) is sleeping in read of /data/7 (pipe_read)",
@@ -191,7 +191,7 @@ def test_a_rank_is_placed_by_its_stack_or_by_what_it_waited_in_last() -> None:
     def said(**changes: object) -> str:
         verdict = Verdict(Kind.LATE, (1,), (0,), NOW - 7)
         ranks = {0: _known(0, look=_look(waiting=True, waits_in="barrier at train.py:3")), 1: _known(1, **changes)}
-        return lateness.describe(verdict, ranks, now=NOW, world_size=2)
+        return report.describe_late(verdict, ranks, now=NOW, world_size=2)
 
     stack = evidence.parse_stack(_DUMP)
     assert "  in forward for 7 s, at /home/me/train.py:12 in evaluate, 1 step taken" in said(
@@ -209,12 +209,12 @@ def test_ranks_that_all_wait_are_told_apart_and_from_other_machines() -> None:
     one = _known(0, look=_look(waiting=True, waits_in="barrier at train.py:3"))
     other = _known(1, look=_look(waiting=True, waits_in="all_reduce at train.py:9", steps=11))
     verdict = Verdict(Kind.APART, (), (0, 1), NOW - 7)
-    text = lateness.describe(verdict, {0: one, 1: other}, now=NOW, world_size=2)
+    text = report.describe_late(verdict, {0: one, 1: other}, now=NOW, world_size=2)
     assert text.startswith(
         "rank 1 of 2 has left out the collective that the others wait in, or they have one too many: "
         "all ranks have waited for 7 s\n"
     )
     assert "rank 0 waits in barrier at train.py:3" in text
     assert "it waits in all_reduce at train.py:9" in text
-    elsewhere = lateness.describe(verdict, {0: one, 1: other}, now=NOW, world_size=4)
+    elsewhere = report.describe_late(verdict, {0: one, 1: other}, now=NOW, world_size=4)
     assert elsewhere.startswith("all ranks of this machine have waited for 7 s: the late one is on another machine")

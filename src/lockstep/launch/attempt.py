@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep import knobs
 from lockstep.job import workers
 from lockstep.job.files import FailureRecord, JobFiles, StopNote
 from lockstep.job.page import Cell, Pages
 from lockstep.launch import ports, report
-from lockstep.launch.causes import Facts
 from lockstep.launch.evidence import memory_group
 from lockstep.launch.hangs import HangWatch
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.policy import Policy
+from lockstep.launch.report import Facts
 from lockstep.launch.spec import JobSpec, rank_environment
 from lockstep.launch.streams import Streams
-
-
-@dataclass(frozen=True)
-class Fork:
-    """What the zygote needs to know to fork one rank."""
-
-    rank: int
-    env: dict[str, str | None]
-    job: dict[str, Any]
-    fds: list[int]
 
 
 class Attempt:
@@ -60,24 +48,23 @@ class Attempt:
         )
         self._memory = memory_group()
         self._kills_before = self._memory.kills() if self._memory is not None else None
-        self._facts: Facts | None = None
+        self._outcome: report.Outcome | None = None
 
-    def forks(self, master: tuple[str, int], streams: Streams) -> list[Fork]:
-        """What to ask the zygote for; the caller closes the descriptors."""
-        kind = "module" if self._spec.program.is_module else "script"
-        forks = []
-        for rank, local_rank in self.local_rank.items():
-            env = rank_environment(
-                self._spec.identity(local_rank),
-                nnodes=self._spec.nnodes,
-                master=master,
-                folder=str(self.folder),
-                loopback=ports.is_loopback(master[0]) and "GLOO_SOCKET_IFNAME" not in os.environ,
-                restart=self.restart,
-            )
-            job = {"kind": kind, "target": self._spec.program.target, "args": self._spec.arguments(local_rank)}
-            forks.append(Fork(rank, env, job, streams.open(local_rank)))
-        return forks
+    def environment(self, local_rank: int, master: tuple[str, int]) -> dict[str, str | None]:
+        """The variables that one rank of this node sees changed.
+
+        Args:
+            local_rank: which.
+            master: address and port for scripts that open a process group themselves.
+        """
+        return rank_environment(
+            self._spec.identity(local_rank),
+            nnodes=self._spec.nnodes,
+            master=master,
+            folder=str(self.folder),
+            loopback=ports.is_loopback(master[0]) and "GLOO_SOCKET_IFNAME" not in os.environ,
+            restart=self.restart,
+        )
 
     def steps(self, rank: int) -> tuple[int | None, int | None]:
         """The optimizer steps of the whole run, and those that ``rank`` has taken since this start; None where nobody
@@ -103,26 +90,30 @@ class Attempt:
         """A rank's last words."""
         return FailureRecord.read(self.folder, rank)
 
-    @property
-    def facts(self) -> Facts:
-        """What the machine says about the failure, as it was when first asked."""
-        if self._facts is None:
-            self._facts = Facts.collect(
+    def outcome(self, streams: Streams | None = None, logs: LogFolder | None = None) -> report.Outcome:
+        """How this attempt has ended, as it was when first asked: records and counters are read once.
+
+        Args:
+            streams: where the ranks' output went; None: where the caller's goes.
+            logs: their logs; None: there are none.
+        """
+        if self._outcome is None:
+            endings = []
+            for rank, local_rank in self.local_rank.items():
+                logged = logs is not None and streams is not None and streams.logged(local_rank)
+                endings.append(
+                    report.Ending(
+                        self.policy.states[rank],
+                        self.record(rank),
+                        log=logs.log(rank) if logs is not None and logged else None,
+                        shown=streams is not None and streams.shown(local_rank),
+                    )
+                )
+            facts = Facts.collect(
                 self._memory, kills_before=self._kills_before, worker=lambda pid: workers.find(self.folder, pid)
             )
-        return self._facts
-
-    def endings(self, streams: Streams, logs: LogFolder) -> list[report.Ending]:
-        """How each rank ended."""
-        return [
-            report.Ending(
-                self.policy.states[rank],
-                self.record(rank),
-                log=logs.log(rank) if streams.logged(local_rank) else None,
-                shown=streams.shown(local_rank),
-            )
-            for rank, local_rank in self.local_rank.items()
-        ]
+            self._outcome = report.Outcome(tuple(endings), facts, self._spec.world_size, late=self.hangs.text)
+        return self._outcome
 
     def close(self) -> None:
         """Let go of the mapped memory; the folder stays until the job's goes."""

@@ -29,10 +29,10 @@ from lockstep.job.hang import (
     settle,
 )
 from lockstep.job.page import STACK_SIGNAL, Cell, Look, Mark, Pages, Phase
-from lockstep.launch import evidence, lateness
+from lockstep.launch import evidence, report
 from lockstep.launch.evidence import Facts, Stillness
-from lockstep.launch.lateness import Known
 from lockstep.launch.policy import RankState
+from lockstep.launch.report import Known
 
 #: Processor seconds per second above which a rank in a backward works rather than waits.
 _WORKS = 0.2
@@ -124,7 +124,7 @@ class HangWatch:
         if self._verdict is None or any(state.exit_code != 0 for state in states.values()):
             return []
         verdict, self._verdict, self.text = self._verdict, None, ""
-        return [lateness.over(verdict, now=time.monotonic())]
+        return [report.over(verdict, now=time.monotonic())]
 
     def laggard(self) -> str:
         """A sentence on the rank that was steadily slower than the others, or an empty text."""
@@ -199,7 +199,7 @@ class HangWatch:
             return []
         self._verdict = verdict
         self._reported = dict(zip(self._ranks, self._looker.marks, strict=True))
-        self.text = lateness.describe(verdict, known, now=now, world_size=self._world_size)
+        self.text = report.describe_late(verdict, known, now=now, world_size=self._world_size)
         write_whole(self._files.late, self.text)
         return [self.text]
 
@@ -224,7 +224,7 @@ class HangWatch:
             return []  # what was said stands, also as the reason of an end
         self._verdict, self.text = None, ""
         self._files.late.unlink(missing_ok=True)
-        return [lateness.over(verdict, now=now)]
+        return [report.over(verdict, now=now)]
 
 
 def _is_excused(known: Known, asked: _Asked, *, held: float, now: float) -> bool:

@@ -35,7 +35,7 @@ _PRELOAD = [
     "torch._dynamo",  # the first optimizer of a process imports it: a second for each rank of each test
     "numpy",
     "pytest",
-    "sklearn.datasets",  # what the recipes read: most of a second as well
+    "sklearn.datasets",  # what the examples read: most of a second as well
     "sklearn.model_selection",
     "lockstep.checkpoint.api",
     "lockstep.comm.init",
@@ -46,7 +46,7 @@ _PRELOAD = [
     "tests.harness",
     "tests.site.sitecustomize",  # before torchvision: makes it loadable
     "torchvision.transforms.v2",
-    "lockstep.recipes.imagenet.main",
+    "examples.imagenet.main",
 ]
 
 

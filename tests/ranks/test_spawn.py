@@ -53,10 +53,10 @@ def _as_the_documents_do(rank: int, world_size: int, port: str, total: torch.Ten
 
 
 def test_a_function_that_opens_torchs_group_itself() -> None:
-    from lockstep.launch import ports
+    from lockstep.launch.spec import free_port
 
     total = torch.zeros(2)
-    lockstep.spawn(_as_the_documents_do, (2, str(ports.free_port()), total), 2)
+    lockstep.spawn(_as_the_documents_do, (2, str(free_port()), total), 2)
     assert total.tolist() == [3.0, 3.0]
 
 

@@ -128,7 +128,7 @@ def test_a_process_whose_threads_all_wait_for_each_other_cannot_go_on(announced:
     before = "other = threading.Lock(); other.acquire(); threading.Thread(target=other.acquire).start()"
     with _running(_LOCKED.format(before=before)) as pid:
         _until_asleep(pid)
-        assert _standstill(pid, announced=announced) is Standstill.LOCKED
+        wait_for(lambda: _standstill(pid, announced=announced) is Standstill.LOCKED, "both locks")
         os.kill(pid, signal.SIGSTOP)
         wait_for(lambda: _standstill(pid, announced=announced) is Standstill.STOPPED, "the stop")
 
@@ -137,7 +137,9 @@ def test_what_was_announced_may_wait_for_a_thread_that_wakes_by_itself() -> None
     before = "threading.Thread(target=threading.Event().wait, args=(60,), daemon=True).start()"
     with _running(_LOCKED.format(before=before)) as pid:
         _until_asleep(pid)
-        assert _standstill(pid, announced=False) is Standstill.LOCKED, "a progress bar's thread, say"
+        wait_for(
+            lambda: _standstill(pid, announced=False) is Standstill.LOCKED, "the lock; a progress bar goes on, say"
+        )
         assert _standstill(pid, announced=True) is None
 
 

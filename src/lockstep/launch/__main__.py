@@ -17,15 +17,16 @@ import click
 from lockstep import machine
 from lockstep.errors import LockstepError
 from lockstep.launch import supervisor
-from lockstep.launch.program import check, sources
 from lockstep.launch.spec import (
     DEFAULT_GRACE,
     JobSpec,
     Output,
     Program,
+    check_program,
     local_rank_option,
     parse_nodes,
     parse_ranks,
+    sources_of,
 )
 
 
@@ -75,8 +76,8 @@ class _Options:
     def _local_rank_option(self, program: Program) -> str:
         if self.local_rank_style is not None:
             return "--local_rank" if self.local_rank_style == "underscore" else "--local-rank"
-        check(program)  # a module that is not there has no text either
-        return local_rank_option(sources(program))
+        check_program(program)  # a module that is not there has no text either
+        return local_rank_option(sources_of(program))
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})

@@ -9,14 +9,13 @@ from lockstep import knobs
 from lockstep.job import workers
 from lockstep.job.files import FailureRecord, JobFiles, StopNote
 from lockstep.job.page import Cell, Pages
-from lockstep.launch import ports, report
+from lockstep.launch import report
 from lockstep.launch.evidence import memory_group
 from lockstep.launch.hangs import HangWatch
-from lockstep.launch.logs import LogFolder
+from lockstep.launch.output import LogFolder, Streams
 from lockstep.launch.policy import Policy
 from lockstep.launch.report import Facts
-from lockstep.launch.spec import JobSpec, rank_environment
-from lockstep.launch.streams import Streams
+from lockstep.launch.spec import JobSpec, is_loopback, rank_environment
 
 
 class Attempt:
@@ -62,7 +61,7 @@ class Attempt:
             nnodes=self._spec.nnodes,
             master=master,
             folder=str(self.folder),
-            loopback=ports.is_loopback(master[0]) and "GLOO_SOCKET_IFNAME" not in os.environ,
+            loopback=is_loopback(master[0]) and "GLOO_SOCKET_IFNAME" not in os.environ,
             restart=self.restart,
         )
 

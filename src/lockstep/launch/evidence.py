@@ -175,7 +175,7 @@ def _sleep(pid: int, thread: int) -> _Sleep:
     return _Sleep.LOCK if operation & _FUTEX_PRIVATE and limit == 0 else _Sleep.TIMED
 
 
-# Its Python stack, as faulthandler writes it into the job's folder when asked by a signal -----------------------------
+# Its Python stack, as faulthandler writes it into the job's folder when asked by a signal ----------------------------
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 #: Frames of the launcher, in which every rank's program runs, and the start of the zygote.
@@ -271,7 +271,7 @@ def parse_stack(text: str) -> Stack | None:
     return Stack(tuple(frames[: inner[0]] if inner else frames))
 
 
-# How often the kernel killed for want of memory, by the counters of a memory cgroup (version 1 or 2) ------------------
+# How often the kernel killed for want of memory, by the counters of a memory cgroup (version 1 or 2) -----------------
 
 _PROC = Path("/proc")
 #: What version 1 says for "no limit" is a little under this.

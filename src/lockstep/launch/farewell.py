@@ -10,9 +10,8 @@ from contextlib import suppress
 from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.attempt import Attempt
 from lockstep.launch.handle import ZygoteHandle
-from lockstep.launch.logs import LogFolder
-from lockstep.launch.signals import name
-from lockstep.launch.streams import Streams
+from lockstep.launch.output import LogFolder, Streams
+from lockstep.launch.processes import name
 
 
 def saved(attempt: Attempt) -> int | None:

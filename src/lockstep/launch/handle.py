@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lockstep import knobs, machine
 from lockstep.launch.channel import Answer, Channel, Clear, Finish, Fork, Request, Signal, decode, encode
-from lockstep.launch.signals import SAVE, STOPPING
+from lockstep.launch.processes import SAVE, STOPPING
 
 #: What every rank needs; named, not imported, because the watcher never loads torch.
 _PRELOAD = ("torch", "torch.distributed", "numpy.random", "lockstep.comm.init")

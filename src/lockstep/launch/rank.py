@@ -26,7 +26,7 @@ from lockstep.job import flight
 from lockstep.job.files import FailureRecord
 from lockstep.job.stop import interrupt_once
 from lockstep.launch import preload, processes
-from lockstep.launch.signals import SAVE, STOPPING
+from lockstep.launch.processes import SAVE, STOPPING
 
 #: What a shell reports for a process that SIGINT ended.
 INTERRUPTED = 128 + signal.SIGINT

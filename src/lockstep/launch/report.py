@@ -17,7 +17,7 @@ from lockstep.job.workers import Fetching
 from lockstep.launch import evidence
 from lockstep.launch.evidence import MemoryGroup, Stack, machine_memory
 from lockstep.launch.policy import FAILURE_GRACE, RankState
-from lockstep.launch.signals import name
+from lockstep.launch.processes import name
 
 # How a rank ended ----------------------------------------------------------------------------------------------------
 

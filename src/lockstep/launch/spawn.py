@@ -15,13 +15,13 @@ from multiprocessing import spawn as multiprocessing_spawn
 from typing import Any
 
 from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
-from lockstep.launch import ports, report
+from lockstep.launch import report
 from lockstep.launch.channel import Fork
 from lockstep.launch.farewell import say
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
 from lockstep.launch.spawned import SentDescriptor
-from lockstep.launch.spec import JobSpec, Program
+from lockstep.launch.spec import JobSpec, Program, free_port
 
 
 def spawn(
@@ -259,7 +259,7 @@ def _master() -> tuple[str, int]:
         if not (text.isdecimal() and 0 < int(text) < 65536):
             raise EnvironmentMismatch(f"MASTER_PORT={text!r}: expected 1 to 65535, or leave it unset for any free port")
         return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(text)
-    return "127.0.0.1", ports.free_port()
+    return "127.0.0.1", free_port()
 
 
 def _check_main(preparation: dict[str, Any]) -> None:

@@ -12,18 +12,16 @@ from contextlib import ExitStack
 from lockstep import _proc
 from lockstep.errors import LaunchError
 from lockstep.identity import refuse_to_launch
-from lockstep.launch import farewell, ports, processes, program, report
+from lockstep.launch import farewell, processes, report
 from lockstep.launch.attempt import Attempt
 from lockstep.launch.channel import Answer, Cleared, Fork, Ready
 from lockstep.launch.farewell import say
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
-from lockstep.launch.logs import LogFolder
-from lockstep.launch.output import Relay
+from lockstep.launch.output import LogFolder, Relay, Streams
+from lockstep.launch.processes import SAVE, STOPPING, Arrival, SignalQueue, ignored
 from lockstep.launch.restarts import Failure, Restarts
-from lockstep.launch.signals import SAVE, STOPPING, Arrival, SignalQueue, ignored
-from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec
-from lockstep.launch.streams import Streams
+from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, check_program, free_port, is_free
 
 #: Open files that a rank needs here while it starts, and that everything else does.
 _DESCRIPTORS_PER_RANK = 7
@@ -46,7 +44,7 @@ def run(spec: JobSpec) -> int:
     """
     if spec.nnodes == 1:
         refuse_to_launch()
-    program.check(spec.program)
+    check_program(spec.program)
     _check_descriptors(spec.nproc)
     master = _master(spec)  # refuses a port in use before anything is started
     with ExitStack() as undo:
@@ -77,9 +75,9 @@ def _master(spec: JobSpec) -> tuple[str, int]:
     """Where scripts that open their own process group meet, and several nodes in any case."""
     address = spec.master_addr or "127.0.0.1"
     if spec.nnodes == 1 and spec.master_port is None:
-        return address, ports.free_port()
+        return address, free_port()
     port = spec.master_port or DEFAULT_MASTER_PORT
-    if spec.node_rank == 0 and not ports.is_free(port):
+    if spec.node_rank == 0 and not is_free(port):
         raise LaunchError(f"port {port} is in use on this machine: choose another with --master_port")
     return address, port
 

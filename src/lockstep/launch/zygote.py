@@ -39,7 +39,7 @@ from lockstep.launch.channel import (
     decode,
     encode,
 )
-from lockstep.launch.signals import SAVE, STOPPING, SignalQueue, ignored
+from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ignored
 
 #: Seconds that processes which outlived their rank have to leave by themselves.
 LEFTOVER_PATIENCE = 0.3

@@ -39,7 +39,7 @@ _HOMES = {
     "World": "lockstep.comm.world",
     "bf16_compress_hook": "lockstep.ddp.comm_hooks",
     "convert_sync_batchnorm": "lockstep.ddp.sync_batchnorm",
-    "expect_slow": "lockstep.recorder.expect",
+    "expect_slow": "lockstep.job.flight",
     "fp16_compress_hook": "lockstep.ddp.comm_hooks",
     "init": "lockstep.comm.init",
     "join": "lockstep.ddp.api",
@@ -89,9 +89,9 @@ if TYPE_CHECKING:
     from lockstep.errors import RankFailed as RankFailed
     from lockstep.errors import RendezvousError as RendezvousError
     from lockstep.errors import ReplicaMismatch as ReplicaMismatch
+    from lockstep.job.flight import expect_slow as expect_slow
     from lockstep.launch.spawn import spawn as spawn
     from lockstep.progress import track as track
-    from lockstep.recorder.expect import expect_slow as expect_slow
     from lockstep.sampling.loader import ShardedLoader as ShardedLoader
     from lockstep.sampling.loader import shard as shard
     from lockstep.sampling.sampler import DistributedSampler as DistributedSampler

@@ -21,7 +21,7 @@ from lockstep.comm.shm.fingerprint import describe
 from lockstep.comm.shm.layout import BUFFERS, FAILURE_TEXT, HEADER, Layout
 from lockstep.comm.shm.segment import Segment, Whereabouts, started
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
-from lockstep.recorder import writer
+from lockstep.job import files
 
 _RECORD = struct.Struct("<II")
 _KINDS: tuple[type[LockstepError], ...] = (CollectiveMismatch, CollectiveTimeout, PeerLost, LockstepError)
@@ -146,7 +146,7 @@ class Health:
                 f"rank {self._rank} waited {seconds:g} s in {what} for {_names(missing)}:\n"
                 + self._lines([*missing, *others])
                 + "\nFind out what keeps the late rank, or allow more time "
-                "(timeout=… of init_process_group or lockstep.init)." + writer.told()
+                "(timeout=… of init_process_group or lockstep.init)." + files.told()
             )
         )
 

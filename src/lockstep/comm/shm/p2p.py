@@ -32,7 +32,7 @@ from lockstep.comm.shm.rounds import SLICE
 from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.work import ShmWork
 from lockstep.errors import CollectiveMismatch, LockstepError
-from lockstep.recorder import writer
+from lockstep.job import flight
 
 #: Seconds the group's thread leaves to a caller who may be about to wait.
 _GRACE = 2e-3
@@ -128,7 +128,7 @@ class MessageWork(ShmWork):
         return super().wait(timeout)
 
     def _shm_sleep(self, seconds: float | None) -> bool:
-        with writer.waiting(str(self)):
+        with flight.waiting(str(self)):
             self._shm_messages.drive(self, seconds)
         return self.shm_ready()
 

@@ -38,7 +38,7 @@ from lockstep.comm.shm.health import Health
 from lockstep.comm.shm.layout import BUFFERS, HEADER, Layout
 from lockstep.comm.shm.segment import Segment
 from lockstep.errors import CollectiveMismatch, LockstepError
-from lockstep.recorder import writer
+from lockstep.job import flight
 
 #: Seconds between two looks at the health of the group while a rank sleeps.
 SLICE = 0.05
@@ -194,7 +194,7 @@ class Rounds:
         """Take the tokens that are not there yet, and sleep until they come."""
         begun = time.monotonic()
         what = fingerprint.describe(self._current)
-        with writer.waiting(what):
+        with flight.waiting(what):
             while pending:
                 self._health.check()
                 if semaphore.wait(pending[0][1], min(SLICE, max(0.0, self._timeout - (time.monotonic() - begun)))):

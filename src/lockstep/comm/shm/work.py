@@ -29,7 +29,7 @@ import torch.distributed as dist
 from lockstep import _torch
 from lockstep.comm.shm.health import again
 from lockstep.errors import CollectiveTimeout, LockstepError
-from lockstep.recorder import writer
+from lockstep.job import flight
 
 #: Seconds to wait at the end for callers' callbacks, which may do anything.
 _PARTING = 10.0
@@ -122,7 +122,7 @@ class ShmWork(dist.Work):
     def _shm_sleep(self, seconds: float | None) -> bool:
         """Wait for it; False if that took too long."""
         assert self._shm_done is not None  # (for the type checker)
-        with writer.waiting(self.shm_name):
+        with flight.waiting(self.shm_name):
             return self._shm_done.wait(seconds)
 
     def is_completed(self) -> bool:
@@ -206,7 +206,7 @@ class Turns:
                 pass
 
     def _loop(self) -> None:
-        writer.in_background()
+        flight.in_background()
         while self._wait():
             with self.lock:
                 self._running = True

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.job.files import JobFiles
+
 _RECORD = struct.Struct("=qq")
-_PREFIX = "worker-"
 
 
 class AtWork:
-    """One worker's record: its process, and the index of its sample. See Note [One writer a slot].
+    """One worker's record: its process, and the index of its sample. See Note [One writer a page].
 
     Args:
         folder: the job's.
@@ -23,8 +24,7 @@ class AtWork:
     """
 
     def __init__(self, folder: str, *, rank: int, name: str) -> None:
-        path = os.path.join(folder, f"{_PREFIX}{rank}-{name}")
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(JobFiles(folder).worker(rank, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, _RECORD.size)  # a full disk is an error here, not a SIGBUS later
             self._numbers = memoryview(mmap.mmap(fd, _RECORD.size)).cast("q")
@@ -34,7 +34,7 @@ class AtWork:
         self._numbers[0] = os.getpid()
 
     def note(self, index: int) -> None:
-        """**Local.** The sample that is fetched now. Under 0.1 µs."""
+        """Note the sample that is fetched now. Under 0.1 µs."""
         self._numbers[1] = index
 
 
@@ -48,12 +48,12 @@ class Fetching:
 
 
 def processes(folder: str | Path) -> set[int]:
-    """**Local.** The process ids of a job's workers, of those that have taken each other's place the last one's."""
+    """The process ids of a job's workers, of those that have taken each other's place the last one's."""
     return {owner for _, owner, _ in _records(folder)}
 
 
 def find(folder: str | Path, pid: int) -> Fetching | None:
-    """**Local.** What the worker with this process id was doing last, or None if it left no record."""
+    """What the worker with this process id was doing last, or None if it left no record."""
     for rank, owner, index in _records(folder):
         if owner == pid:
             return Fetching(rank, index if index >= 0 else None)
@@ -62,7 +62,7 @@ def find(folder: str | Path, pid: int) -> Fetching | None:
 
 def _records(folder: str | Path) -> Iterator[tuple[int, int, int]]:
     """Rank, process and index of each record; a worker that was killed while it made its file has left none."""
-    for path in Path(folder).glob(f"{_PREFIX}*"):
+    for rank, path in JobFiles(folder).workers():
         content = path.read_bytes()
         if len(content) == _RECORD.size:
-            yield (int(path.name.removeprefix(_PREFIX).partition("-")[0]), *_RECORD.unpack(content))
+            yield (rank, *_RECORD.unpack(content))

@@ -13,19 +13,19 @@ from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep.recorder import torch_hooks, writer
-from lockstep.recorder.layout import PAGE, Look, decode
+from lockstep.job import flight
+from lockstep.job.page import PAGE, Cell, Mark, Text
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
 
 
-class _Spy(writer.Recorder):
-    """A recorder that keeps what its page has told, event by event."""
+class _Spy(flight.Flight):
+    """A writer that keeps what its page has told, event by event."""
 
     def __init__(self) -> None:
         self.memory = memoryview(bytearray(PAGE))
-        self.looks: list[Look] = []
+        self.marks: list[Mark] = []
         super().__init__(self.memory)
 
     def enter(self, phase: int) -> None:
@@ -41,21 +41,22 @@ class _Spy(writer.Recorder):
         self._keep()
 
     def _keep(self) -> None:
-        look = decode(self.memory)
-        assert look is not None
-        self.looks.append(look)
+        self.marks.append(Mark.of(self.number(Cell.MARK)))
+
+    def number(self, cell: Cell) -> int:
+        return self.memory.cast("q")[cell]
 
     def take(self) -> list[str]:
         """The phases since the last call, each once in a row."""
-        names = [look.phase.name for look in self.looks]
-        self.looks.clear()
+        names = [mark.phase.name for mark in self.marks]
+        self.marks.clear()
         return [name for name, _ in groupby(names)]
 
 
 def _spied() -> _Spy:
     spy = _Spy()
-    writer.use(spy)
-    torch_hooks.watch_optimizers(optimizers)
+    flight.use(spy)
+    flight.watch_optimizers(optimizers)
     return spy
 
 
@@ -72,9 +73,9 @@ def _train() -> dict[str, Any]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    found["steps"] = decode(spy.memory).steps  # type: ignore[union-attr]
-    files = {look.place.partition(":")[0] for look in spy.looks if look.place}
-    found["files"] = [file for file in files if not __file__.endswith(file.lstrip("…"))]
+    found["steps"] = spy.number(Cell.STEPS) - 1
+    start, size = Text.STEPPED_AT.value
+    found["file"] = bytes(spy.memory[start : start + size]).decode().partition(":")[0].lstrip("…")
     found["two steps"] = spy.take()
     model.eval()
     with torch.no_grad():
@@ -88,7 +89,7 @@ def test_the_phases_of_a_step_come_in_order() -> None:
     for found in run_ranks(_train, 2):
         assert found["two steps"] == [*step, *step, "DATA", "OWN"]
         assert found["steps"] == 2
-        assert found["files"] == [], "lines of the program, not of torch or lockstep"
+        assert __file__.endswith(found["file"]), "a line of the program, not of torch or lockstep"
         assert found["evaluation"] == ["EVALUATE"]
 
 

@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
-from lockstep.agreement import agree
-from lockstep.agreement.agree import Agreement
-from lockstep.agreement.board import Board, Kind, Proposal, SlotBoard, StoreBoard
-from lockstep.agreement.standing import Slots
+from lockstep.job import stop
+from lockstep.job.page import Pages
+from lockstep.job.stop import Agreement, Board, Kind, PageBoard, Proposal, StoreBoard
 
 Boards = Callable[[int], list[Board]]
 
 
-@pytest.fixture(params=["slots", "store"])
+@pytest.fixture(params=["pages", "store"])
 def boards(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Boards]:
     """Makes one board for each rank of a new job."""
-    opened: list[Slots] = []
+    opened: list[Pages] = []
 
     def make(world_size: int) -> list[Board]:
         if request.param == "store":
@@ -28,13 +27,13 @@ def boards(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Boards]:
             return [StoreBoard(store) for _ in range(world_size)]
         folder = tmp_path / str(len(opened))
         folder.mkdir()
-        mapped = [Slots(folder, world_size) for _ in range(world_size)]
+        mapped = [Pages(folder, world_size) for _ in range(world_size)]
         opened.extend(mapped)
-        return [SlotBoard(slots, rank=rank) for rank, slots in enumerate(mapped)]
+        return [PageBoard(pages, rank=rank) for rank, pages in enumerate(mapped)]
 
     yield make
-    for slots in opened:
-        slots.close()
+    for pages in opened:
+        pages.close()
 
 
 def test_the_smallest_proposal_of_a_round_counts(boards: Boards) -> None:
@@ -47,15 +46,15 @@ def test_the_smallest_proposal_of_a_round_counts(boards: Boards) -> None:
     assert first.smallest(2) == Proposal(15, Kind.STOP)
 
 
-def test_a_slot_board_takes_the_smallest_of_two_that_were_written_at_once(tmp_path: Path) -> None:
-    slots = Slots(tmp_path, 2)
-    first, second = SlotBoard(slots, rank=0), SlotBoard(slots, rank=1)
+def test_a_page_board_takes_the_smallest_of_two_that_were_written_at_once(tmp_path: Path) -> None:
+    pages = Pages(tmp_path, 2)
+    first, second = PageBoard(pages, rank=0), PageBoard(pages, rank=1)
     first.propose(1, Proposal(13, Kind.STOP))
     second.propose(1, Proposal(12, Kind.SAVE))
     assert first.smallest(1) == second.smallest(1) == Proposal(12, Kind.SAVE)
     first.propose(1, Proposal(12, Kind.STOP))
     assert second.smallest(1) == Proposal(12, Kind.STOP), "leaving saves, too"
-    slots.close()
+    pages.close()
 
 
 def test_a_lone_rank_acts_at_once(boards: Boards) -> None:
@@ -136,6 +135,6 @@ def test_ranks_act_together_in_any_order_of_events(boards: Boards) -> None:
 
 
 def test_without_a_lead_they_would_not(boards: Boards, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agree, "LEAD", 0)
+    monkeypatch.setattr(stop, "LEAD", 0)
     jobs = (_random_job(boards, seed) for seed in range(400))
     assert any(any(rank.acts != ranks[0].acts for rank in ranks) for ranks in jobs)

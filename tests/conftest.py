@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import tests.site.sitecustomize  # noqa: F401  (makes torchvision loadable here; subprocesses get it by PYTHONPATH)
+from lockstep import knobs
 from tests import warm
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ _MARK = "TESTS_OF_PROCESS"
 os.environ[_MARK] = str(os.getpid())
 
 
-#: Seconds that a thread has for its end after the test's.
+#: Seconds that a thread has for its end after the test's, and others' shared memory to be known as theirs.
 _ENDING = 5.0
 
 
@@ -53,10 +55,17 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     after = _possessions()
     leaks = {kind: after[kind] - before[kind] for kind in before if after[kind] - before[kind]}
     if "shared memory" in leaks:
-        leaks["shared memory"] -= _of_others()
-        leaks["shared memory"] &= set(os.listdir("/dev/shm"))
+        leaks["shared memory"] = _left(leaks["shared memory"])
     if any(leaks.values()):
         pytest.fail(f"{request.node.nodeid} leaked: {leaks}")
+
+
+@pytest.fixture(params=[pytest.param("gloo", marks=pytest.mark.campaign), "shm"])
+def each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What ``lockstep.init()`` takes on the ranks of this test, unless it is told otherwise; see tests/backends.py."""
+    backend: str = request.param
+    monkeypatch.setenv(knobs.BACKEND, backend)
+    return backend
 
 
 @pytest.fixture(scope="session")
@@ -85,8 +94,22 @@ def _possessions() -> dict[str, set[str]]:
     }
 
 
+def _left(files: set[str]) -> set[str]:
+    """Those of ``files`` in /dev/shm that are there for good, and nobody else's.
+
+    The folder is the whole machine's, and half of the tests may run in a process beside this one. What others have just
+    made they will have mapped, or removed, in a moment.
+    """
+    deadline = time.monotonic() + _ENDING
+    while True:
+        files = (files - _of_others()) & set(os.listdir("/dev/shm"))
+        if not files or time.monotonic() > deadline:
+            return files
+        time.sleep(0.01)
+
+
 def _of_others() -> set[str]:
-    """Files in /dev/shm, which is the whole machine's, that living processes of other programs have mapped."""
+    """Files in /dev/shm that living processes of other programs have mapped."""
     mark, found = f"{_MARK}={os.getpid()}".encode(), set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's

@@ -204,7 +204,7 @@ class Server:
             env = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.warm", str(listener.fileno())],
-                env=env | {"PYTHONPATH": str(_ROOT)},
+                env=env | {"PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [env.get("PYTHONPATH")])])},
                 cwd=_ROOT,
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -13,8 +13,14 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 ECOSYSTEM := .venv-ecosystem/torch-$(TORCH)
 LIBRARIES := accelerate datasets lightning peft timm torchmetrics transformers webdataset
 
+# The tests in two processes, file by file, which hear of each other's shared memory (tests/conftest.py).
+TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Of the tests with processes, some of each room; of the others all.
+QUICK := $(addprefix tests/ranks/test_,checkpointer_kinds.py ddp_left_out.py ddp_wrapping.py run_signals.py shm_messages.py) \
+	tests/unit $(addprefix tests/contracts/test_,ddp_signature.py names_of_subclasses.py public_names.py)
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format faults ecosystem bench newest oldest pythons clean
+.PHONY: help demo test quick check format faults ecosystem bench newest oldest pythons clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
@@ -23,7 +29,10 @@ demo: $(READY)  ## train a digit classifier on two replicas and load its checkpo
 	CUDA_VISIBLE_DEVICES= $(BIN)/lockstep run -n 2 -m lockstep.recipes.digits  # on the CPU: runs on any machine
 
 test: $(READY)  ## all tests
-	$(BIN)/python -m pytest
+	$(TESTS)
+
+quick: $(READY)  ## the tests to run after each edit: all without processes and some with, in under a minute
+	$(TESTS) -q $(QUICK)
 
 check: $(READY)  ## ruff, mypy strict, import-linter
 	$(BIN)/ruff format --check .

@@ -13,8 +13,8 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 ECOSYSTEM := .venv-ecosystem/torch-$(TORCH)
 LIBRARIES := accelerate datasets lightning peft timm torchmetrics transformers webdataset
 
-# The tests in two processes, file by file, which hear of each other's shared memory (tests/conftest.py).
-TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# The tests in two processes, file by file; a test that hangs ends them, as it ends one process.
+TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # Of the tests with processes, some of each room; of the others all.
 QUICK := $(addprefix tests/ranks/test_,checkpointer_kinds.py ddp_left_out.py ddp_wrapping.py run_signals.py shm_messages.py) \
 	tests/unit $(addprefix tests/contracts/test_,ddp_signature.py names_of_subclasses.py public_names.py)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +34,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)  # which a program that is started does not inherit
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Let the stacks of a test that takes too long reach the terminal from where the tests run in two processes."""
+    if hasattr(session.config, "workerinput"):  # whose standard output is lost
+        session.config.get_terminal_writer()._file = sys.__stderr__  # (private)
 
 
 #: In the environment of every process that the tests start, however it is orphaned later.

@@ -174,7 +174,9 @@ def test_under_torch_multiprocessing_spawn(tmp_path: Path) -> None:
 
 
 def test_under_lockstep_spawn(tmp_path: Path) -> None:
-    assert start(tmp_path, OUR_SPAWN, program=warm.server().commands / "python") == sorted(worlds("shm") + over("env://", *MET))
+    assert start(tmp_path, OUR_SPAWN, program=warm.server().commands / "python") == sorted(
+        worlds("shm") + over("env://", *MET)
+    )
 
 
 def test_under_mpirun(tmp_path: Path) -> None:
@@ -188,4 +190,6 @@ def test_under_mpirun(tmp_path: Path) -> None:
 
 
 def test_alone(tmp_path: Path) -> None:
-    assert start(tmp_path, ALONE, program=warm.server().commands / "python") == sorted(worlds("gloo", "shm", world_size=1) + over(*MET, world_size=1))
+    assert start(tmp_path, ALONE, program=warm.server().commands / "python") == sorted(
+        worlds("gloo", "shm", world_size=1) + over(*MET, world_size=1)
+    )

@@ -20,13 +20,13 @@ QUICK := $(addprefix tests/ranks/test_,checkpointer_kinds.py ddp_left_out.py ddp
 	tests/unit $(addprefix tests/contracts/test_,ddp_signature.py names_of_subclasses.py public_names.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check format faults ecosystem bench newest oldest pythons clean
+.PHONY: help demo test quick check format faults ecosystem bench newest oldest pythons house clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
 
 demo: $(READY)  ## train a digit classifier on two replicas and load its checkpoint on one device
-	CUDA_VISIBLE_DEVICES= $(BIN)/lockstep run -n 2 -m lockstep.recipes.digits  # on the CPU: runs on any machine
+	CUDA_VISIBLE_DEVICES= $(BIN)/lockstep run -n 2 -m examples.digits  # on the CPU: runs on any machine
 
 test: $(READY)  ## all tests
 	$(TESTS)
@@ -38,7 +38,7 @@ check: $(READY)  ## ruff, mypy strict, import-linter
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	PYTHONPATH=src $(BIN)/lint-imports --no-cache
+	PYTHONPATH=src:. $(BIN)/lint-imports --no-cache
 
 format: $(READY)  ## let ruff format the code
 	$(BIN)/ruff format .
@@ -74,6 +74,9 @@ bench: $(READY)  ## measure launch and step times against torch (some minutes; n
 	$(BIN)/python -m benchmarks.recorder
 	PYTHONPATH=tests/site $(BIN)/python -m benchmarks.imagenet_input
 
+house: $(READY)  ## draw docs/house.svg anew, the picture of the rooms and who imports whom
+	$(BIN)/python scripts/draw_house.py
+
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build src/*.egg-info
 
@@ -90,7 +93,7 @@ endef
 
 define demo_and_internals
 	$(1)/bin/python -c 'import sys, torch; print("torch", torch.__version__, "Python", sys.version.split()[0])'
-	CUDA_VISIBLE_DEVICES= $(1)/bin/lockstep run -n 2 -m lockstep.recipes.digits
+	CUDA_VISIBLE_DEVICES= $(1)/bin/lockstep run -n 2 -m examples.digits
 	$(1)/bin/python -m pytest -q -m 'internals and not campaign'
 endef
 

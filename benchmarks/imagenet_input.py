@@ -24,6 +24,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from examples.imagenet import data, transforms
+from examples.imagenet.folders import find
+from examples.imagenet.options import parse
+from examples.imagenet.vision import require
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -31,10 +35,6 @@ from torch.utils.data import DataLoader
 import lockstep
 from benchmarks.naming import machine_name
 from benchmarks.publishing import publish
-from lockstep.recipes.imagenet import data, transforms
-from lockstep.recipes.imagenet.folders import find
-from lockstep.recipes.imagenet.options import parse
-from lockstep.recipes.imagenet.vision import require
 
 _BATCH = 64
 

@@ -1,16 +1,18 @@
 """The whole of a training script. Start it with ``lockstep run -n 2 examples/train.py``, or alone with ``python``."""
 
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep.recipes.digits import DigitNet, load_digits
 
-train_set, test_set = load_digits()
+pixels, digits = (torch.from_numpy(values) for values in load_digits(return_X_y=True))
+train_set = TensorDataset(pixels.float() / 16, digits.long())
 
 world = lockstep.init()  # rank, world size, device; a world of one if not launched
-model = lockstep.replicate(DigitNet().to(world.device))  # the same module back: no wrapper, no "module." in its keys
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(world.device)
+lockstep.replicate(model)  # in place: no wrapper, no "module." in its keys
 optimizer = torch.optim.AdamW(model.parameters())
 loader = lockstep.shard(DataLoader(train_set, batch_size=64, shuffle=True))  # 64 is the global batch
 saved = lockstep.Checkpointer("runs/train", model=model, optimizer=optimizer, loader=loader)

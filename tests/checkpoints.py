@@ -14,11 +14,11 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
 from lockstep.checkpoint.captured import capture, divided
-from lockstep.checkpoint.peers import OverStore, Peers
 from lockstep.checkpoint.pruning import prune
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.write import Place, write
+from lockstep.comm.peers import OverStore, Peers
 
 
 class _Turns:

@@ -36,7 +36,7 @@ _PRELOAD = [
     "torch._inductor.compile_fx",  # what compiles imports it, whichever backend it compiles for: two seconds more
     "numpy",
     "pytest",
-    "sklearn.datasets",  # what the recipes read: most of a second as well
+    "sklearn.datasets",  # what the examples read: most of a second as well
     "sklearn.model_selection",
     "lockstep.checkpoint.api",
     "lockstep.comm.init",
@@ -47,7 +47,7 @@ _PRELOAD = [
     "tests.harness",
     "tests.site.sitecustomize",  # before torchvision: makes it loadable
     "torchvision.transforms.v2",
-    "lockstep.recipes.imagenet.main",
+    "examples.imagenet.main",
 ]
 
 

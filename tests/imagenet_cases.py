@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples.imagenet.main import main
+from examples.imagenet.records import read_table
 from PIL import Image
 
-from lockstep.recipes.imagenet.main import main
-from lockstep.recipes.imagenet.records import read_table
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[1]

@@ -38,7 +38,7 @@ from lockstep.launch.signals import SAVE, STOPPING
 
 _ROOT = Path(__file__).parents[1]
 
-#: What jobs import: torch, what its first optimizer imports, lockstep's rooms, and what the recipes read.
+#: What jobs import: torch, what its first optimizer imports, lockstep's rooms, and what the examples read.
 _PRELOAD = (
     "torch",
     "torch.distributed",
@@ -63,7 +63,7 @@ _PRELOAD = (
     "lockstep.sampling.loader",
 )
 
-#: What only the recipes read, which the environments of other versions of torch lack.
+#: What only the examples read, which the environments of other versions of torch lack.
 _OPTIONAL = ("sklearn", "torchvision")
 
 

@@ -35,12 +35,12 @@ _HOMES = {
     "Restored": "lockstep.checkpoint.restoring",
     "Retention": "lockstep.checkpoint.retention",
     "ShardedLoader": "lockstep.sampling.loader",
-    "SyncBatchNorm": "lockstep.ddp.batchnorm",
+    "SyncBatchNorm": "lockstep.ddp.sync_batchnorm",
     "World": "lockstep.comm.world",
-    "bf16_compress_hook": "lockstep.ddp.compress",
-    "convert_sync_batchnorm": "lockstep.ddp.batchnorm",
+    "bf16_compress_hook": "lockstep.ddp.comm_hooks",
+    "convert_sync_batchnorm": "lockstep.ddp.sync_batchnorm",
     "expect_slow": "lockstep.recorder.expect",
-    "fp16_compress_hook": "lockstep.ddp.compress",
+    "fp16_compress_hook": "lockstep.ddp.comm_hooks",
     "init": "lockstep.comm.init",
     "join": "lockstep.ddp.api",
     "load_weights": "lockstep.checkpoint.weights",
@@ -71,10 +71,10 @@ if TYPE_CHECKING:
     from lockstep.ddp.api import register_comm_hook as register_comm_hook
     from lockstep.ddp.api import release as release
     from lockstep.ddp.api import replicate as replicate
-    from lockstep.ddp.batchnorm import SyncBatchNorm as SyncBatchNorm
-    from lockstep.ddp.batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
-    from lockstep.ddp.compress import bf16_compress_hook as bf16_compress_hook
-    from lockstep.ddp.compress import fp16_compress_hook as fp16_compress_hook
+    from lockstep.ddp.comm_hooks import bf16_compress_hook as bf16_compress_hook
+    from lockstep.ddp.comm_hooks import fp16_compress_hook as fp16_compress_hook
+    from lockstep.ddp.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
+    from lockstep.ddp.sync_batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from lockstep.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
     from lockstep.errors import CheckpointCorrupt as CheckpointCorrupt
     from lockstep.errors import CheckpointError as CheckpointError
@@ -105,6 +105,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     value = getattr(importlib.import_module(home), name)
+    value.__module__ = __name__  # the name that users know it by, in what they print
     globals()[name] = value
     return value
 

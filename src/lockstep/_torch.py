@@ -120,17 +120,6 @@ def outside_dispatch_modes() -> Callable[[], AbstractContextManager[None]]:
     return context
 
 
-def keeps_graph() -> Callable[[], bool]:
-    """Return the function that says whether the backward under way was called with ``retain_graph=True``.
-
-    The only way to learn of it.
-    """
-    import torch
-
-    keeps: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-    return keeps
-
-
 def gradient_hooks(param: torch.Tensor) -> int:
     """Count the hooks on ``param`` that see its accumulated gradient; there is no other way to ask."""
     hooks = param._post_accumulate_grad_hooks

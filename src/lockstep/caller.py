@@ -13,13 +13,12 @@ from types import CodeType, FrameType
 #: Characters of a path that are shown: its end is what a reader needs.
 _PATH = 120
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_RECIPES = os.path.join(_HERE, "recipes") + os.sep
 #: Whether a file is none of the user's. (By name: a code object's hash takes a microsecond.)
 _ours: dict[str, bool] = {}
 
 
 def _library() -> tuple[str, ...]:
-    """Frames of files that begin so are not the user's program; recipes are."""
+    """Frames of files that begin so are not the user's program."""
     found = [_HERE, "<frozen", "<string>"]
     for name in ("torch", "typing_extensions", "contextlib", "multiprocessing", "threading"):
         module = sys.modules.get(name)
@@ -30,34 +29,38 @@ def _library() -> tuple[str, ...]:
     return tuple(found)
 
 
+def is_library(path: str) -> bool:
+    """Return whether code in this file is Python's, torch's or lockstep's own."""
+    if path not in _ours:
+        _ours[path] = path.startswith(_library())
+    return _ours[path]
+
+
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """**Local.** The innermost of ``frame`` and its callers that is the user's, or None."""
+    """Return the innermost of ``frame`` and its callers that is the user's, or None."""
     return user_frame_and_depth(frame)[0]
 
 
 def user_frame_and_depth(frame: FrameType | None) -> tuple[FrameType | None, int]:
-    """**Local.** As :func:`user_frame`, and how many callers it is away."""
+    """Return what :func:`user_frame` returns, and how many callers it is away."""
     depth = 0
     while frame is not None:
         path = frame.f_code.co_filename
-        ours = _ours.get(path)
-        if ours is None:
-            ours = _ours[path] = path.startswith(_library()) and not path.startswith(_RECIPES)
-        if not ours:
+        if not (_ours[path] if path in _ours else is_library(path)):
             return frame, depth
         frame, depth = frame.f_back, depth + 1
     return None, depth
 
 
 def words(code: CodeType, line: int) -> str:
-    """**Local.** ``train.py:30 in step``."""
+    """Say where a line is: ``train.py:30 in step``."""
     path = code.co_filename
     short = path if len(path) <= _PATH else "…" + path[1 - _PATH :]
     return f"{short}:{line} in {code.co_name}"
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """**Local.** A warning at the line of the user's own program.
+    """Warn at the line of the user's own program.
 
     A thread of autograd's or of our own has none: then it is our caller's; under ``python -c`` it is that program's.
     """

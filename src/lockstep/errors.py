@@ -5,9 +5,9 @@
     LockstepError                  anything lockstep itself reports (a RuntimeError)
     ├── EnvironmentMismatch        the environment variables do not describe a world
     ├── RendezvousError            the ranks could not meet: port in use, peer missing, backend refused
-    ├── CollectiveTimeout          a rank did not arrive in time; the late ranks are named
+    ├── CollectiveTimeout          a rank did not arrive in time; the late ranks are named (a TimeoutError)
     ├── CollectiveMismatch         the ranks are in different collectives, or in one with different arguments
-    ├── PeerLost                   a rank is gone while others wait for it
+    ├── PeerLost                   a rank is gone while others wait for it (a ConnectionError)
     ├── ReplicaMismatch            the replicas differ: a parameter's name, shape or dtype
     ├── NonFiniteGradient          a rank holds an infinite or NaN gradient before averaging
     ├── LaunchError                a job could not be started
@@ -34,7 +34,7 @@ class RendezvousError(LockstepError):
     """The ranks could not meet."""
 
 
-class CollectiveTimeout(LockstepError):
+class CollectiveTimeout(LockstepError, TimeoutError):
     """A rank did not arrive at a collective in time."""
 
 
@@ -42,7 +42,7 @@ class CollectiveMismatch(LockstepError):
     """The ranks are in different collectives, or in one with different arguments."""
 
 
-class PeerLost(LockstepError):
+class PeerLost(LockstepError, ConnectionError):
     """A rank is gone while others wait for it."""
 
 
@@ -80,3 +80,7 @@ class CheckpointCorrupt(CheckpointError):
 
 class CheckpointMismatch(CheckpointError):
     """A checkpoint is of another model, optimizer or world."""
+
+
+for _error in [each for each in vars().values() if isinstance(each, type)]:
+    _error.__module__ = "lockstep"  # the name that users import it by, in every traceback

@@ -66,7 +66,7 @@ class Identity:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Identity:
-        """**Local.** Read this process's place from ``env``.
+        """Read this process's place from ``env``.
 
         Raises:
             EnvironmentMismatch: only some of the variables are there, or they contradict each other.
@@ -99,7 +99,7 @@ class Identity:
         return cls(rank, world_size, local_rank, local_world_size, node_rank, launched=True)
 
     def to_environment(self) -> dict[str, str]:
-        """**Local.** The variables that :meth:`from_environment` reads back."""
+        """Return the variables that :meth:`from_environment` reads back."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -110,13 +110,13 @@ class Identity:
 
 
 def place(env: Mapping[str, str] = os.environ) -> str:
-    """**Local.** What tells this rank of this job from any other; the ranks that it starts in its turn have others."""
+    """Return what tells this rank of this job from any other; the ranks that it starts in its turn have others."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", knobs.STORE)
     return " ".join(env.get(name, "-") for name in names)
 
 
 def tasks_of_step(env: Mapping[str, str] = os.environ) -> int:
-    """**Local.** How many processes srun started as one step, this one among them; 1 outside of such a step.
+    """Return how many processes srun started as one step, this one among them; 1 outside of such a step.
 
     A batch script and a shell of salloc have ``SLURM_PROCID`` and ``SLURM_NTASKS`` as well, but are no task of a step.
     """
@@ -126,7 +126,7 @@ def tasks_of_step(env: Mapping[str, str] = os.environ) -> int:
 
 
 def refuse_to_be_alone(env: Mapping[str, str] = os.environ) -> None:
-    """**Local.** Refuse a world of one for each of several tasks that srun started.
+    """Refuse a world of one for each of several tasks that srun started.
 
     Raises:
         EnvironmentMismatch: this process is one of them, and no launcher has described it.
@@ -150,7 +150,7 @@ _BY_SRUN = (
 
 
 def refuse_to_launch(env: Mapping[str, str] = os.environ) -> None:
-    """**Local.** Refuse to start a job on one machine from each of several tasks that srun started.
+    """Refuse to start a job on one machine from each of several tasks that srun started.
 
     Raises:
         EnvironmentMismatch: this process is one of them.

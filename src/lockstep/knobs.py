@@ -22,6 +22,8 @@
                        stages per rank); for tests, and for machines whose caches differ much.
 ``LOCKSTEP_LATE``      seconds that a rank may hold up the others before ``lockstep run`` says so, where ten
                        steps take less. 5 by default.
+``LOCKSTEP_TRACEBACK`` full: the traceback of a rank's error has the frames of lockstep and torch
+                       too, and the errors it came from. By default the user's own.
 ====================== ==========================================================================
 """
 
@@ -44,6 +46,7 @@ TIMEOUT = "LOCKSTEP_TIMEOUT"
 KEEP_MEMORY = "LOCKSTEP_KEEP_MEMORY"
 SHM_CHUNK = "LOCKSTEP_SHM_CHUNK"
 LATE = "LOCKSTEP_LATE"
+TRACEBACK = "LOCKSTEP_TRACEBACK"
 
 #: Seconds a collective may wait before it is an error, unless the user says otherwise.
 DEFAULT_TIMEOUT = 600.0
@@ -56,22 +59,22 @@ DEFAULT_SHM_CHUNK = 512 * 1024
 
 
 def store(env: Mapping[str, str] = os.environ) -> str | None:
-    """**Local.** The path of the rendezvous file, or None."""
+    """Return the path of the rendezvous file, or None."""
     return env.get(STORE) or None
 
 
 def job_dir(env: Mapping[str, str] = os.environ) -> str | None:
-    """**Local.** The job's private folder, or None if the launcher gave none."""
+    """Return the job's private folder, or None if the launcher gave none."""
     return env.get(JOB_DIR) or None
 
 
 def rank_process(env: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """**Local.** The process that lockstep's launcher started as this rank, and its place, or None."""
+    """Return the process that lockstep's launcher started as this rank, and its place, or None."""
     return _process(env, RANK_PROCESS)
 
 
 def joined(env: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """**Local.** The process that is this rank in a world, and its place there; None: no process is."""
+    """Return the process that is this rank in a world, and its place there; None: no process is."""
     return _process(env, JOINED)
 
 
@@ -81,18 +84,18 @@ def _process(env: Mapping[str, str], name: str) -> tuple[int, str] | None:
 
 
 def preload(env: Mapping[str, str] = os.environ) -> tuple[str, ...] | None:
-    """**Local.** What the launcher imports before it forks, or None if the user did not say."""
+    """Return what the launcher imports before it forks, or None if the user did not say."""
     text = env.get(PRELOAD)
     return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def backend(env: Mapping[str, str] = os.environ) -> str | None:
-    """**Local.** The backend for who names none, or None."""
+    """Return the default backend, or None."""
     return env.get(BACKEND) or None
 
 
 def keep_memory(env: Mapping[str, str] = os.environ) -> bool:
-    """**Local.** Whether to keep freed memory.
+    """Return whether to keep freed memory.
 
     Raises:
         EnvironmentMismatch: ``LOCKSTEP_KEEP_MEMORY`` is neither 0 nor 1.
@@ -104,7 +107,7 @@ def keep_memory(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def timeout(env: Mapping[str, str] = os.environ) -> float:
-    """**Local.** Seconds a collective may wait.
+    """Return seconds a collective may wait.
 
     Raises:
         EnvironmentMismatch: ``LOCKSTEP_TIMEOUT`` is not a positive number.
@@ -113,12 +116,17 @@ def timeout(env: Mapping[str, str] = os.environ) -> float:
 
 
 def late(env: Mapping[str, str] = os.environ) -> float:
-    """**Local.** Seconds that a rank may hold up the others before the launcher says so.
+    """Return seconds that a rank may hold up the others before the launcher says so.
 
     Raises:
         EnvironmentMismatch: ``LOCKSTEP_LATE`` is not a positive number.
     """
     return _seconds(env, LATE, DEFAULT_LATE)
+
+
+def full_traceback(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether tracebacks keep the frames of lockstep and torch."""
+    return env.get(TRACEBACK) == "full"
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
@@ -135,7 +143,7 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 def shm_chunk(env: Mapping[str, str] = os.environ) -> int:
-    """**Local.** Bytes of a stage of the backend "shm".
+    """Return bytes of a stage of the backend "shm".
 
     Raises:
         EnvironmentMismatch: ``LOCKSTEP_SHM_CHUNK`` is not a positive multiple of 64.

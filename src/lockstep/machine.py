@@ -14,19 +14,19 @@ _CGROUP_V1_PERIOD = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
 
 
 def cores() -> int:
-    """**Local.** CPU cores this process may use: its affinity mask, cut by a container's CPU quota."""
+    """Count the CPU cores this process may use: its affinity mask, cut by a container's CPU quota."""
     allowed = visible_cores()
     quota = _cgroup_quota()
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
 
 
 def visible_cores() -> int:
-    """**Local.** CPU cores that libraries count: this process's affinity mask, whatever a quota leaves of them."""
+    """Count the CPU cores that libraries count: this process's affinity mask, whatever a quota leaves of them."""
     return len(os.sched_getaffinity(0))
 
 
 def share_of_cores(ranks: int) -> int:
-    """**Local.** Threads for each of ``ranks`` processes of this machine: equal parts, at least one.
+    """Return the threads for each of ``ranks`` processes of this machine: equal parts, at least one.
 
     What is left of an uneven division stays free: ranks in step are as fast as the slowest.
     """
@@ -34,7 +34,7 @@ def share_of_cores(ranks: int) -> int:
 
 
 def gpus(env: Mapping[str, str] = os.environ) -> int:
-    """**Local.** NVIDIA GPUs this process may use, from the driver's device files and ``CUDA_VISIBLE_DEVICES``.
+    """Count the NVIDIA GPUs this process may use, from the driver's device files and ``CUDA_VISIBLE_DEVICES``.
 
     Counted without opening the driver, so that it costs nothing in the process that starts the ranks.
     """

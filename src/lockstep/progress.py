@@ -20,7 +20,7 @@ _LINE_EVERY = 10.0
 
 
 def track(iterable: Iterable[Item], description: str = "", *, file: TextIO | None = None) -> Track[Item]:
-    """**Local.** Iterate over ``iterable`` and show how far it is: a bar on a terminal, plain lines elsewhere.
+    """Iterate over ``iterable`` and show how far it is: a bar on a terminal, plain lines elsewhere.
 
     Only rank 0 shows anything. The rate is in samples per second over all ranks if ``iterable`` is a sharded loader,
     else in items per second.
@@ -46,7 +46,7 @@ class Track(Generic[Item]):
         self._numbers: dict[str, SupportsFloat] = {}
 
     def show(self, **numbers: SupportsFloat) -> None:
-        """**Local.** Put numbers (a loss, a learning rate) beside the bar; shown on rank 0, as they are there.
+        """Put numbers (a loss, a learning rate) beside the bar; shown on rank 0, as they are there.
 
         A tensor is read only when the display is drawn anew, so that passing one at every step does not make the
         CPU wait for a GPU.
@@ -54,7 +54,7 @@ class Track(Generic[Item]):
         self._numbers.update(numbers)
 
     def __len__(self) -> int:
-        """**Local.** Items in all.
+        """Return the items in all.
 
         Raises:
             TypeError: the iterable has no length.

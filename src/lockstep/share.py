@@ -44,7 +44,7 @@ class BatchShare:
     global_samples: float
 
     def weight(self, world_size: int) -> float:
-        """**Local.** The factor that makes a plain average over ranks exact; see Note [Exact mean].
+        """Return the factor that makes a plain average over ranks exact; see Note [Exact mean].
 
         Raises:
             ValueError: the whole world has nothing, and a mean over nothing is none.
@@ -57,7 +57,7 @@ class BatchShare:
         return self.local_samples * world_size / self.global_samples
 
     def words(self) -> str:
-        """**Local.** ``3 of 7 samples``."""
+        """Say it: ``3 of 7 samples``."""
         return f"{self.local_samples} of {self.global_samples} samples"
 
 

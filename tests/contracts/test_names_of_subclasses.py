@@ -11,7 +11,6 @@ import ast
 import importlib
 import inspect
 import pkgutil
-import textwrap
 from typing import Any
 
 import pytest
@@ -52,9 +51,19 @@ def _ours() -> list[type]:
         if module.name.endswith("__main__"):
             continue
         for value in vars(importlib.import_module(module.name)).values():
-            if inspect.isclass(value) and value.__module__.startswith("lockstep.") and _torchs(value):
+            if inspect.isclass(value) and _is_ours(value) and _torchs(value):
                 found[f"{value.__module__}.{value.__qualname__}"] = value
     return list(found.values())
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.split(".")[0] == "lockstep"
+
+
+def _source(cls: type) -> ast.ClassDef:
+    home = lockstep._HOMES[cls.__name__] if cls.__module__ == "lockstep" else cls.__module__
+    tree = ast.parse(inspect.getsource(importlib.import_module(home)))
+    return next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
 
 
 def _torchs(cls: type) -> list[type]:
@@ -65,9 +74,9 @@ def _own_names(cls: type) -> set[str]:
     """What the class and its bases of ours define, and what their methods set on self."""
     names: set[str] = set()
     for base in cls.__mro__:
-        if base.__module__.startswith("lockstep."):
+        if _is_ours(base):
             names |= vars(base).keys() | set(getattr(base, "__annotations__", {}))
-            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
+            for node in ast.walk(_source(base)):
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                     names |= {node.attr} if ast.unparse(node.value) == "self" else set()
     return {name for name in names if not name.startswith("__")} - _PYTHONS
@@ -97,8 +106,7 @@ def test_names_that_torch_has_too_are_meant(cls: Any) -> None:
 )
 def test_attributes_beside_torchs_in_c_have_a_prefix(cls: Any) -> None:
     """An attribute set on such an object is refused as soon as torch has one of its name."""
-    sources = [inspect.getsource(base) for base in cls.__mro__ if base.__module__.startswith("lockstep.")]
-    nodes = [node for source in sources for node in ast.walk(ast.parse(textwrap.dedent(source)))]
+    nodes = [node for base in cls.__mro__ if _is_ours(base) for node in ast.walk(_source(base))]
     attributes = {
         node.attr
         for node in nodes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pickle
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,20 @@ def test_every_public_name_loads_and_is_documented(name: str) -> None:
     value = getattr(lockstep, name)
     assert value is getattr(importlib.import_module(lockstep._HOMES[name]), name)
     assert inspect.getdoc(value), f"lockstep.{name} has no docstring"
-    if inspect.isfunction(value):
-        doc = inspect.getdoc(value) or ""
-        assert any(word in doc for word in ("**Collective.**", "**Local.**", "**Rank 0.**")), name
+    assert value.__module__ == "lockstep"
+    assert pickle.loads(pickle.dumps(value)) is value  # noqa: S301
+
+
+#: Public functions that every rank must call. Of all others the docstring must not say so.
+COLLECTIVE = {"bf16_compress_hook", "fp16_compress_hook", "init", "join", "replicate", "shard"}
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name in lockstep._HOMES if inspect.isfunction(getattr(lockstep, name)))
+)
+def test_docstrings_say_which_functions_every_rank_must_call(name: str) -> None:
+    doc = inspect.getdoc(getattr(lockstep, name)) or ""
+    assert ("**Collective.**" in doc) == (name in COLLECTIVE)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -14,9 +14,9 @@ GRADIENT_FAULTS = [
     ),
     Fault(
         "the mean is over ranks, not over samples",
-        "ddp/reducer.py",
-        "        factor = cycle.weight if self._comm_hook is not None else cycle.weight / cycle.divisor",
-        "        factor = 1.0 if self._comm_hook is not None else 1 / cycle.divisor",
+        "ddp/backward.py",
+        "        factor = self._weight if self._all.comm_hook is not None else self._weight / self._divisor",
+        "        factor = 1.0 if self._all.comm_hook is not None else 1 / self._divisor",
         ("tests/ranks/test_ddp_weights.py",),
     ),
     Fault(

@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples.crnn.modes import prepare
+from examples.crnn.options import parse
+from examples.crnn.train import begin, evaluate, fit, lines_of
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lockstep
-from lockstep.recipes.crnn.modes import prepare
-from lockstep.recipes.crnn.options import parse
-from lockstep.recipes.crnn.train import begin, evaluate, fit, lines_of
 from tests.digests import digest_of
 from tests.harness import collect_outcomes, run_ranks
-from tests.launching import Finished, run, start
+from tests.launching import Finished, python_path, run, start
 
-CRNN = "lockstep.recipes.crnn"
+CRNN = "examples.crnn"
+#: Where the program is found.
+ROOT = python_path(Path(__file__).parents[2])
 #: Two epochs of three steps, the last of a single line: on several ranks all but one have none of it.
 SMALL = ["--epochs", "2", "--lines", "17", "--batch-size", "8", "--test-lines", "7", "--longest", "3"]
 #: What a model that has begun to read is tested on: an odd number of lines.
@@ -94,7 +96,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
     """A folder with a run on two ranks that has begun to read, and what it printed."""
     folder = tmp_path_factory.mktemp("crnn")
     steps = ["--epochs", "1", "--lines", "11200", "--batch-size", "32"]
-    done = run(["lockstep", "run", "-n", "2", "-m", CRNN, "--mode", "ddp", *TASK, *steps], folder, torch=True)
+    done = run(
+        ["lockstep", "run", "-n", "2", "-m", CRNN, "--mode", "ddp", *TASK, *steps], folder, torch=True, PYTHONPATH=ROOT
+    )
     assert done.code == 0, done
     return folder, done
 
@@ -119,7 +123,9 @@ def test_it_learns_to_read(trained: tuple[Path, Finished]) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(360)
 def test_nine_lines_of_ten_are_read_within_five_minutes(tmp_path: Path) -> None:
-    with start(["lockstep", "run", "-n", "2", "-m", CRNN, "--mode", "ddp"], tmp_path, torch=True) as job:
+    with start(
+        ["lockstep", "run", "-n", "2", "-m", CRNN, "--mode", "ddp"], tmp_path, torch=True, PYTHONPATH=ROOT
+    ) as job:
         done = job.finish(limit=300)
     assert done.code == 0, done
     found = re.match(r"([\d.]+) of 1000 lines read right", last_line(done.out))
@@ -130,7 +136,7 @@ def test_nine_lines_of_ten_are_read_within_five_minutes(tmp_path: Path) -> None:
 def test_a_run_that_has_no_checkpoint_yet_begins_anew_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "runs/crnn/run-001").mkdir(parents=True)
     command = ["lockstep.launch", "--nproc_per_node=2", "-m", CRNN, *SMALL, "--resume"]  # passes --local_rank
-    done = run(command, tmp_path, torch=True)
+    done = run(command, tmp_path, torch=True, PYTHONPATH=ROOT)
     assert done.code == 0, done
     assert "run-001 has no checkpoint yet: it begins anew" in done.out
     assert "of 7 lines read right" in done.out
@@ -139,7 +145,7 @@ def test_a_run_that_has_no_checkpoint_yet_begins_anew_and_says_so(tmp_path: Path
 def test_a_checkpoint_of_two_ranks_is_tested_the_same_on_one_device(trained: tuple[Path, Finished]) -> None:
     folder, done = trained
     command = [CRNN, "--mode", "single", *TASK, "--evaluate", "--picture", "lines.png"]
-    again = run(command, folder, torch=True)
+    again = run(command, folder, torch=True, PYTHONPATH=ROOT)
     assert again.code == 0, again
     assert last_line(again.out) == last_line(done.out)
     assert (folder / "lines.png").read_bytes().startswith(b"\x89PNG")
@@ -163,6 +169,6 @@ def _evaluate(folder: str, arguments: list[str]) -> str:
 
 
 def test_one_process_is_what_a_mode_for_one_process_needs(tmp_path: Path) -> None:
-    done = run(["lockstep", "run", "-n", "2", "-m", CRNN, "--mode", "single"], tmp_path, torch=True)
+    done = run(["lockstep", "run", "-n", "2", "-m", CRNN, "--mode", "single"], tmp_path, torch=True, PYTHONPATH=ROOT)
     assert done.code != 0
     assert "--mode single is one process, and this is rank" in done.err

@@ -11,15 +11,16 @@ import pytest
 from safetensors import safe_open
 
 from tests import warm
+from tests.launching import python_path
 
 ROOT = Path(__file__).parents[2]
 LOCKSTEP = ["python", "-m", "lockstep"]
-DIGITS = "lockstep.recipes.digits"
+DIGITS = "examples.digits"
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Run a command in ``folder`` to its end, whatever that is."""
-    environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), "XDG_STATE_HOME": str(folder / "state")}
     return subprocess.run(
         [str(warm.server().commands / command[0]), *command[1:]],
         cwd=folder,

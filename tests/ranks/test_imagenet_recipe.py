@@ -12,18 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from examples.imagenet.cifar import ResNetCifar
+from examples.imagenet.options import parse
+from examples.imagenet.records import read_table
+from examples.imagenet.schedule import factors
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from lockstep import knobs
 from lockstep.launch.ports import free_port
-from lockstep.recipes.imagenet.cifar import ResNetCifar
-from lockstep.recipes.imagenet.options import parse
-from lockstep.recipes.imagenet.records import read_table
-from lockstep.recipes.imagenet.schedule import factors
 from tests.harness import RanksFailed, collect_outcomes, run_ranks
 from tests.imagenet_cases import (
     COMMON,
+    ROOT,
     SITE,
     alone_or_launched,
     last_line,
@@ -35,7 +36,7 @@ from tests.imagenet_cases import (
 )
 from tests.launching import LIMIT, Running, environment, python_path, start, wait_for
 
-MODULE = "lockstep.recipes.imagenet"
+MODULE = "examples.imagenet"
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(pictures: Path, tmp_pat
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     recipe(2, *options, "--folder", whole)
     argv = ["lockstep", "run", "-n", "2", "-m", MODULE, *options, "--folder", str(killed)]
-    with start(argv, tmp_path, torch=True, PYTHONPATH=python_path(SITE)) as job:
+    with start(argv, tmp_path, torch=True, PYTHONPATH=python_path(SITE, ROOT)) as job:
         run = killed / "run-001"
         # Killed within the second epoch (steps 4 to 6), whose rows and checkpoints are partly written then.
         wait_for(
@@ -311,7 +312,7 @@ def outside(tmp_path: Path) -> dict[str, str]:
     Two "machines" are one here, and each would use all its cores: threads that spin while they wait for others, which
     wait for a core, take four times the work, and many times that beside other work.
     """
-    env = environment(tmp_path, PYTHONPATH=python_path(SITE), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    env = environment(tmp_path, PYTHONPATH=python_path(SITE, ROOT), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     del env[knobs.PRELOAD]
     return env
 

@@ -46,6 +46,32 @@ def test_the_first_failure_is_shown_with_its_own_traceback(tmp_path: Path) -> No
         )
 
 
+_LATE = """
+import os, lockstep
+w = lockstep.init(timeout=2)
+w.barrier()
+if w.rank == 1:
+    while not os.path.exists("told"):
+        pass
+print(w.mean(1.0))
+"""
+
+
+def test_a_late_rank_is_told_in_one_exception_of_the_users_frames(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_LATE)
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True)
+    shown = [line.removeprefix("[rank0]: ") for line in done.err.splitlines() if line.startswith("[rank0]: ")]
+    assert shown[:3] == [
+        "Traceback (most recent call last):",
+        f'  File "{tmp_path}/train.py", line 8, in <module>',
+        "    print(w.mean(1.0))",
+    ]
+    (message,) = [line for line in shown if line.startswith("lockstep.CollectiveTimeout: ")]
+    assert message.startswith("lockstep.CollectiveTimeout: rank 0 of 2: World.mean(): ")
+    assert done.err.count("Traceback") == 1
+    assert len(shown) < 10
+
+
 def test_a_traceback_on_the_terminal_is_not_repeated(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os\nif os.environ['RANK'] == '0': 1 / 0\n")
     done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path)

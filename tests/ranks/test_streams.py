@@ -251,8 +251,8 @@ def _ends_of_stretches() -> list[str]:
             bare.on.clear()
         bare.frozen.requires_grad_()
         failing = mock.Mock(side_effect=ZeroDivisionError)
-        for broken in ("lockstep.ddp.replica.compare_replicas", "lockstep.ddp.wrapper.move_to"):
-            if broken.endswith("move_to"):
+        for broken in ("lockstep.ddp.replica.compare_replicas", "lockstep.ddp.wrapper.to_device"):
+            if broken.endswith("to_device"):
                 if not isinstance(model, lockstep.DistributedDataParallel):
                     continue
                 model.device_ids = [torch.device("cpu")]

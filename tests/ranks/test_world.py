@@ -10,8 +10,10 @@ import re
 import socket
 import subprocess
 import sys
+import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,8 +114,127 @@ def _main_first_fails() -> None:
 def test_main_first_fails_everywhere_when_rank_0_fails() -> None:
     first, second = collect_outcomes(_main_first_fails, 2)
     assert (first.error, first.message) == ("OSError", "disk full on rank 0")
-    assert second.error == "RuntimeError"
-    assert "rank 0 failed in the main_first() block" in str(second.message)
+    assert second.error == "LockstepError"
+    assert "rank 1 of 2: rank 0 failed in the main_first() block: OSError: disk full on rank 0" in str(second.message)
+
+
+def _first_of_each_machine(path: str) -> str:
+    node, local = divmod(int(os.environ["RANK"]), 2)
+    os.environ.update(LOCAL_RANK=str(local), GROUP_RANK=str(node), LOCAL_WORLD_SIZE="2")
+    w = lockstep.init("gloo")
+    mine = Path(path, str(w.node_rank))
+    with w.main_first(per="machine"):
+        if w.local_rank == 0:
+            mine.write_text(f"by rank {w.rank}")
+        return mine.read_text()
+
+
+def test_main_first_lets_the_first_rank_of_each_machine_prepare(tmp_path: Path) -> None:
+    by = run_ranks(_first_of_each_machine, 4, str(tmp_path))
+    assert by == ["by rank 0", "by rank 0", "by rank 2", "by rank 2"]
+
+
+def _first_of_a_machine_fails() -> None:
+    w = lockstep.init()
+    with pytest.raises(ValueError, match="per='host': expected 'job' or 'machine'"), w.main_first(per="host"):  # type: ignore[arg-type]
+        pass
+    with w.main_first(per="machine"):
+        raise OSError(f"disk full on rank {w.rank}")
+
+
+def test_main_first_fails_everywhere_when_a_machine_fails() -> None:
+    outcomes = collect_outcomes(_first_of_a_machine_fails, 3)
+    assert [outcome.error for outcome in outcomes] == ["OSError", "LockstepError", "LockstepError"]
+
+
+def _gather_values(backend: str) -> list[Any]:
+    w = lockstep.init(backend)
+    ragged = w.gather(torch.full((w.rank, 2), float(w.rank), dtype=torch.float64, requires_grad=True))
+    assert [tensor.shape for tensor in ragged] == [(rank, 2) for rank in range(w.world_size)]
+    assert all(tensor.dtype == torch.float64 and not tensor.requires_grad for tensor in ragged)
+    kinds = w.gather([torch.tensor(3 + 4j), torch.tensor([True, False]), torch.zeros(0, dtype=torch.bfloat16)][w.rank])
+    assert [(each.dtype, each.shape) for each in kinds] == [
+        (torch.complex64, ()),
+        (torch.bool, (2,)),
+        (torch.bfloat16, (0,)),
+    ]
+    mixed = w.gather(torch.arange(2) if w.rank == 1 else {"rank": (w.rank, None)})
+    return [float(sum(tensor.sum() for tensor in ragged)), complex(kinds[0]), mixed[0], mixed[1].tolist(), mixed[2]]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_gather_takes_tensors_of_any_size_and_what_json_can_say(backend: str) -> None:
+    expected = [1 * 2 + 2 * 2 * 2, 3 + 4j, {"rank": [0, None]}, [0, 1], {"rank": [2, None]}]
+    assert run_ranks(_gather_values, 3, backend) == [expected] * 3
+
+
+def _broadcast_values() -> list[Any]:
+    w = lockstep.init()
+    weights = torch.arange(6.0).reshape(2, 3).t() if w.rank == 1 else None
+    came = w.broadcast(weights, source=1)
+    if w.rank == 1:
+        came += 1  # it is nobody else's
+        assert weights is not None
+        assert weights[0, 1] == 3.0
+        came -= 1
+    with pytest.raises(ValueError, match="source=2: expected a rank, 0 to 1"):
+        w.broadcast(1, source=2)
+    return [came.tolist(), w.broadcast({"lr": 0.1} if w.is_main else object()), w.broadcast()]
+
+
+def test_broadcast_hands_one_ranks_value_to_all() -> None:
+    assert run_ranks(_broadcast_values, 2) == [[[[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]], {"lr": 0.1}, None]] * 2
+
+
+def _gathers_what_json_cannot_say() -> None:
+    w = lockstep.init(timeout=20)
+    with pytest.raises(TypeError, match=r"gather\(\) takes tensors and what JSON can say .*by pickle"):
+        w.gather(object() if w.rank == 1 else 1)
+    with pytest.raises(TypeError, match=r"broadcast\(\) takes dense tensors, not one of layout torch.sparse_coo"):
+        w.broadcast(torch.eye(2).to_sparse())
+    assert w.gather(w.rank) == [0, 1]
+
+
+def test_what_json_cannot_say_is_an_error_on_every_rank() -> None:
+    run_ranks(_gathers_what_json_cannot_say, 2)
+
+
+def _leaves_generators_alone() -> list[float]:
+    rank = int(os.environ["RANK"])
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+    w = lockstep.init(seed=False)
+    model = lockstep.replicate(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout()))
+    model(torch.ones(1, 2))
+    return [w.seed, random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def test_seed_false_leaves_the_generators_alone() -> None:
+    expected = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        torch.nn.Linear(2, 2)
+        torch.nn.functional.dropout(torch.ones(1, 2))
+        drawn = float(torch.rand(()))
+        expected.append([0, random.Random(rank).random(), float(np.random.RandomState(rank).rand()), drawn])
+    assert run_ranks(_leaves_generators_alone, 2) == expected
+
+
+def _seeds_with_true() -> None:
+    lockstep.init(seed=True)
+
+
+def test_seed_true_is_refused() -> None:
+    assert collect_outcomes(_seeds_with_true, 1)[0].message == (
+        "seed=True: expected 0 <= seed < 2**63, None to draw one, or False to seed nothing"
+    )
+
+
+def test_errors_are_those_that_python_has() -> None:
+    assert issubclass(lockstep.CollectiveTimeout, TimeoutError)
+    assert issubclass(lockstep.PeerLost, ConnectionError)
+    assert "lockstep.PeerLost: gone" in "".join(traceback.format_exception_only(lockstep.PeerLost("gone")))
 
 
 def _draws(seed: int | None) -> tuple[int, float, float, float]:

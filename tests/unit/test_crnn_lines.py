@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from examples.crnn.lines import HEIGHT, STEP, Lines, Split, collate
+from examples.digits import load_digits
 from torch.utils.data import DataLoader, TensorDataset
-
-from lockstep.recipes.crnn.lines import HEIGHT, STEP, Lines, Split, collate
-from lockstep.recipes.digits import load_digits
 
 
 @pytest.fixture(scope="module")

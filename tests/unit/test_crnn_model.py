@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from examples.crnn.lines import HEIGHT, Batch
+from examples.crnn.model import CRNN, Bidirectional, ctc
 from torch import nn
-
-from lockstep.recipes.crnn.lines import HEIGHT, Batch
-from lockstep.recipes.crnn.model import CRNN, Bidirectional, ctc
 
 WIDTHS = [30, 18, 44, 20, 26]
 LENGTHS = [3, 1, 5, 2, 2]

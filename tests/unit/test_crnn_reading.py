@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from examples.crnn import picture
+from examples.crnn.options import Kept, parse
+from examples.crnn.reading import Score, collapse, decode, edit_distance, score
 from hypothesis import given
 from hypothesis import strategies as st
 
 import lockstep
-from lockstep.recipes.crnn import picture
-from lockstep.recipes.crnn.options import Kept, parse
-from lockstep.recipes.crnn.reading import Score, collapse, decode, edit_distance, score
 
 words = st.lists(st.integers(0, 3), max_size=6)
 

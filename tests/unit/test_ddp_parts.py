@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from lockstep.comm.waiting import failure
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.compare import explain_difference, first_difference
-from lockstep.ddp.forwards import Forwards
-from lockstep.ddp.hooks import MOST_PARTS, tensors_in
+from lockstep.ddp.hooks import MOST_PARTS, Forwards, tensors_in
 from lockstep.ddp.options import ReplicaOptions
-from lockstep.ddp.transfer import move_to
-from lockstep.ddp.weighting import AccumulatedWeights
+from lockstep.ddp.reducer import AccumulatedWeights
 from lockstep.errors import CollectiveTimeout, PeerLost
+from lockstep.trees import to_device
 
 pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
 
@@ -70,22 +69,22 @@ def test_large_and_deep_outputs_are_searched_for_a_while_and_level_by_level() ->
     assert len(list(tensors_in(slots))) == 50
 
 
-def test_move_to_keeps_the_form() -> None:
+def test_to_device_keeps_the_form() -> None:
     meta = torch.device("meta")
-    moved = move_to(meta, {"a": (torch.ones(2), [torch.ones(1), 3]), "b": Pair(torch.ones(1), "text")})
+    moved = to_device({"a": (torch.ones(2), [torch.ones(1), 3]), "b": Pair(torch.ones(1), "text")}, meta)
     assert moved["a"][0].device == moved["a"][1][0].device == moved["b"].left.device == meta
     assert moved["a"][1][1] == 3
     assert type(moved["b"]) is Pair
-    assert type(move_to(meta, OrderedDict(x=torch.ones(1)))) is OrderedDict
+    assert type(to_device(OrderedDict(x=torch.ones(1)), meta)) is OrderedDict
     grouped: defaultdict[str, list[Any]] = defaultdict(list, x=[torch.ones(1)])
-    regrouped = move_to(meta, grouped)
+    regrouped = to_device(grouped, meta)
     assert regrouped["x"][0].device == meta
     assert regrouped["new"] == []
     assert "new" not in grouped
-    nested = move_to(meta, Nested(torch.ones(1), 7))
+    nested = to_device(Nested(torch.ones(1), 7), meta)
     assert (nested.inner.device, nested.number) == (meta, 7)
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
-    assert move_to(meta, [packed])[0].data.device == meta
+    assert to_device([packed], meta)[0].data.device == meta
 
 
 @pytest.mark.parametrize(

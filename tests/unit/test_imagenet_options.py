@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from examples.imagenet.options import Kept, Options, parse
 
 import lockstep
-from lockstep.recipes.imagenet.options import Kept, Options, parse
 
 
 def options(*words: str, launched: bool = False) -> Options:

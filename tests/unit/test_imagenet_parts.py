@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from examples.imagenet import transforms, vision
+from examples.imagenet.cifar import ResNetCifar
+from examples.imagenet.evaluate import counted
+from examples.imagenet.folders import Folders, find
+from examples.imagenet.main import main
+from examples.imagenet.models import build
+from examples.imagenet.options import Options, parse
+from examples.imagenet.pictures import Collate, Pictures, Sample, decode
+from examples.imagenet.records import Table, read_table
+from examples.imagenet.schedule import factors, scaled_rate
 from PIL import Image
 from torch import nn
 
 import lockstep
-from lockstep.recipes.imagenet import transforms, vision
-from lockstep.recipes.imagenet.cifar import ResNetCifar
-from lockstep.recipes.imagenet.evaluate import counted
-from lockstep.recipes.imagenet.folders import Folders, find
-from lockstep.recipes.imagenet.main import main
-from lockstep.recipes.imagenet.models import build
-from lockstep.recipes.imagenet.options import Options, parse
-from lockstep.recipes.imagenet.pictures import Collate, Pictures, Sample, decode
-from lockstep.recipes.imagenet.records import Table, read_table
-from lockstep.recipes.imagenet.schedule import factors, scaled_rate
 from tests.imagenet_cases import make_pictures
 
 pytest.importorskip("torchvision", reason="not in the environments of other versions of torch")

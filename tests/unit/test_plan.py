@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.ddp.plan import ParameterSpec, plan_buckets
+from lockstep.ddp.bucket import ParameterSpec, plan_buckets
 
 MIB = 1024 * 1024
 

@@ -15,9 +15,9 @@ import lockstep
 from lockstep.checkpoint import sharing
 from lockstep.checkpoint.captured import capture, divided
 from lockstep.checkpoint.load import read, verify
-from lockstep.checkpoint.peers import OverStore
 from lockstep.checkpoint.sharing import Extent, blocks, count_blocks, cut, divide
 from lockstep.checkpoint.write import Place
+from lockstep.comm.peers import OverStore
 from tests.checkpoints import State, save, some_tensors
 
 

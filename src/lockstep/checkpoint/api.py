@@ -19,7 +19,6 @@ from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
 from lockstep.checkpoint.captured import Share
 from lockstep.checkpoint.lock import RunLock
-from lockstep.checkpoint.peers import OverGroup, Peers
 from lockstep.checkpoint.position import Position
 from lockstep.checkpoint.pruning import prune
 from lockstep.checkpoint.restoring import Restored, find, load, load_generators, words_on_differences
@@ -31,6 +30,7 @@ from lockstep.checkpoint.together import together
 from lockstep.checkpoint.training import Stateful, Training
 from lockstep.checkpoint.write import Place, write
 from lockstep.comm.init import current_world
+from lockstep.comm.peers import OverGroup, Peers
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.recorder import writer
 from lockstep.recorder.layout import Phase

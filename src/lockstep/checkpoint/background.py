@@ -29,8 +29,8 @@ import torch
 
 from lockstep import _torch
 from lockstep.checkpoint.captured import Share
-from lockstep.checkpoint.peers import OverStore, Peers
 from lockstep.checkpoint.together import together
+from lockstep.comm.peers import OverStore, Peers
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
 

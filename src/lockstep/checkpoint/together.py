@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lockstep import errors
-from lockstep.checkpoint.peers import OverGroup, Peers
+from lockstep.comm import together as comm
+from lockstep.comm.peers import OverGroup, Peers
 from lockstep.comm.world import World
 
 Result = TypeVar("Result")
@@ -31,7 +32,7 @@ _ADVICE = {
 def together(
     peers: World | Peers, attempt: Callable[[], Result], share: Callable[[Result], Any]
 ) -> tuple[Result, list[Any]]:
-    """**Collective.** The result of ``attempt`` on this rank, and what ``share`` made of each rank's, if all succeeded.
+    """**Collective.** As :func:`lockstep.comm.together.together`, with every error as a CheckpointError that advises.
 
     Args:
         peers: the ranks, and how they talk; a World's process group if it is a World.
@@ -41,34 +42,21 @@ def together(
     Raises:
         CheckpointError: ``attempt`` failed on a rank: the error of the first such rank, of the same class on all.
     """
+
+    def advised() -> Result:
+        try:
+            return attempt()
+        except Exception as error:
+            known = type(error) if isinstance(error, (errors.CheckpointCorrupt, errors.CheckpointMismatch)) else None
+            raise (known or errors.CheckpointError)(describe(error)) from error
+
     if isinstance(peers, World):
         peers = OverGroup(peers)
-    mine: Exception | None = None
-    record: dict[str, Any]
-    try:
-        result = attempt()
-        record = {"shared": share(result)}
-    except Exception as error:  # noqa: BLE001  (the other ranks wait: they must hear of any failure)
-        mine = error
-        record = {"error": describe(error), "class": _class_of(error)}
-    records = peers.gather(record)
-    for rank, other in enumerate(records):
-        if "error" in other:
-            where = "" if peers.world_size == 1 else f"rank {rank}: "
-            failure: errors.CheckpointError = getattr(errors, other["class"])(where + other["error"])
-            raise failure from mine
-    return result, [other["shared"] for other in records]
-
-
-def _class_of(error: Exception) -> str:
-    for known in (errors.CheckpointCorrupt, errors.CheckpointMismatch):
-        if isinstance(error, known):
-            return known.__name__
-    return errors.CheckpointError.__name__
+    return comm.together(peers, advised, share, what="the checkpoint")
 
 
 def describe(error: Exception) -> str:
-    """**Local.** What went wrong and what to do about it."""
+    """Say what went wrong and what to do about it."""
     if isinstance(error, errors.CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.errno is not None:

@@ -14,9 +14,9 @@ from lockstep.checkpoint import folders
 from lockstep.checkpoint.captured import Share
 from lockstep.checkpoint.draft import Draft, write_blocks
 from lockstep.checkpoint.manifest import FileEntry, Manifest
-from lockstep.checkpoint.peers import Peers
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
+from lockstep.comm.peers import Peers
 from lockstep.errors import CheckpointError
 from lockstep.version import __version__
 

@@ -21,7 +21,7 @@ _FROM_HEAP = 32 << 20
 
 
 def keep_freed_memory() -> bool:
-    """**Local.** Let this process keep what it frees, up to a GiB; whether it does.
+    """Let this process keep what it frees, up to a GiB; return whether it does.
 
     It does not where the C library is not glibc, where another allocator is preloaded, and where the user has chosen
     (``MALLOC_*_``, ``GLIBC_TUNABLES``, or ``LOCKSTEP_KEEP_MEMORY=0``).

@@ -6,7 +6,9 @@ Records travel as JSON, never as pickle: what arrives from a peer is data, not c
 from __future__ import annotations
 
 import json
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from lockstep.comm.waiting import wait_for
 
 
 def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """**Local.** A device whose tensors ``group`` can carry: the CPU where it can, else the current CUDA device."""
+    """Return a device whose tensors ``group`` can carry: the CPU where it can, else the current CUDA device."""
     resolved = group if group is not None else dist.group.WORLD
     if resolved is None:
         raise ValueError("no process group is open: call lockstep.init() or torch.distributed.init_process_group first")
@@ -28,8 +30,80 @@ def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device(served[0])
 
 
+def all_gather_tensors(
+    tensor: torch.Tensor | None, group: dist.ProcessGroup | None = None
+) -> list[torch.Tensor | None]:
+    """**Collective.** Return every rank's ``tensor``, in order of rank, on a device that ``group`` can carry.
+
+    Args:
+        tensor: dense, of any shape, dtype and device; another one on each rank, or None.
+        group: the process group; the default group if None.
+
+    Raises:
+        CollectiveTimeout, PeerLost: another rank is late or gone.
+    """
+    device = group_device(group)
+    mine = None if tensor is None else tensor.detach().to(device).contiguous()
+    kinds = [_Kind.loads(record) for record in all_gather_records(_Kind.dumps(mine), group)]
+    padded = torch.zeros(max(0 if kind is None else kind.nbytes for kind in kinds), dtype=torch.uint8, device=device)
+    if mine is not None:
+        padded[: mine.nbytes] = mine.reshape(-1).view(torch.uint8)
+    rows = [torch.empty_like(padded) for _ in kinds]
+    if len(padded):
+        _wait(lambda: dist.all_gather(rows, padded, group=group), "exchanging tensors with the other ranks", group)
+    return [
+        None if kind is None else row[: kind.nbytes].clone().view(kind.dtype).reshape(kind.shape)
+        for kind, row in zip(kinds, rows, strict=True)
+    ]
+
+
+def broadcast_tensor(tensor: torch.Tensor | None, source: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """**Collective.** Return the tensor of rank ``source``, on a device that ``group`` can carry; a new one.
+
+    Args:
+        tensor: as for :func:`all_gather_tensors`; None on all ranks but ``source``.
+        source: a rank of ``group``.
+        group: the process group.
+
+    Raises:
+        CollectiveTimeout, PeerLost: another rank is late or gone.
+    """
+    device = group_device(group)
+    mine = None if tensor is None else tensor.detach().to(device).contiguous()
+    kind = _Kind.loads(all_gather_records(_Kind.dumps(mine), group)[source])
+    assert kind is not None  # rank ``source`` has it
+    result = torch.empty(kind.shape, dtype=kind.dtype, device=device) if mine is None else mine.clone()
+    message = result.reshape(-1).view(torch.uint8)
+    if len(message):
+        _wait(lambda: dist.broadcast(message, group_src=source, group=group), f"sending rank {source}'s tensor", group)
+    return result
+
+
+class _Kind(NamedTuple):
+    """What a rank must know of a tensor before it comes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @staticmethod
+    def dumps(tensor: torch.Tensor | None) -> list[Any] | None:
+        return None if tensor is None else [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+    @classmethod
+    def loads(cls, record: list[Any] | None) -> _Kind | None:
+        return None if record is None else cls(getattr(torch, record[0]), tuple(record[1]))
+
+
+def _wait(call: Callable[[], object], name: str, group: dist.ProcessGroup | None) -> None:
+    wait_for(call, lambda: f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}: {name}", name=name)
+
+
 def all_gather_records(record: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """**Collective.** Every rank's ``record``, in order of rank.
+    """**Collective.** Return every rank's ``record``, in order of rank.
 
     Args:
         record: anything JSON can say; it may differ in length from rank to rank.
@@ -42,14 +116,10 @@ def all_gather_records(record: Any, group: dist.ProcessGroup | None = None) -> l
     payload = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
     world_size = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
-    rank = dist.get_rank(group)
 
     def gather(parts: list[torch.Tensor], mine: torch.Tensor) -> None:
-        wait_for(
-            lambda: dist.all_gather(parts, mine, group=group),
-            lambda: f"rank {rank} of {world_size}: exchanging records with the other ranks",
-            name="exchanging records with the other ranks",
-        )
+        name = "exchanging records with the other ranks"
+        _wait(lambda: dist.all_gather(parts, mine, group=group), name, group)
 
     gather(sizes, torch.tensor([payload.numel()], dtype=torch.int64, device=device))
     lengths = [int(size) for size in sizes]

@@ -35,7 +35,7 @@ _ALONE = (
 
 
 def refuse(identity: Identity) -> None:
-    """**Local.** Refuse to be a rank that another process is already. See Note [Guests].
+    """Refuse to be a rank that another process is already. See Note [Guests].
 
     Raises:
         EnvironmentMismatch: this process's rank has joined the world, or trains without it.
@@ -72,20 +72,20 @@ def compare(group: dist.ProcessGroup, identity: Identity) -> None:
 
 
 def mark(identity: Identity) -> None:
-    """**Local.** Tell what this process starts from now on that this rank has joined the world."""
+    """Tell what this process starts from now on that this rank has joined the world."""
     if identity.launched:
         os.environ[knobs.JOINED] = f"{os.getpid()} {place()}"
 
 
 def unmark() -> None:
-    """**Local.** This process has left the world, and another may join it as this rank."""
+    """Note that this process has left the world, and another may join it as this rank."""
     joined = knobs.joined()
     if joined is not None and joined[0] == os.getpid():
         del os.environ[knobs.JOINED]
 
 
 def described_anew() -> bool:
-    """**Local.** Whether another launcher has described this process since its parent was a rank of ours."""
+    """Return whether another launcher has described this process since its parent was a rank of ours."""
     started = knobs.rank_process()
     return started is not None and started[0] != os.getpid() and started[1] != place()
 

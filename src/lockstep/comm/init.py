@@ -57,7 +57,8 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
         seed: the seed of the job, the same on all ranks. Every rank's generators are seeded with it just as those of a
             lone process would be, so that what a script draws (a split of its data, first weights) is the same on all
             of them. Where a model computes, each rank has numbers of its own: Note [Random numbers of a rank] in
-            ``comm/streams.py``. None: rank 0 draws one.
+            ``comm/streams.py``. None: rank 0 draws one. False: the generators stay as they are on each rank, also where
+            a model computes, and what is drawn from the job's seed (a loader's order) is that of seed 0.
 
     Raises:
         EnvironmentMismatch: the launcher's variables are incomplete or contradict each other, there are more ranks than
@@ -88,7 +89,10 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     assert group is not None  # just opened
     guests.compare(group, identity)
     agreed_seed = _agree_on_seed(seed, group)
-    _seed_everything(agreed_seed, identity, device)
+    if seed is False:
+        streams.begin(rank=identity.rank, world_size=1)  # streams that leave the generators alone
+    else:
+        _seed_everything(agreed_seed, identity, device)
     _world = World(identity, device=device, group=group, seed=agreed_seed, timeout=limit)
     _count_steps()
     guests.mark(identity)
@@ -105,7 +109,7 @@ def _count_steps() -> None:
 
 
 def world() -> World:
-    """**Local.** The World that :func:`init` made in this process.
+    """Return the World that :func:`init` made in this process.
 
     Raises:
         LockstepError: ``init`` has not been called.
@@ -116,12 +120,12 @@ def world() -> World:
 
 
 def current_world() -> World | None:
-    """**Local.** The World of this process, or None before :func:`init`."""
+    """Return the World of this process, or None before :func:`init`."""
     return _world
 
 
 def shutdown() -> None:
-    """**Local.** Leave the world and close what :func:`init` opened. Leaving the process does the same by itself."""
+    """Leave the world and close what :func:`init` opened. Leaving the process does the same by itself."""
     global _world, _owns_group
     if _world is not None:
         _world.release()
@@ -301,8 +305,8 @@ def _hint(error: Exception, backend: str | None) -> str:
 
 def _agree_on_seed(seed: int | None, group: dist.ProcessGroup) -> int:
     """Rank 0's seed, after checking that every rank asked for the same one."""
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63, or None to draw one")
+    if seed is True or (seed is not None and not 0 <= seed < 2**63):
+        raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63, None to draw one, or False to seed nothing")
     proposals = all_gather_records([seed, secrets.randbits(63) if seed is None else seed], group)
     asked = [proposal[0] for proposal in proposals]
     if any(other != asked[0] for other in asked):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def compares_labels(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """**Local.** Whether the backend of ``group`` for ``device`` finds out that the ranks' labels differ."""
+    """Return whether the backend of ``group`` for ``device`` finds out that the ranks' labels differ."""
     try:
         backend = group._get_backend(device)
     except RuntimeError:  # the group serves no tensors of this device
@@ -29,12 +29,12 @@ _current = _Current()
 
 
 def label() -> str:
-    """**Local.** The label of the collectives that this thread issues; empty without one."""
+    """Return the label of the collectives that this thread issues; empty without one."""
     return _current.label
 
 
 class labelled:  # (used as a verb, like contextlib.suppress)
-    """**Local.** A context: the collectives that this thread issues in it carry ``text``, the same on every rank."""
+    """Return a context: the collectives that this thread issues in it carry ``text``, the same on every rank."""
 
     def __init__(self, text: str) -> None:
         self._text = text

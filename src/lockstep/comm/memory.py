@@ -24,7 +24,7 @@ class InPlaceMemory(Protocol):
 
 
 def in_place_memory(group: dist.ProcessGroup, device: torch.device) -> InPlaceMemory | None:
-    """**Local.** The backend of ``group`` for ``device``, if it has memory there that it reduces in place."""
+    """Return the backend of ``group`` for ``device``, if it has memory there that it reduces in place."""
     try:
         backend: Any = _torch.backend_for(group, device)
     except RuntimeError:  # the group serves no tensors of this device

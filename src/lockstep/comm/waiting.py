@@ -9,7 +9,7 @@ from lockstep.recorder import writer
 
 
 def wait_for(wait: Callable[[], object], what: Callable[[], str], *, name: str | None = "a collective") -> None:
-    """**Local.** Call ``wait``, which ends within the process group's timeout, and name ``what`` failed if it does.
+    """Call ``wait``, which ends within the process group's timeout, and name ``what`` failed if it does.
 
     Args:
         wait: the ``wait`` method of a work or a future.
@@ -33,7 +33,7 @@ def wait_for(wait: Callable[[], object], what: Callable[[], str], *, name: str |
 
 
 def failure(error: RuntimeError, what: str) -> LockstepError:
-    """**Local.** The lockstep error for a backend's error."""
+    """Return the lockstep error for a backend's error."""
     # Backends tell a late peer from a lost one only by their words: gloo "Timed out waiting", NCCL "timeout".
     text = str(error)
     for kind in (CollectiveMismatch, CollectiveTimeout, PeerLost):

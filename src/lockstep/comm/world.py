@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep import _torch
-from lockstep.comm.exchange import all_gather_records, group_device
+from lockstep.comm.exchange import all_gather_records, all_gather_tensors, broadcast_tensor, group_device
+from lockstep.comm.peers import OverGroup
+from lockstep.comm.together import together
 from lockstep.comm.waiting import wait_for
 from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
 from lockstep.identity import Identity
@@ -56,7 +58,7 @@ class World:
         return self._group
 
     def release(self) -> None:
-        """**Local.** Let go of the process group, for :func:`lockstep.shutdown`.
+        """Let go of the process group, for :func:`lockstep.shutdown`.
 
         A script's own ``world`` variable lives until the interpreter is torn down, and the group must end before that:
         its threads can't end once Python is gone.
@@ -78,7 +80,7 @@ class World:
         self.in_hand.say(share)
 
     def refuse_contested_share(self, what: str, *, of_backward: bool = False) -> None:
-        """**Local**, the same on every rank. Refuse what takes one share for batches that have different ones.
+        """Refuse, alike on every rank, what takes one share for batches that have different ones.
 
         Args:
             what: what would take it, for the message.
@@ -255,21 +257,108 @@ class World:
             name=f"World.{name}()",
         )
 
+    @_torch.mark_untraced
+    def gather(self, value: Any) -> list[Any]:
+        """**Collective.** Return every rank's ``value``, in order of rank, on every rank.
+
+        Args:
+            value: a dense tensor of any shape, dtype and device, which may differ from rank to rank; or what JSON can
+                say: None, a bool, a number, a str, or lists and dicts of them (a tuple arrives as a list, and a dict's
+                keys as strings). For other objects there is ``torch.distributed.all_gather_object``, which pickles.
+
+        Returns:
+            One entry for each rank, also this one's own: equal on all ranks. Tensors are new ones on the device of this
+            rank, without gradients.
+
+        Raises:
+            TypeError: JSON can't say some rank's value, or its tensor is sparse; on every rank.
+            CollectiveTimeout, PeerLost: another rank is late or gone.
+        """
+        values = self._shared(value, "World.gather()", range(self.world_size))
+        if not any(kind == "tensor" for kind, _ in values):
+            return [plain for _, plain in values]
+        tensors = all_gather_tensors(value if isinstance(value, torch.Tensor) else None, self.group)
+        return [
+            plain if tensor is None else tensor.to(self.device)
+            for (_, plain), tensor in zip(values, tensors, strict=True)
+        ]
+
+    @_torch.mark_untraced
+    def broadcast(self, value: Any = None, *, source: int = 0) -> Any:
+        """**Collective.** Return the ``value`` of rank ``source`` on every rank; what the others pass does not matter.
+
+        Args:
+            value: as for :meth:`gather`.
+            source: the rank that has it.
+
+        Raises:
+            ValueError: there is no rank ``source``.
+            TypeError: JSON can't say its value, or its tensor is sparse; on every rank.
+            CollectiveTimeout, PeerLost: another rank is late or gone.
+        """
+        if not 0 <= source < self.world_size:
+            raise ValueError(f"source={source}: expected a rank, 0 to {self.world_size - 1}")
+        kind, plain = self._shared(value, "World.broadcast()", [source])[source]
+        if kind == "plain":
+            return plain
+        tensor = broadcast_tensor(value if self.rank == source else None, source, self.group)
+        return tensor.to(self.device)
+
+    def _shared(self, value: Any, what: str, sources: Container[int]) -> list[Any]:
+        """Kind and value of what each of ``sources`` shares; an error on every rank if one can't."""
+
+        def attempt() -> list[Any]:
+            if self.rank not in sources:
+                return ["nothing", None]
+            if isinstance(value, torch.Tensor):
+                if value.layout != torch.strided:
+                    raise TypeError(f"{what} takes dense tensors, not one of layout {value.layout}")
+                return ["tensor", None]
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"{what} takes tensors and what JSON can say ({error}); torch.distributed's object collectives "
+                    "send other objects, by pickle"
+                ) from error
+            return ["plain", value]
+
+        return together(OverGroup(self), attempt, lambda shared: shared, what=what)[1]
+
     @contextmanager
-    def main_first(self) -> Iterator[None]:
+    def main_first(self, *, per: Literal["job", "machine"] = "job") -> Iterator[None]:
         """**Collective.** Rank 0 runs the block first, the others after it: to prepare a file once, then read it.
 
-        If rank 0 fails in the block, the other ranks raise too instead of running it. They wait for it no longer than
-        the world's timeout: raise that for a long download.
+        If it fails in the block, the other ranks raise too instead of running it. They wait for it no longer than the
+        world's timeout: raise that for a long download.
+
+        Args:
+            per: ``"machine"``: the first rank of each machine goes first, where each has a disk of its own.
+
+        Raises:
+            LockstepError: a rank that goes first failed; the message has its error.
         """
-        failed = False
-        if not self.is_main:
-            failed = all_gather_records(False, self.group)[0]
-        if failed:
-            raise RuntimeError(f"rank {self.rank}: rank 0 failed in the main_first() block; its error says why")
+        if per not in ("job", "machine"):
+            raise ValueError(f"per={per!r}: expected 'job' or 'machine'")
+        goes_first = self.is_main if per == "job" else self.local_rank == 0
+        failures: list[str | None] = []
+        if not goes_first:
+            self._raise_if_failed(all_gather_records(None, self.group))
+        failure: str | None = None
         try:
             with expect_slow("main_first()"):
                 yield
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
         finally:
-            if self.is_main:
-                all_gather_records(sys.exc_info()[0] is not None, self.group)
+            if goes_first:
+                failures = all_gather_records(failure, self.group)
+        self._raise_if_failed(failures)
+
+    def _raise_if_failed(self, failures: list[str | None]) -> None:
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise LockstepError(
+                    f"rank {self.rank} of {self.world_size}: rank {rank} failed in the main_first() block: {failure}"
+                )

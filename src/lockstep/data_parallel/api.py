@@ -8,20 +8,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep import _torch
 from lockstep.data_parallel.cut import Piece, checked_chunk_sizes
 from lockstep.data_parallel.devices import Device, as_device, refuse_shared, resolve_devices, warn_imbalance
 from lockstep.data_parallel.draws import Draws
 from lockstep.data_parallel.gather import Gatherer, OutputDim, checked_output_dim
-from lockstep.data_parallel.lend import Backward, leave
 from lockstep.data_parallel.replicas import Replicas
 from lockstep.data_parallel.scatter import scatter
 from lockstep.data_parallel.store import Copies, Store
-from lockstep.data_parallel.threads import Cores, Modes, Place, Task, run_here, run_replicas
-from lockstep.data_parallel.trees import moved
+from lockstep.data_parallel.threads import Modes, Place, run_here, run_replicas
 from lockstep.identity import Identity
+from lockstep.trees import to_device
 
 Criterion = Callable[..., Any]
 
@@ -31,7 +30,7 @@ _NOT_GIVEN = object()
 class DataParallel(nn.Module):
     """A module that runs on several devices of one process at once, each on its part of the batch.
 
-    **Local.** Takes torch's arguments with torch's meanings: inputs are cut along ``dim`` (in tuples, lists, dicts,
+    Takes torch's arguments with torch's meanings: inputs are cut along ``dim`` (in tuples, lists, dicts,
     dataclasses and packed sequences too), all else is handed to every replica, outputs come back in order, gradients
     sum into the original module, whose buffers are those of the first replica. The module stands in ``.module``, and
     keys of ``state_dict()`` begin with ``module.``. Its parameters and buffers must be on ``device_ids[0]``.
@@ -195,8 +194,6 @@ class _Engine:
         self._losses = Gatherer("mean", what="loss", remedy="Let the criterion return a mean, or one loss per sample")
         self._draws = Draws()
         self._lock = threading.RLock()
-        #: Who restores the cores after the latest forward's backward.
-        self._cores = Cores(None)
         self.store = Store(self._devices, check_contents=options.check_contents)
         roots = [("module", self._module)]
         if isinstance(self._criterion, nn.Module):
@@ -209,7 +206,6 @@ class _Engine:
             output = self._call(self._module, self._criterion, (inputs, kwargs, target))
             return output if self.options.gathers or target is not _NOT_GIVEN else [output]
         with self._lock:  # the replicas serve one forward at a time
-            self._cores.restore()  # where a backward has failed in between
             trees, pieces = scatter((inputs, kwargs, target), self._devices, self.options.dim, self._chunk_sizes)
             outputs = self._outputs(trees, [piece.replica for piece in pieces])
             return self._put_together(outputs, pieces, has_target=target is not _NOT_GIVEN)
@@ -222,8 +218,7 @@ class _Engine:
             # The first replica is the module: nothing to copy, no thread to start.
             call = self._replica_call(0, trees[0])
             return [self._replicas.watched(lambda: run_here(call, self._place(0)))]
-        has_target = trees[0][2] is not _NOT_GIVEN
-        lent = self._replicas.equip(used, cut_off=has_target and first.type == "cpu")
+        self._replicas.equip(used)
         turn = self._draws.begin(self._replicas.training_flags(), first)
         modes = Modes.of_this_thread(first.type, sharing=1 if turn.in_turn else len(used))
         places = [self._place(replica) for replica in used]
@@ -233,22 +228,7 @@ class _Engine:
         ]
         outputs = self._replicas.watched(lambda: run_replicas(calls, places, modes, in_turn=turn.in_turn))
         self._draws.end(turn)
-        if lent is None or not has_target:
-            return outputs
-
-        cores = self._cores = Cores(modes.operator_threads)
-        lent.loan.ended = cores.restore
-        in_turn, place_of = turn.in_turn, dict(zip(used, places, strict=True))
-
-        def start(replica: int, run: Backward) -> Task[tuple[Tensor | None, ...]]:
-            cores.divide()
-            task = Task(run, place_of[replica], modes)
-            if in_turn:
-                task.wait()
-            return task
-
-        # Here and not in the replicas' threads: autograd counts in each thread for itself what was recorded last.
-        return [leave(lent, replica, output, start) for replica, output in zip(used, outputs, strict=True)]
+        return outputs
 
     def _place(self, replica: int) -> Place:
         return Place(replica, len(self._devices), self._devices[replica])
@@ -278,7 +258,7 @@ class _Engine:
         if not self.options.gathers:
             return outputs
         if len(self._devices) == 1:
-            return moved(outputs[0], device)  # there is nothing to put together
+            return to_device(outputs[0], device)  # there is nothing to put together
         return self._gatherer.gather(outputs, sizes, device)
 
     def _check_arguments(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
@@ -302,7 +282,7 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """**Local.** ``module(*inputs)`` on several devices, once: torch's function of this name.
+    """Run ``module(*inputs)`` on several devices, once: torch's function of this name.
 
     The module is copied for each call: for more than one, make a :class:`DataParallel`, which keeps its replicas.
 

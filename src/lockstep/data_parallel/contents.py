@@ -20,7 +20,7 @@ _GROUP = 4 * 2**20
 
 
 def bits_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """**Local.** The elements of ``tensor`` in the order in which ``like`` is stored, as integers as wide as fit."""
+    """Return the elements of ``tensor`` in the order in which ``like`` is stored, as integers as wide as fit."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     order = sorted(range(like.dim()), key=like.stride, reverse=True)
     octets = tensor.permute(order).contiguous().view(-1).view(torch.uint8)  # copied only if it has gaps
@@ -31,7 +31,7 @@ def bits_of(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def changed(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
-    """**Local.** The positions of pairs whose tensors differ.
+    """Return the positions of pairs whose tensors differ.
 
     The tensors of a pair have one shape and dtype, and the second has no gaps. Waits for the devices, where these are
     no CPUs. May name a pair that does not differ, beside one that does.
@@ -60,7 +60,7 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def fingerprints(groups: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Tensor:
-    """**Local.** One number of 64 bits for each group of tensors, on their device; see the module's text.
+    """Return one number of 64 bits for each group of tensors, on their device; see the module's text.
 
     With each tensor comes one of the same shape, in whose order it is read.
     """

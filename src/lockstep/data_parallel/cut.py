@@ -20,7 +20,7 @@ class Piece:
 
 
 def cut(batch: int, replicas: int, chunk_sizes: Sequence[int] | None = None) -> list[Piece]:
-    """**Local.** The pieces of a batch, in order of replica; a small batch uses fewer replicas, and always the first.
+    """Return the pieces of a batch, in order of replica; a small batch uses fewer replicas, and always the first.
 
     Without ``chunk_sizes`` the pieces are those of :func:`torch.chunk`. With them, a batch of as many samples as they
     sum to is cut as they say, and any other in the same proportion.
@@ -36,7 +36,7 @@ def cut(batch: int, replicas: int, chunk_sizes: Sequence[int] | None = None) -> 
 
 
 def checked_chunk_sizes(given: Sequence[int] | None, replicas: int) -> tuple[int, ...] | None:
-    """**Local.** ``chunk_sizes`` as a tuple.
+    """Return ``chunk_sizes`` as a tuple.
 
     Raises:
         ValueError: there is not one for each replica, or one is not a positive whole number.

@@ -19,7 +19,7 @@ _BALANCED = 0.75
 
 
 def all_devices() -> list[torch.device]:
-    """**Local.** Every accelerator that this process sees; none on a machine without."""
+    """Return every accelerator that this process sees; none on a machine without."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or accelerator.type == "mps":
         return []
@@ -27,7 +27,7 @@ def all_devices() -> list[torch.device]:
 
 
 def resolve_devices(given: Sequence[Device] | None) -> list[torch.device]:
-    """**Local.** The devices that ``device_ids`` names; all accelerators if None.
+    """Return the devices that ``device_ids`` names; all accelerators if None.
 
     Raises:
         ValueError: the list is empty, names a device that is not there, names an accelerator twice, or mixes kinds.
@@ -52,7 +52,7 @@ def resolve_devices(given: Sequence[Device] | None) -> list[torch.device]:
 
 
 def as_device(device: Device) -> torch.device:
-    """**Local.** An index means the accelerator of that number, and -1 the CPU, as in torch."""
+    """Return the device; an index means the accelerator of that number, and -1 the CPU, as in torch."""
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise TypeError(f"expected a device (0, 'cuda:0', 'cpu' or a torch.device), not {device!r}")
     if isinstance(device, int):
@@ -82,7 +82,7 @@ def _refuse_absent(devices: Sequence[torch.device], given: Sequence[Device]) -> 
 
 
 def refuse_shared(devices: Sequence[torch.device], identity: Identity) -> None:
-    """**Local.** "All devices" can't be meant by each of several ranks on one machine.
+    """Refuse what can't be meant: all devices, by each of several ranks on one machine.
 
     Raises:
         ValueError: this is one of several ranks here, and there are devices that all would take.
@@ -96,7 +96,7 @@ def refuse_shared(devices: Sequence[torch.device], identity: Identity) -> None:
 
 
 def refuse_misplaced(named: Iterable[tuple[str, Tensor]], expected: torch.device) -> None:
-    """**Local.** Every parameter and buffer must be on the first device.
+    """Check that every parameter and buffer is on the first device.
 
     Raises:
         LockstepError: one is not; it is named.
@@ -131,7 +131,7 @@ class Capacity:
 
 
 def capacity_of(device: torch.device) -> Capacity | None:
-    """**Local.** What a CUDA device offers; None of other kinds, which torch does not describe alike."""
+    """Return what a CUDA device offers; None of other kinds, which torch does not describe alike."""
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
@@ -139,7 +139,7 @@ def capacity_of(device: torch.device) -> Capacity | None:
 
 
 def suggest_split(capacities: Sequence[Capacity]) -> tuple[int, ...] | None:
-    """**Local.** Per cent of the batch for each device, or None where all are about equal.
+    """Return per cent of the batch for each device, or None where all are about equal.
 
     A device's part is the smaller of its part of the memory and its part of the speed, so that neither is overtaxed;
     parts are then scaled to sum to 100.
@@ -155,7 +155,7 @@ def suggest_split(capacities: Sequence[Capacity]) -> tuple[int, ...] | None:
 
 
 def imbalance(devices: Sequence[torch.device], capacities: Sequence[Capacity]) -> str | None:
-    """**Local.** What to say of devices of which one has under 75 % of another's memory or speed."""
+    """Return what to say of devices of which one has under 75 % of another's memory or speed."""
     split = suggest_split(capacities)
     if split is None:
         return None
@@ -169,7 +169,7 @@ def imbalance(devices: Sequence[torch.device], capacities: Sequence[Capacity]) -
 
 
 def warn_imbalance(devices: Sequence[torch.device], chunk_sizes: Sequence[int] | None) -> None:
-    """**Local.** Warn of unequal devices, unless a split was given."""
+    """Warn of unequal devices, unless a split was given."""
     if chunk_sizes is not None or len(devices) < 2:
         return
     capacities = [capacity for device in devices if (capacity := capacity_of(device)) is not None]

@@ -35,11 +35,11 @@ class Draws:
         self._known: dict[tuple[bool, ...], bool] = {}
 
     def begin(self, flags: tuple[bool, ...], first: torch.device) -> Turn:
-        """**Local.** A forward begins."""
+        """Begin a forward."""
         return Turn(flags, first, in_turn=self._known.get(flags, True))
 
     def end(self, turn: Turn) -> None:
-        """**Local.** A forward has ended: what did it show?"""
+        """End a forward, and learn from it whether the replicas draw."""
         drew = turn.drew()
         if drew and not turn.in_turn:
             caller.warn(

@@ -22,15 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from lockstep.containers import rebuilt
-from lockstep.data_parallel.trees import is_packed, parts_of, path_text
+from lockstep.trees import is_packed, parts_of, path_text, rebuilt
 
 #: Where the samples are in an output; a tree of these follows the tree of outputs.
 OutputDim = int | Literal["mean"] | None | Sequence[Any] | Mapping[Any, Any]
 
 
 def checked_output_dim(given: OutputDim) -> OutputDim:
-    """**Local.** ``output_dim`` as it is.
+    """Return ``output_dim`` as it is.
 
     Raises:
         ValueError: it, or an entry of it, is none of an int, ``"mean"``, None or a tree of these.
@@ -46,7 +45,7 @@ def checked_output_dim(given: OutputDim) -> OutputDim:
 
 
 def fitting_dims(shapes: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
-    """**Local.** The dimensions that can hold the samples: see Note [Which dimension]."""
+    """Return the dimensions that can hold the samples: see Note [Which dimension]."""
     first = shapes[0]
     if any(len(shape) != len(first) for shape in shapes):
         return []
@@ -58,7 +57,7 @@ def fitting_dims(shapes: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[
 
 
 def weighted_mean(values: Sequence[Tensor], sizes: Sequence[int], device: torch.device) -> Tensor:
-    """**Local.** The mean over all samples, of tensors that are means over each replica's samples."""
+    """Return the mean over all samples, of tensors that are means over each replica's samples."""
     if len(values) == 1:
         return values[0].to(device)
     total = sum(sizes)
@@ -81,7 +80,7 @@ class Gatherer:
         self._shown: dict[tuple[Any, ...], int] = {}
 
     def gather(self, outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
-        """**Local.** One output from the replicas' outputs, on ``device``; ``sizes`` are the replicas' samples.
+        """Return one output from the replicas' outputs, on ``device``; ``sizes`` are the replicas' samples.
 
         Raises:
             ValueError: the replicas' outputs can't be put together; shapes and remedy are shown.

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lockstep import _torch, caller
-from lockstep.data_parallel.compiled import compile_as, is_compiled_wrapper, rewrapped
+from lockstep.data_parallel.compiled import is_compiled_wrapper, leave_uncompiled, rewrapped
 from lockstep.data_parallel.devices import refuse_misplaced
-from lockstep.data_parallel.lend import Lent, Loan, lend
+from lockstep.data_parallel.lend import lend
 from lockstep.data_parallel.store import Slot, Store
 from lockstep.errors import LockstepError
 
@@ -83,7 +83,7 @@ class _Node:
             if name not in _OWN and (name not in known or known[name] is not value):
                 copy.__dict__[name] = fresh.__dict__[name]
                 if name == "_compiled_call_impl":
-                    compile_as(self.source, copy)
+                    leave_uncompiled(self.source, copy)
 
 
 class Replicas:
@@ -98,7 +98,7 @@ class Replicas:
             _refuse_unfit(name, root)
 
     def align(self, used: Sequence[int]) -> None:
-        """**Local.** Bring the replicas that are ``used`` in line with the original, and copy what changed.
+        """Bring the replicas that are ``used`` in line with the original, and copy what changed.
 
         Raises:
             LockstepError: a parameter or buffer is not on the first device.
@@ -112,20 +112,18 @@ class Replicas:
             self._store.renew(list(self._slots.values()), used[1:])
 
     def training_flags(self) -> tuple[bool, ...]:
-        """**Local.** The training flags of all modules."""
+        """Return the training flags of all modules."""
         return tuple(node.source.training for node in self._nodes.values())
 
-    def equip(self, used: Sequence[int], *, cut_off: bool) -> Lent | None:
-        """**Local.** Hang the copies into the replicas; where a graph is recorded, lent by autograd.
+    def equip(self, used: Sequence[int]) -> None:
+        """Hang the copies into the replicas; where a graph is recorded, lent by autograd.
 
         Args:
             used: the replicas, the first among them.
-            cut_off: their graphs may be cut off, see Note [Backward in threads].
         """
         slots, others = list(self._slots.values()), list(used[1:])
-        lent = None
         if torch.is_grad_enabled():
-            lent = self._lend([slot for slot in slots if slot.source.requires_grad], others, cut_off)
+            self._lend([slot for slot in slots if slot.source.requires_grad], others)
         for node in self._nodes.values():
             for replica in others:
                 for kind in _TENSORS:
@@ -135,14 +133,13 @@ class Replicas:
                         held.clear()  # one was removed, or one came in between: names keep the original's order
                     for name, source in sources.items():
                         _hang(node.copies[replica], kind, name, self._tensor_for(source, replica))
-        return lent
 
     def module(self, root: int, replica: int) -> nn.Module:
-        """**Local.** A replica of a root."""
+        """Return a replica of a root."""
         return self._nodes[id(self._roots[root][1])].copies[replica]
 
     def watched(self, forward: Callable[[], Result]) -> Result:
-        """**Local.** The result of a forward, whose attributes are its own: say which it set, take them as they are."""
+        """Return the result of a forward, whose attributes are its own: say which it set, take them as they are."""
         try:
             result = forward()
         except BaseException:
@@ -239,18 +236,17 @@ class Replicas:
             named = [*root.named_parameters(prefix=prefix), *root.named_buffers(prefix=prefix)]
             refuse_misplaced(named, self._devices[0])
 
-    def _lend(self, slots: Sequence[Slot], others: Sequence[int], cut_off: bool) -> Lent | None:
+    def _lend(self, slots: Sequence[Slot], others: Sequence[int]) -> None:
         for slot in self._slots.values():
             for replica in others:
                 slot.lent[replica] = None
         if not slots:
-            return None
-        loan = Loan([(i, replica) for replica in others for i in range(len(slots))], list(others) if cut_off else [])
+            return
+        origins = [(i, replica) for replica in others for i in range(len(slots))]
         copies = [slot.copy(replica) for replica in others for slot in slots]
-        lent = lend(loan, [slot.source for slot in slots], copies)
-        for (i, replica), tensor in zip(loan.origins, lent.tensors, strict=True):
+        lent = lend(origins, [slot.source for slot in slots], copies)
+        for (i, replica), tensor in zip(origins, lent, strict=True):
             slots[i].lent[replica] = tensor
-        return lent
 
     def _tensor_for(self, source: Tensor | None, replica: int) -> Tensor | None:
         if source is None:
@@ -277,7 +273,7 @@ class Replicas:
 
 
 def refuse_averaged(path: str, module: nn.Module) -> None:
-    """**Local.** A module whose forward speaks to other ranks can't run in several threads of this one.
+    """Refuse a module whose forward speaks to other ranks: it can't run in several threads of this one.
 
     Raises:
         LockstepError: it is a replica of :func:`lockstep.replicate`, or wrapped to be one.

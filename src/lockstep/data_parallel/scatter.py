@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from lockstep.containers import rebuilt
 from lockstep.data_parallel.cut import Piece, cut
-from lockstep.data_parallel.trees import is_packed, moved, parts_of, path_text
+from lockstep.trees import is_packed, parts_of, path_text, rebuilt, to_device
 
 
 def batch_size(tree: Any, dim: int) -> int | None:
-    """**Local.** How many samples the tensors in ``tree`` hold, or None if there is nothing to cut.
+    """Return how many samples the tensors in ``tree`` hold, or None if there is nothing to cut.
 
     Along ``dim`` all tensors must agree; one of size 1 is for all samples, and so is a tensor without dimensions.
 
@@ -41,13 +40,13 @@ def batch_size(tree: Any, dim: int) -> int | None:
 def scatter(
     tree: Any, devices: Sequence[torch.device], dim: int, chunk_sizes: Sequence[int] | None
 ) -> tuple[list[Any], list[Piece]]:
-    """**Local.** ``tree`` cut along ``dim``: for each replica that gets samples, its inputs on its device.
+    """Return ``tree`` cut along ``dim``: for each replica that gets samples, its inputs on its device.
 
     Everything that is not a tensor is handed to all replicas, as it is. Where there is no tensor to cut, the first
     replica gets all. Gradients flow back to the tensors. A lone replica gets the tree as it is, on its device.
     """
     if len(devices) == 1:
-        return [moved(tree, devices[0])], [Piece(0, 0, 1)]
+        return [to_device(tree, devices[0])], [Piece(0, 0, 1)]
     batch = batch_size(tree, dim)
     pieces = [Piece(0, 0, 1)] if batch is None else cut(batch, len(devices), chunk_sizes)
     targets = [devices[piece.replica] for piece in pieces]

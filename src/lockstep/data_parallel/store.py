@@ -109,7 +109,7 @@ class Slot:
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """**Local.** The tensors that hold what a sparse tensor holds; a dense one is its own part."""
+    """Return the tensors that hold what a sparse tensor holds; a dense one is its own part."""
     if tensor.layout == torch.strided:
         return [tensor]
     tensor = tensor.detach()
@@ -144,7 +144,7 @@ class Store:
         self.count = Copies()
 
     def renew(self, slots: Sequence[Slot], replicas: Sequence[int]) -> None:
-        """**Local.** Bring the copies of these replicas up to date."""
+        """Bring the copies of these replicas up to date."""
         tensors = size = 0
         # Copies made in inference mode could never be trained on.
         with torch.inference_mode(False), torch.no_grad():
@@ -179,7 +179,7 @@ class Store:
 
 
 def transfer(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """**Local.** Copy each source to its target; small ones between devices travel in one piece for each dtype."""
+    """Copy each source to its target; small ones between devices travel in one piece for each dtype."""
     together: dict[torch.dtype, list[int]] = {}
     for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
         if source.layout != torch.strided:
@@ -193,7 +193,7 @@ def transfer(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 def send_together(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """**Local.** Copy each source to its target, all in one piece: of one dtype, from one device to one device."""
+    """Copy each source to its target, all in one piece: of one dtype, from one device to one device."""
     flat = torch.cat([source.reshape(-1) for source in sources]).to(targets[0].device)
     for target, part in zip(targets, flat.split([source.numel() for source in sources]), strict=True):
         target.copy_(part.view(target.shape))

@@ -49,7 +49,7 @@ class Modes:
 
     @classmethod
     def of_this_thread(cls, device_type: str, *, sharing: int) -> Modes:
-        """**Local.** The modes now, for as many replicas side by side."""
+        """Return the modes now, for as many replicas side by side."""
         types = {"cpu", device_type}
         return cls(
             grad=torch.is_grad_enabled(),
@@ -60,7 +60,7 @@ class Modes:
         )
 
     def enter(self, stack: ExitStack) -> None:
-        """**Local.** Set them in this thread until ``stack`` closes."""
+        """Set them in this thread until ``stack`` closes."""
         if self.operator_threads is not None:
             torch.set_num_threads(self.operator_threads)  # of this thread, which ends with the replica's work
         stack.enter_context(torch.inference_mode(self.inference))
@@ -138,7 +138,7 @@ def _stream_of(device: torch.device) -> Any:
 def run_replicas(
     calls: Sequence[Callable[[], Result]], places: Sequence[Place], modes: Modes, *, in_turn: bool
 ) -> list[Result]:
-    """**Local.** The results of the calls: the first runs in this thread, each other in a thread of its own.
+    """Return the results of the calls: the first runs in this thread, each other in a thread of its own.
 
     Args:
         in_turn: run one after the other.
@@ -173,20 +173,20 @@ class Cores:
         self._before: int | None = None
 
     def divide(self) -> None:
-        """**Local.** Leave the other replicas their part."""
+        """Leave the other replicas their part."""
         if self._threads is not None and self._before is None:
             self._before = torch.get_num_threads()
             torch.set_num_threads(self._threads)
 
     def restore(self) -> None:
-        """**Local.** The replicas have ended."""
+        """Take back the cores of the replicas, which have ended."""
         if self._before is not None:
             torch.set_num_threads(self._before)
             self._before = None
 
 
 def run_here(call: Callable[[], Result], place: Place) -> Result:
-    """**Local.** Call it in this thread; errors are marked as in :func:`run_replicas`."""
+    """Call it in this thread; errors are marked as in :func:`run_replicas`."""
     try:
         if place.device.type == "cpu":
             return call()
@@ -198,7 +198,7 @@ def run_here(call: Callable[[], Result], place: Place) -> Result:
 
 
 def placed(error: BaseException, place: Place) -> BaseException:
-    """**Local.** The same error, whose text says where it happened.
+    """Return the same error, whose text says where it happened.
 
     The object stays the same, and so do its type, its attributes and its traceback.
     """

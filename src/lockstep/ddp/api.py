@@ -23,7 +23,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from lockstep import _torch
 from lockstep.comm import streams
-from lockstep.ddp.compress import CommHook
+from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.members import parameters_of
 from lockstep.ddp.options import CheckFinite, ReplicaOptions
 from lockstep.ddp.replica import Replica
@@ -115,7 +115,7 @@ def replicate(
 
 
 def release(model: nn.Module) -> nn.Module:
-    """**Local.** Make a replica a plain module again: the inverse of :func:`replicate`.
+    """Make a replica a plain module again: the inverse of :func:`replicate`.
 
     Its backwards send nothing from then on, its gradients are tensors of their own, and the memory of the buckets is
     given back. What has accumulated inside ``no_sync`` stays this rank's own. Call it on every rank: one that does not
@@ -140,7 +140,7 @@ def release(model: nn.Module) -> nn.Module:
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """**Local.** A context in which gradients accumulate on each rank and nothing is sent.
+    """Return a context in which gradients accumulate on each rank and nothing is sent.
 
     Both forward and backward belong inside. The first backward outside it averages what has accumulated together with
     its own gradients. ``model`` is one that :func:`replicate` returned, or a ``DistributedDataParallel``.
@@ -182,7 +182,7 @@ def join(
 
 
 def register_comm_hook(model: nn.Module, state: Any, hook: CommHook) -> None:
-    """**Local.** Let ``hook(state, bucket) -> Future[Tensor]`` average the buckets; the same on every rank.
+    """Let ``hook(state, bucket) -> Future[Tensor]`` average the buckets; the same on every rank.
 
     Hooks written for torch's DDP work. The hook gets gradients that are not yet divided by the world size (they are
     multiplied by the batch's weight, see Note [Exact mean]). Register it before the first backward.
@@ -250,7 +250,7 @@ def _release_unwrapped(model: weakref.ref[nn.Module], replica: weakref.ref[Repli
 
 
 def replica_of(model: nn.Module) -> Replica:
-    """**Local.** The replica that :func:`attach` made of ``model``, or of the module that it wraps.
+    """Return the replica that :func:`attach` made of ``model``, or of the module that it wraps.
 
     Raises:
         ValueError: ``model`` is not a replica.

@@ -32,7 +32,8 @@ known. (What is a parameter's still is accumulated into, and changes for everybo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,6 +53,54 @@ SMALL = 32 * 1024
 PLACES = 4
 #: Held elements are put aside if they are less than one in so many; see Note [Gradients held elsewhere].
 _FEW = 8
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What the plan needs to know of one parameter."""
+
+    #: Elements.
+    numel: int
+    #: Bytes of one element.
+    element_size: int
+    #: Parameters with equal kinds may share a bucket: (dtype, device).
+    kind: Hashable
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.element_size
+
+
+def plan_buckets(specs: Sequence[ParameterSpec], *, caps: Sequence[int]) -> list[tuple[int, ...]]:
+    """Cut the parameters into buckets, in the order in which the buckets are to be reduced.
+
+    Gradients come roughly in the reverse of the order in which parameters were registered, so buckets are filled from
+    the last parameter to the first. Each holds one dtype on one device, and is closed as soon as it holds its cap, so
+    it exceeds the cap by less than its last parameter.
+
+    Args:
+        specs: the parameters.
+        caps: bytes that the first bucket of each kind may hold (few, so that communication starts early), the second,
+            and so on; the last of them is for all that follow.
+
+    Returns:
+        Indices into ``specs``, each exactly once. Buckets are ordered by their last member to arrive: the plan depends
+        on nothing but its arguments, hence it is the same on every rank.
+    """
+    open_buckets: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    made: dict[Hashable, int] = {}
+    closed: list[list[int]] = []
+    for index in reversed(range(len(specs))):
+        kind = specs[index].kind
+        open_buckets.setdefault(kind, []).append(index)
+        filled[kind] = filled.get(kind, 0) + specs[index].nbytes
+        if filled[kind] >= caps[min(made.get(kind, 0), len(caps) - 1)]:
+            closed.append(open_buckets.pop(kind))
+            filled[kind], made[kind] = 0, made.get(kind, 0) + 1
+    closed.extend(open_buckets.values())
+    # A bucket is complete when its lowest index has arrived.
+    return [tuple(bucket) for bucket in sorted(closed, key=min, reverse=True)]
 
 
 class Bucket:
@@ -91,8 +140,18 @@ class Bucket:
         total, count = sum(self._sizes), len(params)
         self._parts = [total, count, count if flag_finite else 0, PLACES if marks_place else 0]
         self._small = total < SMALL * count
+        #: Of the backward under way: positions of the parameters whose gradient has come, in order; more than once if
+        #: it came in portions. Always the same list.
+        self.arrived: list[int] = []
+        #: How many had come when the bucket was launched.
+        self.counted = 0
         #: Slots that are packed already, before the others have come.
         self.packed: set[int] = set()
+        #: Slots for which this rank has no gradient, once it is launched.
+        self.missing: list[int] = []
+        #: What waits for it, if it was sent, and what then returns a comm hook's result.
+        self.wait: Callable[[], object] | None = None
+        self.result: Callable[[], object] | None = None
         self._is_shared = memory is not None
         #: What others hold and find again when the backward has ended, by slot; see Note [Gradients held elsewhere].
         self._put_aside: dict[int, Tensor] = {}
@@ -125,8 +184,28 @@ class Bucket:
         self._owners_alone = _owners_of_storage(self._storage)
         self._references_alone, self._references_of_one = _references_to(self.views), _references_to(self.views[:1])
 
+    def begin(self) -> None:
+        """Begin a backward."""
+        self.counted, self.missing, self.result = 0, [], None
+        self.packed.clear()
+
+    def find_missing(self, pending: set[int]) -> list[int]:
+        """Return the slots without a gradient; see Note [Unused parameters].
+
+        Args:
+            pending: positions of parameters that got one in unsynchronised backwards before this one.
+        """
+        present = set(self.arrived)
+        if len(present) == len(self.params):
+            return []
+        return [
+            slot
+            for slot, position in enumerate(self.positions)
+            if position not in present and (position not in pending or self.params[slot].grad is None)
+        ]
+
     def leave_to_holders(self) -> None:
-        """**Local.** A backward begins: see to it that what others hold of the last one stays as it is."""
+        """A backward begins: see to it that what others hold of the last one stays as it is."""
         held = self._held()
         if not held:
             return
@@ -137,11 +216,11 @@ class Bucket:
                 self._lay_out(torch.empty_like(self.flat))
 
     def reset_flags(self, place: int) -> None:
-        """**Local.** Begin anew: all parameters are used, none is bad, and this rank is at ``place``."""
+        """Begin anew: all parameters are used, none is bad, and this rank is at ``place``."""
         self.tail.copy_(self._fresh_flags[place % len(self._fresh_flags)])
 
     def put_back(self) -> None:
-        """**Local.** A backward has ended: what others hold is again what it was."""
+        """A backward has ended: what others hold is again what it was."""
         if not self._put_aside:
             return  # (to switch gradients off takes longer than to look)
         with torch.no_grad():
@@ -150,7 +229,7 @@ class Bucket:
         self._put_aside.clear()
 
     def leave(self) -> None:
-        """**Local.** Let every gradient that is a view of the bucket be a tensor of its own."""
+        """Let every gradient that is a view of the bucket be a tensor of its own."""
         for param, view in zip(self.params, self.views, strict=True):
             if param.grad is view:
                 param.grad = view.clone()
@@ -170,7 +249,7 @@ class Bucket:
         return len(self.params)
 
     def pack(self, grads: list[Tensor], scale: Tensor | None) -> None:
-        """**Local.** Copy one gradient per parameter into the bucket, multiplied by ``scale`` (0-dim) on the way."""
+        """Copy one gradient per parameter into the bucket, multiplied by ``scale`` (0-dim) on the way."""
         views = self.views
         if grads[0] is views[0] and all(grad is view for grad, view in zip(grads, views, strict=True)):
             if scale is not None:
@@ -186,7 +265,7 @@ class Bucket:
             _foreach_copy(views, grads)
 
     def pack_some(self, grads: Sequence[Tensor | None], scale: Tensor | None) -> None:
-        """**Local.** As :meth:`pack`, with zeros where there is no gradient, and without what is packed already."""
+        """As :meth:`pack`, with zeros where there is no gradient, and without what is packed already."""
         for slot, grad in enumerate(grads):
             if slot in self.packed:
                 continue
@@ -196,7 +275,7 @@ class Bucket:
                 self._pack_one(slot, grad, scale)
 
     def pack_early(self, slot: int, scale: Tensor | None, *, as_view: bool) -> None:
-        """**Local.** Pack one gradient while it is in the cache, and give its memory back if ``as_view``."""
+        """Pack one gradient while it is in the cache, and give its memory back if ``as_view``."""
         param = self.params[slot]
         if slot in self._put_aside:
             return  # until backward has ended, hooks of the user may read it
@@ -213,14 +292,14 @@ class Bucket:
             self.views[slot].copy_(grad)
 
     def unpack_as_views(self) -> None:
-        """**Local.** Make every parameter's ``grad`` its view of the bucket."""
+        """Make every parameter's ``grad`` its view of the bucket."""
         for param, view in zip(self.params, self.views, strict=True):
             param.grad = view
         for slot in self._put_aside:
             self.params[slot].grad = self.views[slot].clone()
 
     def unpack_by_copy(self) -> None:
-        """**Local.** Copy the bucket into every parameter's ``grad``."""
+        """Copy the bucket into every parameter's ``grad``."""
         grads = [param.grad for param in self.params if param.grad is not None]
         if len(grads) == len(self.params):
             _foreach_copy(grads, self.views)
@@ -229,7 +308,7 @@ class Bucket:
                 self.unpack_one(slot, as_view=False)
 
     def unpack_one(self, slot: int, *, as_view: bool) -> None:
-        """**Local.** Hand one parameter its part of the bucket."""
+        """Hand one parameter its part of the bucket."""
         param, view = self.params[slot], self.views[slot]
         if as_view and slot not in self._put_aside:
             param.grad = view

@@ -69,7 +69,7 @@ def compare_replicas(
 
 
 def first_difference(lists: Sequence[Sequence[Any]]) -> tuple[int, int] | None:
-    """**Local.** (position, rank) of the first entry in which a rank's list differs from rank 0's, or None."""
+    """Return (position, rank) of the first entry in which a rank's list differs from rank 0's, or None."""
     found: list[tuple[int, int]] = []
     for rank, entries in enumerate(lists[1:], start=1):
         for position in range(max(len(lists[0]), len(entries))):
@@ -85,7 +85,7 @@ def _describe_parameter(name: str, param: nn.Parameter, place: int, sparse: bool
 
 
 def explain_difference(kind: str, records: Sequence[Any], position: int, rank: int) -> str:
-    """**Local.** What :func:`first_difference` has found, in words."""
+    """Return what :func:`first_difference` has found, in words."""
     singular = {"parameters": "parameter", "buffers": "buffer", "options": "option"}[kind]
     expected, came = records[0][kind][position : position + 1], records[rank][kind][position : position + 1]
     name = (expected or came)[0][0]

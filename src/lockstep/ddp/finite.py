@@ -33,7 +33,7 @@ class FiniteCheck:
         self._skipped_in_a_row = 0
 
     def inspect(self, bucket: Bucket, names: Sequence[str]) -> None:
-        """**Local.** Flag the parameters of ``bucket`` whose gradients are not finite."""
+        """Flag the parameters of ``bucket`` whose gradients are not finite."""
         if bool(torch.isfinite(bucket.values).all()):
             return
         bad = [slot for slot, view in enumerate(bucket.views) if not bool(torch.isfinite(view).all())]
@@ -41,7 +41,7 @@ class FiniteCheck:
         self._mine += [names[slot] for slot in bad]
 
     def inspect_rows(self, rows: Tensor, name: str) -> bool:
-        """**Local.** As :meth:`inspect`, for a sparse gradient; whether to flag it."""
+        """Do the same for a sparse gradient; return whether to flag it."""
         if bool(torch.isfinite(rows).all()):
             return False
         self._mine.append(name)

@@ -1,26 +1,45 @@
-"""Autograd's events, turned into the reducer's.
+"""Autograd's events, turned into those of a replica: its forwards, and when their backwards begin and end.
 
 Note [When a backward begins and ends]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A hook on the tensors that ``forward`` returned fires when a backward reaches the module, before any of its parameters
-has a gradient. It opens the cycle and asks autograd to call back when the whole backward has ended. So
+has a gradient. It begins a backward of ours and asks autograd to call back when the whole backward has ended. So
 
 - a rank takes part even if none of its parameters gets a gradient;
-- a nested backward (re-entrant checkpointing) does not end the cycle: the callback belongs to the outer one;
-- a second backward through the same graph is a cycle of its own;
+- a nested backward (re-entrant checkpointing) does not end it: the callback belongs to the outer one;
+- a second backward through the same graph is a backward of its own;
 - forward leaves nothing behind: an exception between forward and backward has nothing to clean up;
 - ``torch.autograd.grad``, which accumulates nothing, is told apart and sends nothing.
 
 If forward returned no tensor that can be found (nor do we search for ever in large Python structures), or the gradients
 do not come through its outputs (another method of the module was called, or the loss has a term of the parameters
-alone), the first gradient opens the cycle. Then, under re-entrant checkpointing, the cycle ends with the nested
+alone), the first gradient begins it. Then, under re-entrant checkpointing, ours ends with the nested
 backward, and there may be several: right, but slower. (Only a rank none of whose parameters gets a gradient from such a
 backward does not take part in it, and the others wait for it.)
 
 If a backward ends with an error, autograd drops the callback without calling it. We hold it weakly and see it die, so
 the next backward starts from a clean state. Its death proves an error only because nothing else drops it: compiled
-autograd does, after backwards that went well, and has no other way to tell of their end. So ``begin`` must refuse a
+autograd does, after backwards that went well, and has no other way to tell of their end. So a replica must refuse a
 backward that it runs, before it is given a callback; a test asks every version of torch whether that is still so.
+
+Note [Left-out backwards]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank that skips one backward (``if loss.isnan(): continue``) has its next one averaged with the others' present one,
+and so on until the end, where the others wait for one that never comes. The number of backwards is the same on all
+ranks then, and the number of forwards may differ rightly: a recurrent cell is called as often as a sequence is long.
+What differs is the number of forwards since the last averaged backward that no backward has come through. So that is
+told with every average, and where it differs all ranks raise: in the label, before any data moves, over a backend that
+compares labels, else in flags that are summed with the gradients (on the CPU; to read them on a GPU would wait for it).
+
+Only forwards for training count: in training mode, with gradients, outside ``no_sync`` and ``join``, with an output
+through which a backward can come. ``torch.autograd.grad`` through it will do for a backward. A forward that failed does
+not count, since a rank may try it again.
+
+And forwards may rightly have no backward: those of an agent that plays without ``torch.no_grad``, or the second forward
+of a step whose batch has no targets for it. So a rank tells only of what looks like a whole step without its backward,
+with a whole step after it: the forwards left out come before all others, and both they and the others are as many as
+belonged to some earlier backward at least. A rank that leaves others out, or any before its first averaged backward,
+has the habit, and says nothing from then on.
 """
 
 from __future__ import annotations
@@ -28,21 +47,22 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 
 from lockstep import _torch
-from lockstep.ddp.parameters import StandIns, accumulates
 from lockstep.errors import LockstepError
 
 _queue_callback = _torch.queue_callback()
+_will_execute = _torch.will_execute()
 
 #: Parts of an output's containers that are searched for tensors, a quarter of them at most in one container.
 MOST_PARTS = 5_000
@@ -50,82 +70,159 @@ MOST_PARTS = 5_000
 _LEAVES = (str, bytes, int, float, complex, type, torch.nn.Module)
 
 
-class _Forward(Protocol):
+class Forward(NamedTuple):
     """What a forward knew, for the backward that comes through it."""
 
-    def reached(self) -> None: ...
+    #: Whether its backward averages: not inside no_sync.
+    sync: bool
+    #: The weight of this rank's batch; see Note [Exact mean].
+    weight: float
+    #: Whether buffers go to all ranks at the end of its backward.
+    sends_buffers: bool
+    #: What the sum of gradients is divided by; None: the world size.
+    divisor: int | None = None
+    #: Its number if a backward is to come through it, else 0; see Note [Left-out backwards].
+    number: int = 0
 
 
-Context = TypeVar("Context", bound=_Forward)
-
-
-class _Cycle(Protocol):
-    """What :class:`BackwardWatch` drives."""
+class BackwardListener(Protocol):
+    """Who is told of a module's backwards; all but the last are called inside of one."""
 
     @property
-    def is_open(self) -> bool: ...
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun and not ended."""
+        ...
+
+    def gradient_unannounced(self) -> None:
+        """A gradient has come although no backward has begun: none of forward's outputs was on its way."""
+        ...
+
+    def parameters_unreached(self) -> None:
+        """A backward has reached an output of forward, and will reach none of the parameters."""
+        ...
+
+    def backward_begins(self, forward: Forward) -> None:
+        """A backward comes through ``forward``."""
+        ...
+
+    def backward_joins(self, forward: Forward) -> None:
+        """The backward that is under way comes through ``forward`` too."""
+        ...
+
+    def backward_ends(self) -> None:
+        """All its gradients have come."""
+        ...
+
+    def backward_dies(self) -> None:
+        """It ended with an error, some time ago."""
+        ...
 
 
-class BackwardWatch(Generic[Context]):
-    """Tells when a backward begins and ends; see Note [When a backward begins and ends]."""
+class Reached(Protocol):
+    """What wants to know when a backward has reached a forward's output."""
 
-    def __init__(
-        self,
-        cycle: _Cycle,
-        params: Sequence[Parameter],
-        *,
-        begin: Callable[[Context], None],
-        join_in: Callable[[Context], None],
-        end: Callable[[], None],
-        abandon: Callable[[], None],
-        unreached: Callable[[], None],
-    ) -> None:
-        self._begin, self._join_in, self._end, self._abandon = begin, join_in, end, abandon
-        self._unreached = unreached
-        self.turn_to(cycle, params)
+    def reached(self) -> None:
+        """It has."""
+        ...
+
+
+@dataclass
+class Forwards:
+    """What one replica's forwards leave to be done; see Note [Left-out backwards]."""
+
+    #: Forwards for training so far.
+    begun: int = 0
+    #: Numbers of the forwards for training that no backward has come through.
+    _waiting: set[int] = field(default_factory=set)
+    #: Numbers of all forwards for training since the last averaged backward, in order.
+    _expected: list[int] = field(default_factory=list)
+    #: The fewest forwards for training that came with an averaged backward; None before the first.
+    _fewest: int | None = None
+    #: Whether forwards were left out that were no whole step's.
+    _has_habit: bool = False
+
+    def begin(self) -> int:
+        """Return the number of the next one."""
+        self.begun += 1
+        return self.begun
+
+    def expect(self, number: int) -> None:
+        """Note that a backward is to come through forward ``number``."""
+        self._waiting.add(number)
+        self._expected.append(number)
+
+    def reached(self, number: int) -> None:
+        """Note that it has come."""
+        self._waiting.discard(number)
+
+    def settle(self) -> int:
+        """End an averaged backward; return how many forwards to tell of that had none since the last one."""
+        left_out, expected = len(self._waiting), len(self._expected)
+        if left_out and not self._is_whole_step(left_out):
+            self._has_habit = True
+        if expected:
+            self._fewest = expected if self._fewest is None else min(self._fewest, expected)
+        self._waiting.clear()
+        self._expected.clear()
+        return 0 if self._has_habit else left_out
+
+    def _is_whole_step(self, left_out: int) -> bool:
+        """Whether what was left out looks like a step before this backward's own; see Note [Left-out backwards]."""
+        return (
+            self._fewest is not None
+            and self._fewest <= left_out <= len(self._expected) - self._fewest
+            and self._waiting.issubset(self._expected[:left_out])
+        )
+
+
+class BackwardWatch:
+    """Tells a replica of its backwards; see Note [When a backward begins and ends]."""
+
+    def __init__(self, listener: BackwardListener, params: Sequence[Parameter]) -> None:
+        self._listener = listener
+        self.turn_to(params)
+        #: Which forwards are still to be followed by a backward.
+        self.forwards = Forwards()
         self._callback: weakref.ref[_EndOfBackward] | None = None
         self._lock = threading.Lock()
         self._has_ended = False
 
-    def turn_to(self, cycle: _Cycle, params: Sequence[Parameter]) -> None:
-        """**Local.** Drive ``cycle`` from now on, in backwards through earlier forwards too, for ``params``."""
-        self._cycle = cycle
+    def turn_to(self, params: Sequence[Parameter]) -> None:
+        """Watch ``params`` from now on, in backwards through earlier forwards too."""
         # Reversed: the last parameters are the likeliest to be reached, and the first one that is ends the search.
         self._nodes = [get_gradient_edge(param).node for param in reversed(params)]
 
-    def watch(self, output: Any, context: Context, stand_ins: StandIns | None = None) -> bool:
-        """**Local.** Look out for a backward through ``output``.
+    def watch(self, output: Any, forward: Forward, stand_ins: Reached | None = None) -> None:
+        """Look out for a backward through ``output``.
 
         Args:
             output: what forward returned.
-            context: what its forward knew.
-            stand_ins: what this forward used instead of parameters.
-
-        Returns:
-            Whether there is anything in ``output`` through which one can come.
+            forward: what it knew.
+            stand_ins: what it used instead of parameters.
         """
-        on_output = _OnOutput(self, context, stand_ins)
+        on_output = _OnOutput(self, forward, stand_ins)
         watched = False
         for tensor in tensors_in(output):
             # A leaf (forward returned a parameter or its input) would keep the hook for ever.
             if tensor.grad_fn is not None:
                 tensor.register_hook(on_output)
                 watched = True
-        return watched
+        if watched and forward.number and not self._listener.is_in_backward:
+            self.forwards.expect(forward.number)
 
-    def reach(self, context: Context, stand_ins: StandIns | None) -> None:
-        """**Local.** A backward has reached an output of the forward that knew ``context``."""
-        context.reached()
-        if self._cycle.is_open or accumulates(self._nodes):
-            self.open(context)
+    def reach(self, forward: Forward, stand_ins: Reached | None) -> None:
+        """A backward has reached an output of ``forward``."""
+        if self._listener.is_in_backward or accumulates(self._nodes):
+            self.open(forward)
         else:
-            self._unreached()  # torch.autograd.grad, or the module has other parameters by now
+            self.forwards.reached(forward.number)
+            self._listener.parameters_unreached()  # torch.autograd.grad, or the module has other parameters by now
         if stand_ins is not None:
             stand_ins.reached()
 
-    def open(self, context: Context) -> None:
-        """**Local.** Open a cycle, or join the one that is open; called inside a backward."""
-        context.reached()
+    def open(self, forward: Forward) -> None:
+        """Begin a backward, or join the one that is under way; called inside a backward."""
+        self.forwards.reached(forward.number)
         if self._has_ended:
             raise LockstepError(
                 "this backward goes through a forward of a replica that was released since, or whose "
@@ -133,52 +230,60 @@ class BackwardWatch(Generic[Context]):
                 "backward has ended"
             )
         with self._lock:
-            if self._cycle.is_open:
-                self._join_in(context)
+            if self._listener.is_in_backward:
+                self._listener.backward_joins(forward)
                 return
-            self._begin(context)
-            callback = _EndOfBackward(self._end)
+            self._listener.backward_begins(forward)
+            callback = _EndOfBackward(self._listener)
             self._callback = weakref.ref(callback, self._on_dead_callback)
             _queue_callback(callback)
 
     def end(self) -> None:
-        """**Local.** Watch no more; a backward that comes through an earlier forward raises."""
+        """Watch no more; a backward that comes through an earlier forward raises."""
         self._has_ended = True
 
     def close(self) -> None:
-        """**Local.** Let go of the parameters."""
+        """Let go of the parameters."""
         self._nodes.clear()
 
     @_torch.mark_untraced
     def _on_dead_callback(self, callback: weakref.ref[_EndOfBackward]) -> None:
-        if callback is self._callback and self._cycle.is_open:
-            self._abandon()
+        if callback is self._callback and self._listener.is_in_backward:
+            self._listener.backward_dies()
 
 
-class _OnOutput(Generic[Context]):
+class _OnOutput:
     """What autograd calls when a backward has reached an output."""
 
-    def __init__(self, watch: BackwardWatch[Context], context: Context, stand_ins: StandIns | None) -> None:
-        self._watch, self._context, self._stand_ins = watch, context, stand_ins
+    def __init__(self, watch: BackwardWatch, forward: Forward, stand_ins: Reached | None) -> None:
+        self._watch, self._forward, self._stand_ins = watch, forward, stand_ins
 
     @_torch.mark_untraced
     def __call__(self, _: Tensor) -> None:
-        self._watch.reach(self._context, self._stand_ins)
+        self._watch.reach(self._forward, self._stand_ins)
 
 
 class _EndOfBackward:
     """What autograd calls when a backward has ended. An object of its own, so that it can be held weakly."""
 
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
+    def __init__(self, listener: BackwardListener) -> None:
+        self._listener = listener
 
     @_torch.mark_untraced
     def __call__(self) -> None:
-        self._end()
+        self._listener.backward_ends()
+
+
+def accumulates(nodes: Sequence[Node]) -> bool:
+    """Return whether the backward under way will accumulate into a leaf of these; not torch.autograd.grad's."""
+    try:
+        return any(_will_execute(node) for node in nodes)
+    except RuntimeError:  # its answer for a leaf whose gradient torch.autograd.grad returns
+        return False
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """**Local.** The tensors in what a module returned: in mappings, sequences, sets, dataclasses and plain objects.
+    """Yield the tensors in what a module returned: in mappings, sequences, sets, dataclasses and plain objects.
 
     Containers are looked at level by level, and no more than :data:`MOST_PARTS` parts of them, so that an output with a
     large Python structure in it costs milliseconds. A backward that comes through none of the tensors found begins with

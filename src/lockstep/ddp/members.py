@@ -24,25 +24,25 @@ _buffers = operator.attrgetter("_buffers")
 
 
 def ignored_names(module: nn.Module) -> frozenset[str]:
-    """**Local.** Names of the parameters and buffers that are left alone."""
+    """Return names of the parameters and buffers that are left alone."""
     # Looked up where it is set; a module's own way to say that it has no such attribute takes ten times as long.
     names = module.__dict__.get(_torch.IGNORED_BY_DDP) or getattr(type(module), _torch.IGNORED_BY_DDP, None)
     return frozenset(names) if names else _NONE
 
 
 def ignore(module: nn.Module, names: Iterable[str]) -> None:
-    """**Local.** Leave the parameters and buffers of these names alone, once ``module`` is replicated."""
+    """Leave the parameters and buffers of these names alone, once ``module`` is replicated."""
     setattr(module, _torch.IGNORED_BY_DDP, list(names))
 
 
 def parameters_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """**Local.** Name and parameter of those that the replica compares, sends and averages."""
+    """Return name and parameter of those that the replica compares, sends and averages."""
     ignored = ignored_names(module)
     return ((name, param) for name, param in module.named_parameters() if name not in ignored)
 
 
 def buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """**Local.** Name and tensor of the buffers that the replica compares and sends."""
+    """Return name and tensor of the buffers that the replica compares and sends."""
     ignored = ignored_names(module)
     if not ignored:
         return module.named_buffers()
@@ -50,7 +50,7 @@ def buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensors_of(module: nn.Module, *, buffers: bool) -> list[Tensor]:
-    """**Local.** The parameters, and the buffers if asked for."""
+    """Return the parameters, and the buffers if asked for."""
     params: list[Tensor] = [param for _, param in parameters_of(module)]
     return params + ([buffer for _, buffer in buffers_of(module)] if buffers else [])
 
@@ -83,7 +83,7 @@ class Tree:
         self._parts = [*map(weakref.ref, parts)]
 
     def parts(self) -> list[nn.Module] | None:
-        """**Local.** The modules, each once, the root first; None if others hang there, or in another order.
+        """Return the modules, each once, the root first; None if others hang there, or in another order.
 
         Takes some 0.2 µs for each; to walk them takes five times as long.
         """
@@ -106,7 +106,7 @@ class Buffers:
         self._tree = Tree(module)
 
     def current(self, module: nn.Module) -> list[Tensor]:
-        """**Local.** The buffers of ``module``, always the same one, as they are now."""
+        """Return the buffers of ``module``, always the same one, as they are now."""
         parts = self._tree.parts()
         if parts is None:
             self._tree = Tree(module)

@@ -50,7 +50,7 @@ class ReplicaOptions:
         return self.broadcast_buffers or bool(self.init_sync_buffers)
 
     def agreement(self) -> dict[str, Any]:
-        """**Local.** What must be the same on every rank, or the ranks' collectives would not match."""
+        """Return what must be the same on every rank, or the ranks' collectives would not match."""
         shared = asdict(self)
         del shared["find_unused_parameters"], shared["gradient_as_bucket_view"]
         shared["overlap"] = self.overlap is True  # over "shm" it decides where the buckets lie

@@ -41,10 +41,9 @@ from torch.nn.modules.module import (
 )
 
 from lockstep import _torch, caller
+from lockstep.ddp.hooks import accumulates
 from lockstep.ddp.members import Tree, parameters_of
 from lockstep.errors import LockstepError
-
-_will_execute = _torch.will_execute()
 
 _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 
@@ -83,7 +82,7 @@ class OwnParameters:
         self._adopt(module)
 
     def close(self) -> None:
-        """**Local.** Let go of the parameters, and of the modules."""
+        """Let go of the parameters, and of the modules."""
         module = self._module()
         for part in () if module is None else module.modules():
             if _owners.get(part) is self:
@@ -100,7 +99,7 @@ class OwnParameters:
             _owners[part] = self
 
     def note(self, owner: nn.Module, name: str, value: nn.Module | Tensor | None) -> None:
-        """**Local.** ``owner``, one of the modules within, registers ``value``."""
+        """Note that ``owner``, one of the modules within, registers ``value``."""
         if isinstance(value, nn.Module):
             if all(id(param) in self._known for param in value.parameters()):
                 self._adopt(value)
@@ -115,7 +114,7 @@ class OwnParameters:
         return bool(self._registered)
 
     def find_registered(self) -> LockstepError | None:
-        """**Local.** What to raise if a parameter was registered after the module was replicated, and is there."""
+        """Return what to raise if a parameter was registered after the module was replicated, and is there."""
         if any(_is_in_place(*entry) for entry in self._registered):
             error = self._look()
             if error is not None:
@@ -124,11 +123,16 @@ class OwnParameters:
         return None
 
     def find_changed(self) -> LockstepError | None:
-        """**Local.** What to raise if a parameter of the module was replaced, converted or moved."""
+        """Return what to raise if a parameter of the module was replaced, converted or moved."""
         return None if self._are_in_place() and self.are_of_their_kinds() else self._look()
 
+    @property
+    def watches_all(self) -> bool:
+        """Whether all places are looked at after a forward; see Note [Stand-ins]."""
+        return self._watched_ids is None
+
     def left_out(self, params: Sequence[nn.Parameter]) -> LockstepError | None:
-        """**Local.** What to raise if some of ``params``, which an averaged backward left out, are not in place."""
+        """Return what to raise if some of ``params``, which an averaged backward left out, are not in place."""
         ids = {*map(id, params)}
         if not self._told and (self._watched_ids is None or not self._watched_ids >= ids):
             self._watched_ids = {*self._ends, *ids, *(self._watched_ids or ())}
@@ -150,11 +154,11 @@ class OwnParameters:
         return None
 
     def are_all(self, module: nn.Module) -> bool:
-        """**Local.** Whether ``module`` holds no others: not within torch.func.functional_call with other tensors."""
+        """Return whether ``module`` holds no others: not within torch.func.functional_call with other tensors."""
         return all(id(param) in self._known for _, param in parameters_of(module))
 
     def are_of_their_kinds(self) -> bool:
-        """**Local.** Whether dtypes are what they were, and devices too, for which the first and the last are asked."""
+        """Return whether dtypes are what they were, and devices too, for which the first and the last are asked."""
         return [*map(_dtype, self._params)] == self._dtypes and [*map(_device, self._first_and_last)] == self._devices
 
     def _error(self, name: str, what: str) -> LockstepError:
@@ -169,7 +173,7 @@ class OwnParameters:
         return self._told
 
     def tell_once(self) -> None:
-        """**Local.** Say that gradients of what stood in for parameters are not averaged."""
+        """Say that gradients of what stood in for parameters are not averaged."""
         if not self._told:
             self._told = True
             caller.warn(
@@ -179,7 +183,7 @@ class OwnParameters:
             )
 
     def stand_ins(self) -> StandIns | None:
-        """**Local.** What stands in the parameters' places during this forward, if it can get gradients itself.
+        """Return what stands in the parameters' places during this forward, if it can get gradients itself.
 
         See Note [Stand-ins].
         """
@@ -201,7 +205,7 @@ class _Places:
         self._things = [thing for _, _, thing in listed]
 
     def are_kept(self) -> bool:
-        """**Local.** Whether everything stands where it stood."""
+        """Return whether everything stands where it stood."""
         return all(map(operator.is_, map(dict.get, self._dicts, self._names), self._things))
 
 
@@ -232,17 +236,9 @@ class StandIns:
         self._nodes, self._own = nodes, own
 
     def reached(self) -> None:
-        """**Local.** A backward has reached this forward's output; say once if it brings these leaves gradients."""
+        """Say once if it brings these leaves gradients."""
         if accumulates(self._nodes):
             self._own.tell_once()
-
-
-def accumulates(nodes: Sequence[Node]) -> bool:
-    """**Local.** Whether the backward under way will accumulate into a leaf of these; not torch.autograd.grad's."""
-    try:
-        return any(_will_execute(node) for node in nodes)
-    except RuntimeError:  # its answer for a leaf whose gradient torch.autograd.grad returns
-        return False
 
 
 @cache

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,21 +18,18 @@ from lockstep.comm import streams
 from lockstep.comm.init import current_world
 from lockstep.comm.labels import compares_labels
 from lockstep.comm.memory import InPlaceMemory, in_place_memory
-from lockstep.ddp.bucket import Bucket
+from lockstep.ddp.bucket import Bucket, ParameterSpec, plan_buckets
 from lockstep.ddp.buffers import broadcast_tensors
+from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.compare import compare_replicas
-from lockstep.ddp.compress import CommHook
 from lockstep.ddp.finite import FiniteCheck
-from lockstep.ddp.forwards import Forwards
-from lockstep.ddp.hooks import BackwardWatch
+from lockstep.ddp.hooks import BackwardListener, BackwardWatch, Forward
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
 from lockstep.ddp.members import Buffers, buffers_of, parameters_of, tensors_of
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
-from lockstep.ddp.plan import ParameterSpec, plan_buckets
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.sparse import SparseSlot
-from lockstep.ddp.weighting import AccumulatedWeights
 from lockstep.errors import LockstepError
 from lockstep.recorder import writer
 from lockstep.recorder.layout import Phase
@@ -46,28 +43,7 @@ _REDUCE, _OWN = int(Phase.REDUCE), int(Phase.OWN)
 _ALL = 1 << 62
 
 
-class ForwardContext(NamedTuple):
-    """What a forward knew, for the backward that comes through it."""
-
-    #: Whether its backward averages: not inside no_sync.
-    sync: bool
-    #: The weight of this rank's batch; see Note [Exact mean].
-    weight: float
-    #: Whether buffers go to all ranks at the end of its backward.
-    sends_buffers: bool
-    #: What the sum of gradients is divided by; None: the world size.
-    divisor: int | None = None
-    #: Its number, and where it is counted that a backward comes through it, if one is to come.
-    number: int = 0
-    forwards: Forwards | None = None
-
-    def reached(self) -> None:
-        """**Local.** A backward comes through it."""
-        if self.forwards is not None:
-            self.forwards.reached(self.number)
-
-
-class Replica(Joinable):
+class Replica(Joinable, BackwardListener):
     """Keeps one module equal to its replicas on the other ranks. Made by :func:`lockstep.replicate`."""
 
     def __init__(
@@ -85,31 +61,21 @@ class Replica(Joinable):
         self.announcing: list[RemovableHandle] = []
         self._is_released = False
         self._divides_by_initial_world_size = True
-        self._forwards = Forwards()
         self._buffers = Buffers(module)
-        self._latest: ForwardContext | None = None
-        self._current: ForwardContext | None = None
+        self._latest: Forward | None = None
+        self._current: Forward | None = None
         _refuse_traced_backward()
         self._compare(module, unfit=unfit)
         if options.init_sync:
             buffers = options.broadcast_buffers if options.init_sync_buffers is None else options.init_sync_buffers
             self._broadcast(tensors_of(module, buffers=buffers), 0, "sending rank 0's parameters")
         self._reducer = self._lay_out(module)
-        self._watch: BackwardWatch[ForwardContext] = BackwardWatch(
-            self._reducer,
-            self._reducer.params,
-            begin=self._begin,
-            join_in=self._join_in,
-            end=self._end,
-            abandon=self._abandon,
-            unreached=self._refuse_changed,
-        )
+        self._watch = BackwardWatch(self, self._reducer.params)
         # torch's hooks and graph nodes hold what they refer to where Python's collector can't see it, so a replica and
         # its buckets would stay for ever.
         self._closing = weakref.finalize(module, self._close)
         self._closing.atexit = False
-        if not options.find_unused_parameters and self._rank == 0:
-            self._reducer.on_never_used = self._warn_never_used
+        self._warns_of_unused = not options.find_unused_parameters and self._rank == 0
 
     def _compare(self, module: nn.Module, *, unfit: str | None = None) -> None:
         compare_replicas(
@@ -160,13 +126,11 @@ class Replica(Joinable):
             overlap=memory is None and self._options.overlap is not False,
             at_once=memory is not None,
             finite=finite,
+            listener=self,
         )
-        self._weights = AccumulatedWeights(params)
         self._handles = [
             param.register_post_accumulate_grad_hook(reducer.ready_hook(i)) for i, param in enumerate(params)
         ]
-        reducer.announce = self._announce
-        reducer.on_missing = lambda missing: self._own.left_out([params[position] for position in missing])
         return reducer
 
     def _choose_memory(self, params: list[nn.Parameter]) -> InPlaceMemory | None:
@@ -184,11 +148,9 @@ class Replica(Joinable):
         self._compare(module)
         old = self._reducer
         self._remove_hooks()
-        waiting = self._weights
         self._reducer = self._lay_out(module)
         self._reducer.take_over(old)
-        self._watch.turn_to(self._reducer, self._reducer.params)
-        self._weights.take_over(waiting)
+        self._watch.turn_to(self._reducer.params)
 
     def _close(self) -> None:
         self._remove_hooks()
@@ -198,10 +160,10 @@ class Replica(Joinable):
     @property
     def is_in_backward(self) -> bool:
         """Whether a backward is under way."""
-        return self._reducer.is_open
+        return self._reducer.backward is not None
 
     def release(self) -> None:
-        """**Local.** Leave the module as it was before; see :func:`lockstep.release`.
+        """Leave the module as it was before; see :func:`lockstep.release`.
 
         Raises:
             LockstepError: a backward is under way.
@@ -245,7 +207,7 @@ class Replica(Joinable):
                 "has undone its wrapper. Train the module itself, or wrap it again"
             )
         # (Checkpointing repeats a forward inside backward: nothing is sent twice.)
-        if not self._reducer.is_open and not _transformed():
+        if self._reducer.backward is None and not _transformed():
             self._prepare_forward(module)
         # Last, since who announces the forward must leave it again, also if it fails.
         streams.current().enter(module, draws=module.training)
@@ -254,7 +216,6 @@ class Replica(Joinable):
         records = torch.is_grad_enabled()
         if records and self._own.has_registered:
             _raise_if(self._own.find_registered())
-        self._forwards.begun = number = self._forwards.begun + 1
         writer.enter(_FORWARD if module.training else _EVALUATE)
         for param in self._frozen:
             if param.requires_grad:
@@ -274,37 +235,27 @@ class Replica(Joinable):
         in_hand = self._in_hand()
         if in_hand is not None:
             in_hand.read(for_backward=records)
-        is_for_training = averages and module.training and not joins
-        self._latest = ForwardContext(
-            self.syncs,
-            self._weight(in_hand),
-            sends_buffers,
-            divisor,
-            number,
-            self._forwards if is_for_training else None,
-        )
+        number = self._watch.forwards.begin() if averages and module.training and not joins else 0
+        self._latest = Forward(self.syncs, self._weight(in_hand), sends_buffers, divisor, number)
 
     @_torch.mark_untraced
     def after_forward(self, output: Any) -> None:
-        """**Local.** Look out for the backward through ``output``."""
+        """Look out for the backward through ``output``."""
         if torch.is_grad_enabled() and not _transformed():
-            context = self._latest if self._latest is not None else self._context_now()
-            watched = self._watch.watch(output, context, self._own.stand_ins())
-            if watched and context.forwards is not None and not self._reducer.is_open:
-                context.forwards.expect(context.number)
-
-    def _refuse_changed(self) -> None:
-        _raise_if(self._own.find_changed())
+            self._watch.watch(output, self._known_last(), self._own.stand_ins())
 
     def _send_buffers(self, module: nn.Module, source: int) -> None:
         buffers = self._buffers.current(module) if self._world_size > 1 else []
         if buffers:
             self._broadcast(buffers, source, "sending the buffers")
 
-    def _context_now(self) -> ForwardContext:
+    def _known_last(self) -> Forward:
+        """What the last forward knew, or would know now if none came since the last backward."""
+        if self._latest is not None:
+            return self._latest
         module = self._module()
         training = module is not None and module.training
-        return ForwardContext(self.syncs, self._weight(self._in_hand()), self.syncs and training and self.sends_buffers)
+        return Forward(self.syncs, self._weight(self._in_hand()), self.syncs and training and self.sends_buffers)
 
     def _weight(self, in_hand: BatchesInHand | None) -> float:
         """See Note [Exact mean]; 1 where no sharded batch is in hand, or in a group that is not the whole world."""
@@ -325,11 +276,16 @@ class Replica(Joinable):
 
     # Backward -------------------------------------------------------------------------------------------------------
 
-    def _announce(self) -> None:
-        """A gradient has come, and no output of forward had said that a backward begins."""
-        self._watch.open(self._latest if self._latest is not None else self._context_now())
+    def gradient_unannounced(self) -> None:
+        """Begin the backward that brings it."""
+        self._watch.open(self._known_last())
 
-    def _begin(self, context: ForwardContext) -> None:
+    def parameters_unreached(self) -> None:
+        """Raise if that is because they are not the module's any more."""
+        _raise_if(self._own.find_changed())
+
+    def backward_begins(self, forward: Forward) -> None:
+        """Let the reducer begin."""
         streams.current().end(self._module())
         self._refuse_contested_share()
         if _torch.in_compiled_autograd():
@@ -339,59 +295,62 @@ class Replica(Joinable):
                 "(torch._dynamo.config.compiled_autograd, torch._dynamo.compiled_autograd). torch.compile compiles "
                 "the backward of what it compiles without it"
             )
-        if not self._own.are_of_their_kinds():
-            self._refuse_changed()
+        if not self._reducer.fits():
+            _raise_if(self._own.find_changed())
         writer.enter(_BACKWARD)
-        weight, kept = self._weights.enter(context.weight, self._reducer.pending)
-        self._current = context
-        self._reducer.begin(
-            sync=context.sync,
-            weight=weight,
-            divisor=context.divisor,
-            keep=kept,
-            discards=context.weight == 0,
-        )
+        self._current = forward
+        self._reducer.begin(sync=forward.sync, weight=forward.weight, divisor=forward.divisor)
 
-    def _join_in(self, context: ForwardContext) -> None:
+    def backward_joins(self, forward: Forward) -> None:
+        """Raise if it weighs differently; average if it does."""
         current = self._current
-        if current is None or context is current:
+        if current is None or forward is current:
             return
-        if context.weight != current.weight:
+        if forward.weight != current.weight:
             raise LockstepError(
                 f"rank {self._rank} of {self._world_size}: one backward goes through forwards of batches with "
-                f"different shares (weights {current.weight:g} and {context.weight:g}), so no mean of them is exact: "
+                f"different shares (weights {current.weight:g} and {forward.weight:g}), so no mean of them is exact: "
                 "call backward once for each batch (inside lockstep.no_sync for all but the last)"
             )
-        if context.sync and not current.sync:
+        if forward.sync and not current.sync:
             self._reducer.require_sync()
-            self._current = context
+            self._current = forward
 
-    def _end(self) -> None:
-        context = self._current
-        assert context is not None  # _begin set it
+    def backward_ends(self) -> None:
+        """**Collective** if it averages. Write the averages, and make the buffers equal."""
+        forward = self._current
+        assert forward is not None  # backward_begins set it
         self._current = self._latest = None
-        self._weights.leave(synced=context.sync)
         if not writer.current.short:
             writer.resume(_REDUCE)
-        left_out = self._forwards.settle() if context.sync else 0
-        self._reducer.finish(left_out=left_out, then=lambda: self._send_buffers_again(context))
+        left_out = self._watch.forwards.settle() if forward.sync else 0
+        outcome = self._reducer.finish(left_out=left_out)
+        mistake = outcome.mistake
+        if forward.sync:
+            if outcome.missing or self._own.watches_all:
+                mistake = mistake or self._own.left_out([self._reducer.params[i] for i in outcome.missing])
+            if self._warns_of_unused and outcome.unused is not None:
+                self._warns_of_unused = False
+                self._warn_unused(outcome.unused)
+            self._send_buffers_again(forward)
+        _raise_if(mistake)
         writer.resume(_OWN)
 
-    def _send_buffers_again(self, context: ForwardContext) -> None:
+    def backward_dies(self) -> None:
+        """Let the reducer forget it."""
+        self._current = self._latest = None
+        self._reducer.abandon()
+
+    def _send_buffers_again(self, forward: Forward) -> None:
         module = self._module()
         # Once more, so that replicas are equal after every step: an evaluation or a checkpoint that follows sees the
         # same buffers on every rank and needs no communication. See Note [Buffers] in api.py.
-        if context.sends_buffers and module is not None and not self._join_config.enable:
+        if forward.sends_buffers and module is not None and not self._join_config.enable:
             self._send_buffers(module, 0)
 
-    def _abandon(self) -> None:
-        self._current = self._latest = None
-        self._weights.leave(synced=False)
-        self._reducer.abandon()
-
-    def _warn_never_used(self, names: list[str]) -> None:
-        if self._own.has_told:
-            return  # of what was used in their places
+    def _warn_unused(self, names: Sequence[str]) -> None:
+        if not names or self._own.has_told:
+            return  # the user knows of what was used in their places
         shown = ", ".join(f"'{name}'" for name in names[:10])
         more = f" and {len(names) - 10} more" if len(names) > 10 else ""
         caller.warn(
@@ -403,7 +362,7 @@ class Replica(Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """**Local.** See :func:`lockstep.no_sync`."""
+        """See :func:`lockstep.no_sync`."""
         before, self.syncs = self.syncs, False
         try:
             yield
@@ -417,7 +376,7 @@ class Replica(Joinable):
         self._broadcast(tensors, 0, "sending rank 0's parameters and buffers" if params else "sending the buffers")
 
     def logged(self) -> dict[str, Any]:
-        """**Local.** What torch's DDP logs of itself, under torch's names; times are not measured."""
+        """Return what torch's DDP logs of itself, under torch's names; times are not measured."""
         module = self._living_module()
         params = [param for _, param in parameters_of(module) if param.requires_grad]
         return {
@@ -439,7 +398,7 @@ class Replica(Joinable):
         }
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """**Local.** See :func:`lockstep.register_comm_hook`."""
+        """See :func:`lockstep.register_comm_hook`."""
         if not callable(hook):
             raise TypeError(f"a comm hook must be callable, not {type(hook).__name__}")
         self._reducer.register_comm_hook(state, hook)
@@ -447,7 +406,7 @@ class Replica(Joinable):
     # Join -----------------------------------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """**Local.** Called by :class:`torch.distributed.algorithms.Join`."""
+        """Serve :class:`torch.distributed.algorithms.Join`."""
         self._divides_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
         return ReplicaJoinHook(self, divide_by_initial_world_size=self._divides_by_initial_world_size)
 

@@ -7,14 +7,13 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.comm.waiting import wait_for
+from lockstep.ddp.finite import FiniteCheck
 
 #: What a rank says instead of its number of rows if it did not use the parameter at all.
 _UNUSED = -1
@@ -28,18 +27,20 @@ class SparseSlot:
         self.position = position
         #: The parameter, its name, and the ranks that gather.
         self.param, self.name, self.group = param, name, group
+        #: Its position, as often as it got a gradient in the backward under way. Always the same list.
+        self.arrived: list[int] = []
 
-    def launch(self, scale: float, used: bool, inspect: Callable[[Tensor], bool] | None = None) -> SparseTransfer:
+    def launch(self, scale: float, used: bool, finite: FiniteCheck | None = None) -> SparseTransfer:
         """**Collective.** Begin to gather.
 
         Args:
             scale: what this rank's gradient is multiplied by; 0 discards it.
             used: whether the parameter got a gradient since the last reduction.
-            inspect: looks at this rank's rows and says whether to tell all ranks that they are not finite.
+            finite: looks at this rank's rows, whether to tell all ranks that they are not finite.
         """
         indices, values = self._contribution(scale)
         count = len(indices) if (used and scale != 0) or len(indices) else _UNUSED
-        bad = inspect is not None and inspect(values)
+        bad = finite is not None and finite.inspect_rows(values, self.name)
         return SparseTransfer(self, indices, values, count=count, bad=bad)
 
     def _contribution(self, scale: float) -> tuple[Tensor, Tensor]:

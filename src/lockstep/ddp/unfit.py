@@ -28,7 +28,7 @@ _PARALLEL = (
 
 
 def why_unfit(module: nn.Module, *, sends_buffers: bool, runs_hooks: bool) -> str | None:
-    """**Local.** Why ``module`` can't be a replica, and what to do instead; None if it can.
+    """Return why ``module`` can't be a replica, and what to do instead; None if it can.
 
     Args:
         sends_buffers: buffers are sent to all ranks.

@@ -14,11 +14,11 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from lockstep import caller
 from lockstep.comm import streams
 from lockstep.ddp import api
-from lockstep.ddp.compress import CommHook, fp16_compress_hook
+from lockstep.ddp.comm_hooks import CommHook, fp16_compress_hook
 from lockstep.ddp.members import buffers_of, ignore, ignored_names, parameters_of
 from lockstep.ddp.options import CheckFinite, ReplicaOptions
 from lockstep.ddp.replica import Replica
-from lockstep.ddp.transfer import move_to
+from lockstep.trees import to_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh  # loads most of a second, which few processes need
@@ -148,7 +148,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, with its inputs on ``device_ids[0]`` if that was given."""
         if self.device_ids is not None:  # first: if it fails, no forward has begun
-            inputs, kwargs = move_to(self.device_ids[0], inputs), move_to(self.device_ids[0], kwargs)
+            inputs, kwargs = to_device(inputs, self.device_ids[0]), to_device(kwargs, self.device_ids[0])
         if torch.compiler.is_exporting():  # an exported program stands for the module alone
             return self.module(*inputs, **kwargs)
         self._replica.before_forward(self.module)
@@ -167,7 +167,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return super().__getattr__(name)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """**Local.** See :func:`lockstep.no_sync`."""
+        """See :func:`lockstep.no_sync`."""
         return self._replica.no_sync()
 
     def join(
@@ -185,7 +185,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """**Local.** See :func:`lockstep.register_comm_hook`."""
+        """See :func:`lockstep.register_comm_hook`."""
         self._replica.register_comm_hook(state, hook)
 
     # What scripts and libraries read, set and call of torch's class besides -------------------------------------------
@@ -217,7 +217,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return next(self.module.parameters()).device
 
     def will_sync_module_buffers(self) -> bool:
-        """**Local.** Whether there are buffers, and they are sent around training steps."""
+        """Return whether there are buffers, and they are sent around training steps."""
         return self.broadcast_buffers and any(True for _ in buffers_of(self.module))
 
     def _sync_buffers(self) -> None:
@@ -235,11 +235,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         """No times are measured; ``benchmarks/step.py`` shows how to measure them."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """**Local.** What torch's class logs of itself, without the times."""
+        """Return what torch's class logs of itself, without the times."""
         return self._replica.logged()
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """**Local.** The hooks that torch has written in C++: plain averages, and averages in float16."""
+        """Return the hooks that torch has written in C++: plain averages, and averages in float16."""
         name = getattr(comm_hook_type, "name", str(comm_hook_type))
         if name == "FP16_COMPRESS":
             self._replica.register_comm_hook(None, fp16_compress_hook)
@@ -250,13 +250,13 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """**Local.** Name what DistributedDataParallel and replicate leave alone in ``module``; call it before them."""
+        """Name what DistributedDataParallel and replicate leave alone in ``module``; call it before them."""
         ignore(module, params_and_buffers_to_ignore)
 
     # torch's Join reads and sets these on whatever it is given; the replica is what takes part.
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """**Local.** Called by :class:`torch.distributed.algorithms.Join`."""
+        """Serve :class:`torch.distributed.algorithms.Join`."""
         return self._replica.join_hook(**kwargs)
 
     @property

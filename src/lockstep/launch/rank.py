@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
-from lockstep import knobs
+from lockstep import knobs, tracebacks
 from lockstep.agreement import standing
 from lockstep.agreement.requests import interrupt_once
 from lockstep.identity import Identity, place
@@ -267,7 +267,7 @@ def _record(error: BaseException, rank: int, exit_code: int) -> None:
     if isinstance(error, SystemExit):
         message, text = ("" if isinstance(error.code, int) else _text(error.code)), ""
     else:
-        error.__traceback__ = _without_own_frames(error.__traceback__)
+        _fold(error)
         message, text = _text(error), "".join(traceback.format_exception(error))
     kind, home = type(error).__qualname__, type(error).__module__
     name = kind if home in ("builtins", "__main__", "__mp_main__") else f"{home}.{kind}"
@@ -288,7 +288,8 @@ def _text(thing: object) -> str:
 
 def _print_exception(error: BaseException) -> None:
     """What Python's top level does with an uncaught exception, without our frames."""
-    tb = error.__traceback__ = _without_own_frames(error.__traceback__)
+    _fold(error)
+    tb = error.__traceback__
     # For exit functions and debuggers, which look here; last_exc is known to Python 3.12 and later.
     vars(sys).update(last_type=type(error), last_value=error, last_traceback=tb, last_exc=error)
     sys.stdout.flush()
@@ -303,6 +304,11 @@ def _print_exception(error: BaseException) -> None:
 
 #: The files whose frames come before the program's first one.
 _RUNNERS = frozenset([__file__, os.path.join(os.path.dirname(__file__), "spawned.py")])
+
+
+def _fold(error: BaseException) -> None:
+    error.__traceback__ = _without_own_frames(error.__traceback__)
+    tracebacks.fold(error)
 
 
 def _without_own_frames(tb: types.TracebackType | None) -> types.TracebackType | None:

@@ -47,7 +47,7 @@ _WORDED = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)
 
 
 def contents_of(dataset: Any, name: str = "dataset", *, depth: int = 0) -> dict[str, str]:
-    """**Local.** What decides the samples of ``dataset``, by the name of the part that does; see Note [What ranks
+    """Return what decides the samples of ``dataset``, by the name of the part that does; see Note [What ranks
     compare]."""
     if isinstance(dataset, Subset):
         return {f"{name}.indices": _indices(dataset.indices), **_within(dataset.dataset, f"{name}.dataset", depth)}
@@ -67,7 +67,7 @@ def contents_of(dataset: Any, name: str = "dataset", *, depth: int = 0) -> dict[
 
 
 def is_hugging_face(dataset: object) -> bool:
-    """**Local.** Whether it is a ``datasets.Dataset``; that library is not imported for it."""
+    """Return whether it is a ``datasets.Dataset``; that library is not imported for it."""
     library = sys.modules.get("datasets")
     return library is not None and type(dataset) is getattr(library, "Dataset", None)
 

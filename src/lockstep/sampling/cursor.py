@@ -36,12 +36,12 @@ class LoaderState:
     drawn: str | None
 
     def to_json(self) -> dict[str, Any]:
-        """**Local.** As JSON can say it."""
+        """Return it as JSON can say it."""
         return {"format": 1, **asdict(self)}
 
     @classmethod
     def from_json(cls, state: Any) -> LoaderState:
-        """**Local.** Read back what :meth:`to_json` wrote.
+        """Read back what :meth:`to_json` wrote.
 
         Raises:
             CheckpointMismatch: it is no such thing.
@@ -62,7 +62,7 @@ class LoaderState:
         return restored
 
     def refuse_unless_continued_by(self, mine: LoaderState) -> None:
-        """**Local.** Check that a loader with the state ``mine`` can go on from here.
+        """Check that a loader with the state ``mine`` can go on from here.
 
         Raises:
             CheckpointMismatch: the data or its order is another, so that the position means nothing.

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from lockstep.sampling.fetch import Fetched
-from lockstep.sampling.nested import tensors_of, to_device
+from lockstep.trees import leaves, to_device
 
 
 def on_device(fetched: Iterable[Fetched], device: torch.device) -> Iterator[Fetched]:
-    """**Local.** The same batches on ``device``: each is copied on a stream of its own while the one before is used."""
+    """Return the same batches on ``device``: each is copied on a stream of its own while the one before is used."""
     stream = torch.cuda.Stream(device)
     ahead: tuple[Fetched, torch.cuda.Event] | None = None
     for item in fetched:
@@ -34,9 +34,9 @@ def _send(item: Fetched, device: torch.device, stream: torch.cuda.Stream) -> tup
 def _receive(item: Fetched, copied: torch.cuda.Event, device: torch.device) -> Fetched:
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)  # the event, not the stream: the next copy is already queued behind it
-    for tensor in tensors_of(item.batch):
-        if tensor.is_cuda:
+    for leaf in leaves(item.batch):
+        if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
             # The memory was taken on the copying stream; without this its allocator could hand it out again while the
             # user's stream still reads it.
-            tensor.record_stream(current)
+            leaf.record_stream(current)
     return item

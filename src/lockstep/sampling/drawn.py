@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.exchange import all_gather_records, group_device
+from lockstep.comm.exchange import group_device
+from lockstep.comm.peers import OverGroup
+from lockstep.comm.together import together
 from lockstep.comm.world import World
 from lockstep.errors import LockstepError
 from lockstep.sampling.order import mix
@@ -26,27 +28,28 @@ def draw_order(sampler: Any, world: World, *, seed: int, epoch: int) -> torch.Te
     Raises:
         LockstepError: the sampler failed, or gave something else than whole numbers; on every rank.
     """
-    order: torch.Tensor | None = None
-    failure: str | None = None
-    cause: Exception | None = None
-    if world.is_main:
+
+    def attempt() -> torch.Tensor | None:
         try:
-            order = _draw(sampler, seed=seed, epoch=epoch)
-        except Exception as error:  # noqa: BLE001  (the other ranks wait for the order: they must hear of any failure)
-            failure, cause = f"{type(error).__name__}: {error}", error
-    length, failure = all_gather_records([None if order is None else order.numel(), failure], world.group)[0]
-    if failure is not None:
-        raise LockstepError(
-            f"rank 0: the sampler {type(sampler).__name__} could not draw epoch {epoch}: {failure}"
-        ) from cause
+            return _draw(sampler, seed=seed, epoch=epoch) if world.is_main else None
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise LockstepError(f"the sampler {type(sampler).__name__} could not draw epoch {epoch}: {text}") from error
+
+    order, lengths = together(
+        OverGroup(world),
+        attempt,
+        lambda drawn: None if drawn is None else drawn.numel(),
+        what="drawing an epoch's order",
+    )
     device = group_device(world.group)
-    shared = torch.empty(length, dtype=torch.int64, device=device) if order is None else order.to(device)
+    shared = torch.empty(lengths[0], dtype=torch.int64, device=device) if order is None else order.to(device)
     dist.broadcast(shared, src=0, group=world.group)
     return shared.cpu()
 
 
 def digest_of(order: torch.Tensor) -> str:
-    """**Local.** A short digest of an order, to notice that a sampler drew another one."""
+    """Return a short digest of an order, to notice that a sampler drew another one."""
     return hashlib.blake2b(order.numpy().data, digest_size=16).hexdigest()
 
 

@@ -121,7 +121,7 @@ class StreamDataset(IterableDataset[Fetched]):
         self.at_work: AtWork | None = None
 
     def begin(self, epoch_key: int) -> None:
-        """**Local.** Choose the epoch of the next pass; called in the main process before it begins."""
+        """Choose the epoch of the next pass; called in the main process before it begins."""
         self._epoch_key[0] = epoch_key >> 1  # 63 bits fit an int64
 
     def __iter__(self) -> Iterator[Fetched]:
@@ -193,7 +193,7 @@ class WorkerStart:
 
 
 def naming_dead_workers(slices: Iterable[Fetched]) -> Iterator[Fetched]:
-    """**Local.** ``slices`` as they come.
+    """Yield ``slices`` as they come.
 
     A worker that dies while it hands over a batch is at first no more than a lost connection. torch's handler for
     SIGCHLD says which worker it was and what killed it, a moment later.
@@ -207,12 +207,12 @@ def naming_dead_workers(slices: Iterable[Fetched]) -> Iterator[Fetched]:
 
 
 def as_is(fetched: Fetched) -> Fetched:
-    """**Local.** The collate_fn of the inner DataLoader: a slice comes collated."""
+    """Return the collate_fn of the inner DataLoader: a slice comes collated."""
     return fetched
 
 
 def collated(samples: list[Any], collate: Collate, *, empty: bool, seed: int | None) -> Any:
-    """**Local.** The samples as a batch; if ``empty``, the batch of no samples of their kind."""
+    """Return the samples as a batch; if ``empty``, the batch of no samples of their kind."""
 
     def once(group: list[Any]) -> Any:
         if seed is not None:

@@ -26,7 +26,7 @@ class Keys(Sampler[SliceKey]):
 def slice_keys(
     order: torch.Tensor, source: Source, *, start: int, place: tuple[int, int], epoch_key: int
 ) -> Iterator[SliceKey]:
-    """**Local.** One rank's keys from global sample ``start`` on: as many on every rank."""
+    """Return one rank's keys from global sample ``start`` on: as many on every rank."""
     rank, world_size = place
     batches = global_batches(order.numel(), batch_size=source.batch_size, drop_last=source.drop_last, start=start)
     for begin, end in batches:
@@ -40,7 +40,7 @@ def slice_keys(
 def inner_loader(
     source: Source, world: World, keys: Keys, generator: torch.Generator, *, pinned: bool, seeded: bool
 ) -> DataLoader[Fetched]:
-    """**Local.** A DataLoader over the same dataset, set up the same way, whose every item is one slice."""
+    """Return a DataLoader over the same dataset, set up the same way, whose every item is one slice."""
     given = source.loader
     dataset: SliceDataset | StreamDataset
     if source.order == "stream":

@@ -199,7 +199,7 @@ class ShardedLoader:
         return max(0, self._world.world_size - last) if last and not self.drop_last else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """**Local.** Where the loop stands, as JSON can say it; the same on every rank, and good for any world size.
+        """Return where the loop stands, as JSON can say it; the same on every rank, and good for any world size.
 
         The batch in your hands counts as done, batches fetched ahead do not. Between passes it is the beginning of
         the next epoch.
@@ -230,7 +230,7 @@ class ShardedLoader:
         self._pass = None
 
     def register_step_boundary_hook(self, hook: Callable[[], object]) -> RemovableHandle:
-        """**Local.** Have ``hook`` called between two steps: when the loop is done with a batch and asks for the next.
+        """Have ``hook`` called between two steps: when the loop is done with a batch and asks for the next.
 
         Everything that belongs to the step is over then: the optimizer's step, the schedule, averages of weights. The
         loader's state counts the batch as done. Behind an epoch's last batch the hook is called, too; when the loop is
@@ -261,8 +261,7 @@ class ShardedLoader:
         return f"<sharded loader of {type(self.dataset).__name__}, batch_size={self.batch_size}>"
 
     def __iter__(self) -> Iterator[Any]:
-        """**Local** (see :func:`shard` for the exceptions). A pass over the next epoch, or over the rest of a loaded
-        one."""
+        """Begin a pass over the next epoch or the rest of a loaded one; :func:`shard` says when all ranks must."""
         self._world.in_hand.begin_pass(self)
         return self._run_pass()
 

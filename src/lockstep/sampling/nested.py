@@ -1,4 +1,4 @@
-"""Batches are tensors in containers: walk them, move them, empty them."""
+"""What can be told from a batch whose layout is the ``collate_fn``'s own affair: its digest, its size, itself empty."""
 
 from __future__ import annotations
 
@@ -9,36 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.containers import map_leaves, parts_of, rebuilt
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """**Local.** Every tensor in ``tree``."""
-    found: list[torch.Tensor] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        return leaf
-
-    map_leaves(tree, note)
-    return found
-
-
-def to_device(tree: Any, device: torch.device) -> Any:
-    """**Local.** ``tree`` with its tensors on ``device``, copied without waiting where the memory is pinned.
-
-    Objects that know how to move themselves (``.to``: a packed sequence, a graph batch) are asked to.
-    """
-    return map_leaves(
-        tree,
-        lambda leaf: leaf.to(device, non_blocking=True) if hasattr(leaf, "to") else leaf,
-        is_leaf=lambda node: hasattr(node, "to"),
-    )
+from lockstep.trees import leaves, parts_of, rebuilt
 
 
 def nothing_of(one: Any, two: Any) -> Any:
-    """**Local.** The batch of no samples, from the batches of one sample and of that sample twice.
+    """Return the batch of no samples, from the batches of one sample and of that sample twice.
 
     What the number of samples changes is extended to none: a dimension that grew from n to n + k has size n - k, a
     sequence of one element per sample is empty, a count of samples is 0. What it does not change stays. So any layout
@@ -68,10 +43,10 @@ def _empty_tensor(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(tree: Any) -> str:
-    """**Local.** A digest of the contents of ``tree``: equal contents have equal fingerprints on every rank."""
+    """Return a digest of the contents of ``tree``: equal contents have equal fingerprints on every rank."""
     digest = hashlib.blake2b(digest_size=16)
 
-    def note(leaf: Any) -> Any:
+    for leaf in leaves(tree):
         if isinstance(leaf, torch.Tensor):
             digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
             if leaf.numel() and leaf.layout == torch.strided:
@@ -82,14 +57,11 @@ def fingerprint(tree: Any) -> str:
             digest.update(repr(leaf).encode())
         else:
             digest.update(type(leaf).__qualname__.encode())  # an address in a repr would differ from rank to rank
-        return leaf
-
-    map_leaves(tree, note)
     return digest.hexdigest()
 
 
 def size_unlike(batch: Any, samples: int) -> int | None:
-    """**Local.** The size of a batch that seems to have been made of fewer samples than ``samples``, or None.
+    """Return the size of a batch that seems to have been made of fewer samples than ``samples``, or None.
 
     A layout is the ``collate_fn``'s own affair, so this can only be guessed: None if anything in the batch has
     ``samples`` elements, or each tensor has that many along its second dimension (time before batch), or all sizes are

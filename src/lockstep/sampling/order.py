@@ -17,7 +17,7 @@ _MASK = 2**64 - 1
 
 
 def mix(*numbers: int) -> int:
-    """**Local.** One 64-bit number from several, each bit depending on all of them; the same everywhere and always.
+    """Return one 64-bit number from several, each bit depending on all of them; the same everywhere and always.
 
     Source: the finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
     """
@@ -31,14 +31,14 @@ def mix(*numbers: int) -> int:
 
 
 def epoch_order(length: int, *, seed: int, epoch: int) -> torch.Tensor:
-    """**Local.** A shuffled epoch: a permutation of ``range(length)`` as int64, the same on every rank."""
+    """Return a shuffled epoch: a permutation of ``range(length)`` as int64, the same on every rank."""
     generator = torch.Generator()
     generator.manual_seed(mix(seed, epoch))
     return torch.randperm(length, generator=generator)
 
 
 def slice_bounds(count: int, *, rank: int, world_size: int) -> tuple[int, int]:
-    """**Local.** Where rank's slice of ``count`` samples begins and ends.
+    """Return where rank's slice of ``count`` samples begins and ends.
 
     The slices are contiguous, in order of rank, and differ in size by at most one, larger ones first.
     """
@@ -48,13 +48,13 @@ def slice_bounds(count: int, *, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def batch_count(length: int, *, batch_size: int, drop_last: bool, start: int = 0) -> int:
-    """**Local.** Global batches from sample ``start`` to the end of an epoch of ``length`` samples."""
+    """Count the global batches from sample ``start`` to the end of an epoch of ``length`` samples."""
     left = max(0, length - start)
     return left // batch_size if drop_last else -(-left // batch_size)
 
 
 def global_batches(length: int, *, batch_size: int, drop_last: bool, start: int = 0) -> Iterator[tuple[int, int]]:
-    """**Local.** The first and the past-the-end position of each global batch, from sample ``start`` on."""
+    """Return the first and the past-the-end position of each global batch, from sample ``start`` on."""
     for number in range(batch_count(length, batch_size=batch_size, drop_last=drop_last, start=start)):
         begin = start + number * batch_size
         yield begin, min(begin + batch_size, length)

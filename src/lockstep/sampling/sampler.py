@@ -14,7 +14,7 @@ from lockstep.errors import CheckpointMismatch, LockstepError
 
 
 class DistributedSampler(TorchDistributedSampler[int]):
-    """**Local.** This rank's part of a dataset, in exactly torch's order, with a position that can be saved.
+    """Sample this rank's part of a dataset, in exactly torch's order, with a position that can be saved.
 
     As in torch, the epoch is padded with repeated samples (or cut, with ``drop_last``) to a multiple of the number of
     replicas, and :meth:`set_epoch` must be called before each epoch; :func:`lockstep.shard` does neither.
@@ -69,14 +69,14 @@ class DistributedSampler(TorchDistributedSampler[int]):
             yield index
 
     def set_epoch(self, epoch: int) -> None:
-        """**Local.** Choose the epoch of the next pass. Another epoch than a loaded one begins at its beginning."""
+        """Choose the epoch of the next pass. Another epoch than a loaded one begins at its beginning."""
         if epoch != self.epoch:
             self._resume_at = 0
             self._position = 0
         super().set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """**Local.** The epoch and this rank's position in it, as JSON can say it; the same on every rank.
+        """Return the epoch and this rank's position in it, as JSON can say it; the same on every rank.
 
         The position counts the samples that were *handed out*. A DataLoader asks for samples ahead of the ones it
         returns (by ``prefetch_factor * num_workers`` batches, by one batch without workers), so in the middle of an
@@ -94,7 +94,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         }
 
     def load_state_dict(self, state: dict[str, Any], *, position: int | None = None) -> None:
-        """**Local.** Continue a saved epoch: the next pass begins behind the samples that were handed out.
+        """Continue a saved epoch: the next pass begins behind the samples that were handed out.
 
         ``len()`` stays that of a whole epoch. ``set_epoch`` with the same epoch keeps the position, with another one
         begins it anew.

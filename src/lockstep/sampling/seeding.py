@@ -27,7 +27,7 @@ from lockstep.sampling.contents import is_hugging_face
 
 
 def seed_generators(seed: int) -> None:
-    """**Local.** Seed torch's CPU generator, Python's and NumPy's from one 64-bit number. About 13 µs."""
+    """Seed torch's CPU generator, Python's and NumPy's from one 64-bit number. About 13 µs."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed >> 32)
@@ -35,7 +35,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """**Local.** Put the generators of torch (CPU), Python and NumPy back as they were. About 150 µs."""
+    """Put the generators of torch (CPU), Python and NumPy back as they were. About 150 µs."""
     torch_state = torch.get_rng_state()
     python_state = random.getstate()
     numpy_state = np.random.get_state()
@@ -48,7 +48,7 @@ def preserved_generators() -> Iterator[None]:
 
 
 def can_be_random(dataset: object) -> bool:
-    """**Local.** False for datasets known to give the same sample for the same index whatever the generators say."""
+    """Return False for datasets known to give the same sample for the same index whatever the generators say."""
     if is_hugging_face(dataset):
         return bool(dataset.format["type"] == "custom")  # type: ignore[attr-defined]  # a transform; others convert only
     if type(dataset) in (TensorDataset, list, tuple, range, np.ndarray, torch.Tensor):

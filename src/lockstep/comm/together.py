@@ -1,0 +1,71 @@
+"""All ranks succeed, or all fail: what one rank finds wrong is an error on every rank, and none waits for another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lockstep import errors
+from lockstep.comm.peers import Peers
+from lockstep.errors import LockstepError
+
+Result = TypeVar("Result")
+
+#: Errors that other ranks raise as what they are; RankFailed takes more than a message.
+_KNOWN: dict[type[Any], str] = {
+    kind: kind.__name__
+    for kind in (*vars(errors).values(), ValueError, TypeError)
+    if isinstance(kind, type)
+    and issubclass(kind, (LockstepError, ValueError, TypeError))
+    and kind is not errors.RankFailed
+}
+_BY_NAME = {name: kind for kind, name in _KNOWN.items()}
+
+
+def together(
+    peers: Peers, attempt: Callable[[], Result], share: Callable[[Result], Any], *, what: str
+) -> tuple[Result, list[Any]]:
+    """**Collective.** Return what ``attempt`` made on this rank, and what ``share`` told of every rank's.
+
+    Args:
+        peers: the ranks, and how they talk.
+        attempt: what this rank does.
+        share: what the others are told of its result, as JSON can say it.
+        what: what is being attempted, for the message.
+
+    Raises:
+        LockstepError: ``attempt`` raised one of lockstep's errors on some rank: that of the first such rank, of the
+            same class and in the same words on all.
+        Exception: whatever else it raised, on the rank where it did. Another rank raises a ValueError or TypeError if
+            it was one, else a LockstepError, with the error of the first rank that failed.
+    """
+    mine: Exception | None = None
+    record: dict[str, Any]
+    try:
+        result = attempt()
+        record = {"shared": json.loads(json.dumps(share(result)))}
+    except Exception as error:  # noqa: BLE001  (the other ranks wait: they must hear of any failure)
+        mine = error
+        record = _described(error)
+    records = peers.gather(record)
+    for rank, other in enumerate(records):
+        if "error" in other:
+            if mine is not None and not isinstance(mine, LockstepError):
+                raise mine
+            raise _failure(rank, other, peers, what) from mine
+    return result, [other["shared"] for other in records]
+
+
+def _described(error: Exception) -> dict[str, str]:
+    known = next((_KNOWN[kind] for kind in type(error).__mro__ if kind in _KNOWN), "")
+    return {"error": str(error) if known else f"{type(error).__name__}: {error}", "class": known}
+
+
+def _failure(rank: int, record: dict[str, str], peers: Peers, what: str) -> Exception:
+    where = "" if peers.world_size == 1 else f"rank {rank}: "
+    kind = _BY_NAME.get(record["class"])
+    if kind is None:
+        return LockstepError(f"{what} failed on {where}{record['error']}")
+    failure: Exception = kind(f"{where}{record['error']}")
+    return failure

@@ -1,0 +1,112 @@
+"""Batches, inputs and outputs are trees: leaves in tuples, lists, dicts, named tuples and dataclasses.
+
+Take them apart, rebuild them, move their tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+
+def parts_of(tree: Any) -> dict[Any, Any] | None:
+    """Return the children of a container by key, or None for a leaf. Strings are leaves."""
+    if isinstance(tree, Mapping):
+        return dict(tree)
+    if isinstance(tree, (list, tuple)):
+        return dict(enumerate(tree))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        # A field that __init__ does not take may have no value yet.
+        return {
+            field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if hasattr(tree, field.name)
+        }
+    return None
+
+
+def rebuilt(tree: Any, parts: dict[Any, Any]) -> Any:
+    """Return a container like ``tree`` with other children under the same keys.
+
+    ``tree`` stays as it is. A mapping that can neither be copied nor made from a dict becomes a dict, as in torch's own
+    ``default_collate``.
+    """
+    if type(tree) is dict:
+        return parts
+    if isinstance(tree, dict) or (isinstance(tree, MutableMapping) and hasattr(type(tree), "__copy__")):
+        return _copied_mapping(tree, parts)
+    if isinstance(tree, Mapping):  # a plain copy of such an object would share its items with it
+        try:
+            return type(tree)(parts)  # type: ignore[call-arg]
+        except TypeError:
+            return parts
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*parts.values())
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(parts.values())
+    clone = copy.copy(tree)
+    for name, value in parts.items():
+        object.__setattr__(clone, name, value)  # a frozen dataclass as well; fields that __init__ does not take too
+    return clone
+
+
+def _copied_mapping(tree: MutableMapping[Any, Any], parts: dict[Any, Any]) -> MutableMapping[Any, Any]:
+    """With what a subclass carries beside its items, and with its items' attributes, if it has such."""
+    clone = copy.copy(tree)
+    for key, value in parts.items():
+        clone[key] = value  # not update(), which some classes of outputs refuse
+    if getattr(tree, "__dict__", None) is tree:
+        clone.__dict__ = clone  # type: ignore[assignment]
+        return clone
+    attributes = getattr(clone, "__dict__", {})
+    for key in attributes.keys() & parts.keys():
+        if attributes[key] is tree[key]:
+            attributes[key] = parts[key]
+    return clone
+
+
+def map_leaves(tree: Any, fn: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Return ``tree`` with ``fn`` applied to everything that is not a container, container types kept."""
+    parts = None if is_leaf is not None and is_leaf(tree) else parts_of(tree)
+    if parts is None:
+        return fn(tree)
+    return rebuilt(tree, {key: map_leaves(part, fn, is_leaf) for key, part in parts.items()})
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield everything in ``tree`` that is not a container."""
+    parts = parts_of(tree)
+    if parts is None:
+        yield tree
+        return
+    for part in parts.values():
+        yield from leaves(part)
+
+
+def is_packed(value: Any) -> bool:
+    """Return whether ``value`` is a :class:`torch.nn.utils.rnn.PackedSequence`, which is a named tuple."""
+    return isinstance(value, PackedSequence)
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """Return ``tree`` with its tensors on ``device``; to a GPU without waiting where the memory is pinned.
+
+    Objects that know how to move themselves (``.to``: a packed sequence, a graph batch) are asked to; modules stay.
+    """
+    return map_leaves(
+        tree,
+        lambda leaf: leaf.to(device, non_blocking=device.type != "cpu") if _moves(leaf) else leaf,
+        is_leaf=_moves,
+    )
+
+
+def _moves(node: Any) -> bool:
+    return hasattr(node, "to") and not isinstance(node, torch.nn.Module)
+
+
+def path_text(path: tuple[Any, ...]) -> str:
+    """Return where a leaf is, as one would write it: ``[0]['mask']``."""
+    return "".join(f"[{key!r}]" for key in path)

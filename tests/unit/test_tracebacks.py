@@ -1,0 +1,87 @@
+"""Uncaught errors show the user's own frames, and every message once."""
+
+from __future__ import annotations
+
+import traceback
+from functools import partial
+
+import pytest
+import torch
+
+import lockstep
+from lockstep import tracebacks
+from lockstep.comm.waiting import wait_for
+
+
+def _shown(error: BaseException) -> list[str]:
+    """The files' names of the frames in what Python prints, and the last lines of its parts."""
+    tracebacks.fold(error)
+    text = "".join(traceback.format_exception(error))
+    return [line.split('"')[1].rpartition("/")[2] for line in text.splitlines() if line.startswith("  File ")]
+
+
+def _raised(fn: object) -> BaseException:
+    with pytest.raises(Exception) as info:  # noqa: PT012
+        assert callable(fn)
+        fn()
+    return info.value
+
+
+def _wrong_shape() -> None:
+    torch.nn.Sequential(torch.nn.Linear(2, 2))(torch.ones(1, 3))
+
+
+def test_frames_of_torch_are_folded_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _shown(_raised(_wrong_shape))[-2:] == ["test_tracebacks.py"] * 2
+    assert "module.py" not in _shown(_raised(_wrong_shape))
+    monkeypatch.setenv("LOCKSTEP_TRACEBACK", "full")
+    assert "module.py" in _shown(_raised(_wrong_shape))
+
+
+def _lost() -> None:
+    wait_for(partial(torch.ones(2).view, 3), lambda: "rank 0 of 2: averaging")
+
+
+def test_a_cause_that_the_message_repeats_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = _raised(_lost)
+    _shown(error)
+    text = "".join(traceback.format_exception(error))
+    assert text.count("invalid for input of size") == 1
+    assert text.count("Traceback") == 1
+    assert text.splitlines()[-1].startswith("lockstep.PeerLost: rank 0 of 2: averaging: ")
+    monkeypatch.setenv("LOCKSTEP_TRACEBACK", "full")
+    error = _raised(_lost)
+    _shown(error)
+    assert "".join(traceback.format_exception(error)).count("invalid for input of size") == 2
+
+
+def _of_the_users() -> None:
+    def broken() -> None:
+        raise RuntimeError("in the user's own code")
+
+    wait_for(broken, lambda: "rank 0 of 2: averaging")
+
+
+def test_a_cause_that_the_user_raised_stays() -> None:
+    error = _raised(_of_the_users)
+    _shown(error)
+    assert isinstance(error.__cause__, RuntimeError)
+    assert "in broken" in "".join(traceback.format_exception(error))
+
+
+def test_a_traceback_without_a_frame_of_the_users_stays() -> None:
+    try:
+        wait_for(partial(torch.ones(2).view, 3), lambda: "rank 0 of 2")
+    except lockstep.PeerLost as caught:
+        error = caught
+    assert error.__traceback__ is not None
+    error.__traceback__ = inner = error.__traceback__.tb_next
+    tracebacks.fold(error)
+    assert error.__traceback__ is inner is not None
+
+
+def test_errors_that_came_from_each_other_in_a_circle_end() -> None:
+    one, two = ValueError("one"), ValueError("two")
+    one.__cause__, two.__cause__ = two, one
+    tracebacks.fold(one)
+    assert one.__cause__ is two

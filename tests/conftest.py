@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from _pytest.config import create_terminal_writer
 
 import tests.site.sitecustomize  # noqa: F401  (makes torchvision loadable here; subprocesses get it by PYTHONPATH)
 from lockstep import knobs
@@ -36,10 +37,11 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)  # which a program that is started does not inherit
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Let the stacks of a test that takes too long reach the terminal from where the tests run in two processes."""
-    if hasattr(session.config, "workerinput"):  # whose standard output is lost
-        session.config.get_terminal_writer()._file = sys.__stderr__  # (private)
+    if hasattr(config, "workerinput"):  # whose standard output is lost
+        writer = create_terminal_writer(config, sys.__stderr__)
+        config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]  # (asked by pytest-timeout)
 
 
 #: In the environment of every process that the tests start, however it is orphaned later.

@@ -13,8 +13,15 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 ECOSYSTEM := .venv-ecosystem/torch-$(TORCH)
 LIBRARIES := accelerate datasets lightning peft timm torchmetrics transformers webdataset
 
+# "make test WORKERS=2" runs two files at a time, each in a process of its own; a test that hangs ends them both.
+WORKERS ?= 0
+TESTS := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Of the tests with processes, some of each room; of the others all.
+QUICK := $(addprefix tests/ranks/test_,ddp_left_out.py run_signals.py ddp_wrapping.py shm_messages.py shared_writing.py) \
+	tests/unit $(addprefix tests/contracts/test_,ddp_signature.py names_of_subclasses.py public_names.py)
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format faults ecosystem bench newest oldest pythons house clean
+.PHONY: help demo test quick check format faults ecosystem bench newest oldest pythons house clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
@@ -22,8 +29,11 @@ help:  ## say what there is
 demo: $(READY)  ## train a digit classifier on two replicas and load its checkpoint on one device
 	CUDA_VISIBLE_DEVICES= $(BIN)/lockstep run -n 2 -m examples.digits  # on the CPU: runs on any machine
 
-test: $(READY)  ## all tests
-	$(BIN)/python -m pytest
+test: $(READY)  ## all tests (WORKERS=2: in two processes)
+	$(TESTS) -n $(WORKERS)
+
+quick: $(READY)  ## the tests to run after each edit: all without processes and some with
+	$(TESTS) -n 2 -q $(QUICK)
 
 check: $(READY)  ## ruff, mypy strict, import-linter
 	$(BIN)/ruff format --check .

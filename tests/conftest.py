@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -13,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from _pytest.config import create_terminal_writer
 
 import tests.site.sitecustomize  # noqa: F401  (makes torchvision loadable here; subprocesses get it by PYTHONPATH)
+from lockstep import knobs
 from tests import warm
 
 if TYPE_CHECKING:
@@ -33,12 +37,19 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)  # which a program that is started does not inherit
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the stacks of a test that takes too long reach the terminal from where the tests run in two processes."""
+    if hasattr(config, "workerinput"):  # whose standard output is lost
+        writer = create_terminal_writer(config, sys.__stderr__)
+        config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]  # (asked by pytest-timeout)
+
+
 #: In the environment of every process that the tests start, however it is orphaned later.
 _MARK = "TESTS_OF_PROCESS"
 os.environ[_MARK] = str(os.getpid())
 
 
-#: Seconds that a thread has for its end after the test's.
+#: Seconds that a thread has for its end after the test's, and others' shared memory to be known as theirs.
 _ENDING = 5.0
 
 
@@ -53,10 +64,17 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     after = _possessions()
     leaks = {kind: after[kind] - before[kind] for kind in before if after[kind] - before[kind]}
     if "shared memory" in leaks:
-        leaks["shared memory"] -= _of_others()
-        leaks["shared memory"] &= set(os.listdir("/dev/shm"))
+        leaks["shared memory"] = _left(leaks["shared memory"])
     if any(leaks.values()):
         pytest.fail(f"{request.node.nodeid} leaked: {leaks}")
+
+
+@pytest.fixture(params=[pytest.param("gloo", marks=pytest.mark.campaign), "shm"])
+def each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What ``lockstep.init()`` takes on the ranks of this test, unless it is told otherwise; see tests/backends.py."""
+    backend: str = request.param
+    monkeypatch.setenv(knobs.BACKEND, backend)
+    return backend
 
 
 @pytest.fixture(scope="session")
@@ -85,8 +103,22 @@ def _possessions() -> dict[str, set[str]]:
     }
 
 
+def _left(files: set[str]) -> set[str]:
+    """Those of ``files`` in /dev/shm that are there for good, and nobody else's.
+
+    The folder is the whole machine's, and half of the tests may run in a process beside this one. What others have just
+    made they will have mapped, or removed, in a moment.
+    """
+    deadline = time.monotonic() + _ENDING
+    while True:
+        files = (files - _of_others()) & set(os.listdir("/dev/shm"))
+        if not files or time.monotonic() > deadline:
+            return files
+        time.sleep(0.01)
+
+
 def _of_others() -> set[str]:
-    """Files in /dev/shm, which is the whole machine's, that living processes of other programs have mapped."""
+    """Files in /dev/shm that living processes of other programs have mapped."""
     mark, found = f"{_MARK}={os.getpid()}".encode(), set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's

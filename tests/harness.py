@@ -33,6 +33,7 @@ _PRELOAD = [
     "torch.utils.checkpoint",
     "torch.utils.data",
     "torch._dynamo",  # the first optimizer of a process imports it: a second for each rank of each test
+    "torch._inductor.compile_fx",  # what compiles imports it, whichever backend it compiles for: two seconds more
     "numpy",
     "pytest",
     "sklearn.datasets",  # what the examples read: most of a second as well

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
+from tests.launching import LIMIT
 
 ROOT = Path(__file__).parents[2]
 MODULES = re.findall(r"python -m (benchmarks\.\w+)", (ROOT / "Makefile").read_text())
@@ -15,11 +17,10 @@ MODULES = re.findall(r"python -m (benchmarks\.\w+)", (ROOT / "Makefile").read_te
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_benchmark_of_the_makefile_shows_its_help(module: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert "usage:" in done.stdout
+    with warm.Process(["-m", module, "--help"], cwd=ROOT, env=os.environ) as process:
+        out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, err
+    assert "usage:" in out
 
 
 def test_the_makefile_has_benchmarks() -> None:

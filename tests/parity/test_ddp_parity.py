@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from tests.backends import each_backend as each_backend
+from tests.backends import EACH_BACKEND, OVER_BOTH
 from tests.harness import run_ranks
 
-pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+pytestmark = [
+    pytest.mark.internals,  # run on other versions of torch and Python, too
+    EACH_BACKEND,
+]
 
 STEPS = 20
 TOLERANCE = 1e-6
@@ -125,6 +128,7 @@ def test_unequal_slices_and_a_small_last_batch(optimizer: str, world_size: int) 
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
+@OVER_BOTH
 def test_a_last_batch_smaller_than_the_world(world_size: int) -> None:
     sizes = ([8] * 9 + [2]) * 2
     for differences in run_ranks(_compare, world_size, "mlp", "SGD", sizes):

@@ -17,8 +17,10 @@ import lockstep
 from lockstep.checkpoint.plan import Share
 from lockstep.checkpoint.read import read
 from lockstep.checkpoint.storage import Storage
-from tests.backends import each_backend  # noqa: F401
+from tests.backends import EACH_BACKEND, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks
+
+pytestmark = EACH_BACKEND
 
 
 class Gate(Storage):
@@ -197,6 +199,7 @@ def _cannot_copy(folder: str) -> str:
     return str(caught.value)
 
 
+@OVER_BOTH
 def test_a_rank_that_has_no_memory_for_the_copy_fails_all(tmp_path: Path) -> None:
     for said in run_ranks(_cannot_copy, 2, str(tmp_path)):
         assert said == "saving step 1 in the background failed: rank 1: MemoryError: no more"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from tests.backends import each_backend as each_backend
+from tests.backends import EACH_BACKEND, OVER_BOTH
 from tests.harness import run_ranks
 from tests.ranks.ddp_cases import (
     WAYS,
@@ -32,7 +32,10 @@ from tests.ranks.ddp_cases import (
     wrap_tiny,
 )
 
-pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+pytestmark = [
+    pytest.mark.internals,  # run on other versions of torch and Python, too
+    EACH_BACKEND,
+]
 
 # Models -------------------------------------------------------------------------------------------------------------
 
@@ -237,6 +240,7 @@ def test_models_of_many_kinds(attach: Attach, build: Build, loss: Loss, toleranc
 
 
 @pytest.mark.parametrize("attach", [replicate_tiny, wrap_tiny], ids=name_of)
+@OVER_BOTH
 def test_complex_gradients_keep_their_precision(attach: Attach) -> None:
     run_ranks(_train_many_kinds, 3, attach, Complex, squares, 1e-12)  # a third is no exact float32
 
@@ -310,6 +314,7 @@ def _wrap_quietly(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("attach", [replicate_tiny, wrap_tiny], ids=name_of)
+@OVER_BOTH
 def test_unused_parameters_are_averaged_if_anybody_used_them_and_named_if_nobody_did(attach: Attach) -> None:
     run_ranks(_unused, 3, attach)
 
@@ -342,6 +347,7 @@ class Gated(nn.Module):
         return gated
 
 
+@OVER_BOTH
 def test_a_rank_without_any_gradient_takes_part() -> None:
     run_ranks(train_and_check, 2, replicate_tiny, Gated, branching)
 
@@ -433,6 +439,7 @@ def _autograd_grad_sends_nothing() -> None:
     assert_averaged(model, mlp, squares, [1])
 
 
+@OVER_BOTH
 def test_autograd_grad_sends_nothing() -> None:
     run_ranks(_autograd_grad_sends_nothing, 2)
 

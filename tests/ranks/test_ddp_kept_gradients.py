@@ -12,9 +12,11 @@ from torch.utils import dlpack
 
 import lockstep
 from lockstep.ddp.api import replica_of
-from tests.backends import each_backend as each_backend
+from tests.backends import EACH_BACKEND
 from tests.harness import run_ranks
 from tests.ranks.ddp_cases import assert_averaged, differentiate, squares, wide
+
+pytestmark = EACH_BACKEND
 
 #: What a script may keep of a gradient.
 KEPT: dict[str, Callable[[Tensor], Any]] = {

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from tests.backends import each_backend as each_backend
+from tests.backends import EACH_BACKEND, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks
 from tests.ranks.ddp_cases import assert_averaged, batch, differentiate, mlp, replicate_tiny, squares
+
+pytestmark = EACH_BACKEND
 
 
 def _leaves_one_out(way: str) -> None:
@@ -30,6 +32,7 @@ def _leaves_one_out(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["plain", "overlapped", "hooked"])
+@OVER_BOTH
 def test_a_rank_that_leaves_a_backward_out_is_found_in_the_next(way: str) -> None:
     for outcome in collect_outcomes(_leaves_one_out, 2, way):
         assert outcome.error == "CollectiveMismatch", outcome.traceback

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import lockstep
-from tests.backends import each_backend as each_backend
+from tests.backends import EACH_BACKEND, OVER_BOTH
 from tests.harness import Outcome, collect_outcomes, run_ranks
 from tests.ranks.ddp_cases import (
     Attach,
@@ -33,7 +33,10 @@ from tests.ranks.ddp_cases import (
     wrap_tiny,
 )
 
-pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+pytestmark = [
+    pytest.mark.internals,  # run on other versions of torch and Python, too
+    EACH_BACKEND,
+]
 
 BOTH: list[Attach] = [replicate_tiny, wrap_tiny]
 
@@ -62,6 +65,7 @@ def _equal_at_start(attach: Attach) -> list[Any]:
 
 
 @pytest.mark.parametrize("attach", BOTH, ids=name_of)
+@OVER_BOTH
 def test_all_ranks_start_with_rank_0s_parameters_and_buffers(attach: Attach) -> None:
     for got in run_ranks(_equal_at_start, 3, attach):
         assert got == [value.tolist() for value in Everything(0).state_dict().values()]
@@ -229,6 +233,7 @@ def _with_torchs_group(folder: str) -> None:
     dist.destroy_process_group()
 
 
+@OVER_BOTH
 def test_a_group_that_torch_opened_will_do(tmp_path: object) -> None:
     run_ranks(_with_torchs_group, 2, str(tmp_path))
 
@@ -243,6 +248,7 @@ def _subgroup() -> list[float]:
     return [float(model.weight.grad)]
 
 
+@OVER_BOTH
 def test_replicas_in_a_subgroup() -> None:
     assert run_ranks(_subgroup, 3) == [[0.5], [0.5], [2.0]]
 
@@ -356,6 +362,7 @@ def _grow_apart(extra: int) -> list[float]:
     return [float(value) for value in model.body[0].get_buffer("running_mean")]
 
 
+@OVER_BOTH
 def test_buffers_of_other_sizes_are_an_error_and_move_no_others(each_backend: str) -> None:
     assert run_ranks(_grow_apart, 2, 0) == [[0.1] * 3] * 2
     other = collect_outcomes(_grow_apart, 2, 2)[1]
@@ -429,6 +436,7 @@ def _join_with_zero() -> list[float]:
     return [float(value.sum()) for value in model.state_dict().values()]
 
 
+@OVER_BOTH
 def test_join_together_with_another_joinable() -> None:
     first, second = run_ranks(_join_with_zero, 2)
     assert first == second
@@ -442,6 +450,7 @@ def _join_and_throw() -> None:
             differentiate(squares(model, w.rank, step))
 
 
+@OVER_BOTH
 def test_join_can_stop_all_ranks_instead() -> None:
     first, second = collect_outcomes(_join_and_throw, 2)
     assert "Rank 0 exhausted all inputs" in str(first.message)
@@ -535,6 +544,7 @@ def _power_sgd() -> list[float]:
     return [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
 
 
+@OVER_BOTH
 def test_torchs_power_sgd_runs_on_lockstep() -> None:
     first, second = run_ranks(_power_sgd, 2)
     assert first == second
@@ -704,6 +714,7 @@ class Poison(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("check", ["warn", "skip"])
+@OVER_BOTH
 def test_a_non_finite_sparse_gradient_is_warned_about(check: str) -> None:
     for rank, caught in enumerate(run_ranks(_non_finite_sparse, 2, check, 2)):
         assert len(caught) == 1
@@ -832,6 +843,7 @@ def _peer_dies() -> None:
     differentiate(squares(model, w.rank, 1))
 
 
+@OVER_BOTH
 def test_a_lost_peer_is_named_with_step_and_bucket() -> None:
     outcomes: list[Outcome] = collect_outcomes(_peer_dies, 2)
     assert outcomes[0].error == "PeerLost", outcomes[0].traceback
@@ -854,6 +866,7 @@ def _late_peer(fifo: str) -> None:
             pass
 
 
+@OVER_BOTH
 def test_a_late_peer_is_a_timeout(tmp_path: Any) -> None:
     fifo = tmp_path / "rank-0-is-done"
     os.mkfifo(fifo)

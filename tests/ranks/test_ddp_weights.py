@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from tests.backends import each_backend as each_backend
+from tests.backends import EACH_BACKEND, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks
 from tests.ranks.ddp_cases import (
     Attach,
@@ -22,6 +22,8 @@ from tests.ranks.ddp_cases import (
     wide,
     wrap_tiny,
 )
+
+pytestmark = EACH_BACKEND
 
 #: Per micro-batch: samples of each of three ranks.
 EQUAL = (2, 2, 2)
@@ -103,6 +105,7 @@ def _accumulate_in_sync() -> None:
         assert_equal_gradients(model, by_one_process(plans[: step + 1]))
 
 
+@OVER_BOTH
 def test_it_is_exact_when_averages_are_added_up() -> None:
     run_ranks(_accumulate_in_sync, 3)
 
@@ -148,6 +151,7 @@ def _empty_slice_leaves_no_trace() -> None:
         assert all(bool(p.grad.isfinite().all()) for p in model.net.parameters() if p.grad is not None)
 
 
+@OVER_BOTH
 def test_an_empty_slice_leaves_no_trace() -> None:
     run_ranks(_empty_slice_leaves_no_trace, 2)
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 #: The script's own part of the work: ``use`` what was opened, and close it.
 COMMON = """
 import os
@@ -113,7 +115,8 @@ ALONE = COMMON + 'world("gloo")\nworld("shm")\nmeet(0, 1)\n'
 MET = ["tcp://", "file://", "file://"]
 
 
-def start(folder: Path, source: str, *launcher: str, program: str = sys.executable, **env: str) -> list[str]:
+def start(folder: Path, source: str, *launcher: str, program: str | Path = sys.executable, **env: str) -> list[str]:
+    """What the ranks said, in order. Without a launcher in between, ``program`` may be the warm process's Python."""
     script = folder / "script.py"
     script.write_text(source)
     done = subprocess.run(
@@ -171,7 +174,9 @@ def test_under_torch_multiprocessing_spawn(tmp_path: Path) -> None:
 
 
 def test_under_lockstep_spawn(tmp_path: Path) -> None:
-    assert start(tmp_path, OUR_SPAWN) == sorted(worlds("shm") + over("env://", *MET))
+    assert start(tmp_path, OUR_SPAWN, program=warm.server().commands / "python") == sorted(
+        worlds("shm") + over("env://", *MET)
+    )
 
 
 def test_under_mpirun(tmp_path: Path) -> None:
@@ -185,4 +190,6 @@ def test_under_mpirun(tmp_path: Path) -> None:
 
 
 def test_alone(tmp_path: Path) -> None:
-    assert start(tmp_path, ALONE) == sorted(worlds("gloo", "shm", world_size=1) + over(*MET, world_size=1))
+    assert start(tmp_path, ALONE, program=warm.server().commands / "python") == sorted(
+        worlds("gloo", "shm", world_size=1) + over(*MET, world_size=1)
+    )

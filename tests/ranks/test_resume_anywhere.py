@@ -16,9 +16,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 import lockstep
-from tests.backends import each_backend  # noqa: F401
+from tests.backends import EACH_BACKEND
 from tests.digests import digest_of
 from tests.harness import run_ranks
+
+pytestmark = EACH_BACKEND
 
 EPOCHS, STEPS = 3, 9
 

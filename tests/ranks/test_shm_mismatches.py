@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -211,9 +212,15 @@ def _sides(message: str) -> dict[int, tuple[str, str, int, str]]:
     return {int(rank): (what, file, int(line), function) for rank, what, file, line, function in found}
 
 
+@cache
+def _told_to(world_size: int) -> list[dict[str, _Told]]:
+    """What each rank was told of each mismatch, found out once."""
+    return run_ranks(_mismatches, world_size)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_mismatch_is_the_same_error_on_every_rank(world_size: int) -> None:
-    told = run_ranks(_mismatches, world_size)
+    told = _told_to(world_size)
     for name in (*_MISMATCHES, *_DISAGREEMENTS):
         for rank, by_name in enumerate(told):
             each = by_name[name]
@@ -225,7 +232,7 @@ def test_a_mismatch_is_the_same_error_on_every_rank(world_size: int) -> None:
 
 
 def test_a_mismatch_names_both_sides_and_both_source_lines() -> None:
-    told = run_ranks(_mismatches, 2)[0]
+    told = _told_to(2)[0]
     for name, (act, *words) in _MISMATCHES.items():
         message = told[name].message
         sides = _sides(message)

@@ -43,11 +43,11 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 import lockstep
 from benchmarks.naming import machine_name
 from benchmarks.publishing import publish
-from lockstep.checkpoint.load import read
-from lockstep.checkpoint.storage import PosixStorage
+from lockstep.checkpoint.read import read
+from lockstep.checkpoint.storage import Storage
 
 
-class NoSync(PosixStorage):
+class NoSync(Storage):
     """Leaves it to the kernel when things reach the disk."""
 
     def sync(self, opened: int) -> None: ...

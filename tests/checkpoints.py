@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
-from lockstep.checkpoint.captured import capture, divided
-from lockstep.checkpoint.pruning import prune
-from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.plan import Layout, Outline, share_out
+from lockstep.checkpoint.read import find_damage, read_manifest
+from lockstep.checkpoint.retention import Retention, prune
+from lockstep.checkpoint.save import write
+from lockstep.checkpoint.state import Moment
 from lockstep.checkpoint.storage import POSIX, Storage
-from lockstep.checkpoint.write import Place, write
 from lockstep.comm.peers import OverStore, Peers
+from lockstep.errors import CheckpointCorrupt
 
 
 class _Turns:
@@ -82,7 +85,7 @@ def save(
     root: Path,
     states: Sequence[State],
     *,
-    place: Place | None = None,
+    place: Moment | None = None,
     on: Sequence[Storage] | None = None,
     keep: int | None = None,
     in_turn: bool = False,
@@ -93,7 +96,7 @@ def save(
     """
     rule = Retention(last=keep)
     storages = on if on is not None else [POSIX] * len(states)
-    where = place if place is not None else Place(1, 0, False)
+    where = place if place is not None else Moment(1, 0, False)
     size, store, turns = len(states), HashStore(), _Turns(len(states))
 
     def rank_main(rank: int) -> Path | BaseException:
@@ -108,10 +111,9 @@ def save(
     def rank_saves(rank: int, peers: Peers) -> Path | BaseException:
         state = states[rank]
         named = frozenset(state.model) if state.parameters is None else state.parameters
-        captured = capture(state.model, state.parts, parameters=named, is_main=rank == 0)
-        share = divided(captured, peers.gather(captured.outline()), rank=rank)
-        if share.whole is not None:
-            share = share.with_texts(state.texts)
+        layout = Layout.of(state.model, state.parts, parameters=named, is_main=rank == 0)
+        outlines = [Outline.from_json(record) for record in peers.gather(layout.outline().to_json())]
+        share = share_out(layout, outlines, rank=rank, texts=state.texts)
         storage = storages[rank]
         try:
             return write(
@@ -128,10 +130,17 @@ def save(
 
 def save_alone(root: Path, model: Mapping[str, Any], *, step: int = 1, **options: Any) -> Path:
     """One whole checkpoint by one rank; its folder."""
-    (made,) = save(root, [State(model)], place=Place(step, 0, False), **options)
+    (made,) = save(root, [State(model)], place=Moment(step, 0, False), **options)
     if isinstance(made, BaseException):
         raise made
     return made
+
+
+def verify(folder: Path) -> Manifest:
+    """The manifest of a checkpoint that is whole; raises the first damage there is."""
+    for damage in find_damage(folder):
+        raise CheckpointCorrupt(damage)
+    return read_manifest(folder)
 
 
 def some_tensors(seed: int, sizes: Sequence[int]) -> dict[str, torch.Tensor]:

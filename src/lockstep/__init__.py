@@ -6,9 +6,9 @@ The public names are loaded when first used (PEP 562), so that the launcher and 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from lockstep.comm.shm.register import register_when_loaded
 from lockstep.version import __version__
 
 #: Public name -> the module that defines it. The type checker reads the block below; a test keeps the two equal.
@@ -32,7 +32,7 @@ _HOMES = {
     "RankFailed": "lockstep.errors",
     "RendezvousError": "lockstep.errors",
     "ReplicaMismatch": "lockstep.errors",
-    "Restored": "lockstep.checkpoint.restoring",
+    "Restored": "lockstep.checkpoint.restore",
     "Retention": "lockstep.checkpoint.retention",
     "ShardedLoader": "lockstep.sampling.loader",
     "SyncBatchNorm": "lockstep.ddp.sync_batchnorm",
@@ -57,7 +57,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.api import Checkpointer as Checkpointer
-    from lockstep.checkpoint.restoring import Restored as Restored
+    from lockstep.checkpoint.restore import Restored as Restored
     from lockstep.checkpoint.retention import Retention as Retention
     from lockstep.checkpoint.weights import LoadedWeights as LoadedWeights
     from lockstep.checkpoint.weights import load_weights as load_weights
@@ -114,4 +114,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-register_when_loaded()  # the c10d backend "shm", in whichever order torch and lockstep are imported
+if "torch" in sys.modules:  # an installed lockstep is registered by torch itself: see register.py
+    from lockstep.comm.shm.register import register as _register
+
+    _register()

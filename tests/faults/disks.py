@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lockstep.checkpoint.storage import PosixStorage
+from lockstep.checkpoint.storage import Storage
 
 _SECTOR = 512
 
@@ -73,7 +73,7 @@ class Tree:
         return found
 
 
-class Recording(PosixStorage):
+class Recording(Storage):
     """The file system itself, and a record of all that changes it below ``root``.
 
     Several ranks may share one. ``forget`` names calls of fsync that are left out, as a careless program would:
@@ -249,7 +249,7 @@ def lay_down(disk: Tree, root: Path) -> None:
             (root / path).write_bytes(content)
 
 
-class Failing(PosixStorage):
+class Failing(Storage):
     """The file system itself, until the operation number ``at`` (from 0) fails with ``error``.
 
     With ``lasting`` all operations behind it that could change the disk fail as well, as on a full or broken one.
@@ -316,9 +316,9 @@ class Failing(PosixStorage):
         self._pass("sync", changes=True)
         super().sync(opened)
 
-    def lock(self, opened: int, *, shared: bool = False) -> bool:
+    def lock(self, opened: int) -> bool:
         self._pass("lock")
-        return super().lock(opened, shared=shared)
+        return super().lock(opened)
 
     def rename(self, old: Path, new: Path) -> None:
         self._pass("rename", changes=True)

@@ -12,33 +12,33 @@ _SHARING = ("tests/unit/test_sharing.py",)
 CHECKPOINT_FAULTS = [
     Fault(
         "a file is not fsynced",
-        "checkpoint/draft.py",
+        "checkpoint/save.py",
         "        on.sync(file)\n        on.close(file)\n    return -1\n",
         "        on.close(file)\n    return -1\n",
         _CRASHES,
     ),
     Fault(
         "a draft's folder is not fsynced",
-        "checkpoint/draft.py",
+        "checkpoint/save.py",
         "            self._on.sync(self._folder)\n",
         "            pass\n",
         _CRASHES,
     ),
     Fault(
         "the run's folder is not fsynced",
-        "checkpoint/draft.py",
+        "checkpoint/save.py",
         "                folders.sync_folder(self._root, on=self._on)\n",
         "                pass\n",
         _CRASHES,
     ),
     Fault(
         "a draft is renamed before its manifest is written",
-        "checkpoint/draft.py",
-        "        self.write(MANIFEST, content)\n"
+        "checkpoint/save.py",
+        "        self._write_manifest(content)\n"
         "        with named(self.path):\n            self._on.sync(self._folder)\n"
         "        whole = self._root / self._name\n        self._on.rename(self.path, whole)\n",
         "        whole = self._root / self._name\n        self._on.rename(self.path, whole)\n"
-        "        self.write(MANIFEST, content)\n        self._on.sync(self._folder)\n",
+        "        self._write_manifest(content)\n        self._on.sync(self._folder)\n",
         _CRASHES,
     ),
     Fault(
@@ -50,30 +50,30 @@ CHECKPOINT_FAULTS = [
     ),
     Fault(
         "a digest is not compared",
-        "checkpoint/load.py",
+        "checkpoint/read.py",
         "        if digest.hexdigest() != expected:\n",
         "        if not digest.hexdigest():\n",
         _DAMAGE,
     ),
     Fault(
         "the wrong ranks' digests are taken",
-        "checkpoint/captured.py",
-        "for own, values in zip(self.division, digests, strict=True):\n",
-        "for own, values in zip(self.division, digests[::-1], strict=True):\n",
+        "checkpoint/plan.py",
+        "theirs = [iter(own) for own in digests]\n",
+        "theirs = [iter(own) for own in digests[::-1]]\n",
         _SHARING,
     ),
     Fault(
         "buffers are taken from all ranks",
-        "checkpoint/tensors.py",
-        "alike is None or key in alike",
-        "True",
+        "checkpoint/safetensors.py",
+        "written if alike is None else alike",
+        "written",
         _SHARING,
     ),
     Fault(
         "replicas that have drifted apart are mixed",
-        "checkpoint/captured.py",
-        "        if alike and any(theirs.get(name) != prints[0][name] for theirs in prints)\n",
-        "        if alike and any(name not in theirs for theirs in prints)\n",
+        "checkpoint/plan.py",
+        "        if any(theirs.differs_in(name, main) for theirs in outlines)\n",
+        "        if any(name not in theirs.fingerprints for theirs in outlines)\n",
         _SHARING,
     ),
     Fault(
@@ -85,37 +85,36 @@ CHECKPOINT_FAULTS = [
     ),
     Fault(
         "a key may occur twice",
-        "checkpoint/digests.py",
+        "checkpoint/encoding.py",
         "    if len(found) != len(pairs):\n",
         "    if len(found) > len(pairs):\n",
         _HOSTILE,
     ),
     Fault(
         "anybody's checkpoint is taken",
-        "checkpoint/restoring.py",
+        "checkpoint/restore.py",
         "owners=owners, ",
         "",
         _HOSTILE,
     ),
     Fault(
         "a failed write is not noticed by the other ranks",
-        "checkpoint/write.py",
-        "        writing.give_up()\n        peers.gather(None)\n        raise\n",
-        "        writing.give_up()\n        return root\n",
+        "checkpoint/save.py",
+        "            draft.discard()\n        peers.gather(None)\n        raise\n",
+        "            draft.discard()\n        return root\n",
         ("tests/faults/test_failing_operations.py", "-k", "some_operations"),
     ),
     Fault(
         "older checkpoints go before the new one is there",
-        "checkpoint/write.py",
-        "        path = self._draft.commit(",
-        "        for old in folders.checkpoints(self._root, on=self._on):\n"
-        "            folders.remove(old, on=self._on)\n"
-        "        path = self._draft.commit(",
+        "checkpoint/save.py",
+        "        path = draft.commit(",
+        "        for old in folders.checkpoints(root, on=on):\n            folders.remove(old, on=on)\n"
+        "        path = draft.commit(",
         _CRASHES,
     ),
     Fault(
         "blocks are written where others belong",
-        "checkpoint/draft.py",
+        "checkpoint/save.py",
         "on.write(file, piece, offset + start)",
         "on.write(file, piece, start)",
         ("tests/ranks/test_checkpointer.py",),

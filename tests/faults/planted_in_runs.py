@@ -7,14 +7,14 @@ from tests.faults.planting import Fault
 RUN_FAULTS = [
     Fault(
         "a reader does not look whether its checkpoint is still there",
-        "checkpoint/guard.py",
-        "if not _lock(fd, fcntl.LOCK_SH) or not _still_there(fd, folder):",
-        "if not _lock(fd, fcntl.LOCK_SH):",
+        "checkpoint/locks.py",
+        "if try_flock(fd, fcntl.LOCK_SH) is False or not _is_named(fd, folder / MANIFEST):",
+        "if try_flock(fd, fcntl.LOCK_SH) is False:",
         ("tests/unit/test_pruning.py",),
     ),
     Fault(
         "two jobs have one folder",
-        "checkpoint/lock.py",
+        "checkpoint/locks.py",
         "if _is_named(fd, path):",
         "if True:",
         ("tests/unit/test_run_lock.py",),
@@ -42,15 +42,15 @@ RUN_FAULTS = [
     ),
     Fault(
         "Python's random numbers do not come back",
-        "checkpoint/rng.py",
+        "checkpoint/state.py",
         "    random.setstate(_python(state))\n",
         "    _python(state)\n",
         ("tests/ranks/test_resume_anywhere.py", "-k", "any_step"),
     ),
     Fault(
         "random number generators are not restored",
-        "checkpoint/restoring.py",
-        """        rng.restore(contents.parts["rng"][world.rank], world.device)\n""",
+        "checkpoint/restore.py",
+        """        state.restore_rng(contents.parts["rng"][world.rank], world.device)\n""",
         "        pass\n",
         ("tests/ranks/test_resume.py",),
     ),

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint.storage import PosixStorage
+from lockstep.checkpoint.storage import Storage
 
 #: ext4 without the final flush of its journal (linux/fs.h, fs/ext4/ext4.h).
 _FS_IOC_SHUTDOWN = 0x8004587D
 _NO_LOG_FLUSH = 2
 
 
-class Careless(PosixStorage):
+class Careless(Storage):
     """Never waits for the disk: shows that the cut loses what nobody waited for."""
 
     def sync(self, opened: int) -> None:

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.checkpoint import draft, folders, sharing
-from lockstep.checkpoint.load import read
-from lockstep.checkpoint.write import Place
+from lockstep.checkpoint import blocks, folders
+from lockstep.checkpoint import save as saving
+from lockstep.checkpoint.read import read
+from lockstep.checkpoint.state import Moment
 from tests.checkpoints import State, save, some_tensors
 from tests.faults.disks import Op, Recording, Tree, crashes, lay_down
 
@@ -27,8 +28,8 @@ _SEED = 20
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of kilobytes are written as those of gigabytes are: in many writes, which ranks share."""
-    monkeypatch.setattr(draft, "PIECE", 1024)
-    monkeypatch.setattr(sharing, "BLOCK", 2048)
+    monkeypatch.setattr(saving, "PIECE", 1024)
+    monkeypatch.setattr(blocks, "BLOCK", 2048)
 
 
 class Net(torch.nn.Module):
@@ -60,9 +61,9 @@ def _state(step: int) -> State:
 def _record(root: Path, *, world_size: int, forget: str = "") -> Story:
     root.mkdir()
     for step in (1, 2):
-        save(root, [_state(step)], place=Place(step, 0, False))
+        save(root, [_state(step)], place=Moment(step, 0, False))
     disk = Recording(root, forget=forget)
-    made = save(root, [_state(3)] * world_size, place=Place(3, 0, False), on=[disk] * world_size, keep=2, in_turn=True)
+    made = save(root, [_state(3)] * world_size, place=Moment(3, 0, False), on=[disk] * world_size, keep=2, in_turn=True)
     assert made == [root / "step-00000003"] * world_size
     assert {path.name for path in root.iterdir()} == {"step-00000002", "step-00000003"}
     pruning = [number for number, op in enumerate(disk.ops) if op.kind == "rename"][1]
@@ -155,6 +156,6 @@ def test_the_next_save_clears_what_a_crash_left(tmp_path: Path) -> None:
         root = tmp_path / "disk"
         root.mkdir()
         lay_down(disk, root)
-        save(root, [_state(4)] * 2, place=Place(4, 0, False), keep=1)
+        save(root, [_state(4)] * 2, place=Moment(4, 0, False), keep=1)
         assert [path.name for path in root.iterdir()] == ["step-00000004"]
         shutil.rmtree(root)

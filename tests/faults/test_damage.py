@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint.load import damages, read_manifest
-from lockstep.checkpoint.manifest import MANIFEST
+from lockstep.checkpoint.folders import MANIFEST
+from lockstep.checkpoint.read import find_damage, read_manifest
 from tests.harness import run_ranks
 
 _PAGE = 4096
@@ -135,7 +135,7 @@ def _restore_all(folder: str, rows: int, kind: str, count: int) -> dict[str, int
         assert all(word in message for word in words), f"{damage}: {message}, expected {words}"
         _undo(newest / damage.file, damage, before)
         found["tensors" if any(word.startswith("tensor ") for word in words) else "headers, JSON"] += 1
-    assert damages(newest) == []
+    assert find_damage(newest) == []
     restored = saved.restore()
     assert restored is not None
     assert restored.step == 2
@@ -192,7 +192,7 @@ def test_every_damaged_tensor_is_listed(tmp_path: Path) -> None:
         content[part.start] ^= 1
     (newest / "optimizer.safetensors").write_bytes(content)
     (newest / "rng.json").unlink()
-    said = damages(newest)
+    said = find_damage(newest)
     parts = read_manifest(newest).files["optimizer.safetensors"].parts
     assert len(said) == len(parts) + 1
     for part in parts:

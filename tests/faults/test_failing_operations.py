@@ -15,10 +15,10 @@ from torch import nn
 
 import lockstep
 from lockstep.checkpoint import folders
-from lockstep.checkpoint.load import damages, verify
+from lockstep.checkpoint.read import find_damage
+from lockstep.checkpoint.state import Moment
 from lockstep.checkpoint.storage import POSIX, Storage
-from lockstep.checkpoint.write import Place
-from tests.checkpoints import State, save, some_tensors
+from tests.checkpoints import State, save, some_tensors, verify
 from tests.faults.disks import Failing
 from tests.faults.namespaces import run_inside, skip_unless
 from tests.harness import run_ranks
@@ -35,7 +35,7 @@ def _states(step: int) -> list[State]:
 def _save(root: Path, step: int, on: list[Storage] | None = None) -> list[Path | BaseException]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # an old checkpoint that could not be removed is one
-        return save(root, _states(step), place=Place(step, 0, False), on=on, keep=2, in_turn=True)
+        return save(root, _states(step), place=Moment(step, 0, False), on=on, keep=2, in_turn=True)
 
 
 def _number_of_operations(root: Path, rank: int) -> list[str]:
@@ -65,7 +65,7 @@ def _fails_at(root: Path, rank: int, number: int, error: int, *, lasting: bool) 
     else:
         assert steps in ({2, 3}, {1, 2, 3}), "only the removal of an old one may fail"
     for folder in folders.checkpoints(root):
-        assert damages(folder) == []
+        assert find_damage(folder) == []
     assert _save(root, 4) == [root / "step-00000004"] * _WORLD_SIZE
     left = {path.name for path in root.iterdir()}
     assert left >= {"step-00000004"}

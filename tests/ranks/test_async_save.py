@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint.captured import Share
-from lockstep.checkpoint.load import read
-from lockstep.checkpoint.storage import PosixStorage
+from lockstep.checkpoint.plan import Share
+from lockstep.checkpoint.read import read
+from lockstep.checkpoint.storage import Storage
 from tests.backends import each_backend  # noqa: F401
 from tests.harness import collect_outcomes, run_ranks
 
 
-class Gate(PosixStorage):
+class Gate(Storage):
     """Writing waits until it is let through; what was done is noted in order. It fails if told to."""
 
     def __init__(self, *, open_: bool = True) -> None:

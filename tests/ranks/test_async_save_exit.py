@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint.background import Background
-from lockstep.checkpoint.load import read
+from lockstep.checkpoint.read import read
 from tests.launching import run
 
 _SCRIPT = """
 import os, sys
 import torch, lockstep
 from torch import nn
-from lockstep.checkpoint.storage import PosixStorage
+from lockstep.checkpoint.storage import Storage
 
-class Full(PosixStorage):
+class Full(Storage):
     def write(self, file, data, offset):
         raise OSError(28, "No space left on device")
 

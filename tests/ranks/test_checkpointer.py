@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep.checkpoint.lock import RunLock
+from lockstep.checkpoint.locks import RunLock
 from tests.harness import collect_outcomes, run_ranks
 
 

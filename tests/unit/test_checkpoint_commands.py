@@ -15,12 +15,12 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
-from lockstep.checkpoint.captured import text
-from lockstep.checkpoint.codec import encode
-from lockstep.checkpoint.guard import reading
-from lockstep.checkpoint.lock import RunLock
-from lockstep.checkpoint.manifest import MANIFEST, MODEL
-from lockstep.checkpoint.write import Place
+from lockstep.checkpoint.encoding import encode
+from lockstep.checkpoint.folders import MANIFEST
+from lockstep.checkpoint.locks import RunLock, reading
+from lockstep.checkpoint.manifest import MODEL
+from lockstep.checkpoint.plan import text
+from lockstep.checkpoint.state import Moment
 from lockstep.cli import main
 from tests.checkpoints import State, save
 
@@ -35,7 +35,7 @@ def _save(root: Path, step: int, metric: float | None = None, **changes: Any) ->
     average = {"n": torch.tensor(step), "weight": torch.full((4,), float(step))}
     parts = {"optimizer": {"state": {0: {"momentum": torch.ones(5)}}}, "extra": {"ema": average, "odd": [1, 2]}}
     state = State({**_model(step), **changes.pop("model", {})}, parts=changes.pop("parts", parts), **changes)
-    (made,) = save(root, [state], place=Place(step, step // 2, bool(step % 2), metric))
+    (made,) = save(root, [state], place=Moment(step, step // 2, bool(step % 2), metric))
     assert isinstance(made, Path), made
     return made
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lockstep
-from lockstep.checkpoint.codec import decode, encode
+from lockstep.checkpoint.encoding import decode, encode
 
 _scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 _trees = st.recursive(

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint import load
-from lockstep.checkpoint.digests import digest_of
-from lockstep.checkpoint.manifest import MANIFEST, MODEL, FileEntry, Manifest, Part, _digest_of
-from lockstep.checkpoint.sharing import cut
-from lockstep.checkpoint.tensors import parse_header
-from tests.checkpoints import State, save, save_alone
+from lockstep.checkpoint.blocks import Part, cut
+from lockstep.checkpoint.encoding import digest_of
+from lockstep.checkpoint.folders import MANIFEST
+from lockstep.checkpoint.manifest import MODEL, FileEntry, Manifest, _digest_of
+from lockstep.checkpoint.read import read
+from lockstep.checkpoint.safetensors import parse_header
+from lockstep.checkpoint.storage import Storage
+from tests.checkpoints import State, save, save_alone, verify
 from tests.harness import collect_outcomes, run_ranks
 
 Header = dict[str, Any]
@@ -108,7 +110,7 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, case: str) -> None:
     folder = _checkpoint(tmp_path)
     _forge_model(folder, header)
     with pytest.raises(lockstep.CheckpointCorrupt, match=rf"model\.safetensors: .*({message})"):
-        load.read(folder)
+        read(folder)
     lone = tmp_path / "lone.safetensors"
     lone.write_bytes((folder / MODEL).read_bytes())
     if message != "do not agree":  # with which manifest
@@ -200,7 +202,7 @@ def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path, case: str) ->
         body["files"] = {name.replace("%", "/"): entry for name, entry in body["files"].items()}
     file.write_text(json.dumps({**body, "digest": _digest_of(body)}))
     with pytest.raises(lockstep.CheckpointCorrupt, match=rf"manifest\.json: not a whole manifest: .*({message})"):
-        load.read(file.parent)
+        read(file.parent)
 
 
 @pytest.mark.parametrize("key", ["step", "files", MODEL, "digest"])
@@ -212,7 +214,7 @@ def test_a_key_that_occurs_twice_is_refused(tmp_path: Path, key: str) -> None:
     file.write_text(text[:start] + f'"{key}": {json.dumps(value)}, ' + text[start:])
     assert json.loads(file.read_text()) == json.loads(text)
     with pytest.raises(lockstep.CheckpointCorrupt, match=f"the key '{key}' occurs twice"):
-        load.read(file.parent)
+        read(file.parent)
 
 
 TREES: dict[str, bytes] = {
@@ -239,13 +241,13 @@ def test_a_tree_that_makes_no_sense_is_refused(tmp_path: Path, case: str) -> Non
     folder = _checkpoint(tmp_path)
     _forge(folder, "optimizer.json", TREES[case])
     with pytest.raises(lockstep.CheckpointCorrupt, match=r"optimizer\.json"):
-        load.read(folder)
+        read(folder)
 
 
 def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
     renamed = _checkpoint(tmp_path).rename(tmp_path / "step-00000009")
     with pytest.raises(lockstep.CheckpointCorrupt, match="holds step 1: it has been renamed"):
-        load.read(renamed)
+        read(renamed)
 
 
 def test_a_name_with_a_terminals_commands_is_shown_harmlessly(tmp_path: Path) -> None:
@@ -254,7 +256,7 @@ def test_a_name_with_a_terminals_commands_is_shown_harmlessly(tmp_path: Path) ->
     content[-1] ^= 1
     (folder / MODEL).write_bytes(content)
     with pytest.raises(lockstep.CheckpointCorrupt) as caught:
-        load.verify(folder)
+        verify(folder)
     assert "\x1b" not in str(caught.value)
     assert "x1b[2Jw" in str(caught.value)
 
@@ -275,13 +277,13 @@ def test_links_are_not_followed(tmp_path: Path, way: str) -> None:
         with pytest.raises(lockstep.CheckpointError, match="no checkpoint there"):
             lockstep.load_weights(run, _two())
         with pytest.raises(lockstep.CheckpointCorrupt, match="can't be opened"):
-            load.read(run / whole.name)
+            read(run / whole.name)
         return
     (run / whole.name).mkdir()
     for file in whole.iterdir():
         (run / whole.name / file.name).symlink_to(file)
     with pytest.raises(lockstep.CheckpointCorrupt, match="a link, expected a plain file"):
-        load.read(run / whole.name)
+        read(run / whole.name)
 
 
 def _two() -> nn.Module:
@@ -296,7 +298,7 @@ def test_a_draft_is_not_written_through_a_link(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("mine")
 
-    class Guessed(load.POSIX.__class__):  # type: ignore[name-defined, misc]
+    class Guessed(Storage):
         def make_folder(self, path: Path) -> None:
             super().make_folder(path)
             (path / MODEL).symlink_to(secret)

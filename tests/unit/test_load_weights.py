@@ -195,7 +195,7 @@ def test_a_damaged_checkpoint_is_skipped_or_refused(tmp_path: Path) -> None:
     with pytest.raises(lockstep.CheckpointCorrupt, match="has changed"):
         lockstep.load_weights(damaged, model)
     _flip(whole / "model.safetensors")
-    with pytest.raises(lockstep.CheckpointCorrupt, match="no whole checkpoint"):
+    with pytest.raises(lockstep.CheckpointCorrupt, match="no checkpoint there is whole"):
         lockstep.load_weights(tmp_path, model)
 
 

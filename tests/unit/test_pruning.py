@@ -16,18 +16,16 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint import folders, guard, sources
-from lockstep.checkpoint.guard import CheckpointGone, reading, taken
-from lockstep.checkpoint.load import verify
-from lockstep.checkpoint.manifest import MANIFEST
-from lockstep.checkpoint.pruning import entries, prune, remove
-from lockstep.checkpoint.retention import Retention, superfluous
-from lockstep.checkpoint.write import Place
-from tests.checkpoints import State, save
+from lockstep.checkpoint import folders, locks, read
+from lockstep.checkpoint.folders import MANIFEST
+from lockstep.checkpoint.locks import CheckpointGone, reading, taken
+from lockstep.checkpoint.retention import Retention, entries, prune, remove, superfluous
+from lockstep.checkpoint.state import Moment
+from tests.checkpoints import State, save, verify
 
 
 def _save(root: Path, step: int, metric: float | None = None) -> Path:
-    (made,) = save(root, [State({"weight": torch.full((5,), float(step))})], place=Place(step, 0, False, metric))
+    (made,) = save(root, [State({"weight": torch.full((5,), float(step))})], place=Moment(step, 0, False, metric))
     assert isinstance(made, Path)
     return made
 
@@ -86,15 +84,15 @@ def test_a_checkpoint_removed_between_opening_and_locking_is_not_read(
 ) -> None:
     """The reader has the file, but the name is gone when it gets the lock."""
     folder = _save(tmp_path, 1)
-    name = {"open": "_lock", "lock": "_still_there"}[moment]
-    before: Callable[..., bool] = getattr(guard, name)
+    name = {"open": "try_flock", "lock": "_is_named"}[moment]
+    before: Callable[..., bool] = getattr(locks, name)
 
     def remove_first(*arguments: Any) -> bool:
-        monkeypatch.setattr(guard, name, before)
+        monkeypatch.setattr(locks, name, before)
         folders.remove(folder)
         return before(*arguments)
 
-    monkeypatch.setattr(guard, name, remove_first)
+    monkeypatch.setattr(locks, name, remove_first)
     with pytest.raises(CheckpointGone), reading(folder):
         pass
 
@@ -112,7 +110,7 @@ def test_a_damaged_one_is_left_to_its_reader_to_find_out(tmp_path: Path) -> None
 _READER = """
 import sys
 from pathlib import Path
-from lockstep.checkpoint.guard import reading
+from lockstep.checkpoint.locks import reading
 with reading(Path(sys.argv[1])):
     print("reading", flush=True)
     sys.stdin.read()
@@ -166,14 +164,14 @@ def test_weights_load_while_a_run_saves_and_prunes_as_fast_as_it_can(tmp_path: P
 
 
 def test_a_listing_that_is_out_of_date_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, hold = _save(tmp_path, 1), guard.reading
+    old, hold = _save(tmp_path, 1), locks.reading
 
     def prune_first(folder: Path) -> Any:
-        monkeypatch.setattr(sources, "reading", hold)
+        monkeypatch.setattr(read, "reading", hold)
         prune(tmp_path, _save(tmp_path, 2), Retention(last=1))
         return hold(folder)
 
-    monkeypatch.setattr(sources, "reading", prune_first)
+    monkeypatch.setattr(read, "reading", prune_first)
     loaded = lockstep.load_weights(tmp_path, nn.ParameterDict({"weight": torch.zeros(5)}))
     assert not old.exists()
     assert folders.age(loaded.source)[0] == 2

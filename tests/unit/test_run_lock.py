@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 import lockstep
-from lockstep.checkpoint import lock
-from lockstep.checkpoint.lock import LOCK_FILE, Owner, RunLock, owner_of
+from lockstep.checkpoint import locks
+from lockstep.checkpoint.locks import LOCK_FILE, Owner, RunLock, owner_of
 
 _HOLDER = """
 import sys
 from pathlib import Path
-from lockstep.checkpoint.lock import RunLock
+from lockstep.checkpoint.locks import RunLock
 held = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -148,7 +148,7 @@ def test_many_jobs_at_once_have_one_winner_at_a_time(tmp_path: Path) -> None:
     script = """
 import os, sys, time
 from pathlib import Path
-from lockstep.checkpoint.lock import RunLock
+from lockstep.checkpoint.locks import RunLock
 from lockstep.errors import CheckpointError
 root, taken = Path(sys.argv[1]), 0
 limit = time.monotonic() + 20
@@ -184,7 +184,7 @@ def test_what_is_known_of_an_owner() -> None:
     if child == 0:
         os._exit(0)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert replace(me, pid=child, start=lock._start_of(child) or 0).is_gone, "a zombie"
+    assert replace(me, pid=child, start=locks._start_of(child) or 0).is_gone, "a zombie"
     os.waitpid(child, 0)
 
 
@@ -221,7 +221,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    monkeypatch.setattr(lock, "_SETTLING", 0.01)
+    monkeypatch.setattr(locks, "_SETTLING", 0.01)
 
 
 def _leave_record(root: Path, **changes: Any) -> Owner:
@@ -233,7 +233,7 @@ def _leave_record(root: Path, **changes: Any) -> Owner:
 @pytest.mark.usefixtures("no_locks")
 def test_without_locks_the_record_counts_until_its_owner_is_known_to_be_gone(tmp_path: Path) -> None:
     changes: dict[str, Any]
-    for changes in ({"host": "elsewhere"}, {"pid": os.getppid(), "start": lock._start_of(os.getppid())}):
+    for changes in ({"host": "elsewhere"}, {"pid": os.getppid(), "start": locks._start_of(os.getppid())}):
         owner = _leave_record(tmp_path, **changes)
         assert owner_of(tmp_path) == owner
         with pytest.raises(lockstep.CheckpointError, match=r"If it is gone, remove .*run\.lock: this file system has"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,30 +14,33 @@ from safetensors.torch import load_file
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
 import lockstep
-from lockstep.checkpoint import sharing
-from lockstep.checkpoint.captured import capture, divided
-from lockstep.checkpoint.load import read, verify
-from lockstep.checkpoint.sharing import Extent, blocks, count_blocks, cut, divide
-from lockstep.checkpoint.write import Place
+from lockstep.checkpoint import blocks
+from lockstep.checkpoint.blocks import Part, count_blocks, cut, divide
+from lockstep.checkpoint.plan import Layout, share_out
+from lockstep.checkpoint.read import read
+from lockstep.checkpoint.state import Moment
 from lockstep.comm.peers import OverStore
-from tests.checkpoints import State, save, some_tensors
+from tests.checkpoints import State, save, some_tensors, verify
 
 
 @given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 6), st.integers(0, 100))
 def test_every_byte_is_written_once_in_order_and_evenly(sizes: list[int], world_size: int, extra: int) -> None:
-    extents, end = [], 0
+    parts, end = [], 0
     for number, size in enumerate(sizes):
-        extents.append(Extent("f", str(number), end, end + size, True))
+        parts.append(Part(str(number), end, end + size))
         end += size
+    written = [extra] + [0] * (world_size - 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "BLOCK", 8)
-        shares = divide(extents, world_size=world_size, extra=extra)
-        assert [block for share in shares for block in share] == blocks(extents)
-        assert all(count_blocks(e.start, e.stop) == len(cut(e.start, e.stop)) for e in extents)
-    written = [sum(block.stop - block.start for block in share) for share in shares]
-    written[0] += extra
+        patch.setattr(blocks, "BLOCK", 8)
+        divided = divide(parts, world_size=world_size, extra=extra)
+        assert [replace(part, writers=()) for part in divided] == parts
+        assert all(count_blocks(e.start, e.stop) == len(cut(e.start, e.stop)) for e in parts)
+        for part in divided:
+            for (start, stop), writer in zip(cut(part.start, part.stop), part.writers, strict=True):
+                written[writer] += stop - start
+    writers = [writer for part in divided for writer in part.writers]
+    assert writers == sorted(writers), "one run of blocks for each rank"
     fair = max((end + extra) / world_size, extra)
-    assert len(shares) == world_size
     assert max(written) <= fair + 8, "one block too many at most"
 
 
@@ -71,13 +76,13 @@ def test_the_folder_is_the_same_whatever_the_world_size(tmp_path: Path) -> None:
 
 def test_every_rank_writes_about_as_much() -> None:
     states = _states(3)
-    captured = [
-        capture(state.model, state.parts, parameters=state.parameters or frozenset(), is_main=rank == 0)
+    layouts = [
+        Layout.of(state.model, state.parts, parameters=state.parameters or frozenset(), is_main=rank == 0)
         for rank, state in enumerate(states)
     ]
-    outlines = [one.outline() for one in captured]
-    shares = [divided(one, outlines, rank=rank) for rank, one in enumerate(captured)]
-    assert max(share.nbytes for share in shares) - min(share.nbytes for share in shares) < 2 * sharing.BLOCK
+    outlines = [one.outline() for one in layouts]
+    shares = [share_out(one, outlines, rank=rank, texts={}) for rank, one in enumerate(layouts)]
+    assert max(share.nbytes for share in shares) - min(share.nbytes for share in shares) < 2 * blocks.BLOCK
     assert not shares[0].apart
     buffer = torch.empty(shares[1].nbytes, dtype=torch.uint8)
     copied = shares[1].copied(buffer)
@@ -102,11 +107,11 @@ def test_where_replicas_differ_rank_0_writes_alone(tmp_path: Path, difference: s
     assert made == [tmp_path / "step-00000001"] * 2
     for name, tensor in load_file(tmp_path / "step-00000001" / "model.safetensors").items():
         assert torch.equal(tensor, ours[name])
-    captured = [capture(state, {}, parameters=frozenset(state), is_main=state is ours) for state in (ours, theirs)]
-    outlines = [one.outline() for one in captured]
-    shares = [divided(one, outlines, rank=rank) for rank, one in enumerate(captured)]
+    layouts = [Layout.of(state, {}, parameters=frozenset(state), is_main=state is ours) for state in (ours, theirs)]
+    outlines = [one.outline() for one in layouts]
+    shares = [share_out(one, outlines, rank=rank, texts={}) for rank, one in enumerate(layouts)]
     assert [dict(share.apart) for share in shares] == [{"model.safetensors": (1,)}] * 2
-    assert shares[1].pieces == ()
+    assert shares[1].writes == ()
 
 
 def test_any_strides_are_shared_out(tmp_path: Path) -> None:
@@ -130,6 +135,23 @@ def test_a_rank_that_does_not_hand_over_is_named() -> None:
 def test_one_rank_failing_fails_all_and_leaves_nothing(tmp_path: Path) -> None:
     states = [State({"w": torch.ones(4)}), State({"w": torch.ones(4)}), State({"w": torch.ones(4)})]
     (tmp_path / "file").touch()
-    for error in save(tmp_path / "file", states, place=Place(3, 0, False)):
+    for error in save(tmp_path / "file", states, place=Moment(3, 0, False)):
         assert isinstance(error, lockstep.CheckpointError)
         assert "rank 0: " in str(error)
+
+
+def test_a_file_that_rank_0_does_not_have_is_written_by_nobody(tmp_path: Path) -> None:
+    ours = some_tensors(1, (1_500_000, 1_500_000, 1_500_000))
+    none: dict[str, Any] = {"optimizer": {}}
+    theirs = {"optimizer": {"momentum": torch.ones(6_000_000)}}
+    made = save(tmp_path, [State(ours, parts=none), State(ours, parts=theirs)])
+    assert made == [tmp_path / "step-00000001"] * 2
+    assert "optimizer.safetensors" not in verify(tmp_path / "step-00000001").files
+    contents = read(tmp_path / "step-00000001")
+    assert all(torch.equal(contents.model[name], tensor) for name, tensor in ours.items())
+    layouts = [
+        Layout.of(ours, parts, parameters=frozenset(ours), is_main=parts is not theirs) for parts in (none, theirs)
+    ]
+    outlines = [one.outline() for one in layouts]
+    shares = [share_out(one, outlines, rank=rank, texts={}) for rank, one in enumerate(layouts)]
+    assert [dict(share.apart) for share in shares] == [{"optimizer.safetensors": (1,)}] * 2

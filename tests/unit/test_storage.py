@@ -13,10 +13,13 @@ import pytest
 
 import lockstep
 from lockstep.checkpoint import folders
-from lockstep.checkpoint.digests import digest_of
-from lockstep.checkpoint.draft import Draft
-from lockstep.checkpoint.load import damages, verify
-from lockstep.checkpoint.manifest import MANIFEST, MODEL, FileEntry, Manifest, Part
+from lockstep.checkpoint.blocks import Part
+from lockstep.checkpoint.encoding import digest_of
+from lockstep.checkpoint.folders import MANIFEST
+from lockstep.checkpoint.manifest import MODEL, FileEntry, Manifest
+from lockstep.checkpoint.read import find_damage
+from lockstep.checkpoint.save import Draft, write_blocks
+from tests.checkpoints import verify
 
 
 def _manifest(files: dict[str, FileEntry], **changes: Any) -> Manifest:
@@ -32,8 +35,17 @@ def _entry(size: int) -> FileEntry:
 
 def _commit(root: Path, step: int = 3) -> Path:
     draft = Draft(root, step)
-    files = {MODEL: draft.write(MODEL, b"onetwo"), "rng.json": draft.write("rng.json", b"[]")}
+    files = {
+        MODEL: _write(draft, MODEL, b"onetwo"),
+        "rng.json": _write(draft, "rng.json", b"[]"),
+    }
     return draft.commit(_manifest(files, step=step))
+
+
+def _write(draft: Draft, name: str, content: bytes) -> FileEntry:
+    draft.create(name)
+    digests = write_blocks(draft.path, [(name, 0, memoryview(content))])
+    return FileEntry.of([Part("", 0, len(content), tuple(digests))])
 
 
 def test_a_committed_folder_verifies_and_is_private(tmp_path: Path) -> None:
@@ -46,7 +58,7 @@ def test_a_committed_folder_verifies_and_is_private(tmp_path: Path) -> None:
 
 def test_a_draft_is_no_checkpoint(tmp_path: Path) -> None:
     draft = Draft(tmp_path, 3)
-    draft.write(MODEL, b"x")
+    _write(draft, MODEL, b"x")
     assert folders.checkpoints(tmp_path) == []
     draft.discard()
     assert list(tmp_path.iterdir()) == []
@@ -98,7 +110,7 @@ def test_damage_is_named(tmp_path: Path, name: str, damage: str, message: str) -
         os.mkfifo(file)
     with pytest.raises(lockstep.CheckpointCorrupt, match=message):
         verify(file.parent)
-    assert len(damages(file.parent)) == 1
+    assert len(find_damage(file.parent)) == 1
 
 
 @pytest.mark.parametrize("name", ["../evil", "/etc/passwd", "a/b", ".hidden", "..", "", MANIFEST, "a\n"])

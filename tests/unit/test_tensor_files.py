@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file
 
 import lockstep
-from lockstep.checkpoint.captured import flat_bytes
-from lockstep.checkpoint.load import read_tensors
-from lockstep.checkpoint.tensors import lay_out
+from lockstep.checkpoint.plan import flat_bytes
+from lockstep.checkpoint.read import read_tensors
+from lockstep.checkpoint.safetensors import lay_out
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
     laid_out = lay_out(path.name, tensors, where="test")
-    path.write_bytes(laid_out.header + b"".join(flat_bytes(one.tensor).numpy().data for one in laid_out.tensors))
+    path.write_bytes(laid_out.header + b"".join(flat_bytes(one).numpy().data for one in laid_out.tensors.values()))
     return path
 
 

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,18 +16,15 @@ from lockstep import caller
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
-from lockstep.checkpoint.captured import Share
-from lockstep.checkpoint.lock import RunLock
-from lockstep.checkpoint.position import Position
-from lockstep.checkpoint.pruning import prune
-from lockstep.checkpoint.restoring import Restored, find, load, load_generators, words_on_differences
-from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving import share_of, words_on_drift
+from lockstep.checkpoint.locks import RunLock
+from lockstep.checkpoint.plan import Share
+from lockstep.checkpoint.read import none_whole
+from lockstep.checkpoint.restore import Restored, find, load, load_generators, restored, words_on_differences
+from lockstep.checkpoint.retention import Retention, prune
+from lockstep.checkpoint.save import prepare, words_on_drift, write
+from lockstep.checkpoint.state import Moment, Position, RunState, Stateful, parameters_in_short, refuse_parts
 from lockstep.checkpoint.storage import POSIX, Storage
-from lockstep.checkpoint.supported import parameters_in_short, refuse_parts
 from lockstep.checkpoint.together import together
-from lockstep.checkpoint.training import Stateful, Training
-from lockstep.checkpoint.write import Place, write
 from lockstep.comm.init import current_world
 from lockstep.comm.peers import OverGroup, Peers
 from lockstep.errors import CheckpointError, LockstepError
@@ -58,14 +54,14 @@ class Checkpointer:
             best. Checkpoints that someone is reading are left for the next save to remove.
 
     The folder belongs to this job until its ranks have ended, or rank 0 has let go of every Checkpointer of the folder:
-    another job that makes a Checkpointer of it is refused. See Note [Run lock] in ``checkpoint/lock.py``.
+    another job that makes a Checkpointer of it is refused. See Note [Run lock] in ``checkpoint/locks.py``.
 
     Raises:
         CheckpointError: the folder can't be written, or belongs to another job, which is named; or the model or the
             optimizer is of a kind that can't be saved here (FSDP, tensor parallelism, the stages of a pipeline, ZeRO,
             sparse buffers): the error says what can. On every rank.
         LockstepError: ``lockstep.init()`` has not been called.
-        TypeError, ValueError: an argument is of no use.
+        TypeError, ValueError: an argument is invalid.
     """
 
     #: Where the operations on files go; tests put others in its place.
@@ -82,7 +78,7 @@ class Checkpointer:
         extra: Mapping[str, Stateful] | None = None,
         keep: int | Retention | None = 3,
     ) -> None:
-        self._training = Training(model, optimizer, scheduler, loader, dict(extra or {}))
+        self._run = RunState(model, optimizer, scheduler, loader, dict(extra or {}))
         self._rule = _rule(keep)
         world = current_world()
         if world is None:
@@ -120,24 +116,24 @@ class Checkpointer:
     def step(self, step: int) -> None:
         self._position.step = step
 
-    def _refuse_unsavable(self) -> list[Any]:
-        """Each rank looks at what it holds; its model's parameters in short."""
-        self._training.refuse_unsavable()
-        return parameters_in_short(self._training.model)
+    def _refuse_unsavable(self) -> tuple[str, str]:
+        """Look at what this rank holds; its model's parameters in short."""
+        self._run.refuse_unsavable()
+        return parameters_in_short(self._run.model)
 
     def _claim_folder(self) -> tuple[RunLock | None, int]:
-        """Rank 0 makes the folder, and takes it for this job; whom what is made there belongs to."""
+        """Make the folder on rank 0 and take it for this job; the user whom new files there belong to."""
         if not self._world.is_main:
             return None, os.geteuid()
         owner = folders.prepare_root(self.folder, on=self._storage)
         return RunLock(self.folder), owner
 
     def epochs(self, count: int, *, resume: bool = True) -> Iterator[int]:
-        """**Collective.** The epochs still to do out of ``count``: ``for epoch in saved.epochs(10)``.
+        """**Collective.** Yield the epochs still to do out of ``count``: ``for epoch in saved.epochs(10)``.
 
-        Restores the newest checkpoint first, unless :meth:`restore` or :meth:`save` was called before. An epoch that
-        was interrupted (a save within the loader's loop) comes again, and the loader goes on inside it; one that
-        was saved behind the loader's loop is over.
+        Restores the newest checkpoint first, unless :meth:`restore` or :meth:`save` was called before. An interrupted
+        epoch (saved within the loader's loop) is repeated from where it stopped; one that was saved after the loader's
+        loop counts as done.
 
         Args:
             count: epochs of the whole run, those before the interruption included.
@@ -170,21 +166,21 @@ class Checkpointer:
         """**Collective.** Say that this is a moment between two steps, where a run that is asked to stop can be left.
 
         Only needed in loops over other loaders than that of :func:`lockstep.shard`, which says so itself: call it once
-        in each turn, before the step or behind it. Costs about a microsecond. A run that is left in the middle of an
+        in each turn, before the step or after it. Costs about a microsecond. A run that is left in the middle of an
         epoch begins that epoch again, unless the loader's state knows better.
 
         Raises:
             SystemExit: SIGTERM or Ctrl-C asked the run to stop, and all ranks have saved; with code 75.
             CheckpointError: they could not save.
         """
-        loader_knows = isinstance(getattr(self._training.loader, "in_epoch", None), bool)
+        loader_knows = isinstance(getattr(self._run.loader, "in_epoch", None), bool)
         self._boundary.between_steps(epoch_done=False if self._position.in_body and not loader_knows else None)
 
     # Saving.
 
     @flight.phase(Phase.SAVE)
     def save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> Path:
-        """**Collective.** Write a checkpoint to the disk itself; its folder. Older ones are pruned behind it.
+        """**Collective.** Write a checkpoint to the disk itself; its folder. Older ones are pruned after it.
 
         If it fails, the checkpoints before it are as they were, and training may go on.
 
@@ -193,7 +189,7 @@ class Checkpointer:
                 (rank 0's counts). NaN and infinities never are the best.
             epoch_done: within :meth:`epochs`: whether a resumed run goes on with the next epoch, or with this one.
                 None: with the next one, unless the loader is in the middle of its pass. What your loop does *after*
-                a save behind the loader's loop is not done again.
+                a save that follows the loader's loop is not done again.
 
         Raises:
             CheckpointError: it could not be written (disk full, permissions, a value that can't be written down), or
@@ -204,17 +200,17 @@ class Checkpointer:
             self.wait()
         except CheckpointError as error:
             earlier = error
-        share, place = self._capture(metric, epoch_done)
-        folder = self._write(share, place, OverGroup(self._world))
+        share, moment = self._prepare(metric, epoch_done)
+        folder = self._write(share, moment, OverGroup(self._world))
         self._owns_folder = True
-        self._position.last_saved = place.step
+        self._position.last_saved = moment.step
         if earlier is not None and self._world.is_main:
-            caller.warn(f"{earlier}; the save at step {place.step} succeeded", RuntimeWarning)
+            caller.warn(f"{earlier}; the save at step {moment.step} succeeded", RuntimeWarning)
         return folder
 
     @flight.phase(Phase.SAVE)
     def async_save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> None:
-        """**Collective.** As :meth:`save`, but training goes on as soon as the state is copied in memory.
+        """**Collective.** Do as :meth:`save`, but let training go on as soon as the state is copied in memory.
 
         A thread writes the copy. At most one save is under way: the next one waits for it. Memory: each rank keeps one
         buffer as large as what it writes, about the size of the state divided by the number of ranks (pinned on a
@@ -234,15 +230,14 @@ class Checkpointer:
                 is written. The same on every rank.
         """
         self.wait()
-        share, place = self._capture(metric, epoch_done)
+        share, moment = self._prepare(metric, epoch_done)
         self._background.forget_records()  # all ranks have waited, or they would not have met in the line above
-        self._background.begin(share, step=place.step, write=lambda copied, peers: self._write(copied, place, peers))
-        self._position.last_saved = place.step
+        self._background.begin(share, step=moment.step, write=lambda copied, peers: self._write(copied, moment, peers))
+        self._position.last_saved = moment.step
 
     @flight.phase(Phase.SAVE)
     def wait(self) -> Path | None:
-        """**Local.** Wait until the :meth:`async_save` that is under way is on the disk: its folder; None if there is
-        none.
+        """Wait until the :meth:`async_save` that is under way is on the disk: its folder; None if there is none.
 
         Raises:
             CheckpointError: it failed; the same on every rank, and raised once.
@@ -251,31 +246,30 @@ class Checkpointer:
         self._owns_folder |= folder is not None
         return folder
 
-    def _write(self, share: Share, place: Place, peers: Peers) -> Path:
+    def _write(self, share: Share, moment: Moment, peers: Peers) -> Path:
         return write(
             self.folder,
             share,
-            place,
+            moment,
             peers=peers,
             tidy=lambda newest: prune(self.folder, newest, self._rule, damaged=self._damaged, on=self._storage),
             on=self._storage,
         )
 
-    def _capture(self, metric: float | None, epoch_done: bool | None) -> tuple[Share, Place]:
-        """**Collective.** What this rank will write, copied nowhere yet, and where the run is."""
-        training, position = self._training, self._position
-        if training.optimizer is None and position.step == position.last_saved:
+    def _prepare(self, metric: float | None, epoch_done: bool | None) -> tuple[Share, Moment]:
+        """**Collective.** Decide what this rank writes, copied nowhere yet, and say where the run is."""
+        run, position = self._run, self._position
+        if run.optimizer is None and position.step == position.last_saved:
             position.step += 1
-        share = share_of(training, self._world, step=position.step, before=self._refuse_foreign_folder)
+        share = prepare(run, self._world, step=position.step, before=self._refuse_foreign_folder)
         drift = words_on_drift(share)
         if drift and self._world.is_main and not self._said_apart:
             self._said_apart = True
             caller.warn(drift, RuntimeWarning)
-        place = Place(position.step, *position.to_go_on_with(training.loader, epoch_done), metric=_finite(metric))
-        return share, place
+        return share, position.moment(run.loader, epoch_done=epoch_done, metric=_finite(metric))
 
     def _refuse_foreign_folder(self) -> None:
-        """Rank 0 looks for checkpoints that this run has nothing to do with."""
+        """Refuse, on rank 0, checkpoints that this run has nothing to do with."""
         if self._owns_folder or not self._world.is_main:
             return
         there = folders.checkpoints(self.folder, on=self._storage)
@@ -303,26 +297,23 @@ class Checkpointer:
             CheckpointError: the ranks do not see the same folder.
         """
         self.wait()
-        found = find(
-            self.folder,
-            self._training,
-            self._world,
-            owners=self._owners,
-            strict=strict,
-            damaged=self._damaged,
-            on=self._storage,
+        contents, damaged = find(
+            self.folder, self._run, self._world, owners=self._owners, strict=strict, on=self._storage
         )
-        if found is None:
+        self._damaged.update(folder.name for folder in damaged)
+        if contents is None and damaged:
+            raise none_whole(damaged)
+        if contents is None:
             self._owns_folder = True
             return None
-        load(found.contents, self._training, self._world)
-        self._position.go_on_from(found.contents.manifest)
+        load(contents, self._run, self._world)
+        self._position.go_on_from(contents.manifest)
         self._owns_folder = True
-        load_generators(found.contents, self._world)
-        differences = words_on_differences(found, self._training, self._world)
+        load_generators(contents, self._world)
+        differences = words_on_differences(contents, damaged, self._run, self._world)
         if differences and self._world.is_main:
             caller.warn(differences, RuntimeWarning)
-        return found.restored()
+        return restored(contents, damaged)
 
 
 def _rule(keep: int | Retention | None) -> Retention:

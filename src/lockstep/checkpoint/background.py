@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from lockstep import _torch
-from lockstep.checkpoint.captured import Share
+from lockstep.checkpoint.plan import Share
 from lockstep.checkpoint.together import together
 from lockstep.comm.peers import OverStore, Peers
 from lockstep.comm.world import World
@@ -79,7 +79,7 @@ class Background:
         self._thread.start()
 
     def wait(self) -> Path | None:
-        """**Local.** Wait for the save that is under way: its folder, or None if there is none.
+        """Wait for the save that is under way: its folder, or None if there is none.
 
         Raises:
             CheckpointError: it failed; raised once.
@@ -94,7 +94,7 @@ class Background:
         return self._folder
 
     def forget_records(self) -> None:
-        """**Local.** Remove this rank's records of the last save from the store; all ranks must have waited for it."""
+        """Remove this rank's records of the last save from the store; all ranks must have waited for it."""
         if self._peers is not None:
             self._peers.forget()
             self._peers = None
@@ -130,7 +130,7 @@ class Background:
             peers.part()
 
     def failed_unheard(self) -> bool:
-        """**Local.** Wait, and say whether the last save failed without anybody having been told."""
+        """Wait, and say whether the last save failed without anybody having been told."""
         if self._pid != os.getpid() or self._thread is None:
             return False
         self._thread.join()
@@ -159,7 +159,7 @@ def _watch_exit(background: Background) -> None:
 
 
 def _at_exit() -> None:
-    """A run whose last save failed must not look like one that ended well."""
+    """Let no run whose last save failed look like one that ended well."""
     failed = [each.failed_unheard() for each in _all]
     if any(failed) and getattr(sys, "last_value", None) is None:
         print("lockstep: the last save failed, so this process ends with exit code 1", file=sys.stderr)

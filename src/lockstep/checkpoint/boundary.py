@@ -5,7 +5,7 @@ Note [Stopping between steps]
 A run that is to end bit for bit as if it had never been interrupted can only be left between two steps, where
 everything that a step changes has been changed. Two such moments are known without asking the user: when the training
 loop asks the loader for its next batch, and when it asks :meth:`Checkpointer.epochs` for its next epoch. A third is
-:meth:`Checkpointer.between_steps`, for loops over other loaders. Signals only leave a request, which is seen to there.
+:meth:`Checkpointer.between_steps`, for loops over other loaders. Signals only leave a request, which is handled there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StepBoundary:
         self._watched = False
 
     def watch(self, loader: object) -> None:
-        """**Local.** Be told by ``loader`` when it is asked for its next batch, if it can tell."""
+        """Be told by ``loader`` when it is asked for its next batch, if it can tell."""
         register: Callable[[Callable[[], object]], object] | None
         register = getattr(loader, "register_step_boundary_hook", None)
         if register is not None:
@@ -57,12 +57,12 @@ class StepBoundary:
             register(self.reached)
 
     def listen(self) -> None:
-        """**Local.** Signals are requests from now on, if there is a loop that will see to them."""
+        """Take signals as requests from now on, if there is a loop that will handle them."""
         if self._watched and not self._requests.listening:
             self._requests.listen()
 
     def close(self) -> None:
-        """**Local.** Signals are no requests any more."""
+        """Take signals as requests no longer."""
         asked, left = self._requests.stop, self._requests.leaving
         self._requests.close()
         if asked is not None and not left:
@@ -74,7 +74,7 @@ class StepBoundary:
             )
 
     def between_steps(self, *, epoch_done: bool | None) -> None:
-        """**Collective.** A loop of the user's own is between two steps."""
+        """**Collective.** Note that a loop of the user's own is between two steps."""
         self._watched = True
         self.reached(epoch_done=epoch_done)
 
@@ -106,7 +106,7 @@ class StepBoundary:
             self._save_and_leave(saver, epoch_done)
 
     def _due_at_last(self) -> Kind | None:
-        """The most urgent thing that any rank was asked for; for once it pays to ask all."""
+        """Find the most urgent thing that any rank was asked for; for once it pays to ask all."""
         assert self._agreement is not None, "made at the first boundary"
         wishes = [wish for wish in (self._requests.wanted, self._agreement.pending()) if wish is not None]
         wanted = [int(wish) for wish in wishes]
@@ -131,7 +131,7 @@ class StepBoundary:
         raise SystemExit(EXIT_SAVED)
 
     def _leave_word(self, step: int, folder: Path) -> None:
-        """Rank 0 tells the watcher where the run goes on or, where there is none, the user."""
+        """Tell the watcher, from rank 0, where the run goes on or, where there is none, the user."""
         if not self._world.is_main:
             return
         job_folder = knobs.job_dir()

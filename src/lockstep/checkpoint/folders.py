@@ -9,12 +9,15 @@ from pathlib import Path
 
 from lockstep.checkpoint.storage import POSIX, Storage
 
+#: The file that says what else is in a checkpoint.
+MANIFEST = "manifest.json"
+
 _WHOLE = re.compile(r"step-(\d{8,18})(?:-r(\d{1,9}))?")
 _DRAFT = re.compile(_WHOLE.pattern + r"\.tmp-[0-9a-f]{16}")
 
 
 def prepare_root(root: Path, *, on: Storage = POSIX) -> int:
-    """**Local.** Make the folder of a run, and prove that it can be written; the user whom new files there belong to.
+    """Make the folder of a run, and prove that it can be written; the user whom new files there belong to.
 
     That may be another than this process's: a file server can map root, and all others, to whom it likes.
 
@@ -27,7 +30,7 @@ def prepare_root(root: Path, *, on: Storage = POSIX) -> int:
         try:
             on.make_folder(folder)
         except FileExistsError:
-            if not folder.is_dir():  # else another process was quicker
+            if not folder.is_dir():  # created concurrently by another process
                 raise
         sync_folder(folder.parent, on=on)  # or a power cut takes the whole run
     probe = f".probe-{secrets.token_hex(8)}"
@@ -43,34 +46,34 @@ def prepare_root(root: Path, *, on: Storage = POSIX) -> int:
 
 
 def checkpoints(root: Path, *, on: Storage = POSIX) -> list[Path]:
-    """**Local.** The folders of checkpoints in ``root``, newest first, whether whole or damaged."""
+    """List the folders of checkpoints in ``root``, newest first, whether whole or damaged."""
     return sorted((root / name for name in on.folders(root) if _WHOLE.fullmatch(name)), key=age, reverse=True)
 
 
 def step_of(folder: Path) -> int:
-    """**Local.** The step in the name of a checkpoint's folder."""
+    """Return the step in the name of a checkpoint's folder."""
     return age(folder)[0]
 
 
 def step_in(name: str) -> int | None:
-    """**Local.** The step in a folder's name, or None if it is no checkpoint's."""
+    """Return the step in a folder's name, or None if it is no checkpoint's."""
     matched = _WHOLE.fullmatch(name)
     return None if matched is None else int(matched[1])
 
 
 def next_name(root: Path, step: int, *, on: Storage = POSIX) -> str:
-    """**Local.** The name of a new checkpoint: never one that is taken."""
+    """Make the name of a new checkpoint: never one that is taken."""
     taken = [age(folder)[1] for folder in checkpoints(root, on=on) if step_of(folder) == step]
     return f"step-{step:08d}" + (f"-r{max(taken) + 1}" if taken else "")
 
 
 def draft_name(name: str) -> str:
-    """**Local.** The name of a new draft of the checkpoint ``name``, or of what is left of it."""
+    """Make the name of a new draft of the checkpoint ``name``, or of what is left of it."""
     return f"{name}.tmp-{secrets.token_hex(8)}"
 
 
 def age(folder: Path) -> tuple[int, int]:
-    """**Local.** The step in the name of a checkpoint's folder, and which save of that step it is, from 1."""
+    """Return the step in the name of a checkpoint's folder, and which save of that step it is, from 1."""
     matched = _WHOLE.fullmatch(folder.name)
     if matched is None:
         raise ValueError(f"{folder.name} is no name of a checkpoint")
@@ -78,7 +81,7 @@ def age(folder: Path) -> tuple[int, int]:
 
 
 def remove(folder: Path, *, on: Storage = POSIX) -> None:
-    """**Local.** Remove a checkpoint: renamed to a leftover first, so that it is never seen half removed.
+    """Remove a checkpoint: renamed to a leftover first, so that it is never seen half removed.
 
     The new name must be on the disk before the first file goes: after a power cut there must be no checkpoint with
     files missing.
@@ -90,7 +93,7 @@ def remove(folder: Path, *, on: Storage = POSIX) -> None:
 
 
 def remove_tree(folder: Path, *, on: Storage = POSIX) -> None:
-    """**Local.** Remove a folder and all that is in it; links are removed, not followed."""
+    """Remove a folder and all that is in it; links are removed, not followed."""
     opened = on.open_folder(folder)
     try:
         inner = set(on.folders(folder))
@@ -105,7 +108,7 @@ def remove_tree(folder: Path, *, on: Storage = POSIX) -> None:
 
 
 def sweep(root: Path, *, on: Storage = POSIX) -> None:
-    """**Local.** Remove what dead saves left behind: drafts of this user, in this folder, that no one is writing."""
+    """Remove what dead saves left behind: drafts of this user, in this folder, that no one is writing."""
     for name in on.folders(root):
         if not _DRAFT.fullmatch(name):
             continue
@@ -118,7 +121,7 @@ def sweep(root: Path, *, on: Storage = POSIX) -> None:
 
 
 def sync_folder(path: Path, *, on: Storage = POSIX) -> None:
-    """**Local.** Return once the names in a folder are on the disk itself."""
+    """Return once the names in a folder are on the disk itself."""
     opened = on.open_folder(path.resolve())  # the way to the run may lead over links; they are the user's own
     try:
         on.sync(opened)

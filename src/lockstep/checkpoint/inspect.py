@@ -1,17 +1,35 @@
-"""Looking at a run's checkpoints from outside: what there is, whether it is whole, what may go. Needs no world."""
+"""A run's checkpoints from outside: what there is, whether it is whole, what may go, a model as one file.
+
+What ``lockstep checkpoint`` does; needs no world.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from lockstep.checkpoint import folders, load, pruning
-from lockstep.checkpoint.guard import CheckpointGone, reading
-from lockstep.checkpoint.manifest import MANIFEST, Manifest
-from lockstep.checkpoint.retention import Entry, Retention, superfluous
-from lockstep.checkpoint.tensors import Described
+import safetensors.torch
+import torch
+
+from lockstep.checkpoint import folders
+from lockstep.checkpoint.folders import MANIFEST
+from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.read import find_damage, newest_whole, none_whole, read, read_manifest, read_model
+from lockstep.checkpoint.retention import Entry, Retention, entries, superfluous
 from lockstep.errors import CheckpointCorrupt, CheckpointError
+
+Format = Literal["torch", "safetensors"]
+
+_SUFFIXES: dict[str, Format] = {
+    ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch",
+}  # fmt: skip
+#: What torch.load(weights_only=True) takes beside tensors.
+_PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 @dataclass(frozen=True)
@@ -29,7 +47,7 @@ class Seen:
 
 
 def find(path: Path, *, step: int | None = None) -> list[Path]:
-    """**Local.** The checkpoints that a path means, newest first: those of a run's folder, or the one that it is.
+    """List the checkpoints that a path means, newest first: those of a run's folder, or the one that it is.
 
     Args:
         path: the folder of a run or of one checkpoint.
@@ -51,49 +69,24 @@ def find(path: Path, *, step: int | None = None) -> list[Path]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    try:
-        folders.age(path)
-    except ValueError:
-        return False
-    return not folders.checkpoints(path) or (path / MANIFEST).exists()
+    is_named_so = folders.step_in(path.name) is not None
+    return is_named_so and (not folders.checkpoints(path) or (path / MANIFEST).exists())
 
 
 def glance(folder: Path) -> Seen:
-    """**Local.** Read the manifest of a checkpoint, and nothing else.
+    """Read the manifest of a checkpoint, and nothing else.
 
     Raises:
         CheckpointGone: it has just been removed.
     """
-    with reading(folder):
-        try:
-            return Seen(folder, load.read_manifest(folder))
-        except CheckpointCorrupt as error:
-            return Seen(folder, None, str(error))
-
-
-def damages(folder: Path) -> list[str]:
-    """**Local.** Read every byte of a checkpoint: a line for all that is wrong; none if it is whole.
-
-    Raises:
-        CheckpointGone: it has just been removed.
-    """
-    with reading(folder):
-        return load.damages(folder)
-
-
-def tensors(folder: Path) -> tuple[Described, ...]:
-    """**Local.** The tensors of a checkpoint's model, in the order of their bytes.
-
-    Raises:
-        CheckpointCorrupt: the header is damaged.
-        CheckpointGone: it has just been removed.
-    """
-    with reading(folder):
-        return load.read_header(folder)
+    try:
+        return Seen(folder, read_manifest(folder))
+    except CheckpointCorrupt as error:
+        return Seen(folder, None, str(error))
 
 
 @dataclass(frozen=True)
-class Plan:
+class PruningPlan:
     """What a pruning is going to do."""
 
     #: The newest checkpoint that is whole, which stays whatever the rule says.
@@ -105,32 +98,157 @@ class Plan:
     superfluous: tuple[Entry, ...]
 
 
-def plan_pruning(root: Path, rule: Retention) -> Plan:
-    """**Local.** What may go, once the newest whole checkpoint has been found by reading every byte of it.
+def plan_pruning(root: Path, rule: Retention) -> PruningPlan:
+    """Plan what may go, once the newest whole checkpoint has been found by reading every byte of it.
 
     Raises:
-        CheckpointError: no checkpoint there is whole, so nothing may go.
+        CheckpointError: there are no checkpoints, or none is whole, so that nothing may go.
     """
-    damaged: dict[str, str] = {}
-    for folder in find(root):
-        wrong = _damages_if_there(folder)
-        if wrong:
-            damaged[folder.name] = "; ".join(wrong)
-            continue
-        entries = pruning.entries(folder.parent, good=(folder.name,), damaged=damaged)
-        gone = superfluous(entries, rule)
-        kept = tuple(entry for entry in entries if entry not in gone)
-        return Plan(folder, tuple(damaged.values()), kept, tuple(gone))
-    raise CheckpointError(f"{root}: no checkpoint there is whole, so nothing is removed: {'; '.join(damaged.values())}")
 
+    def refuse_damage(folder: Path) -> None:
+        found = find_damage(folder)
+        if found:
+            raise CheckpointCorrupt("; ".join(found))
 
-def _damages_if_there(folder: Path) -> list[str]:
-    try:
-        return damages(folder)
-    except CheckpointGone as error:
-        return [str(error)]
+    newest, damaged = newest_whole(lambda: find(root), refuse_damage)
+    wrong = tuple(damaged.values())
+    if newest is None:
+        raise CheckpointError(f"{root}: no checkpoint there is whole, so nothing is removed: {'; '.join(wrong)}")
+    folder = newest[0]
+    listed = entries(folder.parent, good=(folder.name,), damaged=[other.name for other in damaged])
+    gone = superfluous(listed, rule)
+    kept = tuple(entry for entry in listed if entry not in gone)
+    return PruningPlan(folder, wrong, kept, tuple(gone))
 
 
 def leftovers(root: Path) -> Iterator[Path]:
-    """**Local.** Drafts that a save is writing, or that a killed one left; the next save removes the latter."""
+    """List the drafts that a save is writing, or that a killed one left; the next save removes the latter."""
     return (path for path in sorted(root.glob("step-*.tmp-*")) if path.is_dir())
+
+
+# One file out of a checkpoint, for tools that know nothing of lockstep.
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The file that :func:`export` wrote."""
+
+    path: Path
+    #: The checkpoint it came from.
+    source: Path
+    format: Format
+    tensors: int
+    size: int
+    #: Newer checkpoints that are damaged.
+    skipped: tuple[str, ...] = ()
+
+
+def format_of(path: Path) -> Format | None:
+    """Return the format that a file's name asks for, or None."""
+    return _SUFFIXES.get(path.suffix)
+
+
+def export(
+    path: Path,
+    output: Path,
+    *,
+    format: Format,
+    step: int | None = None,
+    extra: str | None = None,
+    overwrite: bool = False,
+) -> Exported:
+    """Write the model of the newest whole checkpoint into one file, which appears whole or not at all.
+
+    Tensors keep their dtypes. Tied ones, which the checkpoint holds once, are in a safetensors file under each name.
+
+    Args:
+        path: the folder of a run or of one checkpoint.
+        output: the file.
+        format: ``"torch"``: a state dict that ``torch.load(…, weights_only=True)`` reads; ``"safetensors"``.
+        extra: the name of an object of ``Checkpointer(extra=…)`` whose state is meant, in place of the model's.
+        step: only checkpoints of this step are taken.
+        overwrite: replace a file that is there.
+
+    Raises:
+        CheckpointCorrupt: none of them is whole.
+        CheckpointError: there are no checkpoints; there is such a file; there is no such object; or its state does not
+            fit the format.
+        OSError: the file can't be written.
+    """
+    if output.exists() and not overwrite:
+        raise CheckpointError(f"{output} is there already: choose another name, or overwrite it")
+
+    def read_state(folder: Path) -> Mapping[str, Any]:
+        return read_model(folder) if extra is None else _extra(folder, extra)
+
+    found, damaged = newest_whole(lambda: find(path, step=step), read_state)
+    if found is None:
+        raise none_whole(damaged)
+    source, state = found[0], dict(found[1])
+    _refuse_what_needs_code(state, f"{source.name}: {'the model' if extra is None else f'extra {extra!r}'}")
+    if format == "safetensors":
+        others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+        if others:
+            raise CheckpointError(
+                f"{source.name}: {', '.join(others[:8])}: no tensors, which is all that safetensors holds; export to "
+                "a torch file (.pt)"
+            )
+    _write_whole(output, lambda path: _write(state, path, format))
+    tensors = sum(isinstance(value, torch.Tensor) for value in state.values())
+    return Exported(output, source, format, tensors, output.stat().st_size, tuple(damaged.values()))
+
+
+def _extra(folder: Path, name: str) -> Mapping[str, Any]:
+    saved = read(folder).parts.get("extra", {})
+    if name not in saved:
+        there = f"it has {', '.join(map(repr, saved))}" if saved else "it has none"
+        raise CheckpointError(f"{folder}: no extra object {name!r} was saved; {there}")
+    state = saved[name]
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{folder}: extra {name!r} is a {type(state).__name__}, not a dict of tensors")
+    return state
+
+
+def _refuse_what_needs_code(value: Any, where: str) -> None:
+    if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
+        return
+    if type(value) in (dict, OrderedDict):
+        for key, item in value.items():
+            _refuse_what_needs_code(key, f"{where}, a key")
+            _refuse_what_needs_code(item, f"{where}, {key}")
+    elif type(value) in (list, tuple):
+        for item in value:
+            _refuse_what_needs_code(item, where)
+    else:
+        kind = type(value)
+        raise CheckpointError(
+            f"{where}: a {kind.__module__}.{kind.__qualname__}, which torch.load(weights_only=True) would refuse"
+        )
+
+
+def _write(state: dict[str, Any], path: Path, format: Format) -> None:
+    if format == "torch":
+        torch.save(state, path)
+    else:
+        seen: set[int] = set()
+        tensors = {}
+        for name, value in state.items():
+            pointer = value.untyped_storage().data_ptr()
+            tensors[name] = value.clone() if pointer in seen else value.contiguous()
+            seen.add(pointer)
+        safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _write_whole(output: Path, write: Callable[[Path], None]) -> None:
+    temporary = output.with_name(f".{output.name}.tmp-{secrets.token_hex(8)}")
+    try:
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        write(temporary)
+        fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, output)
+    finally:
+        temporary.unlink(missing_ok=True)

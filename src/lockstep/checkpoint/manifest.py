@@ -8,32 +8,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.checkpoint.digests import DIGEST, digest_of, digest_of_digests, strict_json
-from lockstep.checkpoint.sharing import count_blocks
+from lockstep.checkpoint.blocks import Part, count_blocks
+from lockstep.checkpoint.encoding import DIGEST, digest_of, digest_of_digests, strict_json
+from lockstep.checkpoint.folders import MANIFEST
 from lockstep.errors import CheckpointCorrupt
 
-MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 
 #: A manifest that is larger is neither read nor written: it would be of a checkpoint of 1 TB and more.
 MAX_BYTES = 64 * 2**20
 
 _FORMAT = 2
+#: What it says of a part.
+_PART = ("name", "start", "stop", "digests")
 # No separator, no leading dot: a name can't leave its folder.
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
-
-
-@dataclass(frozen=True)
-class Part:
-    """One tensor's bytes in a file, or a header's, or a whole file's that has no tensors."""
-
-    #: The tensor's name; empty if it is none.
-    name: str
-    #: The first byte in the file, and the one behind the last.
-    start: int
-    stop: int
-    #: One for each block of the part, in order; see :func:`lockstep.checkpoint.sharing.cut`.
-    digests: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -47,7 +36,7 @@ class FileEntry:
 
     @classmethod
     def of(cls, parts: Iterable[Part]) -> FileEntry:
-        """**Local.** The entry of a file that consists of ``parts``."""
+        """Make the entry of a file that consists of ``parts``."""
         parts = tuple(parts)
         return cls(parts[-1].stop if parts else 0, digest_of_digests(d for part in parts for d in part.digests), parts)
 
@@ -73,16 +62,17 @@ class Manifest:
     metric: float | None = None
 
     def to_json(self) -> bytes:
-        """**Local.** The manifest file, with a digest of itself."""
+        """Return the manifest file, with a digest of itself."""
         files = {
-            name: {**vars(entry), "parts": [vars(part) for part in entry.parts]} for name, entry in self.files.items()
+            name: {**vars(entry), "parts": [{field: getattr(part, field) for field in _PART} for part in entry.parts]}
+            for name, entry in self.files.items()
         }
         body = {"format": _FORMAT, **vars(self), "files": files}
         return json.dumps({**body, "digest": _digest_of(body)}, sort_keys=True).encode() + b"\n"
 
     @classmethod
     def from_json(cls, content: bytes, *, where: str) -> Manifest:
-        """**Local.** Read back what :meth:`to_json` wrote.
+        """Read back what :meth:`to_json` wrote.
 
         Raises:
             CheckpointCorrupt: it is damaged, of another format, or names files outside its folder.
@@ -133,7 +123,7 @@ def _entry(name: str, entry: Any) -> FileEntry:
 def _part(file: str, part: Any) -> Part:
     read = Part(part["name"], part["start"], part["stop"], tuple(part["digests"]))
     numbers_fit = type(read.start) is int and type(read.stop) is int and 0 <= read.start <= read.stop
-    if not numbers_fit or type(read.name) is not str or set(part) != {"name", "start", "stop", "digests"}:
+    if not numbers_fit or type(read.name) is not str or set(part) != set(_PART):
         raise ValueError(f"a part of {file} is malformed")
     if len(read.digests) != count_blocks(read.start, read.stop) or not all(DIGEST.fullmatch(d) for d in read.digests):
         raise ValueError(f"{file}: the digests of {read.name or 'the header'} are malformed")

@@ -1,7 +1,13 @@
-"""Weights for a single device: from a run, a checkpoint, a safetensors file or a torch file, into a model."""
+"""Weights for a single device: from a run, a checkpoint, a safetensors file or a torch file, into a model.
+
+Or from the folders that Hugging Face's libraries write: ``model.safetensors`` or ``pytorch_model.bin``, whole or in
+shards that an index names.
+"""
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +16,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.checkpoint import sources
-from lockstep.checkpoint.match import compare
-from lockstep.checkpoint.names import bare, without_prefixes
-from lockstep.checkpoint.supported import refuse_unreplicated
-from lockstep.errors import CheckpointError, CheckpointMismatch
+from lockstep import caller
+from lockstep.checkpoint import folders
+from lockstep.checkpoint.encoding import strict_json
+from lockstep.checkpoint.folders import MANIFEST
+from lockstep.checkpoint.match import bare, compare, without_prefixes
+from lockstep.checkpoint.read import newest_whole, none_whole, read_model, read_tensors
+from lockstep.checkpoint.state import refuse_unreplicated
+from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
+
+#: Where training scripts put the state dict in the files they save.
+_INNER_KEYS = ("model_state_dict", "state_dict", "model")
+#: What a folder's weights are called, the first to be taken first: as transformers chooses.
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+#: Other names (diffusion_pytorch_model.safetensors, open_clip_model.safetensors), where there is one such file.
+_OTHER_WEIGHTS = ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json")
+#: An index that is larger is not read. Those of the largest models have a few megabytes.
+_MAX_INDEX = 64 * 2**20
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -40,7 +59,7 @@ def load_weights(
     prefix: str = "",
     key: str | None = None,
 ) -> LoadedWeights:
-    """**Local.** Load a model's weights; needs no ``lockstep.init()``.
+    """Load a model's weights; needs no ``lockstep.init()``.
 
     What DistributedDataParallel, DataParallel and ``torch.compile`` put into the names (``module.``, ``_orig_mod.``,
     before or within them) makes no difference, neither in the file nor in the model.
@@ -66,7 +85,7 @@ def load_weights(
     """
     target = bare(model)
     _refuse_targets(target)
-    source, state = sources.find(Path(path), key)
+    source, state = _find(Path(path), key)
     if prefix:
         state = _under_prefix(state, prefix)
     match = compare(target, state, exact=False)
@@ -101,9 +120,241 @@ def _under_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _advice(own: list[str], state: Mapping[str, Any]) -> str:
-    """What would make the names fit, if it is as simple as a prefix."""
+    """Say what would make the names fit, if it is as simple as a prefix."""
     if not own:
         return ""
     prefixes = {name.removesuffix(own[0]) for name in state if name.endswith(f".{own[0]}")}
     fitting = [prefix for prefix in prefixes if all(f"{prefix}{name}" in state for name in own)]
     return f"\n  prefix={min(fitting, key=len)!r} would make all names of the model fit" if fitting else ""
+
+
+# Where weights lie: what a path means, and the state dict that is there.
+
+
+def _find(path: Path, key: str | None) -> tuple[Path, Mapping[str, Any]]:
+    """Return the file or the checkpoint's folder that a path means, and the state dict in it."""
+    if path.is_dir():
+        return _in_folder(path, key)
+    return path, _in_file(path, key)
+
+
+def _in_folder(folder: Path, key: str | None) -> tuple[Path, Mapping[str, Any]]:
+    is_checkpoint = (folder / MANIFEST).exists()
+    if is_checkpoint or folders.checkpoints(folder):
+        _refuse_key(key, folder, "a checkpoint of lockstep's holds one model")
+        return (folder, read_model(folder)) if is_checkpoint else _newest(folder)
+    weights = _weights_in(folder)
+    return weights, _in_file(weights, key)
+
+
+def _in_file(path: Path, key: str | None) -> Mapping[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: {'no plain file' if path.exists() else 'no such file or folder'}")
+    with open(path, "rb") as file:
+        start = file.read(9)
+    if path.suffix == ".json":
+        return _in_shards(path, key)
+    # A safetensors file begins with the length of its header (8 bytes) and the header's brace.
+    if path.suffix == ".safetensors" or start[8:] == b"{":
+        _refuse_key(key, path, "a safetensors file holds tensors by name, without nests; prefix= chooses among them")
+        return read_tensors(path)
+    loaded = _read_torch_file(path)
+    return _state_dict_in(loaded, path) if key is None else _state_dict_under(key, loaded, path)
+
+
+def _refuse_key(key: str | None, path: Path, why: str) -> None:
+    if key is not None:
+        raise CheckpointError(f"{path}: key={key!r} is of no use here: {why}")
+
+
+def _newest(folder: Path) -> tuple[Path, Mapping[str, Any]]:
+    found, damaged = newest_whole(lambda: folders.checkpoints(folder), read_model)
+    if found is None:
+        raise none_whole(damaged) if damaged else CheckpointError(f"{folder}: its checkpoints have just been removed")
+    if damaged:
+        caller.warn(f"{found[0]} is loaded; skipped: {'; '.join(damaged.values())}", RuntimeWarning)
+    return found
+
+
+# The folders of Hugging Face's libraries.
+
+
+def _weights_in(folder: Path) -> Path:
+    """Find the file that holds a folder's weights, or the index of those that do."""
+    several = sorted(folder.glob("model_[0-9]*.safetensors")) + sorted(folder.glob("pytorch_model_[0-9]*.bin"))
+    if several:  # accelerate's save_state of more than one model
+        names = ", ".join(path.name for path in several[:_SHOWN])
+        raise CheckpointError(f"{folder} holds the weights of several models ({names}, …): give the path of one file")
+    for name in _WEIGHTS:
+        if (folder / name).exists():
+            return folder / name
+    for pattern in _OTHER_WEIGHTS:
+        found = sorted(folder.glob(pattern))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(path.name for path in found[:_SHOWN])
+            raise CheckpointError(
+                f"{folder}: {len(found)} files and none that is the model for sure ({names}): give the path of one, "
+                "or, if these are shards, add their index (….safetensors.index.json)"
+            )
+    raise CheckpointError(
+        f"{folder}: no checkpoint there: expected folders named step-…, or one of {', '.join(_WEIGHTS)}; "
+        f"{_what_else_is_in(folder)}"
+    )
+
+
+def _what_else_is_in(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    if any(name.endswith(".distcp") for name in names):
+        return (
+            "these are files of torch.distributed.checkpoint: python -m "
+            f"torch.distributed.checkpoint.format_utils dcp_to_torch {folder} weights.pt makes one file of them"
+        )
+    if {"blobs", "snapshots"} <= set(names):
+        revisions = ", ".join(sorted(path.name for path in (folder / "snapshots").iterdir())[:_SHOWN])
+        return f"it is a model's folder in Hugging Face's cache: give one of its snapshots ({revisions})"
+    inside = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    return f"found {inside}" if names else "it is empty"
+
+
+def _in_shards(index: Path, key: str | None) -> dict[str, Any]:
+    """Read the tensors of all the files that an index names."""
+    _refuse_key(key, index, "its shards hold tensors by name, without nests; prefix= chooses among them")
+    shards = _shards_of(index)
+    missing = [name for name in shards if not (index.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{index}: {len(missing)} of its {len(shards)} shards are not there: {', '.join(missing[:_SHOWN])}; "
+            "fetch them again, into the same folder"
+        )
+    state: dict[str, Any] = {}
+    for shard, names in shards.items():
+        path = index.parent / shard
+        there = _in_file(path, None)
+        absent = [name for name in names if name not in there]
+        if absent:
+            raise CheckpointCorrupt(
+                f"{path}: {index.name} says that it has {', '.join(absent[:_SHOWN])}, which it has not: are they of "
+                "one download?"
+            )
+        state.update((name, there[name]) for name in names)
+    return state
+
+
+def _shards_of(index: Path) -> dict[str, list[str]]:
+    """Read the names of tensors by that of the file that has them, which lies beside the index."""
+    size = index.stat().st_size
+    if size > _MAX_INDEX:
+        raise CheckpointCorrupt(f"{index}: {size} bytes, and no index has more than {_MAX_INDEX}")
+    try:
+        content = strict_json(index.read_bytes())
+        places = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(places, dict) or not places or not all(isinstance(shard, str) for shard in places.values()):
+            raise ValueError('expected {"weight_map": {name of a tensor: name of a file}}')
+    except ValueError as error:
+        raise CheckpointCorrupt(f"{index}: no index of shards: {error}") from None
+    shards: dict[str, list[str]] = {}
+    for name, shard in places.items():
+        # It is looked for where the index lies and nowhere else, and is no index itself.
+        leads_away = shard in ("", "..") or shard != Path(shard).name or "\\" in shard or "\0" in shard
+        if leads_away or shard.endswith(".json"):
+            raise CheckpointCorrupt(
+                f"{index}: {name!a} is said to be in {shard[:200]!a}, which is no file beside the index"
+            )
+        shards.setdefault(shard, []).append(name)
+    return shards
+
+
+# Files of torch.save.
+
+
+def _read_torch_file(path: Path) -> Any:
+    try:
+        # Old files (before torch 1.6) are no zip archives and can't be mapped.
+        is_zip = zipfile.is_zipfile(path)
+        is_script = is_zip and _is_torchscript(path)
+        loaded = None if is_script else torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: loading this file would need to run code from it, or it is no file of torch.save. Where it is "
+            "trusted: let torch.serialization.add_safe_globals([…]) allow the class before you load, or save a "
+            f"state_dict() alone and load that. torch says:\n{error}"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointCorrupt(f"{path}: not a whole file of torch.save ({type(error).__name__}: {error})") from error
+    if is_script:
+        raise CheckpointError(
+            f"{path}: a TorchScript archive, which holds code: where it is trusted, save "
+            "torch.jit.load(path).state_dict() and load that"
+        )
+    return loaded
+
+
+def _is_torchscript(path: Path) -> bool:
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
+
+
+def _is_state_dict(value: Any) -> bool:
+    """Tensors by name; a value beside them may be anything (a module's extra state)."""
+    return (
+        isinstance(value, Mapping)
+        and all(isinstance(name, str) for name in value)
+        and any(isinstance(item, torch.Tensor) for item in value.values())
+    )
+
+
+def _state_dict_in(loaded: Any, path: Path) -> Mapping[str, Any]:
+    if isinstance(loaded, Mapping):
+        for key in _INNER_KEYS:
+            if isinstance(loaded.get(key), Mapping):
+                return _state_dict_in(loaded[key], path)
+        if _is_state_dict(loaded):
+            return loaded
+    elsewhere = _state_dicts(loaded)
+    advice = f"; choose one: {' or '.join(f'key={found!r}' for found in elsewhere[:_SHOWN])}" if elsewhere else ""
+    raise CheckpointError(
+        f"{path}: no state dict in it: expected tensors by name, or such a dict under {', '.join(_INNER_KEYS)}; "
+        f"found {_outline(loaded)}{advice}"
+    )
+
+
+def _state_dict_under(key: str, loaded: Any, path: Path) -> Mapping[str, Any]:
+    found = _under(key, loaded)
+    if found is None:
+        elsewhere = ", ".join(map(repr, _state_dicts(loaded)[:_SHOWN])) or "none"
+        raise CheckpointError(
+            f"{path}: nothing under key={key!r}: found {_outline(loaded)}; state dicts are under: {elsewhere}"
+        )
+    return _state_dict_in(found, path)
+
+
+def _under(key: str, loaded: Any) -> Any:
+    """Find the value under a key, with dots in it or between the keys of nested dicts; None if there is none."""
+    if not isinstance(loaded, Mapping):
+        return None
+    if key in loaded:
+        return loaded[key]
+    dots = [at for at, letter in enumerate(key) if letter == "."]
+    tries = (_under(key[at + 1 :], loaded[key[:at]]) for at in dots if key[:at] in loaded)
+    return next((found for found in tries if found is not None), None)
+
+
+def _state_dicts(loaded: Any, depth: int = 3) -> list[str]:
+    """List the keys, with dots between them, under which there are tensors by name."""
+    if not isinstance(loaded, Mapping) or not depth:
+        return []
+    found = []
+    for key, value in loaded.items():
+        if _is_state_dict(value):
+            found.append(str(key))
+        else:
+            found += [f"{key}.{inner}" for inner in _state_dicts(value, depth - 1)]
+    return found
+
+
+def _outline(loaded: Any) -> str:
+    if isinstance(loaded, Mapping):
+        return "a dict with the keys " + ", ".join(repr(key) for key in list(loaded)[:_SHOWN])
+    return f"a {type(loaded).__name__}"

@@ -37,7 +37,7 @@ def ls(folder: Path) -> None:
         from rich.table import Table
 
         from lockstep.checkpoint import inspect
-        from lockstep.checkpoint.lock import owner_of
+        from lockstep.checkpoint.locks import owner_of
 
         table = Table("step", "epoch", "metric", "ranks", "size", "saved", "folder", box=None, pad_edge=False)
         for column in table.columns[:5]:
@@ -78,6 +78,7 @@ def show(folder: Path, step: int | None) -> None:
         from rich.table import Table
 
         from lockstep.checkpoint import inspect
+        from lockstep.checkpoint.read import read_header
 
         seen = inspect.glance(inspect.find(folder, step=step)[0])
         if seen.manifest is None:
@@ -101,7 +102,7 @@ def show(folder: Path, step: int | None) -> None:
         console.print()
         tensors = Table("tensor of the model", "dtype", "shape", "size", box=None, pad_edge=False)
         tensors.columns[3].justify = "right"
-        for tensor in inspect.tensors(seen.folder):
+        for tensor in read_header(seen.folder):
             shape = " × ".join(map(str, tensor.shape)) or "a number"
             dtype = str(tensor.dtype).removeprefix("torch.")
             tensors.add_row(tensor.name, dtype, shape, _bytes(tensor.stop - tensor.start))
@@ -115,10 +116,11 @@ def verify(folder: Path, step: int | None) -> None:
     """Read every byte of a run's checkpoints and compare it with its digest. The exit code is 1 if one is damaged."""
     with _errors("verify"):
         from lockstep.checkpoint import inspect
+        from lockstep.checkpoint.read import find_damage
 
         console, damaged = _console(), 0
         for each in inspect.find(folder, step=step):
-            wrong = inspect.damages(each)
+            wrong = find_damage(each)
             damaged += bool(wrong)
             console.print(f"{each.name}: {'damaged' if wrong else 'whole'}", markup=False)
             for line in wrong:
@@ -140,8 +142,8 @@ def prune(folder: Path, last: int, every: int | None, best: int, mode: Literal["
     left. A job may be training in the folder meanwhile.
     """
     with _errors("prune"):
-        from lockstep.checkpoint import inspect, pruning
-        from lockstep.checkpoint.retention import Retention
+        from lockstep.checkpoint import inspect
+        from lockstep.checkpoint.retention import Pruned, Retention, remove
 
         console = _console()
         plan = inspect.plan_pruning(folder, Retention(last, every, best, mode))
@@ -149,9 +151,9 @@ def prune(folder: Path, last: int, every: int | None, best: int, mode: Literal["
         for line in plan.damaged:
             console.print(f"damaged, kept: {line}", markup=False)
         if dry_run:
-            done = pruning.Pruned(tuple(root / entry.name for entry in plan.superfluous))
+            done = Pruned(tuple(root / entry.name for entry in plan.superfluous))
         else:
-            done = pruning.remove(root, plan.superfluous)
+            done = remove(root, plan.superfluous)
         for path in done.removed:
             console.print(f"{'would remove' if dry_run else 'removed'} {path.name}", markup=False)
         for path in done.being_read:
@@ -176,16 +178,13 @@ def export(folder: Path, output: Path, step: int | None, format_: Any, extra: st
     the way; without --step a damaged checkpoint is skipped for the newest whole one, and named.
     """
     with _errors("export"):
-        from lockstep.checkpoint import export as exporting
         from lockstep.checkpoint import inspect
         from lockstep.errors import CheckpointError
 
-        chosen = format_ or exporting.format_of(output)
+        chosen = format_ or inspect.format_of(output)
         if chosen is None:
             raise CheckpointError(f"{output}: which format? Name the file .safetensors or .pt, or give --format")
-        done = exporting.export(
-            inspect.find(folder, step=step), output, format=chosen, extra=extra, overwrite=force
-        )  # fmt: skip
+        done = inspect.export(folder, output, format=chosen, step=step, extra=extra, overwrite=force)
         for line in done.skipped:
             click.echo(f"skipped, damaged: {line}", err=True)
         click.echo(f"{done.path}: {done.tensors} tensors of {done.source.name}, {_bytes(done.size)}, for {done.format}")

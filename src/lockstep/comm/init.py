@@ -27,10 +27,13 @@ from lockstep.comm import guests, streams
 from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.choose import open_shm_or_gloo
 from lockstep.comm.exchange import all_gather_records
+from lockstep.comm.shm.register import register
 from lockstep.comm.world import World
 from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
 from lockstep.identity import Identity, refuse_to_be_alone
 from lockstep.job import flight
+
+register()  # the backend "shm", where torch has not done it
 
 _world: World | None = None
 #: Whether shutdown() may destroy the default group: not if the user's own code opened it.

@@ -1,0 +1,72 @@
+"""Bytes in files, the blocks that they are cut into, and which rank writes which. No I/O.
+
+A checkpoint's bytes are cut into blocks: each tensor by itself, a large one every :data:`BLOCK` bytes. The cuts do not
+depend on the number of ranks, and each block has a digest of its own, so that the folder is byte for byte the same
+whichever rank wrote what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+#: Bytes of a block: large enough that a digest of 16 bytes for each is nothing, small enough to divide evenly.
+BLOCK = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor's bytes in a file, or a header's, or a whole file's that has no tensors."""
+
+    #: The tensor's name; empty if it is none.
+    name: str
+    #: The first byte in the file, and the one after the last.
+    start: int
+    stop: int
+    #: One for each block, in order, once it has been written.
+    digests: tuple[str, ...] = ()
+    #: In a plan, the rank that writes each block, in order; empty until that is decided. A manifest does not say.
+    writers: tuple[int, ...] = ()
+
+    def written_by(self, rank: int) -> Part:
+        """Return the same part, all of it to be written by one rank."""
+        return replace(self, writers=(rank,) * count_blocks(self.start, self.stop))
+
+
+def cut(start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the bounds of the blocks from ``start`` to ``stop``; none if there are no bytes."""
+    return [(begin, min(begin + BLOCK, stop)) for begin in range(start, stop, BLOCK)]
+
+
+def count_blocks(start: int, stop: int) -> int:
+    """Count the blocks that :func:`cut` makes."""
+    return -(-(stop - start) // BLOCK)
+
+
+def divide(parts: Iterable[Part], *, world_size: int, extra: int = 0) -> list[Part]:
+    """Decide who writes each block: every rank one run of them, and all ranks about the same number of bytes.
+
+    Args:
+        parts: those without writers are divided; they are the same on every rank.
+        world_size: how many ranks share the work.
+        extra: bytes that rank 0 writes besides; it gets so much less of these.
+
+    Returns:
+        The same parts, all with their writers.
+    """
+    parts = list(parts)
+    total = sum(part.stop - part.start for part in parts if not part.writers)
+    first = min(float(total), max(0.0, (total + extra) / world_size - extra)) if world_size > 1 else float(total)
+    each = (total - first) / max(1, world_size - 1)
+    divided, passed = [], 0
+    for part in parts:
+        if part.writers:
+            divided.append(part)
+            continue
+        writers = []
+        for start, stop in cut(part.start, part.stop):
+            middle = (passed + passed + stop - start) / 2
+            writers.append(0 if middle < first or not each else min(world_size - 1, 1 + int((middle - first) / each)))
+            passed += stop - start
+        divided.append(replace(part, writers=tuple(writers)))
+    return divided

@@ -1,0 +1,379 @@
+"""The locks around checkpoints: on a run's folder, on a checkpoint that is read, on a draft that is written.
+
+Note [Run lock]
+~~~~~~~~~~~~~~~
+A run's folder belongs to one job: rank 0 holds a lock in it as long as the job may write there. The lock is the
+kernel's (``fcntl.lockf`` on ``run.lock``): it goes with the process that holds it, however that ends, so a lock is
+never stale where the kernel is asked, and it holds from host to host over NFS. Unlike ``flock``, it is not inherited by
+forked processes: a DataLoader's worker that outlives a killed rank by a moment does not keep it. It is lost when the
+process closes *any* descriptor of that file, so a process that holds a lock does not open the file again: a second
+Checkpointer of the same process shares the first one's lock.
+
+The file says who the owner is, for the one who is refused. It is removed when the lock is let go, while it is still
+held; whoever opened it before that finds, once it has the lock, that the name leads elsewhere, and begins anew.
+
+Where the file system has no locks, the record itself is the lock: it counts until its owner is known to be gone, which
+can be known on the same host only (the machine has been started anew, or the process is not there any more).
+
+Note [Readers and pruning]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+Whoever reads a checkpoint holds a shared lock (``flock``) on its manifest; whoever removes one takes that lock
+exclusively first, without waiting, and leaves the checkpoint to the next pruning if it can't have it. The lock belongs
+to the file and not to its name, so between opening the manifest and locking it the folder may have been renamed away:
+a reader looks once more whether the name still leads to the file that it holds, and else raises
+:class:`CheckpointGone`. After that look nothing can be removed before the reader lets go. The kernel lets go for a
+reader that dies.
+
+The manifest is locked and not the folder, because only files can be locked from several hosts over NFS, and because a
+folder's own lock says that somebody writes it (Note [Commit] in ``save.py``).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import getpass
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lockstep.checkpoint.folders import MANIFEST
+from lockstep.checkpoint.storage import NO_LOCKS_HERE, try_flock
+from lockstep.errors import CheckpointError
+
+LOCK_FILE = "run.lock"
+
+_MAX_RECORD = 64 * 1024
+#: Seconds that an owner may take to write its record once it has the lock.
+_RECORD_LIMIT = 2.0
+#: Seconds after which of several jobs that took a folder at the same moment the last one is known.
+_SETTLING = 0.5
+_COMMAND_LENGTH = 300
+
+
+class CheckpointGone(CheckpointError):
+    """A checkpoint was removed between being listed and being opened."""
+
+
+def _is_named(fd: int, path: Path) -> bool:
+    """Say whether a path still leads to the file that is held."""
+    held = os.fstat(fd)
+    try:
+        named = path.lstat()
+    except FileNotFoundError:
+        return False
+    return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
+
+
+# Readers of a checkpoint, and who removes one.
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Hold a checkpoint, so that nobody removes it within the block. See Note [Readers and pruning].
+
+    One without a manifest that can be opened is damaged, and held by nothing: the reader will find that out.
+
+    Raises:
+        CheckpointGone: it has just been removed, or there was none.
+    """
+    fd = _open_manifest(folder, os.O_RDONLY)
+    if fd is None:
+        if not folder.is_dir():
+            raise _gone(folder)
+        yield
+        return
+    try:
+        if try_flock(fd, fcntl.LOCK_SH) is False or not _is_named(fd, folder / MANIFEST):
+            raise _gone(folder)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def taken(folder: Path) -> Iterator[bool]:
+    """Take a checkpoint for removal; yield whether it may be removed within the block, as nobody reads it then.
+
+    Raises:
+        OSError: its manifest can't be opened for writing.
+    """
+    fd = _open_manifest(folder, os.O_RDWR)  # over NFS an exclusive lock needs a file that is open for writing
+    if fd is None:
+        yield folder.is_dir()
+        return
+    try:
+        yield try_flock(fd, fcntl.LOCK_EX) is not False and _is_named(fd, folder / MANIFEST)
+    finally:
+        os.close(fd)
+
+
+def _gone(folder: Path) -> CheckpointGone:
+    return CheckpointGone(f"{folder}: this checkpoint has just been removed; look for a newer one")
+
+
+def _open_manifest(folder: Path, mode: int) -> int | None:
+    """Open a checkpoint's manifest; None if there is none, or something else in its place."""
+    try:
+        return os.open(folder / MANIFEST, mode | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            return None
+        if mode == os.O_RDONLY and error.errno in (errno.EACCES, errno.EPERM):
+            return None  # reading it will fail with words of its own
+        raise
+
+
+# The owner of a run's folder.
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a run's folder."""
+
+    host: str
+    pid: int
+    user: str
+    #: When the lock was taken, as ISO 8601 in UTC.
+    since: str
+    #: The command line, shortened.
+    command: str
+    #: What tells this process from others of the same number: the machine's boot, its process namespace, and the
+    #: process's start in clock ticks after the boot.
+    boot: str
+    namespace: str
+    start: int
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} (user {self.user}, since {self.since}): {self.command}"
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        """Describe the process that calls."""
+        command = " ".join([*sys.orig_argv][:64])
+        return cls(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            user=_user_name(),
+            since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            command=command if len(command) <= _COMMAND_LENGTH else f"{command[:_COMMAND_LENGTH]}…",
+            boot=_boot(),
+            namespace=_namespace(),
+            start=_start_of(os.getpid()) or 0,
+        )
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Owner | None:
+        """Read the record of a lock file; None if it holds none."""
+        try:
+            fields = json.loads(content)
+            owner = cls(**fields)
+        except (ValueError, TypeError, RecursionError):
+            return None
+        kinds = {name: int if name in ("pid", "start") else str for name in asdict(owner)}
+        return owner if all(type(value) is kinds[name] for name, value in asdict(owner).items()) else None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether that process is known to have ended; False where this can't be known from here."""
+        if self.host != socket.gethostname():
+            return False
+        if self.boot != _boot():
+            return True
+        return self.namespace == _namespace() and _start_of(self.pid) != self.start
+
+
+class RunLock:
+    """One job's hold on a run's folder. :meth:`release` it, or let go of the object. See Note [Run lock].
+
+    Raises:
+        CheckpointError: another job has the folder; the message says which.
+        OSError: the lock file can't be written.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._held = _Held.share(root)
+        self._release = weakref.finalize(self, _Held.let_go, self._held, os.getpid())
+
+    def release(self) -> None:
+        """Let another job have the folder; a second call does nothing."""
+        self._release()
+
+
+class _Held:
+    """The lock of this process on one folder, shared by its RunLocks."""
+
+    _all: ClassVar[dict[tuple[int, int], _Held]] = {}
+    _guard = threading.RLock()
+
+    def __init__(self, key: tuple[int, int], path: Path) -> None:
+        self._key, self._path, self._users, self._pid = key, path, 0, os.getpid()
+        self._fd: int | None = _take(path)
+
+    @classmethod
+    def here(cls, root: Path) -> _Held | None:
+        """Find this process's hold on the folder."""
+        held = cls._all.get(_key_of(root))
+        return held if held is not None and held._pid == os.getpid() else None  # a forked process inherits the table
+
+    @classmethod
+    def share(cls, root: Path) -> _Held:
+        with cls._guard:
+            held = cls.here(root)
+            if held is None:
+                held = cls._all[_key_of(root)] = cls(_key_of(root), root / LOCK_FILE)
+            held._users += 1
+            return held
+
+    def let_go(self, pid: int) -> None:
+        if os.getpid() != pid:
+            return
+        with self._guard:
+            self._users -= 1
+            if self._users:
+                return
+            del self._all[self._key]
+            _let_go(self._path, self._fd)
+
+
+def _key_of(root: Path) -> tuple[int, int]:
+    status = root.stat()
+    return status.st_dev, status.st_ino
+
+
+def _take(path: Path) -> int | None:
+    """Take the lock; its descriptor, or None where the file system has none, and the record alone counts."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            try:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    raise _refusal(path, _owner_in(fd, wait=True)) from None
+                if error.errno not in NO_LOCKS_HERE:
+                    raise
+                _take_by_record(path, fd)
+                return None
+            finally:
+                os.close(fd)
+        if _is_named(fd, path):
+            _write_record(fd)
+            return fd
+        os.close(fd)  # its owner has just let go of it
+
+
+def _let_go(path: Path, fd: int | None) -> None:
+    try:
+        path.unlink(missing_ok=True)  # while it is held: see Note [Run lock]
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):  # then it stays, and counts for nothing
+            raise
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+def _take_by_record(path: Path, fd: int) -> None:
+    owner = _owner_in(fd, wait=False)
+    if owner is not None and not owner.is_gone:
+        raise _refusal(path, owner, by_record=True)
+    # Two that find the same stale record both put their own in its place; the last one stays, and after a while both
+    # see which one that is. All that a file system without locks allows.
+    _write_record(fd)
+    time.sleep(_SETTLING)
+    now = _owner_in(fd, wait=False)
+    if now is None or (now.host, now.namespace, now.pid) != (socket.gethostname(), _namespace(), os.getpid()):
+        raise _refusal(path, now, by_record=True)
+
+
+def owner_of(root: Path) -> Owner | None:
+    """Find out who holds the folder of a run now, as far as can be known; None if nobody does. Takes nothing."""
+    try:
+        if _Held.here(root):
+            return Owner.this_process()
+        fd = os.open(root / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        owner = _owner_in(fd, wait=False)
+        try:
+            # Asked and not tried: a try that succeeds would be in the way of a job that begins at this moment.
+            answer = fcntl.fcntl(fd, fcntl.F_GETLK, struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        except OSError:
+            return None if owner is None or owner.is_gone else owner
+        return None if struct.unpack("hhqqi", answer)[0] == fcntl.F_UNLCK else owner
+    finally:
+        os.close(fd)
+
+
+def _refusal(path: Path, owner: Owner | None, *, by_record: bool = False) -> CheckpointError:
+    who = "a job that has not said who it is" if owner is None else str(owner)
+    advice = "wait for it, stop it, or choose another folder"
+    if by_record:
+        advice += f". If it is gone, remove {path}: this file system has no locks that would tell"
+    return CheckpointError(f"{path.parent} belongs to another job, {who}: {advice}")
+
+
+def _owner_in(fd: int, *, wait: bool) -> Owner | None:
+    """Read a lock file's record; an owner that has only just taken the lock gets a moment to write it."""
+    limit = time.monotonic() + (_RECORD_LIMIT if wait else 0.0)
+    while True:
+        owner = Owner.from_json(os.pread(fd, _MAX_RECORD, 0))
+        if owner is not None or time.monotonic() >= limit:
+            return owner
+        time.sleep(0.01)
+
+
+def _write_record(fd: int) -> Owner:
+    owner = Owner.this_process()
+    content = json.dumps(asdict(owner)).encode() + b"\n"
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, content, 0)
+    return owner
+
+
+# What tells one process from all others.
+
+
+def _user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in many containers; OSError since Python 3.13
+        return str(os.getuid())
+
+
+def _boot() -> str:
+    return _first_line("/proc/sys/kernel/random/boot_id")
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _start_of(pid: int) -> int | None:
+    """Read when a process started, in clock ticks after the boot; None if there is no such process."""
+    line = _first_line(f"/proc/{pid}/stat")
+    fields: list[Any] = line.rpartition(")")[2].split()  # the name before it may hold anything
+    return int(fields[19]) if len(fields) > 19 and fields[0] not in ("Z", "X") else None
+
+
+def _first_line(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace").partition("\n")[0]
+    except OSError:
+        return ""

@@ -1,0 +1,228 @@
+"""What goes into a checkpoint, on each rank: which files and tensors, and which of their bytes this rank writes.
+
+Nothing is copied here. A save that returns at once copies its :class:`Share`, and writes the copy in the background.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lockstep.checkpoint.blocks import Part, cut, divide
+from lockstep.checkpoint.encoding import encode
+from lockstep.checkpoint.manifest import MODEL, FileEntry
+from lockstep.checkpoint.safetensors import TensorFile, lay_out
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The state of a run on this rank, laid out in files."""
+
+    #: On rank 0 all files of tensors; on the others those that all ranks have.
+    files: tuple[TensorFile, ...]
+    #: JSON files by name; on rank 0 only.
+    texts: Mapping[str, bytes]
+
+    @classmethod
+    def of(
+        cls, model: Mapping[str, Any], parts: Mapping[str, Any], *, parameters: frozenset[str], is_main: bool
+    ) -> Layout:
+        """Lay a run's state out in files.
+
+        ``model.safetensors`` holds the tensors of the model, ``model.json`` what else its state dict has. Every other
+        part is a JSON file, with a safetensors file beside it if there are tensors in it. Parameters and the
+        optimizer's state are the same on all ranks; buffers and everything else may not be, and come from rank 0.
+
+        Args:
+            model: the model's state dict, under the names of the bare model.
+            parts: trees by the name of their file: optimizer, scheduler, extra, …; on other ranks than 0 only
+                ``optimizer`` counts.
+            parameters: the names in ``model`` that are parameters.
+            is_main: whether this is rank 0.
+
+        Raises:
+            CheckpointError: something can't be written down.
+        """
+        tensors = {name: value for name, value in model.items() if isinstance(value, torch.Tensor)}
+        files = [lay_out(MODEL, tensors, where="model", alike=parameters)]
+        texts: dict[str, bytes] = {}
+        others = {name: value for name, value in model.items() if name not in tensors}
+        if others and is_main:
+            texts["model.json"] = text(encode(others, None, where="model"))
+        for part, tree in parts.items():
+            if not is_main and part != "optimizer":
+                continue
+            kept: dict[str, torch.Tensor] = {}
+            encoded = encode(tree, kept, where=part)
+            if kept:
+                alike = None if part == "optimizer" else frozenset[str]()
+                files.append(lay_out(f"{part}.safetensors", kept, where=part, alike=alike))
+            if is_main:
+                texts[f"{part}.json"] = text(encoded)
+        return cls(tuple(files), texts)
+
+    def outline(self) -> Outline:
+        """Say in short what is in the files, for the other ranks."""
+        alike = {file.name: file.size_alike for file in self.files}
+        everything = sum(file.size for file in self.files)
+        return Outline(
+            fingerprints={file.name: file.fingerprint() for file in self.files},
+            alike=alike,
+            alone=everything - sum(alike.values()) + sum(map(len, self.texts.values())),
+        )
+
+
+def text(encoded: Any) -> bytes:
+    """Make a JSON file's content."""
+    return json.dumps(encoded, allow_nan=False).encode()
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What the ranks tell each other of their layouts before they divide the work."""
+
+    #: By file: of what is in it, and how each of its tensors begins, as far as all ranks should hold them alike.
+    fingerprints: dict[str, str]
+    #: Bytes by file that all ranks should hold alike.
+    alike: dict[str, int]
+    #: Bytes of everything else.
+    alone: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the outline as JSON can say it."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Outline:
+        """Read back what :meth:`to_json` returned."""
+        return cls(**record)
+
+    def differs_in(self, file: str, other: Outline) -> bool:
+        """Say whether two ranks hold different things in a file."""
+        return self.fingerprints.get(file) != other.fingerprints.get(file)
+
+
+@dataclass(frozen=True)
+class Write:
+    """Successive blocks of a file, for one rank to write."""
+
+    file: str
+    start: int
+    stop: int
+    #: A tensor of any strides on any device, or the bytes themselves.
+    source: torch.Tensor | bytes
+    #: Where the first of these bytes is within the source.
+    offset: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank writes of a checkpoint."""
+
+    #: In the order of the files and of their bytes.
+    writes: tuple[Write, ...]
+    #: Files that rank 0 writes alone because other ranks hold something else there, and these ranks.
+    apart: Mapping[str, tuple[int, ...]]
+    #: On rank 0 all files, with what each rank writes of them; None on the others.
+    files: Mapping[str, tuple[Part, ...]] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that are to be written."""
+        return sum(one.stop - one.start for one in self.writes if isinstance(one.source, torch.Tensor))
+
+    def contents(self) -> Iterator[tuple[str, int, memoryview]]:
+        """Yield file, offset and content of each block, in order; each is valid until the next."""
+        for one in self.writes:
+            source = memoryview(one.source) if isinstance(one.source, bytes) else flat_bytes(one.source)
+            for start, stop in cut(one.start, one.stop):
+                block = source[one.offset + start - one.start : one.offset + stop - one.start]
+                yield one.file, start, block if isinstance(block, memoryview) else block.cpu().numpy().data
+
+    def copied(self, into: torch.Tensor) -> Share:
+        """Return the same share, its tensors' bytes copied into a buffer, which must outlive it.
+
+        Args:
+            into: uint8 on the CPU, one dimension, at least :attr:`nbytes` long; may be pinned. Copies from a GPU are
+                only queued, on its current stream: synchronize before the buffer is read.
+        """
+        writes, end = [], 0
+        for one in self.writes:
+            if isinstance(one.source, bytes):
+                writes.append(one)
+                continue
+            length = one.stop - one.start
+            held, end = into[end : end + length], end + length
+            held.copy_(flat_bytes(one.source)[one.offset : one.offset + length], non_blocking=True)
+            writes.append(replace(one, source=held, offset=0))
+        return replace(self, writes=tuple(writes))
+
+    def entries(self, digests: Sequence[Sequence[str]]) -> dict[str, FileEntry]:
+        """**Rank 0.** Record the digests that were taken while the files were written.
+
+        Args:
+            digests: each rank's, of its blocks in order.
+
+        Returns:
+            The manifest's entries.
+        """
+        theirs = [iter(own) for own in digests]
+        return {
+            name: FileEntry.of(
+                Part(part.name, part.start, part.stop, tuple(next(theirs[rank]) for rank in part.writers))
+                for part in parts
+            )
+            for name, parts in (self.files or {}).items()
+        }
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes as a flat uint8 tensor on its device; a copy only if it is not contiguous."""
+    return tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def share_out(layout: Layout, outlines: Sequence[Outline], *, rank: int, texts: Mapping[str, bytes]) -> Share:
+    """Return this rank's share of the writing; every rank comes to the same division.
+
+    A file whose layout, or the beginning of whose tensors, is not the same on all ranks is written by rank 0 alone:
+    otherwise the checkpoint would be a mix of replicas that have drifted apart.
+
+    Args:
+        layout: this rank's state.
+        outlines: every rank's, in order of rank.
+        rank: this rank.
+        texts: more JSON files; they count on rank 0 only.
+    """
+    main = outlines[0]
+    apart = {
+        name: tuple(other for other, theirs in enumerate(outlines) if theirs.differs_in(name, main))
+        for name in {name: None for outline in outlines for name, alike in outline.alike.items() if alike}
+        if any(theirs.differs_in(name, main) for theirs in outlines)
+    }
+    holders = [file for file in layout.files for _ in file.parts()]
+    planned = divide(
+        (part.written_by(0) if file.name in apart else part for file in layout.files for part in file.parts()),
+        world_size=len(outlines),
+        extra=main.alone + sum(main.alike.get(name, 0) for name in apart),
+    )
+    files: dict[str, list[Part]] = {file.name: [] for file in layout.files}
+    writes: list[Write] = []
+    for file, part in zip(holders, planned, strict=True):
+        files[file.name].append(part)
+        writes += _write_of(rank, file.name, part, file.source(part.name))
+    if rank:
+        return Share(tuple(writes), apart, None)
+    for name, content in {**layout.texts, **texts}.items():
+        files[name] = [Part("", 0, len(content)).written_by(0)]
+        writes += _write_of(0, name, files[name][0], content)
+    return Share(tuple(writes), apart, {name: tuple(those) for name, those in files.items()})
+
+
+def _write_of(rank: int, file: str, part: Part, source: torch.Tensor | bytes) -> list[Write]:
+    """Say what a rank writes of a part: one run of its blocks, or nothing."""
+    own = [bounds for bounds, writer in zip(cut(part.start, part.stop), part.writers, strict=True) if writer == rank]
+    return [Write(file, own[0][0], own[-1][1], source, own[0][0] - part.start)] if own else []

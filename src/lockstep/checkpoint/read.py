@@ -1,0 +1,390 @@
+"""A checkpoint's folder becomes values again, each byte checked on the way from the disk to memory.
+
+Whoever reads a checkpoint holds it (Note [Readers and pruning] in ``locks.py``).
+
+Note [Read once]
+~~~~~~~~~~~~~~~~
+A tensor's bytes are read into memory of their own and hashed there, and what was hashed is what is used: a file that
+changes behind the check can't matter. Nothing is mapped, so a file that is cut off meanwhile is an error and no SIGBUS.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep.checkpoint import folders
+from lockstep.checkpoint.blocks import BLOCK, Part, cut
+from lockstep.checkpoint.encoding import PIECE, decode, new_digest, strict_json
+from lockstep.checkpoint.folders import MANIFEST
+from lockstep.checkpoint.locks import CheckpointGone, reading
+from lockstep.checkpoint.manifest import MAX_BYTES, MODEL, FileEntry, Manifest
+from lockstep.checkpoint.safetensors import LENGTH, Header, TensorPlace, header_length, parse_header
+from lockstep.checkpoint.storage import POSIX, Storage
+from lockstep.errors import CheckpointCorrupt
+
+Result = TypeVar("Result")
+
+_DISAGREE = "its header and the manifest do not agree"
+#: Failures that say nothing of the checkpoint: skipping it for an older one would be wrong.
+_OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+#: How often a run's folder is listed anew, while checkpoints in it are removed as fast as they are listed.
+_LISTINGS = 10
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A verified checkpoint, in memory."""
+
+    folder: Path
+    manifest: Manifest
+    #: The model's state dict.
+    model: dict[str, Any]
+    #: Trees by name: optimizer, scheduler, loader, extra, rng.
+    parts: dict[str, Any]
+
+
+def read(folder: Path, *, owners: Sequence[int] | None = None, on: Storage = POSIX) -> Contents:
+    """Read a whole checkpoint, verifying every byte.
+
+    Args:
+        folder: the checkpoint's folder, which must not be a link.
+        owners: the users to whom the folder and its files may belong. None: anybody.
+        on: the file system.
+
+    Raises:
+        CheckpointCorrupt: a file is missing, is no plain file, belongs to another user, or has another size or digest;
+            the message names the file and the tensor, what was expected and what was found.
+        CheckpointGone: it has just been removed.
+    """
+    with _opened(folder, owners, on) as reader:
+        reader.refuse_other_step()
+        files = reader.manifest.files
+        names = [name.removesuffix(".json") for name in files if name.endswith(".json") and name != "model.json"]
+        parts = {name: reader.part(name) for name in names}
+        return Contents(folder, reader.manifest, reader.model(), parts)
+
+
+def read_model(folder: Path, *, on: Storage = POSIX) -> dict[str, Any]:
+    """Read and verify the model alone.
+
+    Raises:
+        CheckpointCorrupt: as :func:`read`.
+    """
+    with _opened(folder.resolve(), None, on) as reader:
+        return reader.model()
+
+
+def read_manifest(folder: Path, *, on: Storage = POSIX) -> Manifest:
+    """Read what a checkpoint says of itself; nothing else is verified.
+
+    Raises:
+        CheckpointCorrupt: there is no whole manifest.
+    """
+    with _opened(folder.resolve(), None, on) as reader:
+        return reader.manifest
+
+
+def read_header(folder: Path, *, on: Storage = POSIX) -> tuple[TensorPlace, ...]:
+    """Read and verify the header of a checkpoint's model: its tensors in the order of their bytes, complex ones as the
+    pairs of reals that they are saved as.
+
+    Raises:
+        CheckpointCorrupt: the manifest or the header is damaged.
+    """
+    with _opened(folder.resolve(), None, on) as reader:
+        return reader.header()
+
+
+def find_damage(folder: Path, *, on: Storage = POSIX) -> list[str]:
+    """Read every byte of a checkpoint; a line for each file or tensor that is damaged, none if it is whole.
+
+    Raises:
+        CheckpointGone: it has just been removed.
+    """
+    try:
+        with _opened(folder, None, on) as reader:
+            return [str(damage) for damage in reader.damages()]
+    except CheckpointCorrupt as error:
+        return [str(error)]
+
+
+def read_tensors(path: Path, *, on: Storage = POSIX) -> dict[str, torch.Tensor]:
+    """Read every tensor of a safetensors file into CPU memory of its own; aliases are the same tensor again.
+
+    Raises:
+        CheckpointCorrupt: the file is truncated or no safetensors file.
+        OSError: it can't be read.
+    """
+    folder = on.open_folder(path.resolve().parent)
+    try:
+        file = _File(path, on.open(folder, path.resolve().name), None, on)
+    finally:
+        on.close(folder)
+    try:
+        return file.tensors()
+    finally:
+        file.close()
+
+
+#: What is wrong with damaged checkpoints, by folder, newest first.
+Damage = dict[Path, str]
+
+
+def newest_whole(
+    listing: Callable[[], Sequence[Path]], read: Callable[[Path], Result]
+) -> tuple[tuple[Path, Result] | None, Damage]:
+    """Find the newest checkpoint that can be read, and skip the damaged ones.
+
+    Args:
+        listing: returns the folders, newest first. Asked again if one was removed after it had been listed: there is
+            a newer one then.
+        read: what is wanted of a checkpoint.
+
+    Returns:
+        Its folder and what was read of it, or None if there is none; and what is wrong with those that were skipped.
+
+    Raises:
+        CheckpointGone: they are removed faster than they are read.
+    """
+    for _ in range(_LISTINGS - 1):
+        try:
+            return _first_whole(listing(), read)
+        except CheckpointGone:
+            continue
+    return _first_whole(listing(), read)
+
+
+def _first_whole(listed: Sequence[Path], read: Callable[[Path], Result]) -> tuple[tuple[Path, Result] | None, Damage]:
+    damaged: Damage = {}
+    for folder in listed:
+        try:
+            return (folder, read(folder)), damaged
+        except CheckpointCorrupt as error:
+            damaged[folder] = str(error)
+    return None, damaged
+
+
+def none_whole(damaged: Damage) -> CheckpointCorrupt:
+    """Make the error that all checkpoints are damaged."""
+    return CheckpointCorrupt(f"no checkpoint there is whole: {'; '.join(damaged.values())}")
+
+
+@contextmanager
+def _opened(folder: Path, owners: Sequence[int] | None, on: Storage) -> Iterator[_Reader]:
+    with reading(folder):
+        with _failing_is_damage(folder, "can't be opened ({})"):
+            opened = on.open_folder(folder)
+        try:
+            yield _Reader(folder, opened, owners, on)
+        finally:
+            on.close(opened)
+
+
+@contextmanager
+def _failing_is_damage(path: Path, words: str) -> Iterator[None]:
+    """Say in ``words`` which operation on a checkpoint fails, unless that says nothing of the checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _OURS:
+            raise
+        raise CheckpointCorrupt(f"{path}: {words.format(error.strerror)}") from error
+
+
+class _Reader:
+    """An open checkpoint."""
+
+    def __init__(self, folder: Path, opened: int, owners: Sequence[int] | None, on: Storage) -> None:
+        self._path, self._folder, self._owners, self._on = folder, opened, owners, on
+        self._refuse_foreign(opened, folder)
+        with self._file(MANIFEST, None) as file:
+            if file.size > MAX_BYTES:
+                raise CheckpointCorrupt(f"{file.path}: larger than {MAX_BYTES} bytes, so it is no manifest")
+            self.manifest = Manifest.from_json(bytes(file.content(0, file.size)), where=str(file.path))
+
+    def refuse_other_step(self) -> None:
+        """Refuse a folder that was renamed: it would bring back another step than it says."""
+        step = folders.step_in(self._path.name)
+        if step is not None and step != self.manifest.step:
+            raise CheckpointCorrupt(f"{self._path}: holds step {self.manifest.step}: it has been renamed")
+
+    def _refuse_foreign(self, opened: int, path: Path) -> None:
+        owner = self._on.owner(opened)
+        if self._owners is not None and owner not in self._owners:
+            raise CheckpointCorrupt(
+                f"{path}: belongs to user {owner}, who is not the one that runs this job ({self._owners[0]}): copy "
+                "it, if you trust it"
+            )
+
+    @contextmanager
+    def _file(self, name: str, entry: FileEntry | None) -> Iterator[_File]:
+        """Open a file of the folder, which must be a plain one: no link, no device, no pipe to wait on."""
+        path = self._path / name
+        with _failing_is_damage(path, "{}"):
+            opened = self._on.open(self._folder, name)
+        try:
+            with _failing_is_damage(path, "can't be read ({})"):
+                self._refuse_foreign(opened, path)
+                yield _File(path, opened, entry, self._on)
+        finally:
+            self._on.close(opened)
+
+    def model(self) -> dict[str, Any]:
+        """Read the model's state dict."""
+        with self._file(MODEL, self.manifest.files[MODEL]) as file:
+            state: dict[str, Any] = dict(file.tensors())
+        if "model.json" in self.manifest.files:
+            state.update(self._tree("model", {}))
+        return state
+
+    def header(self) -> tuple[TensorPlace, ...]:
+        """Say where the model's tensors are."""
+        with self._file(MODEL, self.manifest.files[MODEL]) as file:
+            return file.header().tensors
+
+    def part(self, name: str) -> Any:
+        """Read a tree, with its tensors."""
+        beside, tensors = f"{name}.safetensors", {}
+        if beside in self.manifest.files:
+            with self._file(beside, self.manifest.files[beside]) as file:
+                tensors = file.tensors()
+        return self._tree(name, tensors)
+
+    def _tree(self, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+        with self._file(f"{name}.json", self.manifest.files[f"{name}.json"]) as file:
+            content = bytes(file.content(0, file.size))
+        try:
+            data = strict_json(content)
+        except ValueError as error:
+            raise CheckpointCorrupt(f"{file.path}: not JSON ({error})") from None
+        return decode(data, tensors, where=str(file.path))
+
+    def damages(self) -> Iterator[CheckpointCorrupt]:
+        """Yield what is wrong, file by file and tensor by tensor."""
+        scratch = memoryview(bytearray(BLOCK))
+        for name, entry in self.manifest.files.items():
+            try:
+                with self._file(name, entry) as file:
+                    for part in entry.parts:
+                        try:
+                            file.check(part, scratch)
+                        except CheckpointCorrupt as error:
+                            yield error
+            except CheckpointCorrupt as error:
+                yield error
+
+
+class _File:
+    """An open file; with an entry of the manifest, every read is verified.
+
+    Raises:
+        CheckpointCorrupt: its size is not the entry's.
+    """
+
+    def __init__(self, path: Path, opened: int, entry: FileEntry | None, on: Storage) -> None:
+        self.path, self._opened, self._on = path, opened, on
+        self.size = on.size(opened)
+        self._parts: dict[str, Part] | None = None
+        if entry is not None:
+            self._parts = {part.name: part for part in entry.parts}
+            if self.size != entry.size:
+                cut_off = next((part for part in entry.parts if part.stop > self.size), None)
+                where = "" if cut_off is None else f"; it ends within {_name(cut_off.name)}"
+                raise CheckpointCorrupt(f"{path}: {self.size} bytes found, {entry.size} expected{where}")
+
+    def close(self) -> None:
+        self._on.close(self._opened)
+
+    def content(self, start: int, stop: int, name: str = "") -> memoryview:
+        """Read a part, which is the header, or the whole of a file without tensors, if it has no name."""
+        into = memoryview(bytearray(stop - start))
+        self._fill(into, start, name)
+        return into
+
+    def header(self) -> Header:
+        """Read what a safetensors file says is in it."""
+        with self._sense():
+            header = parse_header(self._header(), self.size)
+            if self._parts is not None:
+                found = {one.name: (one.start, one.stop) for one in header.tensors}
+                if found != {name: (part.start, part.stop) for name, part in self._parts.items() if name}:
+                    raise ValueError(_DISAGREE)
+            return header
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Read every tensor of a safetensors file."""
+        header = self.header()
+        with self._sense():
+            return header.finish({one.name: self._tensor(one) for one in header.tensors})
+
+    @contextmanager
+    def _sense(self) -> Iterator[None]:
+        """Take what makes no sense as damage."""
+        try:
+            yield
+        except (ValueError, RuntimeError) as error:
+            if isinstance(error, CheckpointCorrupt):
+                raise
+            raise CheckpointCorrupt(f"{self.path}: not a whole safetensors file ({error})") from error
+
+    def _header(self) -> bytes:
+        start = bytearray(LENGTH)
+        if self._parts is None:
+            count = self._on.read(self._opened, memoryview(start), 0)
+            return bytes(self.content(0, header_length(bytes(start[:count]), self.size)))
+        header = bytes(self.content(0, self._parts[""].stop if "" in self._parts else 0))
+        if header_length(header[:LENGTH], self.size) != len(header):
+            raise ValueError(_DISAGREE)
+        return header
+
+    def _tensor(self, described: TensorPlace) -> torch.Tensor:
+        tensor = torch.empty(described.shape, dtype=described.dtype)
+        if described.stop > described.start:
+            self._fill(tensor.reshape(-1).view(torch.uint8).numpy().data, described.start, described.name)
+        return tensor
+
+    def _fill(self, into: memoryview, start: int, name: str) -> None:
+        if self._parts is None:
+            if self._on.read(self._opened, into, start) != len(into):
+                raise CheckpointCorrupt(f"{self.path}: it became shorter while it was read")
+            return
+        part = self._parts.get(name)
+        if part is None or (part.start, part.stop) != (start, start + len(into)):
+            raise ValueError(_DISAGREE)
+        for (begin, stop), expected in zip(cut(part.start, part.stop), part.digests, strict=True):
+            self._check(into[begin - start : stop - start], begin, expected, part)
+
+    def check(self, part: Part, scratch: memoryview) -> None:
+        """Read a part and keep nothing.
+
+        Raises:
+            CheckpointCorrupt: it is not what was written.
+        """
+        for (start, stop), expected in zip(cut(part.start, part.stop), part.digests, strict=True):
+            self._check(scratch[: stop - start], start, expected, part)
+
+    def _check(self, into: memoryview, start: int, expected: str, part: Part) -> None:
+        digest = new_digest()
+        for begin in range(0, len(into), PIECE):
+            piece = into[begin : begin + PIECE]
+            if self._on.read(self._opened, piece, start + begin) != len(piece):
+                raise CheckpointCorrupt(f"{self.path}: {_name(part.name)}: it became shorter while it was read")
+            digest.update(piece)
+        if digest.hexdigest() != expected:
+            raise CheckpointCorrupt(
+                f"{self.path}: {_name(part.name)}: its content has changed: digest {digest.hexdigest()} found, "
+                f"{expected} expected, in the bytes from {start} to {start + len(into)}"
+            )
+
+
+def _name(tensor: str) -> str:
+    if not tensor:
+        return "outside of the tensors"
+    return f"tensor {tensor if tensor.isprintable() else ascii(tensor)}"  # a name could hold a terminal's commands

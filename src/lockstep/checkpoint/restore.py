@@ -1,0 +1,136 @@
+"""A run goes on from its newest whole checkpoint: found, compared and loaded by all ranks together, or by none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.checkpoint import folders, state
+from lockstep.checkpoint.read import Contents, Damage, newest_whole, read
+from lockstep.checkpoint.state import RunState
+from lockstep.checkpoint.storage import Storage
+from lockstep.checkpoint.together import together
+from lockstep.comm.world import World
+from lockstep.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The checkpoint that training goes on from."""
+
+    #: Its folder.
+    folder: Path
+    #: Optimizer steps taken.
+    step: int
+    #: The epoch to go on with, and whether some of it is done.
+    epoch: int
+    in_epoch: bool
+    #: Ranks of the job that wrote it.
+    world_size: int
+    #: Newer checkpoints that are damaged: file, what was expected and what was found.
+    skipped: tuple[str, ...]
+
+
+def restored(contents: Contents, damaged: Damage) -> Restored:
+    """Say what the user is told of a checkpoint."""
+    manifest = contents.manifest
+    return Restored(
+        folder=contents.folder,
+        step=manifest.step,
+        epoch=manifest.epoch,
+        in_epoch=manifest.in_epoch,
+        world_size=manifest.world_size,
+        skipped=tuple(damaged.values()),
+    )
+
+
+def find(
+    root: Path, run: RunState, world: World, *, owners: Sequence[int], strict: bool, on: Storage
+) -> tuple[Contents | None, Damage]:
+    """**Collective.** Read the newest whole checkpoint that ``run`` can go on from. Changes nothing.
+
+    Args:
+        owners: the users whose checkpoints are taken.
+        strict: refuse a damaged checkpoint instead of looking for an older one.
+
+    Returns:
+        None if there is none; and what is wrong with newer ones, or with all.
+
+    Raises:
+        CheckpointCorrupt: the newest is damaged, and ``strict`` is on.
+        CheckpointMismatch: it is of another model, optimizer or scheduler.
+        CheckpointError: the ranks do not see the same folder.
+    """
+
+    def names() -> list[str]:
+        return [folder.name for folder in folders.checkpoints(root, on=on)] if world.is_main else []
+
+    def listing() -> list[Path]:
+        _, listings = together(world, names, lambda found: found)
+        return [root / name for name in listings[0]]
+
+    def read_and_compare(folder: Path) -> Contents:
+        contents = read(folder, owners=owners, on=on)
+        ranks = contents.manifest.world_size
+        state.refuse_malformed_rng(contents.parts.get("rng"), count=ranks, where=str(folder / "rng.json"))
+        run.refuse_other(contents, world_size=world.world_size)
+        return contents
+
+    def read_together(folder: Path) -> Contents:
+        contents, manifests = together(
+            world, lambda: read_and_compare(folder), lambda found: found.manifest.to_json().decode()
+        )
+        if any(manifest != manifests[0] for manifest in manifests):
+            raise CheckpointError(f"the ranks see different checkpoints in {folder}: is it shared?")
+        return contents
+
+    if strict:
+        return next((read_together(folder) for folder in listing()), None), {}
+    found, damaged = newest_whole(listing, read_together)
+    return None if found is None else found[1], damaged
+
+
+def load(contents: Contents, run: RunState, world: World) -> None:
+    """**Collective.** Put a checkpoint's states into the objects of a run, all but the random number generators'.
+
+    Raises:
+        CheckpointMismatch: the loader is of another dataset.
+        CheckpointError: an object does not take its state; the scheduler and the extra objects are as they were, and
+            the model and the optimizer unless it was one of them. The same on every rank.
+    """
+    parts = contents.parts
+    before, _ = together(world, run.small_states, lambda _: None)
+    try:
+        together(world, lambda: run.load_small(parts), lambda _: None)
+        together(world, lambda: run.load_loader(parts, world.rank), lambda _: None)
+    except CheckpointError:
+        for thing, its_state in before:
+            thing.load_state_dict(its_state)
+        raise
+    together(world, lambda: run.load_tensors(contents), lambda _: None)
+
+
+def load_generators(contents: Contents, world: World) -> None:
+    """Let this rank's random numbers go on as they were, if there are as many ranks as there were."""
+    if contents.manifest.world_size == world.world_size:
+        state.restore_rng(contents.parts["rng"][world.rank], world.device)
+
+
+def words_on_differences(contents: Contents, damaged: Damage, run: RunState, world: World) -> str:
+    """Return what to tell of a run that does not go on quite as it was; empty if it does."""
+    words = []
+    if damaged:
+        words.append(f"skipped damaged checkpoints: {'; '.join(damaged.values())}")
+    saved, now = contents.manifest.world_size, world.world_size
+    if saved != now:
+        words.append(
+            f"it was written by {saved} rank(s) and there are {now} now: everything is restored but the random "
+            "number generators, so dropout will not repeat bit for bit"
+        )
+    elif (contents.parts["rng"][0]["cuda"] is None) != (world.device.type != "cuda"):
+        words.append("it was written on another kind of device: the GPU's random number generator is not restored")
+    unused = run.unused(contents)
+    if unused:
+        words.append(f"it also holds {', '.join(unused)}, for which nothing was given here")
+    return f"going on from {contents.folder}: {'; '.join(words)}" if words else ""

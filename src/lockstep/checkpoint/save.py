@@ -1,0 +1,297 @@
+"""A run becomes a checkpoint: one folder that all ranks write into, and that is published in one rename.
+
+Note [Commit]
+~~~~~~~~~~~~~
+A checkpoint is written into ``step-N.tmp-<random>``. Rank 0 makes the folder and the files; every rank writes its
+blocks into them (``plan.py`` says which) and fsyncs each file that it wrote to. When all ranks have said so, the
+manifest is written and fsynced, then the folder is fsynced, renamed to ``step-N``, and the parent is fsynced. Up to
+the rename there is no checkpoint; after it there is a whole one, and after the last fsync it survives a power cut.
+Only then are older ones removed. A checkpoint is never overwritten: a second save at the same step is ``step-N-r2``,
+and the first is removed after it.
+
+A draft's folder is locked (``flock``) by rank 0, so that a later save can tell the leftovers of a dead one from the
+work of a living one.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.checkpoint import folders, state
+from lockstep.checkpoint.encoding import PIECE, encode, new_digest
+from lockstep.checkpoint.folders import MANIFEST
+from lockstep.checkpoint.manifest import MAX_BYTES, FileEntry, Manifest
+from lockstep.checkpoint.match import bare, plain_names, under_plain_names
+from lockstep.checkpoint.plan import Layout, Outline, Share, share_out, text
+from lockstep.checkpoint.state import Moment, RunState
+from lockstep.checkpoint.storage import POSIX, Storage
+from lockstep.checkpoint.together import together
+from lockstep.comm.peers import Peers
+from lockstep.comm.world import World
+from lockstep.errors import CheckpointError
+from lockstep.version import __version__
+
+# First all ranks agree on what there is to write, and on who writes it.
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What each rank tells the others before a save."""
+
+    step: int
+    #: Its random number generators'.
+    rng: dict[str, Any]
+    #: Its loader's state, encoded; None: it has none.
+    loader: Any
+    outline: Outline
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the announcement as JSON can say it."""
+        return {**vars(self), "outline": self.outline.to_json()}
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Announcement:
+        """Read back what :meth:`to_json` returned."""
+        return cls(**{**record, "outline": Outline.from_json(record["outline"])})
+
+
+def prepare(run: RunState, world: World, *, step: int, before: Callable[[], None]) -> Share:
+    """**Collective.** Decide what this rank is to write of a checkpoint at ``step``; nothing is copied yet.
+
+    ``before`` is run on each rank first; what it raises is raised on all.
+
+    Raises:
+        CheckpointError: a rank's state can't be written down, or the ranks are not at the same step.
+    """
+
+    def announce() -> tuple[Layout, Announcement]:
+        before()
+        layout = _lay_out(run, is_main=world.is_main)
+        loader = None if run.loader is None else encode(run.loader.state_dict(), None, where="loader")
+        return layout, Announcement(step, state.capture_rng(world.device), loader, layout.outline())
+
+    (layout, _), records = together(world, announce, lambda both: both[1].to_json())
+    ranks = [Announcement.from_json(record) for record in records]
+    if any(rank.step != step for rank in ranks):
+        raise CheckpointError(
+            "the ranks are not at the same step, so their states do not belong together; by rank: "
+            f"{[rank.step for rank in ranks]}"
+        )
+    texts = {}
+    if world.is_main:
+        texts["rng.json"] = text([rank.rng for rank in ranks])
+        if run.loader is not None:  # kept once if they are all the same
+            loaders = [rank.loader for rank in ranks]
+            texts["loader.json"] = text(loaders[:1] if all(one == loaders[0] for one in loaders) else loaders)
+    return share_out(layout, [rank.outline for rank in ranks], rank=world.rank, texts=texts)
+
+
+def _lay_out(run: RunState, *, is_main: bool) -> Layout:
+    model = bare(run.model)
+    plain = plain_names(model)
+    parameters = frozenset(plain(name) for name, _ in model.named_parameters(remove_duplicate=False))
+    parts = run.trees() if is_main else run.common_trees()
+    return Layout.of(under_plain_names(model, model.state_dict()), parts, parameters=parameters, is_main=is_main)
+
+
+def words_on_drift(share: Share) -> str:
+    """Return what to tell of replicas that differ; empty if they do not."""
+    if not share.apart:
+        return ""
+    return (
+        "the replicas have drifted apart: other ranks hold other values, or other tensors, than rank 0, so rank 0's "
+        f"are saved, and a resumed run will not repeat this one bit for bit; files and ranks: {share.apart}"
+    )
+
+
+# Then they write it, at once or in the background.
+
+
+def write(
+    root: Path, share: Share, moment: Moment, *, peers: Peers, tidy: Callable[[Path], None], on: Storage = POSIX
+) -> Path:
+    """**Collective.** Write a checkpoint into ``root``, wholly or not at all; its folder.
+
+    It talks to the other ranks by ``peers`` alone and touches no live state if ``share`` was copied, so that it may
+    run in a thread beside training. When the checkpoint is safe, rank 0 calls ``tidy`` to remove older ones.
+
+    Raises:
+        CheckpointError: it could not be written; the same error on every rank, and nothing is left of it.
+    """
+    draft: Draft | None = None
+
+    def begin() -> str:
+        nonlocal draft
+        if share.files is None:
+            return ""
+        folders.sweep(root, on=on)
+        draft = Draft(root, moment.step, on=on)
+        for name in share.files:
+            draft.create(name)
+        return draft.path.name
+
+    def finish(digests: Sequence[Sequence[str]]) -> str:
+        if draft is None:
+            return ""
+        path = draft.commit(_manifest(moment, peers.world_size, share.entries(digests)))
+        tidy(path)
+        return path.name
+
+    try:
+        _, drafts = together(peers, begin, lambda name: name)
+        _, digests = together(
+            peers, lambda: write_blocks(root / str(drafts[0]), share.contents(), on=on), lambda own: own
+        )
+        _, names = together(peers, lambda: finish(digests), lambda name: name)
+    except CheckpointError:  # on every rank: none goes on, and looks at the folder, before rank 0 has cleaned up
+        if draft is not None:
+            draft.discard()
+        peers.gather(None)
+        raise
+    except BaseException:  # an interrupt as well must not leave a draft behind
+        if draft is not None:
+            draft.discard()
+        raise
+    return root / str(names[0])
+
+
+def _manifest(moment: Moment, world_size: int, files: dict[str, FileEntry]) -> Manifest:
+    return Manifest(
+        step=moment.step,
+        epoch=moment.epoch,
+        in_epoch=moment.in_epoch,
+        world_size=world_size,
+        metric=moment.metric,
+        written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        versions={"lockstep": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        files=dict(sorted(files.items())),
+    )
+
+
+class Draft:
+    """**Rank 0.** The folder of a checkpoint to be; see Note [Commit].
+
+    Raises:
+        OSError: it can't be made.
+    """
+
+    def __init__(self, root: Path, step: int, *, on: Storage = POSIX) -> None:
+        self._root, self._on = root, on
+        self._committed = False
+        self._name = folders.next_name(root, step, on=on)
+        self.path = root / folders.draft_name(self._name)
+        on.make_folder(self.path)
+        try:
+            self._folder = on.open_folder(self.path)
+        except BaseException:
+            on.remove_folder(self.path)
+            raise
+        try:
+            # A file system without locks: leftovers are then not told from living drafts, and none is removed.
+            on.lock(self._folder)
+        except BaseException:
+            self.discard()
+            raise
+
+    def create(self, name: str) -> None:
+        """**Rank 0.** Make an empty file for ranks to write into."""
+        with named(self.path / name):
+            self._on.close(self._on.create(self._folder, name))
+
+    def commit(self, manifest: Manifest) -> Path:
+        """**Rank 0.** Publish the draft atomically; the checkpoint's path."""
+        content = manifest.to_json()
+        if len(content) > MAX_BYTES:
+            raise CheckpointError(f"{self.path}: the manifest would have {len(content)} bytes, at most {MAX_BYTES} fit")
+        self._write_manifest(content)
+        with named(self.path):
+            self._on.sync(self._folder)
+        whole = self._root / self._name
+        self._on.rename(self.path, whole)
+        try:
+            with named(self._root):
+                folders.sync_folder(self._root, on=self._on)
+        except OSError:  # a save that fails leaves no checkpoint; if this fails too, it leaves a whole one
+            self._on.rename(whole, self.path)
+            raise
+        self._on.close(self._folder)
+        self._committed = True  # from here on nothing that fails may take it away
+        return whole
+
+    def _write_manifest(self, content: bytes) -> None:
+        with named(self.path / MANIFEST):
+            file = self._on.create(self._folder, MANIFEST)
+            try:
+                self._on.write(file, content, 0)
+                self._on.sync(file)
+            finally:
+                self._on.close(file)
+
+    def discard(self) -> None:
+        """**Rank 0.** Give the draft up, unless it is a checkpoint. What can't be removed is swept by a later save."""
+        if self._committed:
+            return
+        try:
+            folders.remove_tree(self.path, on=self._on)
+        except OSError:
+            pass  # the failure that led here is the one to report, and a draft is no checkpoint
+        finally:
+            self._on.close(self._folder)
+
+
+def write_blocks(folder: Path, blocks: Iterable[tuple[str, int, memoryview]], *, on: Storage = POSIX) -> list[str]:
+    """Write blocks (file, offset and content, one file after the other) to the disk itself; their digests.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    digests: list[str] = []
+    with named(folder):
+        opened = on.open_folder(folder)
+    current, file = "", -1
+    try:
+        for name, offset, data in blocks:
+            with named(folder / name):
+                if name != current:
+                    file = _finish(file, on)
+                    file, current = on.open(opened, name, write=True), name
+                digest = new_digest()
+                for start in range(0, len(data), PIECE):
+                    piece = data[start : start + PIECE]
+                    digest.update(piece)
+                    on.write(file, piece, offset + start)
+                digests.append(digest.hexdigest())
+        with named(folder / current):
+            file = _finish(file, on)
+    finally:
+        if file >= 0:
+            on.close(file)
+        on.close(opened)
+    return digests
+
+
+def _finish(file: int, on: Storage) -> int:
+    """Bring a file to the disk and close it, if there is one."""
+    if file >= 0:
+        on.sync(file)
+        on.close(file)
+    return -1
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Name the file in an error of an operation on a descriptor, which does not say on what it failed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = str(path)
+        raise

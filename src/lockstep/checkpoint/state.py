@@ -1,0 +1,402 @@
+"""What a run consists of, as far as it is saved: its objects, where it is, and its random number generators.
+
+Each is taken apart here, compared with a checkpoint, and put together again. What can't be saved is refused before the
+first step, in words that say what can.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from lockstep.checkpoint.encoding import digest_of
+from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.match import (
+    aligned,
+    bare,
+    compare,
+    describe_optimizer,
+    refuse_other_optimizer,
+    under_plain_names,
+)
+from lockstep.checkpoint.read import Contents
+from lockstep.checkpoint.safetensors import USE_DCP, unsavable
+from lockstep.comm import streams
+from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
+from lockstep.job import flight
+
+# The objects.
+
+
+class Stateful(Protocol):
+    """Anything with a state to save: a scheduler, a loader, a GradScaler, an average of weights."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The objects of a run. Their states change; which objects they are does not."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Stateful | None = None
+    loader: Stateful | None = None
+    extra: Mapping[str, Stateful] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise TypeError(f"model={type(self.model).__name__}: expected a torch.nn.Module")
+        if self.optimizer is not None and not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer={type(self.optimizer).__name__}: expected a torch.optim.Optimizer; give others as extra="
+            )
+        for name, thing in {"scheduler": self.scheduler, "loader": self.loader, **self.extra}.items():
+            if thing is not None and not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise TypeError(
+                    f"{name}={type(thing).__name__}: expected an object with state_dict() and load_state_dict(); a "
+                    "DataLoader becomes one by lockstep.shard(loader)"
+                )
+
+    def refuse_unsavable(self) -> None:
+        """Refuse what can't be saved, before a run begins and not when it is saved for the first time.
+
+        Raises:
+            CheckpointError: an object is of a kind that a Checkpointer can't save, or each rank holds a part of it; it
+                names the first, and what to use.
+        """
+        for name, thing in {"model": self.model, "optimizer": self.optimizer, **self.extra}.items():
+            if isinstance(thing, nn.Module):
+                refuse_unreplicated(thing, name)
+                _refuse_tensors(thing, name)
+            elif _is_a(thing, "ZeroRedundancyOptimizer"):
+                raise CheckpointError(
+                    f"{name} is a ZeroRedundancyOptimizer, whose state is divided among the ranks, and a Checkpointer "
+                    "saves what each rank holds: use its optimizer_class itself, or save its state with torch: "
+                    "optimizer.consolidate_state_dict(to=0) on all ranks, then torch.save(optimizer.state_dict(), …) "
+                    "on rank 0"
+                )
+
+    def common_trees(self) -> dict[str, Any]:
+        """Return what every rank holds alike besides the model, by the name of its part."""
+        if self.optimizer is None:
+            return {}
+        return {"optimizer": {**describe_optimizer(self.optimizer), "state": self.optimizer.state_dict()}}
+
+    def trees(self) -> dict[str, Any]:
+        """Return everything but the model and the loader, by the name of its part."""
+        parts = self.common_trees()
+        if self.scheduler is not None:
+            parts["scheduler"] = {"class": type(self.scheduler).__name__, "state": self.scheduler.state_dict()}
+        if self.extra:
+            parts["extra"] = {name: _state_of(thing) for name, thing in self.extra.items()}
+        return parts
+
+    def refuse_other(self, contents: Contents, *, world_size: int) -> None:
+        """Compare a checkpoint with these objects, changing nothing.
+
+        Raises:
+            CheckpointMismatch: it is of another model, optimizer or scheduler, or lacks something that is here.
+        """
+        folder, parts = contents.folder, contents.parts
+        self.refuse_unsavable()
+        compare(bare(self.model), contents.model, exact=True).refuse_differences(folder)
+        for name in self._given():
+            if name not in parts:
+                raise CheckpointMismatch(f"{folder} was saved without {name}=, but there is one now")
+        lacking = [name for name in self.extra if name not in parts.get("extra", {})]
+        if lacking:
+            raise CheckpointMismatch(f"{folder} was saved without extra objects named {', '.join(lacking)}")
+        if self.optimizer is not None:
+            refuse_other_optimizer(parts["optimizer"], self.optimizer, folder)
+        if self.scheduler is not None and parts["scheduler"]["class"] != type(self.scheduler).__name__:
+            saved, own = parts["scheduler"]["class"], type(self.scheduler).__name__
+            raise CheckpointMismatch(f"{folder} is of the scheduler {saved}, this one is {own}")
+        if self.loader is not None and len(parts["loader"]) not in (1, world_size):
+            raise CheckpointMismatch(
+                f"{folder}: its {len(parts['loader'])} ranks had loaders in different states, which {world_size} "
+                "ranks can't go on from; lockstep.shard resumes at any world size"
+            )
+
+    def unused(self, contents: Contents) -> list[str]:
+        """List what the checkpoint holds and this run has no use for."""
+        given = self._given()
+        unused = [name for name in ("optimizer", "scheduler", "loader") if name in contents.parts and name not in given]
+        return unused + [f"extra {name!r}" for name in contents.parts.get("extra", {}) if name not in self.extra]
+
+    def small_states(self) -> list[tuple[Stateful, Any]]:
+        """Copy the states of the objects that :meth:`load_small` loads."""
+        return [(thing, copy.deepcopy(thing.state_dict())) for thing in self._small()]
+
+    def load_small(self, parts: dict[str, Any]) -> None:
+        """Load the objects that alone know whether they can take a state."""
+        states = [parts["extra"][name] for name in self.extra]
+        if self.scheduler is not None:
+            states.append(parts["scheduler"]["state"])
+        for thing, state in zip(self._small(), states, strict=True):
+            thing.load_state_dict(_under_names_of(thing, state))
+
+    def _small(self) -> list[Stateful]:
+        return [*self.extra.values(), *([] if self.scheduler is None else [self.scheduler])]
+
+    def load_loader(self, parts: dict[str, Any], rank: int) -> None:
+        """Load the loader; **Collective** if its own method is."""
+        if self.loader is not None:
+            states = parts["loader"]
+            self.loader.load_state_dict(states[rank if len(states) > 1 else 0])
+
+    def load_tensors(self, contents: Contents) -> None:
+        """Load the model and the optimizer."""
+        model = bare(self.model)
+        model.load_state_dict(compare(model, contents.model, exact=True).loadable)
+        if self.optimizer is not None:
+            _load_optimizer(self.optimizer, contents.parts["optimizer"]["state"])
+
+    def _given(self) -> list[str]:
+        things = {"optimizer": self.optimizer, "scheduler": self.scheduler, "loader": self.loader}
+        return [name for name, thing in things.items() if thing is not None]
+
+
+def _state_of(thing: Stateful) -> Mapping[str, Any]:
+    state = thing.state_dict()
+    return under_plain_names(thing, state) if isinstance(thing, nn.Module) else state
+
+
+def _under_names_of(thing: Stateful, state: dict[str, Any]) -> dict[str, Any]:
+    """Put a module's saved state under the names that it has; see Note [Names and wrappers] in ``match.py``."""
+    if not isinstance(thing, nn.Module):
+        return state
+    names = aligned(thing.state_dict(), state)
+    return {names[name]: value for name, value in state.items()}
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load an optimizer's state with its own dtypes.
+
+    torch casts every tensor of it to the dtype of its parameter, which rounds what the optimizers keep in float32 for
+    parameters in bfloat16 (ASGD, NAdam), and makes floats of 8-bit states. A class that loads in a way of its own
+    knows better.
+    """
+    optimizer.load_state_dict(saved)
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if number in saved["state"]:
+            optimizer.state[parameter] = _as_saved(optimizer.state[parameter], saved["state"][number])
+
+
+def _as_saved(loaded: Any, saved: Any) -> Any:
+    """Return ``loaded`` with the dtypes that its tensors have in ``saved``."""
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
+    if type(loaded) is not type(saved):
+        return loaded
+    if type(loaded) is dict:
+        return {key: _as_saved(value, saved[key]) if key in saved else value for key, value in loaded.items()}
+    if type(loaded) in (list, tuple) and len(loaded) == len(saved):
+        return type(loaded)(_as_saved(one, other) for one, other in zip(loaded, saved, strict=True))
+    return loaded
+
+
+# What can't be saved.
+
+
+def refuse_unreplicated(model: nn.Module, name: str, advice: str = USE_DCP) -> None:
+    """Refuse a model of which each rank holds a part.
+
+    Raises:
+        CheckpointError: it is one; with ``advice``.
+    """
+    for path, module in model.named_modules():
+        if _is_a(module, "FullyShardedDataParallel"):
+            where = f"{name}.{path}" if path else name
+            raise CheckpointError(f"{where} is a FullyShardedDataParallel, of which each rank holds a part: {advice}")
+    for path, parameter in model.named_parameters():
+        if _is_a(parameter, "DTensor"):
+            raise CheckpointError(f"{name}: {path} is a DTensor, of which each rank holds a part: {advice}")
+
+
+def parameters_in_short(model: nn.Module) -> tuple[str, str]:
+    """Return what :func:`refuse_parts` compares, a digest of all names and shapes, and what it says of them."""
+    listed = [
+        [name, None if nn.parameter.is_lazy(param) else list(param.shape)]
+        for name, param in bare(model).named_parameters()
+    ]
+    words = f"{len(listed)} ('{listed[0][0]}' first)" if listed else "none"
+    return digest_of(json.dumps(listed).encode()), words
+
+
+def refuse_parts(shorts: Sequence[tuple[str, str]]) -> None:
+    """Refuse models of which the ranks hold other parts, such as the stages of a pipeline.
+
+    Args:
+        shorts: each rank's :func:`parameters_in_short`, in order of rank.
+
+    Raises:
+        CheckpointError: they differ; the same on every rank.
+    """
+    digest, words = shorts[0]
+    for rank, (other, other_words) in enumerate(shorts):
+        if other != digest:
+            raise CheckpointError(
+                f"model: rank {rank} holds other parameters than rank 0, or of other shapes: {other_words} there and "
+                f"{words} on rank 0; {USE_DCP}"
+            )
+
+
+def _refuse_tensors(module: nn.Module, name: str) -> None:
+    for path, value in bare(module).state_dict().items():
+        if not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(value):
+            continue  # the first forward makes a lazy one
+        reason = unsavable(value)
+        if reason is not None:
+            raise CheckpointError(f"{name}: {path} {reason}")
+
+
+def _is_a(thing: object, name: str) -> bool:
+    """Say whether it is of a class of torch's of this name, whose module is slow to import, or can't be everywhere."""
+    return any(cls.__name__ == name and cls.__module__.startswith("torch.") for cls in type(thing).__mro__)
+
+
+# Where a run is.
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where in a run a checkpoint is made."""
+
+    #: Optimizer steps taken.
+    step: int
+    #: The epoch to go on with, and whether some of it is done.
+    epoch: int
+    in_epoch: bool
+    #: By which the best are kept.
+    metric: float | None = None
+
+
+class Position:
+    """A run's place in its training, as this rank counts it."""
+
+    def __init__(self) -> None:
+        #: Optimizer steps taken.
+        self.step = 0
+        #: The step of the newest checkpoint that this run has written or gone on from.
+        self.last_saved: int | None = None
+        #: The epoch to go on with, between epochs; within the body of epochs(), the one under way.
+        self.epoch = 0
+        #: Whether the body of epochs() is running.
+        self.in_body = False
+
+    def count(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the optimizer's steps, for as long as someone has this."""
+        weak = weakref.ref(self)
+
+        def took_step(*_: object) -> None:
+            alive = weak()
+            if alive is not None:
+                alive.step += 1
+                alive._tell()
+
+        optimizer.register_step_post_hook(took_step)
+
+    def moment(self, loader: object, *, epoch_done: bool | None, metric: float | None) -> Moment:
+        """Say where a run that is resumed from here goes on.
+
+        Args:
+            loader: the training loader, which may know.
+            epoch_done: what the user says of it; None: nothing.
+            metric: what the checkpoint is saved with.
+        """
+        in_epoch = bool(getattr(loader, "in_epoch", False)) if epoch_done is None else not epoch_done
+        if self.in_body:
+            return Moment(self.step, self.epoch if in_epoch else self.epoch + 1, in_epoch, metric)
+        epoch = getattr(loader, "epoch", None)  # the user counts epochs; a sharded loader knows which one it is in
+        return Moment(self.step, epoch if isinstance(epoch, int) else self.epoch, in_epoch, metric)
+
+    def go_on_from(self, manifest: Manifest) -> None:
+        """Be where this checkpoint was made."""
+        self.step = self.last_saved = manifest.step
+        self.epoch = manifest.epoch
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell the launcher, which compares failures by their steps; steps that a user counts may be saves."""
+        flight.current.at_step(self.step)
+
+
+# Random number generators: Python's, NumPy's, torch's on the CPU and on this rank's GPU.
+
+
+def capture_rng(device: torch.device) -> dict[str, Any]:
+    """Return the state of each of a rank's generators, as JSON can say it.
+
+    Of torch's on the CPU it is the stream that the ranks have in common, also in the middle of a step: what a rank
+    draws of its own follows from that one, see Note [Random numbers of a rank] in ``comm/streams.py``.
+    """
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, np.array(words, dtype="<u4").tobytes().hex(), gauss],
+        "numpy": [np.asarray(keys, dtype="<u4").tobytes().hex(), int(position), int(has_gauss), float(cached)],
+        "torch": _hex(streams.current().state),
+        "cuda": _hex(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
+    }
+
+
+def refuse_malformed_rng(states: Any, *, count: int, where: str) -> None:
+    """Refuse what :func:`restore_rng` can't take; nothing is changed.
+
+    Raises:
+        CheckpointCorrupt: these are not the states of ``count`` ranks.
+    """
+    try:
+        if type(states) is not list or len(states) != count:
+            raise ValueError(f"expected the states of {count} rank(s)")
+        for state in states:
+            random.Random().setstate(_python(state))
+            np.random.RandomState().set_state(_numpy(state))
+            torch.Generator().set_state(_bytes(state["torch"]))
+            if state["cuda"] is not None:
+                _bytes(state["cuda"])
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointCorrupt(f"{where}: no states of random number generators: {error}") from None
+
+
+def restore_rng(state: dict[str, Any], device: torch.device) -> None:
+    """Put every generator back; the GPU's only if the state has one and this rank has a GPU."""
+    random.setstate(_python(state))
+    np.random.set_state(_numpy(state))
+    streams.current().state = _bytes(state["torch"])
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(_bytes(state["cuda"]), device)
+
+
+def _python(state: dict[str, Any]) -> tuple[Any, ...]:
+    version, words, gauss = state["python"]
+    return version, tuple(int(word) for word in np.frombuffer(bytes.fromhex(words), dtype="<u4")), gauss
+
+
+def _numpy(state: dict[str, Any]) -> tuple[str, Any, int, int, float]:
+    keys, position, has_gauss, cached = state["numpy"]
+    return "MT19937", np.frombuffer(bytes.fromhex(keys), dtype="<u4"), position, has_gauss, cached
+
+
+def _hex(state: torch.Tensor) -> str:
+    return bytes(state.numpy()).hex()
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -114,7 +114,10 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-if "torch" in sys.modules:  # an installed lockstep is registered by torch itself: see register.py
-    from lockstep.comm.shm.register import register as _register
+def _register_backend() -> None:
+    """Make torch know the backend "shm", if torch is there; an installed lockstep torch finds by itself."""
+    if "torch" in sys.modules:
+        importlib.import_module("lockstep.comm.shm.register").register()
 
-    _register()
+
+_register_backend()

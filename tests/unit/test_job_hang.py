@@ -170,7 +170,6 @@ def test_a_looker_knows_since_when_and_forgets_what_came_before_a_break() -> Non
     looker.look([_mark(Phase.DATA, 1), 0], 101.0)
     looker.look([_mark(Phase.DATA, 1), _mark(Phase.REDUCE, 1, waits=True)], 102.0)
     assert looker.moved == [101.0, 102.0]
-    assert [looker.waits(rank) for rank in range(2)] == [False, True]
     looker.look([_mark(Phase.DATA, 2), _mark(Phase.REDUCE, 1, waits=True)], 103.0)
     assert looker.moved == [103.0, 102.0], "the same phase once more is a sign of life"
     looker.look([_mark(Phase.DATA, 2), _mark(Phase.REDUCE, 1, waits=True)], 103.0 + ASLEEP + 0.1)

@@ -132,10 +132,6 @@ class Looker:
             pause = min(max((now - self._begun) / _LOOKS, _SHORTEST_PAUSE), pause)
         self.due = now + pause * self._draw.uniform(0.5, 1.5)
 
-    def waits(self, rank: int) -> bool:
-        """Whether a rank waits for others, by its mark."""
-        return bool(self.marks[rank] & WAITS)
-
 
 class Kind(enum.Enum):
     """What is wrong."""

@@ -15,7 +15,7 @@ from lockstep.launch.processes import name
 
 
 def saved(attempt: Attempt) -> int | None:
-    """**Local.** If the ranks saved and left because they were asked to: say where the run goes on; the exit code."""
+    """If the ranks saved and left because they were asked to: say where the run goes on; the exit code."""
     note = attempt.stop_note()
     if note is None or any(state.exit_code != EXIT_SAVED for state in attempt.policy.states.values()):
         return None
@@ -25,7 +25,7 @@ def saved(attempt: Attempt) -> int | None:
 
 
 def stopped(attempt: Attempt, signum: signal.Signals, *, listened: bool) -> int:
-    """**Local.** Say how a job ended that a signal stopped; the exit code.
+    """Say how a job ended that a signal stopped; the exit code.
 
     Args:
         attempt: the ranks.
@@ -51,7 +51,7 @@ def stopped(attempt: Attempt, signum: signal.Signals, *, listened: bool) -> int:
 
 
 def without_zygote(zygote: ZygoteHandle) -> int:
-    """**Local.** The process that forks ranks is gone, and they with it; the exit code."""
+    """The process that forks ranks is gone, and they with it; the exit code."""
     code = zygote.wait(limit=1.0) or 0
     how = f"was killed by signal {-code} ({name(-code)})" if code < 0 else f"ended with exit code {code}"
     say(f"the process that starts the ranks (process {zygote.pid}) {how}; all ranks were stopped")
@@ -59,7 +59,7 @@ def without_zygote(zygote: ZygoteHandle) -> int:
 
 
 def name_logs(attempt: Attempt, streams: Streams, logs: LogFolder) -> None:
-    """**Local.** Output that nobody has seen must not be lost for want of knowing where it is."""
+    """Output that nobody has seen must not be lost for want of knowing where it is."""
     hidden = [rank for rank, k in attempt.local_rank.items() if streams.logged(k) and not streams.shown(k)]
     unseen = logs.unseen(hidden)
     if unseen:
@@ -68,7 +68,7 @@ def name_logs(attempt: Attempt, streams: Streams, logs: LogFolder) -> None:
 
 
 def show_cursor() -> None:
-    """**Local.** A rank that a signal ends in the middle of a progress bar leaves the cursor hidden, at the end of the
+    """A rank that a signal ends in the middle of a progress bar leaves the cursor hidden, at the end of the
     bar."""
     for fd in (2, 1):
         if os.isatty(fd):
@@ -78,7 +78,7 @@ def show_cursor() -> None:
 
 
 def say(text: str) -> None:
-    """**Local.** One message of lockstep's own, after everything the ranks wrote."""
+    """One message of lockstep's own, after everything the ranks wrote."""
     sys.stdout.flush()
     print(f"lockstep: {text}", file=sys.stderr, flush=True)
 

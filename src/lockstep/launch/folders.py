@@ -52,7 +52,7 @@ class JobFolder:
             os.close(self._lock)
 
     def remove(self) -> None:
-        """**Local.** Remove the folder with all that is in it. Does nothing the second time."""
+        """Remove the folder with all that is in it. Does nothing the second time."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)

@@ -417,7 +417,7 @@ def _has_text(log: Path) -> bool:
 
 
 def default_home(env: Mapping[str, str] = os.environ) -> Path | None:
-    """**Local.** The folder for the logs of jobs that name none, by the XDG base directory specification; None: this
+    """The folder for the logs of jobs that name none, by the XDG base directory specification; None: this
     user has no home."""
     state = env.get("XDG_STATE_HOME", "")
     if state.startswith("/"):
@@ -432,7 +432,7 @@ def default_home(env: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def spare_home() -> Path:
-    """**Local.** The folder for logs where the home can't be written: this user's own, for temporary files.
+    """The folder for logs where the home can't be written: this user's own, for temporary files.
 
     Others may write there as well: a folder of that name that is another's, or open to others, is not taken.
     """

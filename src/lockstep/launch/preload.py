@@ -57,7 +57,7 @@ _read: dict[str, str] = {}
 
 
 def load(modules: Iterable[str]) -> None:
-    """**Local.** Import ``modules`` without collecting garbage, then keep what is there out of the collector's sight.
+    """Import ``modules`` without collecting garbage, then keep what is there out of the collector's sight.
 
     A collection would write to the memory of every object, and so un-share it from the ranks.
     """
@@ -91,7 +91,7 @@ def _noting_reads() -> Iterator[None]:
 
 
 def listen() -> None:
-    """**Local.** From now on heed what this process's program sets: see Note [Environment read at import]."""
+    """From now on heed what this process's program sets: see Note [Environment read at import]."""
     if _read:
         vars(os)["putenv"] = _Listener(os.putenv)
 

@@ -34,12 +34,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def become_subreaper() -> None:
-    """**Local.** Make this process the new parent of orphans below it."""
+    """Make this process the new parent of orphans below it."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int) -> None:
-    """**Local.** Have the kernel SIGKILL this process when the thread that forked it ends.
+    """Have the kernel SIGKILL this process when the thread that forked it ends.
 
     Args:
         parent: the process that forked this one. If it is gone already, this process ends here and now.
@@ -57,7 +57,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def sweep(*, patience: float, limit: float = 5.0) -> list[int]:
-    """**Local.** End every process below this one, and reap them.
+    """End every process below this one, and reap them.
 
     Multiprocessing's resource tracker ignores SIGTERM and leaves by itself once its process is gone, after it removed
     the shared memory left there. So the rest is first asked, and only killed after ``patience``.
@@ -102,7 +102,7 @@ class Dead:
 
 
 def reap() -> list[Dead]:
-    """**Local.** Collect dead children."""
+    """Collect dead children."""
     dead: list[Dead] = []
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -114,7 +114,7 @@ def reap() -> list[Dead]:
 
 
 def remove_shared_memory(dead: set[int]) -> None:
-    """**Local.** Remove what loader workers had named in /dev/shm and not yet unlinked at the moment they were killed.
+    """Remove what loader workers had named in /dev/shm and not yet unlinked at the moment they were killed.
 
     torch names such memory ``torch_<process>_<random>_<count>`` and unlinks it a few instructions later.
     """
@@ -201,12 +201,12 @@ class SignalQueue:
 
 
 def ignored(signums: Iterable[signal.Signals] = (*STOPPING, SAVE)) -> frozenset[signal.Signals]:
-    """**Local.** Those of ``signums`` that this process ignores: nohup ignores SIGHUP, a shell's ``&`` SIGINT."""
+    """Those of ``signums`` that this process ignores: nohup ignores SIGHUP, a shell's ``&`` SIGINT."""
     return frozenset(signum for signum in signums if signal.getsignal(signum) == signal.SIG_IGN)
 
 
 def name(signum: int) -> str:
-    """**Local.** ``9`` → ``SIGKILL``; real-time signals have only a number."""
+    """``9`` → ``SIGKILL``; real-time signals have only a number."""
     try:
         return signal.Signals(signum).name
     except ValueError:

@@ -48,7 +48,7 @@ class Task:
 
 
 def live(task: Task) -> NoReturn:
-    """**Local.** Run the task, and end through Python's own finalization: threads, atexit functions, buffers."""
+    """Run the task, and end through Python's own finalization: threads, atexit functions, buffers."""
     _become(task)
     _run(_program(task), task.rank, silent=task.job["kind"] == "call")
     raise SystemExit(0)

@@ -42,7 +42,7 @@ class Failure:
 
     @classmethod
     def of(cls, ending: Ending, *, step: int | None, taken: int | None, out_of_memory: bool = False) -> Failure:
-        """**Local.** From how the first rank to fail ended."""
+        """From how the first rank to fail ended."""
         code = ending.state.exit_code
         sent = ending.record is None and code is not None and -code in _SENT and not out_of_memory
         text = ending.cause if ending.record is None else f"{ending.record.type}: {ending.record.message}"

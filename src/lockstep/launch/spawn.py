@@ -32,7 +32,7 @@ def spawn(
     daemon: bool = False,
     start_method: str = "spawn",
 ) -> SpawnContext | None:
-    """**Local.** Call ``fn(rank, *args)`` on ``nprocs`` new ranks; the arguments are those of torch's.
+    """Call ``fn(rank, *args)`` on ``nprocs`` new ranks; the arguments are those of torch's.
 
     The ranks are forked from a fresh process that imported torch once, so the second rank costs milliseconds. In each,
     the caller's ``__main__`` is imported again (under the name ``__mp_main__``, so keep ``if __name__ == "__main__":``)

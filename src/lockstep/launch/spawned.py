@@ -27,7 +27,7 @@ class SentDescriptor:
 
 
 def call(rank: int, fds: Sequence[int], *, shared_tracker: bool) -> None:
-    """**Local.** Become what a process that multiprocessing spawned is, and run the packed function.
+    """Become what a process that multiprocessing spawned is, and run the packed function.
 
     Args:
         rank: the function's first argument.

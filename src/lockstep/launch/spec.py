@@ -211,7 +211,7 @@ _MOST_FILES, _MOST_FOLDERS = 300, 100
 
 
 def check_program(program: Program) -> None:
-    """**Local.** Refuse a program that is not there.
+    """Refuse a program that is not there.
 
     Raises:
         ValueError: the script is missing, a folder or not readable, or there is no such module.
@@ -223,7 +223,7 @@ def check_program(program: Program) -> None:
 
 
 def sources_of(program: Program) -> Iterator[str]:
-    """**Local.** The text of a program's own file, then of the Python files in its folder and below.
+    """The text of a program's own file, then of the Python files in its folder and below.
 
     Files that can't be read are left out, and after some hundred files or folders it ends: it serves to guess what a
     program knows.
@@ -304,7 +304,7 @@ _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """**Local.** A port that nobody uses now, below those that the kernel hands out for outgoing connections.
+    """A port that nobody uses now, below those that the kernel hands out for outgoing connections.
 
     It is not held, so it could be taken before it is used; outside the kernel's own range that is unlikely.
 
@@ -328,7 +328,7 @@ def _lowest_ephemeral() -> int:
 
 
 def is_free(port: int) -> bool:
-    """**Local.** Whether a server could listen on ``port`` on every address of this machine."""
+    """Whether a server could listen on ``port`` on every address of this machine."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -345,5 +345,5 @@ def is_free(port: int) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """**Local.** Whether ``host`` can only be this machine, whatever the network."""
+    """Whether ``host`` can only be this machine, whatever the network."""
     return host in ("localhost", "::1") or host.startswith("127.")

@@ -33,7 +33,7 @@ _PATIENCE = 0.3
 
 
 def run(spec: JobSpec) -> int:
-    """**Local.** Run a job to its end and return the exit code for it.
+    """Run a job to its end and return the exit code for it.
 
     0, or that of the first rank to fail, or 128 + the signal that stopped the job.
 

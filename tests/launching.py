@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lockstep import knobs
-from lockstep.launch.processes import descendants
+from lockstep._proc import descendants
 from tests import warm
 
 #: Generous: it only ends a test that hangs.

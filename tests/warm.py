@@ -34,7 +34,7 @@ from types import NoneType
 from typing import Any, NoReturn, TextIO, cast
 
 from lockstep.launch.channel import Channel
-from lockstep.launch.signals import SAVE, STOPPING
+from lockstep.launch.processes import SAVE, STOPPING
 
 _ROOT = Path(__file__).parents[1]
 

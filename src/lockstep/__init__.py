@@ -6,9 +6,9 @@ The public names are loaded when first used (PEP 562), so that the launcher and 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from lockstep.comm.shm.register import register_when_loaded
 from lockstep.version import __version__
 
 #: Public name -> the module that defines it. The type checker reads the block below; a test keeps the two equal.
@@ -39,7 +39,7 @@ _HOMES = {
     "World": "lockstep.comm.world",
     "bf16_compress_hook": "lockstep.ddp.comm_hooks",
     "convert_sync_batchnorm": "lockstep.ddp.sync_batchnorm",
-    "expect_slow": "lockstep.recorder.expect",
+    "expect_slow": "lockstep.job.flight",
     "fp16_compress_hook": "lockstep.ddp.comm_hooks",
     "init": "lockstep.comm.init",
     "join": "lockstep.ddp.api",
@@ -89,9 +89,9 @@ if TYPE_CHECKING:
     from lockstep.errors import RankFailed as RankFailed
     from lockstep.errors import RendezvousError as RendezvousError
     from lockstep.errors import ReplicaMismatch as ReplicaMismatch
+    from lockstep.job.flight import expect_slow as expect_slow
     from lockstep.launch.spawn import spawn as spawn
     from lockstep.progress import track as track
-    from lockstep.recorder.expect import expect_slow as expect_slow
     from lockstep.sampling.loader import ShardedLoader as ShardedLoader
     from lockstep.sampling.loader import shard as shard
     from lockstep.sampling.sampler import DistributedSampler as DistributedSampler
@@ -114,4 +114,10 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-register_when_loaded()  # the c10d backend "shm", in whichever order torch and lockstep are imported
+def _register_backend() -> None:
+    """Make torch know the backend "shm", if torch is there; an installed lockstep torch finds by itself."""
+    if "torch" in sys.modules:
+        importlib.import_module("lockstep.comm.shm.register").register()
+
+
+_register_backend()

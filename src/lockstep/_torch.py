@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -63,6 +63,21 @@ def profiler_enabled() -> Callable[[], bool]:
 
     enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
     return enabled
+
+
+@contextmanager
+def recorded(name: str, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Show what runs inside to the profiler as ``name``, with the sizes of ``inputs``.
+
+    ``record_function`` has no place for tensors; torch's own backends record themselves in C++.
+    """
+    import torch
+
+    handle = torch.autograd._record_function_with_args_enter(name, *inputs)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._record_function_with_args_exit(handle)  # type: ignore[attr-defined]
 
 
 def queue_callback() -> Callable[[Callable[[], None]], None]:

@@ -140,7 +140,11 @@ def _expected(case: Case) -> list[str]:
         if case.backend == "shm":  # the others' error, at once
             return [f"  rank {rank}: all_reduce #", barrier, went_on]
         # With two ranks in different collectives nobody can know which of them missed one.
-        odd = f"rank {rank} elsewhere than the others" if case.ranks > 2 else "one of them has left one out"
+        odd = (
+            f"rank {rank} of {case.ranks} has left out the collective"
+            if case.ranks > 2
+            else "one of them has left one out"
+        )
         return [odd, f"rank {rank} waits" if case.ranks == 2 else "it waits", barrier, went_on]
     waits = f"{script}:{line_of('waits: torch')} in with_torch_alone" if case.torch else backward
     expected = [f"rank {rank} of {case.ranks} has held up", waits]

@@ -28,16 +28,16 @@ JOB_FAULTS = [
     ),
     Fault(
         "each rank stops at a step of its own",
-        "agreement/agree.py",
+        "job/stop.py",
         "LEAD = 2",
         "LEAD = 0",
-        ("tests/unit/test_agreement.py",),
+        ("tests/unit/test_job_stop.py",),
     ),
     Fault(
         "those who wait are called late",
-        "recorder/compare.py",
+        "job/hang.py",
         "    late = [seen for seen in ranks if seen.rank not in waits]",
         "    late = [seen for seen in ranks if seen.rank in waits]",
-        ("tests/unit/test_recorder_compare.py",),
+        ("tests/unit/test_job_hang.py",),
     ),
 ]

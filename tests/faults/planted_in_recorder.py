@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from tests.faults.planting import Fault
 
-_PAGES = ("tests/unit/test_recorder_pages.py",)
+_PAGES = ("tests/unit/test_job_pages.py",)
 
 RECORDER_FAULTS = [
     Fault(
         "a rank is late as soon as the first of the others waits for it",
-        "recorder/compare.py",
+        "job/hang.py",
         "    since = max(waits.values())\n",
         "    since = min(waits.values())\n",
-        ("tests/unit/test_recorder_compare.py",),
+        ("tests/unit/test_job_hang.py",),
     ),
     Fault(
         "a wait that fails counts as one that ended",
-        "recorder/writer.py",
-        "            if not failed:\n                self._write()\n",
-        "            self._write()\n",
+        "job/flight.py",
+        "            if not failed:\n                self._tell()\n",
+        "            self._tell()\n",
         _PAGES,
     ),
     Fault(
         "a loader's worker writes into its rank's page",
-        "recorder/writer.py",
-        "        current.detach()\n",
-        "        current.publish()\n",
+        "job/flight.py",
+        "    use(Flight(memoryview(bytearray(PAGE))))\n",
+        "",
         _PAGES,
     ),
     Fault(
         "a process without a handler is sent the signal that asks for its stack",
-        "launch/kernel.py",
+        "_proc.py",
         "            return bool(int(line.split()[1], 16) >> (signum - 1) & 1)\n",
         "            return True\n",
         ("tests/unit/test_launch_lateness.py",),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.memory import MemoryGroup, memory_group
+from lockstep.launch.evidence import MemoryGroup, memory_group
 from tests.launching import LIMIT, environment
 
 _LIMIT = 700 << 20

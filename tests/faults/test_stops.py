@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.agreement.note import EXIT_SAVED
+from lockstep.job.files import EXIT_SAVED
 from tests.faults import jobs
 from tests.launching import gone_within, wait_for
 

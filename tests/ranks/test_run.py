@@ -194,7 +194,8 @@ def test_auto_is_one_rank_for_two_cores(tmp_path: Path) -> None:
         (["-n", "2", "--grace", "-1", "train.py"], "--grace=-1"),
         (["-n", "2", "--log-dir", "train.py/logs", "train.py"], "logs can't be written to train.py/logs"),
         (["-n", "2", "--nosuch", "train.py"], "No such option"),
-        (["-n", "2", "--nnodes", "2", "train.py"], "lockstep run is for one machine"),
+        (["-n", "2", "--nnodes", "2", "--node-rank", "2", "train.py"], "--node_rank=2 does not fit --nnodes=2"),
+        (["-n", "2", "--nnodes", "2", "--standalone", "train.py"], "--standalone is for jobs on one machine"),
         (["-n", "2"], "Missing argument"),
     ],
 )

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
+from lockstep._proc import descendants
+from lockstep.job.page import NAMES, Phase
 from tests.launching import Running, run, start
 
 _TRAINING = """
@@ -79,8 +84,8 @@ with open({str(fifo)!r}, "rb", buffering=0) as file:
     assert re.fullmatch(r"lockstep: rank 1 of 2 has held up the others for \d+ s", report[0]), report
     assert int(report[0].split()[-2]) >= 4, "it said so before it was unexpected"
     assert f"is sleeping in read of {fifo}" in report[1]
-    assert "in phase own code" in report[2]
-    assert f"behind optimizer at {tmp_path}/train.py:{_WAIT_LINE + longer + 1} in <module>, after 5 steps" in report[2]
+    assert re.match(r"  in your code for \d+ s, after optimizer.step\(\) at ", report[2]), report
+    assert f"at {tmp_path}/train.py:{_WAIT_LINE + longer + 1} in <module>, 5 steps taken" in report[2]
     assert report[4].endswith("train.py:14 in hang")
     waits = next(line for line in report if line.startswith("  rank 0 waits in "))
     assert f"at {tmp_path}/train.py:{_WAIT_LINE + longer} in <module>" in waits
@@ -111,8 +116,8 @@ def test_a_collective_that_one_rank_leaves_out_is_named_with_both_places(tmp_pat
     argv = ["lockstep", "run", "-n", "2", "train.py"]
     done = run(argv, tmp_path, torch=True, LOCKSTEP_LATE="1", LOCKSTEP_BACKEND="gloo", LOCKSTEP_TIMEOUT="5")
     assert done.code == 1
-    report = done.err[done.err.index("lockstep: all ranks have waited") :].splitlines()
-    assert "rank 1 elsewhere than the others: it has left out the collective that they are in" in report[0]
+    report = done.err[done.err.index("lockstep: rank 1 of 2 has left out") :].splitlines()
+    assert "the collective that the others wait in, or they have one too many: all ranks have waited for" in report[0]
     assert report[1].startswith("  rank 1 (process ")
     assert f"it waits in averaging gradients at {tmp_path}/train.py:" in report[2]
     assert f"  rank 0 waits in World.barrier() at {tmp_path}/train.py:{line} in <module>" in report
@@ -181,3 +186,49 @@ def test_a_rank_that_is_steadily_slower_is_named_at_the_end_and_is_no_alarm(tmp_
     assert "held up" not in done.err
     assert "lockstep: rank 1 was steadily slower than the others: " in done.err
     assert "most of the difference in data (" in done.err
+
+
+_STOPPED = """
+import os, signal
+from contextlib import nullcontext
+import lockstep
+from lockstep.job import flight
+from lockstep.job.page import Phase
+
+world = lockstep.init()
+announced = lockstep.expect_slow("a long upload") if {announced} else nullcontext()
+for turn in range(3):
+    with flight.phase(Phase.{phase}), announced:
+        if turn == 2 and world.rank == 1:
+            {stuck}
+    world.barrier()
+"""
+_STUCK = {
+    "stop": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "lock": "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()",
+}
+
+
+@pytest.mark.parametrize(
+    ("stuck", "phase", "announced"),
+    [("stop", "SAVE", False), ("stop", "EVALUATE", True), ("lock", "SAVE", False), ("lock", "OWN", True)],
+)
+def test_who_cannot_go_on_is_named_in_every_phase_and_without_an_optimizer(
+    tmp_path: Path, stuck: str, phase: str, announced: bool
+) -> None:
+    script = _STOPPED.format(announced=announced, phase=phase, stuck=_STUCK[stuck])
+    (tmp_path / "train.py").write_text(script)
+    argv = ["lockstep", "run", "-n", "2", "train.py"]
+    with start(argv, tmp_path, torch=True, LOCKSTEP_LATE="3") as job:
+        report = _report(job)
+        job.process.terminate()
+        for pid in descendants(job.pid):
+            os.kill(pid, signal.SIGCONT)
+        job.finish()
+    assert re.fullmatch(r"lockstep: rank 1 of 2 has held up the others for [3-9] s", report[0]), report
+    if stuck == "stop":
+        assert "is stopped by a signal" in report[1]
+        assert re.match(rf"  in {NAMES[Phase[phase]]} for \d s, 0 steps taken", report[2]), report
+    else:
+        assert f"    {tmp_path}/train.py:13 in <module>" in report
+    assert any("inside lockstep.expect_slow('a long upload')" in line for line in report) == announced

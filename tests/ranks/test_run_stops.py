@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep.agreement.note import EXIT_SAVED
+from lockstep.job.files import EXIT_SAVED
 from tests.faults import jobs
 from tests.harness import collect_outcomes
 from tests.launching import Finished, gone_within, run, start, wait_for

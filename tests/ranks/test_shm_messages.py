@@ -227,21 +227,21 @@ def _half_a_message() -> bool:
     rank, _ = _init(chunk=512, timeout=20)
     dist.barrier()
     if rank == 1:
-        from lockstep.comm.shm.mailbox import Outbox
+        from lockstep.comm.shm.p2p import Box
 
-        put, sent = Outbox.put, 0
+        put, sent = Box.put, 0
 
-        def some(self: Outbox, *arguments: Any) -> int | None:
+        def some(self: Box, *arguments: Any) -> int | None:
             nonlocal sent
             sent += 1
             return put(self, *arguments) if sent <= 2 else None
 
-        Outbox.put = some  # type: ignore[assignment,method-assign]
+        Box.put = some  # type: ignore[assignment,method-assign]
         work = dist.isend(torch.ones(300), 0)
         assert work is not None
         with pytest.raises(lockstep.CollectiveTimeout):
             work.wait()
-        Outbox.put = put  # type: ignore[method-assign]
+        Box.put = put  # type: ignore[method-assign]
         work.is_completed()
         return True
     group: Any = dist.group.WORLD
@@ -253,7 +253,7 @@ def _half_a_message() -> bool:
         receive.wait()
     before = got.clone()
     assert 0 < torch.count_nonzero(before) < 300
-    box = group._shm_group.mail._matching._inboxes[1]
+    box = group._shm_group.messages._matching._inboxes[1]
     hand_over(box)
     receive.is_completed()
     return torch.equal(got, before)

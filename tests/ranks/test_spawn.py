@@ -53,10 +53,10 @@ def _as_the_documents_do(rank: int, world_size: int, port: str, total: torch.Ten
 
 
 def test_a_function_that_opens_torchs_group_itself() -> None:
-    from lockstep.launch import ports
+    from lockstep.launch.spec import free_port
 
     total = torch.zeros(2)
-    lockstep.spawn(_as_the_documents_do, (2, str(ports.free_port()), total), 2)
+    lockstep.spawn(_as_the_documents_do, (2, str(free_port()), total), 2)
     assert total.tolist() == [3.0, 3.0]
 
 
@@ -154,12 +154,42 @@ def test_a_function_that_can_not_be_sent_is_refused_here() -> None:
         lockstep.spawn(lambda rank: None, nprocs=2)  # noqa: ARG005
 
 
+def _stop_one(rank: int) -> None:
+    world = lockstep.init()
+    for turn in range(3):
+        if (turn, rank) == (2, 1):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        world.barrier()
+
+
+def test_a_rank_that_holds_up_the_others_is_named_and_the_callers_signals_stay_its_own(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(knobs.LATE, "1")
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    ranks = lockstep.spawn(_stop_one, nprocs=2, join=False)
+    assert ranks is not None
+    said, deadline = "", time.monotonic() + LIMIT
+    while "Nothing was stopped" not in said and time.monotonic() < deadline:
+        assert not ranks.join(0.1)
+        said += capfd.readouterr().err
+    os.kill(ranks.pids()[1], signal.SIGCONT)
+    assert ranks.join()
+    said += capfd.readouterr().err
+    assert "lockstep: rank 1 of 2 has held up the others for " in said
+    assert "is stopped by a signal" in said
+    assert "rank 0 waits in " in said
+    assert "lockstep: rank 1 has gone on" in said
+    assert before == {signum: signal.getsignal(signum) for signum in before}
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 @pytest.mark.usefixtures("bare")
 def test_a_dead_zygote_is_an_error() -> None:
     ranks = lockstep.spawn(functions.fail, ("wait",), nprocs=1, join=False)
     assert ranks is not None
     (pid,) = ranks.pids()
-    os.kill(ranks._zygote.pid, signal.SIGKILL)
+    os.kill(ranks._launcher.zygote.pid, signal.SIGKILL)
     with pytest.raises(lockstep.LaunchError, match="the process that starts the ranks"):
         ranks.join()
     assert gone_within([pid], 1.0) == []
@@ -235,7 +265,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_do_not_outlive_their_caller(tmp_path: Path, signum: signal.Signals) -> None:
-    from lockstep.launch.processes import descendants
+    from lockstep._proc import descendants
 
     with _program(tmp_path, _ENDLESS) as process:
         wait_for(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)), "the ranks")

@@ -340,7 +340,7 @@ _BREAKS: dict[str, tuple[str, str]] = {
     "no memory": ("0", "os.memfd_create"),
     "no semaphores": ("0", "lockstep.comm.shm.semaphore.initialise"),
     "unreadable": ("1", "lockstep.comm.shm.rendezvous.Segment.open"),
-    "no descriptor": ("1", "lockstep.comm.shm.group.Peers"),
+    "no descriptor": ("1", "lockstep.comm.shm.group.Health"),
     "refused by torch": ("1", "lockstep.comm.shm.process_group.ProcessGroupShm"),
     "refused by torch on rank 0": ("0", "lockstep.comm.shm.process_group.ProcessGroupShm"),
     "refused by torch everywhere": ("01", "lockstep.comm.shm.process_group.ProcessGroupShm"),

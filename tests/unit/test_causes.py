@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.agreement.at_work import AtWork, Fetching, find
-from lockstep.launch.causes import Facts, explain
-from lockstep.launch.memory import MemoryGroup, machine_memory, memory_group
+from lockstep.job.files import FailureRecord
+from lockstep.job.workers import AtWork, Fetching, find
+from lockstep.launch.evidence import MemoryGroup, machine_memory, memory_group
 from lockstep.launch.policy import RankState
-from lockstep.launch.records import FailureRecord
-from lockstep.launch.report import Ending
+from lockstep.launch.report import Ending, Facts, explain
 
 _GIB = 1 << 30
 _QUIET = Facts(

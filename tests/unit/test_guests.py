@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lockstep import EnvironmentMismatch, knobs
-from lockstep.agreement.standing import Place, Slots
 from lockstep.comm import guests
 from lockstep.identity import Identity, place
+from lockstep.job.page import Cell, Pages
 
 _RANK = Identity(0, 2, 0, 2, 0, launched=True)
 
@@ -63,6 +63,6 @@ def test_a_child_of_ranks_that_train_without_init_is_refused(as_rank: pytest.Mon
 
 def _train(folder: Path, env: pytest.MonkeyPatch) -> None:
     env.setenv(knobs.JOB_DIR, str(folder))
-    slots = Slots(folder, 2)
-    slots.set(1, Place.COUNTED, 3)
-    slots.close()
+    pages = Pages(folder, 2)
+    pages.set(1, Cell.STEPS, 3)
+    pages.close()

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.agreement.at_work import AtWork
+from lockstep.job.workers import AtWork
 from lockstep.launch.folders import JobFolder
 
-_WORKER = "import sys; from lockstep.agreement.at_work import AtWork; AtWork(sys.argv[1], rank=0, name='0-1').note(7)"
+_WORKER = "import sys; from lockstep.job.workers import AtWork; AtWork(sys.argv[1], rank=0, name='0-1').note(7)"
 
 
 def _piece(pid: int) -> Path:

@@ -7,10 +7,25 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from lockstep.launch.channel import Channel, Message
+from lockstep.launch.channel import (
+    Broken,
+    Channel,
+    Clear,
+    Cleared,
+    Exited,
+    Finish,
+    Fork,
+    Message,
+    Ready,
+    Signal,
+    Started,
+    decode,
+    encode,
+)
 
 
 @pytest.fixture
@@ -21,19 +36,33 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
     other.close()
 
 
-def _receive(channel: Channel, count: int) -> list[tuple[Message, list[int]]]:
-    got: list[tuple[Message, list[int]]] = []
+def _receive(channel: Channel, count: int) -> list[tuple[dict[str, Any], list[int]]]:
+    got: list[tuple[dict[str, Any], list[int]]] = []
     while len(got) < count:
         got += channel.receive()
     return got
 
 
 def test_messages_arrive_in_order_and_whole(ends: tuple[Channel, Channel]) -> None:
-    sent: list[Message] = [{"n": n, "text": "ü\udcff\n" * n} for n in (0, 1, 50_000, 2)]
+    sent = [{"n": n, "text": "ü\udcff\n" * n} for n in (0, 1, 50_000, 2)]
     thread = threading.Thread(target=lambda: deque(map(ends[0].send, sent)))
     thread.start()
     assert [message for message, _ in _receive(ends[1], 4)] == sent
     thread.join()
+
+
+def test_every_kind_of_message_is_found_again(ends: tuple[Channel, Channel]) -> None:
+    fork = Fork(3, {"RANK": "3", "GONE": None}, {"kind": "script", "target": "train.py", "args": ["--lr", "1"]})
+    sent: list[Message] = [
+        fork, Signal([0, 2], 15), Clear(), Finish(), Ready(), Broken("…"), Started(1, 7), Exited(1, -9, 1.5, 1 << 30),
+        Cleared(),
+    ]  # fmt: skip
+    for message in sent:
+        ends[0].send(encode(message), [0] if message is fork else [])
+    got = _receive(ends[1], len(sent))
+    assert [decode(fields) for fields, _ in got] == sent
+    assert [len(fds) for _, fds in got] == [1, *[0] * 8]
+    os.close(got[0][1][0])
 
 
 def test_each_message_has_its_own_descriptors(ends: tuple[Channel, Channel]) -> None:

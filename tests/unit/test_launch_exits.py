@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from lockstep import knobs
-from lockstep.launch import rank, records
+from lockstep.job.files import FailureRecord
+from lockstep.launch import rank
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_a_ranks_last_words_hold_the_code_that_it_ends_with(
     monkeypatch.setenv(knobs.JOB_DIR, str(tmp_path))
     with pytest.raises(SystemExit) as stopped:
         rank._run(lambda: sys.exit(argument), 0, silent=True)
-    record = records.read(tmp_path, 0)
+    record = FailureRecord.read(tmp_path, 0)
     assert record is not None
     assert (stopped.value.code, record.exit_code, record.message) == (code, code, "")
 
@@ -52,7 +53,7 @@ def test_an_exception_without_words_keeps_its_traceback(tmp_path: Path, monkeypa
     monkeypatch.setenv(knobs.JOB_DIR, str(tmp_path))
     with pytest.raises(SystemExit):
         rank._run(program, 0, silent=True)
-    record = records.read(tmp_path, 0)
+    record = FailureRecord.read(tmp_path, 0)
     assert record is not None
     assert "in program\n    raise _Odd\n" in record.traceback
     assert record.message == "<_Odd str() failed>"

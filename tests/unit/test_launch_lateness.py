@@ -10,12 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.launch import kernel, lateness, stacks
-from lockstep.launch.lateness import Known
-from lockstep.launch.stacks import Frame
-from lockstep.recorder.compare import Kind, Verdict
+import pytest
+
+from lockstep import _proc
+from lockstep.job.hang import Kind, Standstill, Verdict
+from lockstep.job.page import Phase
+from lockstep.launch import evidence, report
+from lockstep.launch.evidence import Frame, Stillness
+from lockstep.launch.report import Known
 from tests.launching import wait_for
-from tests.unit.test_recorder_compare import NOW, _look
+from tests.unit.test_job_hang import NOW, _look
 
 _DUMP = """\
 Thread 0x00007f0000000001 (most recent call first):
@@ -32,18 +36,18 @@ Current thread 0x00007f0000000002 (most recent call first):
 
 
 def test_a_stack_is_the_main_threads_without_the_launchers_own_frames() -> None:
-    stack = stacks.parse(_DUMP)
+    stack = evidence.parse_stack(_DUMP)
     assert stack is not None
     assert [frame.line for frame in stack.frames] == ["4165", "12", "40"]
     assert stack.in_collective
     assert stack.users == Frame("/home/me/train.py", "12", "evaluate")
     assert not stack.in_debugger
-    assert stacks.parse("") is None
+    assert evidence.parse_stack("") is None
 
 
 def test_a_model_outside_of_a_step_and_a_debugger_are_seen() -> None:
-    def stack(*files: str) -> stacks.Stack:
-        return stacks.Stack(tuple(Frame(file, "1", "f") for file in files))
+    def stack(*files: str) -> evidence.Stack:
+        return evidence.Stack(tuple(Frame(file, "1", "f") for file in files))
 
     assert stack("/x/torch/nn/modules/conv.py", "/x/torch/nn/modules/module.py", "/me/eval.py").in_model
     assert not stack("/me/model.py", "/x/torch/nn/modules/module.py").in_model, "a loop in the user's own forward"
@@ -64,7 +68,7 @@ def _running(code: str, *args: str) -> Iterator[int]:
 
 
 def _describe(pid: int) -> str:
-    facts = kernel.facts(pid)
+    facts = evidence.facts(pid)
     assert facts is not None
     return facts.describe()
 
@@ -77,41 +81,107 @@ def test_a_blocked_read_names_its_file_and_a_stopped_process_is_stopped(tmp_path
         wait_for(lambda: f"sleeping in read of {fifo}" in _describe(pid), "the read")
         os.kill(pid, signal.SIGSTOP)
         wait_for(lambda: _describe(pid) == "stopped by a signal (SIGCONT lets it go on)", "the stop")
-    assert kernel.facts(pid) is None
+    assert evidence.facts(pid) is None
 
 
 def test_a_busy_process_runs_and_uses_the_processor() -> None:
     with _running("print('ready', flush=True)\nwhile True: pass") as pid:
         wait_for(lambda: _describe(pid) == "running", "the loop")
-        before = kernel.facts(pid)
+        before = evidence.facts(pid)
         assert before is not None
-        wait_for(lambda: (now := kernel.facts(pid)) is not None and now.processor > before.processor, "a tick")
+        wait_for(lambda: (now := evidence.facts(pid)) is not None and now.processor > before.processor, "a tick")
 
 
 def test_only_a_process_with_a_handler_is_asked_for_its_stack() -> None:
     number = int(signal.SIGRTMIN) + 11
     with _running("print('ready', flush=True)\nwhile True: pass") as pid:
-        assert not kernel.catches(pid, number)
+        assert not _proc.catches(pid, number)
     code = f"import faulthandler; faulthandler.register({number}); print('ready', flush=True)\nwhile True: pass"
     with _running(code) as pid:
-        assert kernel.catches(pid, number)
+        assert _proc.catches(pid, number)
+
+
+def _standstill(pid: int, *, announced: bool) -> Standstill | None:
+    """What is said of a process after a while of looking once in a while."""
+    still = Stillness()
+    found = [still.look(pid, now, announced=announced) for now in (0.0, 2.0, 4.0)]
+    assert found[0] in (None, Standstill.STOPPED), "a moment is no standstill"
+    return found[-1]
+
+
+_LOCKED = """
+import threading
+lock = threading.Lock()
+lock.acquire()
+{before}
+print("ready", flush=True)
+lock.acquire()
+"""
+
+
+def _until_asleep(pid: int) -> None:
+    wait_for(lambda: (stat := _proc.stat(pid)) is not None and stat.state == "S", "the process to sleep")
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_process_whose_threads_all_wait_for_each_other_cannot_go_on(announced: bool) -> None:
+    before = "other = threading.Lock(); other.acquire(); threading.Thread(target=other.acquire).start()"
+    with _running(_LOCKED.format(before=before)) as pid:
+        _until_asleep(pid)
+        wait_for(lambda: _standstill(pid, announced=announced) is Standstill.LOCKED, "both locks")
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda: _standstill(pid, announced=announced) is Standstill.STOPPED, "the stop")
+
+
+def test_what_was_announced_may_wait_for_a_thread_that_wakes_by_itself() -> None:
+    before = "threading.Thread(target=threading.Event().wait, args=(60,), daemon=True).start()"
+    with _running(_LOCKED.format(before=before)) as pid:
+        _until_asleep(pid)
+        wait_for(
+            lambda: _standstill(pid, announced=False) is Standstill.LOCKED, "the lock; a progress bar goes on, say"
+        )
+        assert _standstill(pid, announced=True) is None
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import time; print('ready', flush=True); time.sleep(60)",
+        "import os; a, b = os.pipe(); print('ready', flush=True); os.read(a, 1)",
+        "import threading; print('ready', flush=True); threading.Event().wait(60)",
+        "import subprocess; print('ready', flush=True); subprocess.run(['sleep', '60'])",
+        _LOCKED.format(before="import time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"),
+        "print('ready', flush=True)\nwhile True: pass",
+    ],
+    ids=["sleep", "read", "event", "child", "thread", "loop"],
+)
+def test_a_process_that_may_go_on_by_itself_is_not_at_a_standstill(code: str) -> None:
+    with _running(code) as pid:
+        if "while" not in code:
+            _until_asleep(pid)
+        assert _standstill(pid, announced=False) is None
 
 
 def _known(rank: int, **changes: object) -> Known:
     fields: dict[str, object] = {
-        "pid": 4000 + rank, "exit_code": None, "look": _look(), "facts": None, "stack": None
+        "pid": 4000 + rank, "exit_code": None, "look": _look(), "since": NOW - 7, "facts": None, "stack": None
     }  # fmt: skip
     return Known(rank, **{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_the_report_names_the_late_rank_its_place_and_where_the_others_wait() -> None:
-    late = _known(1, facts=kernel.Facts("S", 1.0, "read of /data/7", "pipe_read"), stack=stacks.parse(_DUMP))
-    waits = _known(0, look=_look(waiting_since=NOW - 7, waits_in="all_reduce #12 at train.py:30 in step"))
-    text = lateness.describe(Verdict(Kind.LATE, (1,), (0,), NOW - 7), {0: waits, 1: late}, now=NOW, world_size=2)
+    late = _known(
+        1,
+        look=_look(entered=Phase.OPTIMIZER),
+        facts=evidence.Facts("S", 1.0, "read of /data/7", "pipe_read"),
+        stack=evidence.parse_stack(_DUMP),
+    )
+    waits = _known(0, look=_look(waiting=True, waits_in="all_reduce #12 at train.py:30 in step"))
+    text = report.describe_late(Verdict(Kind.LATE, (1,), (0,), NOW - 7), {0: waits, 1: late}, now=NOW, world_size=2)
     assert text.splitlines()[:5] == [
         "rank 1 of 2 has held up the others for 7 s",
         "  rank 1 (process 4001) is sleeping in read of /data/7 (pipe_read)",
-        "  in phase own code since 500 s, entered at train.py:3, after 10 steps",
+        "  in your code for 7 s, after optimizer.step() at train.py:3 in step, 10 steps taken",
         "  its Python stack, the innermost line first:",
         "    /site-packages/torch/distributed/distributed_c10d.py:4165 in barrier",
     ]
@@ -119,13 +189,34 @@ def test_the_report_names_the_late_rank_its_place_and_where_the_others_wait() ->
     assert "expect_slow" in text
 
 
+def test_a_rank_is_placed_by_its_stack_or_by_what_it_waited_in_last() -> None:
+    def said(**changes: object) -> str:
+        verdict = Verdict(Kind.LATE, (1,), (0,), NOW - 7)
+        ranks = {0: _known(0, look=_look(waiting=True, waits_in="barrier at train.py:3")), 1: _known(1, **changes)}
+        return report.describe_late(verdict, ranks, now=NOW, world_size=2)
+
+    stack = evidence.parse_stack(_DUMP)
+    assert "  in forward for 7 s, at /home/me/train.py:12 in evaluate, 1 step taken" in said(
+        look=_look(Phase.FORWARD, steps=1), stack=stack
+    )
+    assert "  in your code for 7 s, after fetching data, 10 steps taken" in said(look=_look(entered=Phase.DATA))
+    assert "  it has not reported yet" in said(look=_look(Phase.START, events=0, steps=None))
+    stopped = said(look=_look(Phase.SAVE, waits_in="all_reduce #3 at train.py:25", reason="a long save"))
+    assert "  in save for 7 s, 10 steps taken" in stopped
+    assert "  it waited last in all_reduce #3 at train.py:25" in stopped
+    assert "  inside lockstep.expect_slow('a long save')" in stopped
+
+
 def test_ranks_that_all_wait_are_told_apart_and_from_other_machines() -> None:
-    one = _known(0, look=_look(waiting_since=NOW - 7, waits_in="barrier at train.py:3"))
-    other = _known(1, look=_look(waiting_since=NOW - 7, waits_in="all_reduce at train.py:9", steps=11))
+    one = _known(0, look=_look(waiting=True, waits_in="barrier at train.py:3"))
+    other = _known(1, look=_look(waiting=True, waits_in="all_reduce at train.py:9", steps=11))
     verdict = Verdict(Kind.APART, (), (0, 1), NOW - 7)
-    text = lateness.describe(verdict, {0: one, 1: other}, now=NOW, world_size=2)
-    assert text.startswith("all ranks have waited for 7 s, rank 1 elsewhere than the others")
+    text = report.describe_late(verdict, {0: one, 1: other}, now=NOW, world_size=2)
+    assert text.startswith(
+        "rank 1 of 2 has left out the collective that the others wait in, or they have one too many: "
+        "all ranks have waited for 7 s\n"
+    )
     assert "rank 0 waits in barrier at train.py:3" in text
     assert "it waits in all_reduce at train.py:9" in text
-    elsewhere = lateness.describe(verdict, {0: one, 1: other}, now=NOW, world_size=4)
+    elsewhere = report.describe_late(verdict, {0: one, 1: other}, now=NOW, world_size=4)
     assert elsewhere.startswith("all ranks of this machine have waited for 7 s: the late one is on another machine")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import LaunchError
-from lockstep.launch.logs import KEPT, LogFolder, default_home, spare_home
+from lockstep.launch.output import KEPT, LogFolder, default_home, spare_home
 
 
 def _write(folder: LogFolder, rank: int, data: bytes) -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from signal import SIGKILL, SIGSEGV, SIGTERM
 
-from lockstep.launch import records
+from lockstep.job.files import FailureRecord
 from lockstep.launch.policy import RankState
-from lockstep.launch.records import FailureRecord
-from lockstep.launch.report import Ending, describe, first_failure
+from lockstep.launch.report import Ending, Facts, Outcome, describe
+
+_NOT_KNOWN = Facts(memory_kills=None, memory_limit=None, machine=None, shared=None, files=1024, worker=lambda _: None)
+
+
+def _outcome(*endings: Ending, world_size: int = 2) -> Outcome:
+    return Outcome(endings, _NOT_KNOWN, world_size)
 
 
 def _ending(
@@ -28,13 +33,13 @@ def _ending(
 
 
 def _first(*endings: Ending) -> int:
-    first = first_failure(endings)
+    first = _outcome(*endings).first
     assert first is not None
     return first.rank
 
 
 def test_nobody_failed() -> None:
-    assert first_failure([_ending(0, 0, 1.0), _ending(1, 0, 2.0)]) is None
+    assert _outcome(_ending(0, 0, 1.0), _ending(1, 0, 2.0)).first is None
 
 
 def test_the_exception_counts_from_when_it_was_raised() -> None:
@@ -74,7 +79,7 @@ def test_the_report_of_an_exception() -> None:
         _ending(2, 1, 5.1, raised="KeyError: 'x'\nmore", raised_at=5.05),
         _ending(3, 0, 1.0),
     ]
-    assert describe(endings, endings[1], world_size=8).splitlines() == [
+    assert describe(_outcome(*endings, world_size=8)).splitlines() == [
         "rank 1 of 8 failed: exit code 1",
         "Traceback of rank 1",
         "ValueError: bad batch",
@@ -87,34 +92,41 @@ def test_the_report_of_an_exception() -> None:
 def test_a_traceback_that_was_on_the_terminal_is_not_repeated() -> None:
     shown = _ending(0, 1, 5.1, raised="ValueError: bad batch", raised_at=5.0)
     shown = Ending(shown.state, shown.record, log=None, shown=True)
-    text = describe([shown], shown, world_size=1)
+    text = describe(_outcome(shown, world_size=1))
     assert text == "rank 0 of 1 failed: exit code 1\nValueError: bad batch (its traceback is above)"
 
 
 def test_the_report_of_a_kill_names_the_signal_and_a_suspect() -> None:
     killed = _ending(1, -SIGKILL, 5.1)
-    text = describe([killed], killed, world_size=2)
+    text = describe(_outcome(killed))
     assert text.startswith("rank 1 of 2 failed: killed by signal 9 (SIGKILL)\n")
     assert "out-of-memory killer" in text
     assert killed.exit_code == 137
 
 
+def test_who_was_late_is_said_unless_the_error_says_it() -> None:
+    late = "rank 0 of 2 has held up the others for 6 s\n  …"
+    died, told = _ending(1, -SIGKILL, 5.1), _ending(1, 1, 5.1, raised=f"CollectiveTimeout: x\n{late}", raised_at=5.0)
+    assert describe(Outcome((died,), _NOT_KNOWN, 2, late=late)).count(late) == 1
+    assert describe(Outcome((told,), _NOT_KNOWN, 2, late=late)).count(late) == 1
+
+
 def test_sys_exit_with_a_text() -> None:
     left = _ending(1, 1, 5.1, raised="SystemExit: no data", raised_at=5.0)
-    assert describe([left], left, world_size=2).splitlines()[:2] == ["rank 1 of 2 failed: exit code 1", "  no data"]
+    assert describe(_outcome(left)).splitlines()[:2] == ["rank 1 of 2 failed: exit code 1", "  no data"]
 
 
 def test_a_rank_stuck_in_the_kernel_is_named() -> None:
     failed = _ending(1, 1, 5.1)
     stuck = Ending(RankState(0, 1000, None, None, 5.2), None)
-    assert "rank 0: still there (process 1000)" in describe([stuck, failed], failed, world_size=2)
+    assert "rank 0: still there (process 1000)" in describe(_outcome(stuck, failed))
 
 
 def test_records_survive_the_disk(tmp_path: Path) -> None:
     record = FailureRecord(3, 1.5, 1, "ValueError", "naïve\nmessage", "Traceback …\n")
     record.write(str(tmp_path))
-    assert records.read(tmp_path, 3) == record
-    assert records.read(tmp_path, 2) is None
+    assert FailureRecord.read(tmp_path, 3) == record
+    assert FailureRecord.read(tmp_path, 2) is None
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     assert record.summary == "ValueError: naïve"
@@ -122,7 +134,7 @@ def test_records_survive_the_disk(tmp_path: Path) -> None:
 
 def test_a_huge_traceback_is_cut_in_the_middle(tmp_path: Path) -> None:
     FailureRecord(0, 1.0, 1, "RecursionError", "deep", "a" * 100_000 + "end").write(str(tmp_path))
-    record = records.read(tmp_path, 0)
+    record = FailureRecord.read(tmp_path, 0)
     assert record is not None
     assert len(record.traceback) < 60_000
     assert record.traceback.endswith("end")
@@ -132,8 +144,8 @@ def test_a_huge_traceback_is_cut_in_the_middle(tmp_path: Path) -> None:
 def test_a_rank_that_left_early_is_named_beside_those_that_waited_for_it() -> None:
     waiting = _ending(0, 1, 5.2, raised="lockstep.errors.PeerLost: a rank is gone", raised_at=5.1)
     left = _ending(1, 0, 5.3, stopped_at=5.25)
-    text = describe([waiting, left], waiting, world_size=2)
+    text = describe(_outcome(waiting, left))
     assert "rank 1 had ended by itself, with exit code 0" in text
     assert "stopped because" not in text
     cause = _ending(0, 1, 5.2, raised="ValueError: my own", raised_at=5.1)
-    assert "rank 1" not in describe([cause, _ending(1, 0, 5.0)], cause, world_size=2)
+    assert "rank 1" not in describe(_outcome(cause, _ending(1, 0, 5.0)))

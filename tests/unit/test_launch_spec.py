@@ -9,8 +9,16 @@ import pytest
 
 from lockstep import knobs
 from lockstep.identity import Identity
-from lockstep.launch import program
-from lockstep.launch.spec import JobSpec, Program, local_rank_option, parse_nodes, parse_ranks, rank_environment
+from lockstep.launch.spec import (
+    JobSpec,
+    Program,
+    check_program,
+    local_rank_option,
+    parse_nodes,
+    parse_ranks,
+    rank_environment,
+    sources_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +77,7 @@ def test_what_a_rank_reads_is_what_the_launcher_wrote() -> None:
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("node0", "1234")
     assert env[knobs.STORE] is None  # unset: the nodes meet at the port
     assert env[knobs.JOB_DIR] == "/job"
+    assert env["TORCHELASTIC_RESTART_COUNT"] == env[knobs.RESTART] == "0"
     assert "GLOO_SOCKET_IFNAME" not in env
     assert "OMP_NUM_THREADS" not in env
 
@@ -100,7 +109,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", ["pkg.train", "pkg.sub", "pkg.sub.__main__", "bare.script", "json.tool", "this"])
 def test_modules_are_found_without_running_them(packages: Path, name: str) -> None:
     before = set(sys.modules)
-    program.check(Program(name, is_module=True))
+    check_program(Program(name, is_module=True))
     assert not {module for module in set(sys.modules) - before if module.startswith(("pkg", "bare"))}
     assert packages.exists()
 
@@ -120,7 +129,7 @@ def test_modules_are_found_without_running_them(packages: Path, name: str) -> No
 )
 def test_programs_that_are_not_there(packages: Path, target: str, is_module: bool, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        program.check(Program(target, is_module=is_module))
+        check_program(Program(target, is_module=is_module))
     assert packages.exists()
 
 
@@ -148,7 +157,7 @@ def test_a_programs_own_text_comes_before_its_neighbours(packages: Path) -> None
     (packages / "pkg" / ".hidden.d").mkdir()
     (packages / "pkg" / ".hidden.d" / "x.py").write_text("hidden")
     for target, is_module in (("pkg/train.py", False), ("pkg.train", True)):
-        found = list(program.sources(Program(target, is_module=is_module)))
+        found = list(sources_of(Program(target, is_module=is_module)))
         assert (found[0], found.count("own"), "hidden" in found, len(found)) == ("own", 2, False, 5)
 
 
@@ -157,7 +166,7 @@ def test_the_data_beside_a_program_is_not_searched_for_ever(tmp_path: Path) -> N
         (tmp_path / f"class-{number:03d}").mkdir()
         (tmp_path / f"class-{number:03d}" / "x.py").write_text(str(number))
     (tmp_path / "train.py").write_text("own")
-    assert len(list(program.sources(Program(str(tmp_path / "train.py"), is_module=False)))) <= 102
+    assert len(list(sources_of(Program(str(tmp_path / "train.py"), is_module=False)))) <= 102
 
 
 @pytest.mark.parametrize(("text", "nodes"), [("1", 1), ("3", 3), ("1:1", 1), ("4:4", 4)])

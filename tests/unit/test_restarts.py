@@ -6,9 +6,10 @@ import signal
 
 import pytest
 
-from lockstep.agreement.standing import OwnStanding, Place, Slots
+from lockstep.job.files import FailureRecord
+from lockstep.job.flight import Flight
+from lockstep.job.page import Cell, Pages
 from lockstep.launch.policy import RankState
-from lockstep.launch.records import FailureRecord
 from lockstep.launch.report import Ending
 from lockstep.launch.restarts import Failure, Restarts
 
@@ -98,15 +99,17 @@ def test_a_kill_from_outside_is_never_the_same_unless_memory_was_out() -> None:
 
 def test_a_slot_says_where_a_rank_stands(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("job")
-    watched = Slots(folder, 3)
-    own = OwnStanding(folder, rank=1, world_size=3)
-    assert watched.all(Place.COUNTED) == [0, 0, 0], "nobody counts yet"
+    watched = Pages(folder, 3)
+    page = watched.page(1)
+    own = Flight(page)
+    assert watched.all(Cell.STEPS) == [0, 0, 0], "nobody counts yet"
     own.count()
-    assert watched.all(Place.COUNTED) == [0, 1, 0]
+    assert watched.all(Cell.STEPS) == [0, 1, 0]
     own.took_step()
-    assert (watched.get(1, Place.COUNTED), watched.get(1, Place.STEP)) == (2, 2)
+    assert (watched.get(1, Cell.STEPS), watched.get(1, Cell.RUN_STEPS)) == (2, 0)
     own.at_step(40)
     own.took_step()
-    assert (watched.get(1, Place.COUNTED), watched.get(1, Place.STEP)) == (3, 41), "a Checkpointer knows better"
-    own.slots.close()
+    assert (watched.get(1, Cell.STEPS), watched.get(1, Cell.RUN_STEPS)) == (3, 41), "a Checkpointer knows better"
+    own._cells.release()
+    page.release()
     watched.close()

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
 from lockstep import _torch
+from lockstep.comm.shm.fingerprint import REDUCE_OPS
 from tests.harness import run_ranks
 
 pytestmark = [
@@ -37,6 +38,8 @@ SOURCE = Path(lockstep.__file__).parent
 #: Where each function of _torch.py finds what it needs, and in which versions of torch that is so.
 VERSIONS = {
     "torch.autograd._profiler_enabled": "2.9 to 2.15",
+    "torch.autograd._record_function_with_args_enter": "2.9 to 2.15",
+    "torch.autograd._record_function_with_args_exit": "2.9 to 2.15",
     "torch.autograd.Variable._execution_engine.queue_callback": "2.9 to 2.15",
     "torch._C._will_engine_execute_node": "2.9 to 2.15",
     "torch._C._autograd._get_current_graph_task_keep_graph": "2.9 to 2.15",
@@ -111,6 +114,26 @@ def test_profiler_enabled() -> None:
     assert not enabled()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert enabled()
+
+
+def test_the_hash_of_a_reduce_op_is_its_number() -> None:
+    options: Any = dist.AllreduceOptions()
+    for number, name in enumerate(REDUCE_OPS):
+        options.reduceOp = (
+            dist._make_nccl_premul_sum(2.0) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)  # type: ignore[attr-defined]
+        )
+        assert hash(options.reduceOp) == int(options.reduceOp.op) == number, name
+
+
+def test_recorded() -> None:
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, record_shapes=True) as profile:
+        with _torch.recorded("ours", [torch.ones(3, 4), torch.ones(5)]):
+            torch.ones(1)
+        with pytest.raises(KeyError), _torch.recorded("ours, broken", []):
+            raise KeyError
+    shapes = {event.name: event.input_shapes for event in profile.events() if event.name.startswith("ours")}
+    assert shapes == {"ours": [[3, 4], [5]], "ours, broken": []}
 
 
 def test_queue_callback_and_will_execute() -> None:

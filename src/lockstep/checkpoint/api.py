@@ -28,8 +28,8 @@ from lockstep.checkpoint.together import together
 from lockstep.comm.init import current_world
 from lockstep.comm.peers import OverGroup, Peers
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.recorder import writer
-from lockstep.recorder.layout import Phase
+from lockstep.job import flight
+from lockstep.job.page import Phase
 
 
 class Checkpointer:
@@ -178,7 +178,7 @@ class Checkpointer:
 
     # Saving.
 
-    @writer.phase(Phase.SAVE)
+    @flight.phase(Phase.SAVE)
     def save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> Path:
         """**Collective.** Write a checkpoint to the disk itself; its folder. Older ones are pruned after it.
 
@@ -208,7 +208,7 @@ class Checkpointer:
             caller.warn(f"{earlier}; the save at step {moment.step} succeeded", RuntimeWarning)
         return folder
 
-    @writer.phase(Phase.SAVE)
+    @flight.phase(Phase.SAVE)
     def async_save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> None:
         """**Collective.** Do as :meth:`save`, but let training go on as soon as the state is copied in memory.
 
@@ -235,7 +235,7 @@ class Checkpointer:
         self._background.begin(share, step=moment.step, write=lambda copied, peers: self._write(copied, moment, peers))
         self._position.last_saved = moment.step
 
-    @writer.phase(Phase.SAVE)
+    @flight.phase(Phase.SAVE)
     def wait(self) -> Path | None:
         """Wait until the :meth:`async_save` that is under way is on the disk: its folder; None if there is none.
 
@@ -281,7 +281,7 @@ class Checkpointer:
 
     # Restoring.
 
-    @writer.phase(Phase.RESTORE)
+    @flight.phase(Phase.RESTORE)
     def restore(self, *, strict: bool = False) -> Restored | None:
         """**Collective.** Go on from the newest whole checkpoint; None if there is none.
 

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Protocol
 
 from lockstep import _torch, caller, knobs
-from lockstep.agreement import note, standing
-from lockstep.agreement.agree import Agreement
-from lockstep.agreement.board import Board, Kind, SlotBoard, StoreBoard
-from lockstep.agreement.requests import Requests
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
+from lockstep.job import flight
+from lockstep.job.files import EXIT_SAVED, StopNote
+from lockstep.job.stop import Agreement, Board, Kind, PageBoard, Requests, StoreBoard
 
 
 class Saver(Protocol):
@@ -129,15 +128,15 @@ class StepBoundary:
         folder = saver.save(epoch_done=epoch_done)
         self._leave_word(saver.step, folder)
         self._requests.leave()
-        raise SystemExit(note.EXIT_SAVED)
+        raise SystemExit(EXIT_SAVED)
 
     def _leave_word(self, step: int, folder: Path) -> None:
         """Tell the watcher, from rank 0, where the run goes on or, where there is none, the user."""
         if not self._world.is_main:
             return
         job_folder = knobs.job_dir()
-        if job_folder is not None and standing.own() is not None:
-            note.StopNote(step, str(folder)).write(job_folder)
+        if job_folder is not None and flight.current.pages is not None:
+            StopNote(step, str(folder)).write(job_folder)
             return
         by = "a signal" if self._requests.stop is None else self._requests.stop.name
         print(f"lockstep: stopped by {by}; saved at step {step} in {folder}", file=sys.stderr, flush=True)
@@ -145,7 +144,7 @@ class StepBoundary:
 
 def _board(world: World) -> Board:
     """Shared memory where one launcher of ours started all ranks, else the process group's store."""
-    own = standing.own()
-    if own is not None and knobs.store() is not None:
-        return SlotBoard(own.slots, rank=world.rank)
+    pages = flight.current.pages
+    if pages is not None and knobs.store() is not None:
+        return PageBoard(pages, rank=world.rank)
     return StoreBoard(_torch.default_store())

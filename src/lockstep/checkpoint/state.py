@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.agreement import standing
 from lockstep.checkpoint.encoding import digest_of
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.match import (
@@ -33,6 +32,7 @@ from lockstep.checkpoint.read import Contents
 from lockstep.checkpoint.safetensors import USE_DCP, unsavable
 from lockstep.comm import streams
 from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
+from lockstep.job import flight
 
 # The objects.
 
@@ -334,9 +334,7 @@ class Position:
 
     def _tell(self) -> None:
         """Tell the launcher, which compares failures by their steps; steps that a user counts may be saves."""
-        own = standing.own()
-        if own is not None:
-            own.at_step(self.step)
+        flight.current.at_step(self.step)
 
 
 # Random number generators: Python's, NumPy's, torch's on the CPU and on this rank's GPU.

@@ -22,7 +22,10 @@ import click
     help="Ranks; auto: one per GPU, else per two cores; gpu, cpu: one for each.",
 )
 @click.option("--standalone", is_flag=True, hidden=True, help="As for torchrun; so it is in any case.")
-@click.option("--nnodes", default="1", hidden=True, help="As for torchrun; 1.")
+@click.option("--nnodes", default="1", metavar="N", help="Machines of the job: start this on each.")
+@click.option("--node-rank", "--node_rank", default=0, metavar="N", help="Which of them this is, from 0.")
+@click.option("--master-addr", "--master_addr", metavar="HOST", help="Machine 0; 127.0.0.1 unless given.")
+@click.option("--master-port", "--master_port", type=int, help="Its port: 29500 with several machines, else any.")
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as for python -m.")
 @click.option(
     "--log-dir", "--log_dir", type=click.Path(path_type=Path), help="Folder for every rank's log (rank1.log …)."
@@ -41,8 +44,11 @@ import click
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
     ranks: str,
-    standalone: bool,  # noqa: ARG001  (what torchrun is told; it is never otherwise here)
+    standalone: bool,
     nnodes: str,
+    node_rank: int,
+    master_addr: str | None,
+    master_port: int | None,
     is_module: bool,
     log_dir: Path | None,
     all_output: bool,
@@ -51,7 +57,7 @@ def run(
     program: str,
     args: tuple[str, ...],
 ) -> None:
-    """Run PROGRAM on N ranks of this machine.
+    """Run PROGRAM on N ranks of this machine, or of each of several machines.
 
     What follows PROGRAM goes to it as it is. Rank 0 has the terminal; the others write to a log each. If a rank fails,
     it is named and the others are stopped; the exit code is that rank's. With --max-restarts all ranks start again, and
@@ -67,14 +73,13 @@ def run(
         from lockstep.launch import supervisor  # refuses other systems than Linux
         from lockstep.launch.spec import JobSpec, Output, Program, parse_nodes, parse_ranks
 
-        if parse_nodes(nnodes) != 1:
-            raise ValueError(
-                f"--nnodes={nnodes}: lockstep run is for one machine; on several, start python -m lockstep.launch "
-                "on each, with --nnodes, --node_rank and --master_addr"
-            )
         spec = JobSpec(
             Program(program, args, is_module),
             nproc=parse_ranks(ranks, cores=machine.cores(), gpus=machine.gpus()),
+            nnodes=parse_nodes(nnodes, standalone=standalone),
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
             log_dir=log_dir,
             output=Output.ALL if all_output else Output.FIRST,
             grace=grace,

@@ -9,7 +9,7 @@ signs tell them apart, from the earliest on:
 
 - The process that ``init`` made a rank says so in its environment (``LOCKSTEP_JOINED``), with the place of its world.
   Whoever inherits that and looks for the same place is a guest.
-- A rank that the launcher started has trained without ``init``: its optimizer steps are counted (``Place.COUNTED``).
+- A rank that the launcher started has trained without ``init``: its optimizer steps are counted (``Cell.STEPS``).
 - Else ranks will meet the guest in place of its parent. They compare whether they are what the launcher started
   (``LOCKSTEP_RANK_PROCESS``): all, or none.
 """
@@ -21,10 +21,10 @@ import os
 import torch.distributed as dist
 
 from lockstep import knobs
-from lockstep.agreement.standing import Place, Slots
 from lockstep.comm.exchange import all_gather_records
 from lockstep.errors import EnvironmentMismatch
 from lockstep.identity import Identity, place
+from lockstep.job.page import Cell, Pages
 
 _ALONE = (
     "each rank is one process. To run on its own, start it without RANK and WORLD_SIZE in its environment: "
@@ -48,9 +48,9 @@ def refuse(identity: Identity) -> None:
         raise EnvironmentMismatch(f"{who} (process {joined[0]}), which has joined the world already, and {_ALONE}")
     folder = knobs.job_dir()
     if _is_child() and folder is not None and os.path.isdir(folder):
-        slots = Slots(folder, identity.world_size)
-        trains = any(count > 1 for count in slots.all(Place.COUNTED))
-        slots.close()
+        pages = Pages(folder, identity.world_size)
+        trains = any(count > 1 for count in pages.all(Cell.STEPS))
+        pages.close()
         if trains:
             raise EnvironmentMismatch(f"{who}, and what the launcher started as its ranks trains already: {_ALONE}")
 

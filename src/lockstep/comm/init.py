@@ -20,18 +20,20 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     Store,
 )
 from torch.distributed.rendezvous import rendezvous
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim import optimizer as optimizers
 
 from lockstep import knobs, machine
-from lockstep.agreement import standing
 from lockstep.comm import guests, streams
 from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.choose import open_shm_or_gloo
 from lockstep.comm.exchange import all_gather_records
+from lockstep.comm.shm.register import register
 from lockstep.comm.world import World
 from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
 from lockstep.identity import Identity, refuse_to_be_alone
-from lockstep.recorder import torch_hooks, writer
+from lockstep.job import flight
+
+register()  # the backend "shm", where torch has not done it
 
 _world: World | None = None
 #: Whether shutdown() may destroy the default group: not if the user's own code opened it.
@@ -81,7 +83,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
         identity = _identity_of_open_group(identity)
     else:
         guests.refuse(identity)
-        with writer.waiting("lockstep.init(), where the ranks meet"):
+        with flight.waiting("lockstep.init(), where the ranks meet"):
             _open_group(backend, identity, limit, device)
         _owns_group = True
         atexit.register(_shutdown_at_exit)
@@ -101,11 +103,8 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
 
 def _count_steps() -> None:
     """Tell the launcher how many steps this rank takes, if it had no torch yet to see to it itself."""
-    own = standing.own()
-    if own is not None and not own.counting:
-        register_optimizer_step_post_hook(own.took_step)
-        own.count()
-        torch_hooks.watch_optimizers(torch.optim.optimizer)
+    if flight.current.pages is not None and not flight.current.counts:
+        flight.watch_optimizers(optimizers)
 
 
 def world() -> World:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
-from lockstep.recorder import writer
+from lockstep.job import files, flight
 
 
 def wait_for(wait: Callable[[], object], what: Callable[[], str], *, name: str | None = "a collective") -> None:
@@ -24,7 +24,7 @@ def wait_for(wait: Callable[[], object], what: Callable[[], str], *, name: str |
         if name is None:
             wait()
         else:
-            with writer.waiting(name):
+            with flight.waiting(name):
                 wait()
     except LockstepError as error:  # of a backend that knows more than its words: it names ranks and places
         raise type(error)(f"{what()}: {error}") from error
@@ -44,7 +44,7 @@ def failure(error: RuntimeError, what: str) -> LockstepError:
     if "timed out" in text.lower() or "timeout" in text.lower():
         return CollectiveTimeout(
             f"{what}: a rank did not arrive in time. It may be stuck or slow, in another collective, or out of data "
-            f"(see lockstep.join). The backend says: {text}{writer.told()}"
+            f"(see lockstep.join). The backend says: {text}{files.told()}"
         )
     return PeerLost(
         f"{what}: a rank is gone, or sent something else. Look at the first rank that failed for the cause. "

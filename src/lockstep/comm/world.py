@@ -19,8 +19,8 @@ from lockstep.comm.together import together
 from lockstep.comm.waiting import wait_for
 from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
 from lockstep.identity import Identity
-from lockstep.recorder import writer
-from lockstep.recorder.expect import expect_slow
+from lockstep.job import files, flight
+from lockstep.job.flight import expect_slow
 from lockstep.share import BatchesInHand, BatchShare
 
 ReduceOp = Literal["sum", "mean", "min", "max"]
@@ -160,7 +160,7 @@ class World:
         try:
             if "cpu:gloo" in dist.get_backend_config(self.group).split(","):
                 # The group's own method: dist.monitored_barrier refuses a group that has NCCL beside gloo.
-                with writer.waiting("World.barrier()"):
+                with flight.waiting("World.barrier()"):
                     self.group.monitored_barrier(limit, wait_all_ranks=True)  # type: ignore[attr-defined]  # not in the stubs
             elif dist.get_backend(self.group) == "shm":  # its own errors name the ranks and say where they stand
                 options = dist.BarrierOptions()
@@ -170,7 +170,7 @@ class World:
                 devices = [torch.cuda.current_device()] if group_device(self.group).type == "cuda" else None
                 work = dist.barrier(self.group, async_op=True, device_ids=devices)
                 if work is not None:
-                    with writer.waiting("World.barrier()"):
+                    with flight.waiting("World.barrier()"):
                         work.wait(limit)
         except LockstepError as error:
             raise type(error)(f"rank {self.rank} of {self.world_size}: World.barrier(): {error}") from error
@@ -182,7 +182,7 @@ class World:
                 ) from error
             raise CollectiveTimeout(
                 f"rank {self.rank} of {self.world_size}: not every rank reached the barrier within "
-                f"{limit.total_seconds():g} s. torch says: {error}{writer.told()}"
+                f"{limit.total_seconds():g} s. torch says: {error}{files.told()}"
             ) from error
 
     @_torch.mark_untraced

@@ -31,8 +31,8 @@ from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.sparse import SparseSlot
 from lockstep.errors import LockstepError
-from lockstep.recorder import writer
-from lockstep.recorder.layout import Phase
+from lockstep.job import flight
+from lockstep.job.page import Phase
 from lockstep.share import BatchesInHand
 
 #: Whether a forward is part of a function that torch.func transforms: of nobody's training step.
@@ -216,7 +216,7 @@ class Replica(Joinable, BackwardListener):
         records = torch.is_grad_enabled()
         if records and self._own.has_registered:
             _raise_if(self._own.find_registered())
-        writer.enter(_FORWARD if module.training else _EVALUATE)
+        flight.current.enter(_FORWARD if module.training else _EVALUATE)
         for param in self._frozen:
             if param.requires_grad:
                 if self._own.are_all(module):  # else at the next forward that uses the module's own
@@ -297,7 +297,7 @@ class Replica(Joinable, BackwardListener):
             )
         if not self._reducer.fits():
             _raise_if(self._own.find_changed())
-        writer.enter(_BACKWARD)
+        flight.current.enter(_BACKWARD)
         self._current = forward
         self._reducer.begin(sync=forward.sync, weight=forward.weight, divisor=forward.divisor)
 
@@ -321,8 +321,7 @@ class Replica(Joinable, BackwardListener):
         forward = self._current
         assert forward is not None  # backward_begins set it
         self._current = self._latest = None
-        if not writer.current.short:
-            writer.resume(_REDUCE)
+        flight.current.resume(_REDUCE)
         left_out = self._watch.forwards.settle() if forward.sync else 0
         outcome = self._reducer.finish(left_out=left_out)
         mistake = outcome.mistake
@@ -334,7 +333,7 @@ class Replica(Joinable, BackwardListener):
                 self._warn_unused(outcome.unused)
             self._send_buffers_again(forward)
         _raise_if(mistake)
-        writer.resume(_OWN)
+        flight.current.resume(_OWN)
 
     def backward_dies(self) -> None:
         """Let the reducer forget it."""

@@ -3,10 +3,11 @@
 ::
 
     watcher (no torch)  ──control socket──  zygote (imported torch once)  ──fork──  rank 0, rank 1, …
-    supervisor.py                           zygote.py                               rank.py
+    launcher.py                             zygote.py                               rank.py
 
-The watcher decides (policy.py), the zygote does: it forks ranks, passes signals on, and tells of deaths. Whichever of
-the two outlives the other ends what is left of the job (processes.py).
+The watcher decides (policy.py): a command (supervisor.py) or a program's call (spawn.py). The zygote does: it forks
+ranks, passes signals on, and tells of deaths. Whichever of the two outlives the other ends what is left of the job
+(processes.py).
 """
 
 from __future__ import annotations

@@ -17,15 +17,16 @@ import click
 from lockstep import machine
 from lockstep.errors import LockstepError
 from lockstep.launch import supervisor
-from lockstep.launch.program import check, sources
 from lockstep.launch.spec import (
     DEFAULT_GRACE,
     JobSpec,
     Output,
     Program,
+    check_program,
     local_rank_option,
     parse_nodes,
     parse_ranks,
+    sources_of,
 )
 
 
@@ -57,14 +58,11 @@ class _Options:
                 "call it from a script (subprocess.run)"
             )
         cores, gpus = machine.cores(), machine.gpus()
-        nnodes = parse_nodes(self.nnodes)
-        if self.standalone and nnodes > 1:
-            raise ValueError(f"--standalone is for jobs on one machine, and --nnodes={self.nnodes}: leave one away")
         program = Program(self.program, self.args, self.module)
         return JobSpec(
             program,
             nproc=parse_ranks(self.nproc_per_node, cores=cores, gpus=gpus, option="--nproc_per_node", auto=cores),
-            nnodes=nnodes,
+            nnodes=parse_nodes(self.nnodes, standalone=self.standalone),
             node_rank=self.node_rank,
             master_addr=self.master_addr,
             master_port=self.master_port,
@@ -78,8 +76,8 @@ class _Options:
     def _local_rank_option(self, program: Program) -> str:
         if self.local_rank_style is not None:
             return "--local_rank" if self.local_rank_style == "underscore" else "--local-rank"
-        check(program)  # a module that is not there has no text either
-        return local_rank_option(sources(program))
+        check_program(program)  # a module that is not there has no text either
+        return local_rank_option(sources_of(program))
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})

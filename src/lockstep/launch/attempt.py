@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep import knobs
-from lockstep.agreement import at_work, note
-from lockstep.agreement.standing import Place, Slots
-from lockstep.launch import ports, records, report
-from lockstep.launch.causes import Facts
+from lockstep.job import workers
+from lockstep.job.files import FailureRecord, JobFiles, StopNote
+from lockstep.job.page import Cell, Pages
+from lockstep.launch import report
+from lockstep.launch.evidence import memory_group
 from lockstep.launch.hangs import HangWatch
-from lockstep.launch.logs import LogFolder
-from lockstep.launch.memory import memory_group
+from lockstep.launch.output import LogFolder, Streams
 from lockstep.launch.policy import Policy
-from lockstep.launch.spec import JobSpec, rank_environment
-from lockstep.launch.streams import Streams
-
-
-@dataclass(frozen=True)
-class Fork:
-    """What the zygote needs to know to fork one rank."""
-
-    rank: int
-    env: dict[str, str | None]
-    job: dict[str, Any]
-    fds: list[int]
+from lockstep.launch.report import Facts
+from lockstep.launch.spec import JobSpec, is_loopback, rank_environment
 
 
 class Attempt:
@@ -47,78 +35,85 @@ class Attempt:
         self._spec = spec
         self.local_rank = {spec.identity(k).rank: k for k in range(spec.nproc)}
         self.policy = Policy(self.local_rank, grace=spec.grace)
-        self._slots: Slots | None = Slots(self.folder, spec.world_size)
+        self._files = JobFiles(self.folder)
+        self._pages = Pages(self.folder, spec.world_size)
         #: Says which rank holds up the others.
-        self.hangs = HangWatch(self.folder, self.local_rank, world_size=spec.world_size, shortest=knobs.late())
+        self.hangs = HangWatch(
+            self._files,
+            self._pages,
+            range(spec.nproc * spec.node_rank, spec.nproc * (spec.node_rank + 1)),
+            world_size=spec.world_size,
+            shortest=knobs.late(),
+        )
         self._memory = memory_group()
         self._kills_before = self._memory.kills() if self._memory is not None else None
-        self._facts: Facts | None = None
+        self._outcome: report.Outcome | None = None
 
-    def forks(self, master: tuple[str, int], streams: Streams) -> list[Fork]:
-        """What to ask the zygote for; the caller closes the descriptors."""
-        kind = "module" if self._spec.program.is_module else "script"
-        forks = []
-        for rank, local_rank in self.local_rank.items():
-            env = rank_environment(
-                self._spec.identity(local_rank),
-                nnodes=self._spec.nnodes,
-                master=master,
-                folder=str(self.folder),
-                loopback=ports.is_loopback(master[0]) and "GLOO_SOCKET_IFNAME" not in os.environ,
-                restart=self.restart,
-            )
-            job = {"kind": kind, "target": self._spec.program.target, "args": self._spec.arguments(local_rank)}
-            forks.append(Fork(rank, env, job, streams.open(local_rank)))
-        return forks
+    def environment(self, local_rank: int, master: tuple[str, int]) -> dict[str, str | None]:
+        """The variables that one rank of this node sees changed.
 
-    def standing(self, rank: int, place: Place) -> int | None:
-        """A count that ``rank`` keeps of its own steps, or None if it keeps none."""
-        assert self._slots is not None, "not closed yet"
-        number = self._slots.get(rank, place)
-        return number - 1 if number else None
+        Args:
+            local_rank: which.
+            master: address and port for scripts that open a process group themselves.
+        """
+        return rank_environment(
+            self._spec.identity(local_rank),
+            nnodes=self._spec.nnodes,
+            master=master,
+            folder=str(self.folder),
+            loopback=is_loopback(master[0]) and "GLOO_SOCKET_IFNAME" not in os.environ,
+            restart=self.restart,
+        )
+
+    def steps(self, rank: int) -> tuple[int | None, int | None]:
+        """The optimizer steps of the whole run, and those that ``rank`` has taken since this start; None where nobody
+        counts."""
+        taken = self._pages.get(rank, Cell.STEPS)
+        run = self._pages.get(rank, Cell.RUN_STEPS) or taken
+        return (run - 1 if run else None), (taken - 1 if taken else None)
 
     @property
     def listening(self) -> bool:
         """Whether ranks save and leave by themselves when they are asked to stop."""
-        assert self._slots is not None, "not closed yet"
-        return any(self._slots.all(Place.LISTENS))
+        return any(self._pages.all(Cell.LISTENS))
 
-    def stop_note(self) -> note.StopNote | None:
+    def stop_note(self) -> StopNote | None:
         """Where the run goes on, if its ranks were asked to stop and have saved."""
-        return note.read(self.folder)
+        return StopNote.read(self.folder)
 
     def mark_failed(self) -> None:
         """Tell the ranks that the signal to stop which follows comes from a failure."""
-        note.mark_failed(self.folder)
+        self._files.mark_failed()
 
-    def record(self, rank: int) -> records.FailureRecord | None:
+    def record(self, rank: int) -> FailureRecord | None:
         """A rank's last words."""
-        return records.read(self.folder, rank)
+        return FailureRecord.read(self.folder, rank)
 
-    @property
-    def facts(self) -> Facts:
-        """What the machine says about the failure, as it was when first asked."""
-        if self._facts is None:
-            self._facts = Facts.collect(
-                self._memory, kills_before=self._kills_before, worker=lambda pid: at_work.find(self.folder, pid)
-            )
-        return self._facts
+    def outcome(self, streams: Streams | None = None, logs: LogFolder | None = None) -> report.Outcome:
+        """How this attempt has ended, as it was when first asked: records and counters are read once.
 
-    def endings(self, streams: Streams, logs: LogFolder) -> list[report.Ending]:
-        """How each rank ended."""
-        return [
-            report.Ending(
-                self.policy.states[rank],
-                self.record(rank),
-                log=logs.log(rank) if streams.logged(local_rank) else None,
-                shown=streams.shown(local_rank),
+        Args:
+            streams: where the ranks' output went; None: where the caller's goes.
+            logs: their logs; None: there are none.
+        """
+        if self._outcome is None:
+            endings = []
+            for rank, local_rank in self.local_rank.items():
+                logged = logs is not None and streams is not None and streams.logged(local_rank)
+                endings.append(
+                    report.Ending(
+                        self.policy.states[rank],
+                        self.record(rank),
+                        log=logs.log(rank) if logs is not None and logged else None,
+                        shown=streams is not None and streams.shown(local_rank),
+                    )
+                )
+            facts = Facts.collect(
+                self._memory, kills_before=self._kills_before, worker=lambda pid: workers.find(self.folder, pid)
             )
-            for rank, local_rank in self.local_rank.items()
-        ]
+            self._outcome = report.Outcome(tuple(endings), facts, self._spec.world_size, late=self.hangs.text)
+        return self._outcome
 
     def close(self) -> None:
         """Let go of the mapped memory; the folder stays until the job's goes."""
-        self.hangs.close()
-        if self._slots is not None:
-            self._slots.close()
-            self._slots = None
+        self._pages.close()

@@ -7,27 +7,11 @@ import signal
 import sys
 from contextlib import suppress
 
-from lockstep.agreement.note import EXIT_SAVED
-from lockstep.launch import report
+from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.attempt import Attempt
-from lockstep.launch.causes import explain
 from lockstep.launch.handle import ZygoteHandle
-from lockstep.launch.logs import LogFolder
-from lockstep.launch.signals import name
-from lockstep.launch.streams import Streams
-
-
-def failure(attempt: Attempt, endings: list[report.Ending], *, world_size: int, what_now: str) -> int:
-    """**Local.** Name the first rank to fail, what killed it, and what comes of it; the exit code of that rank."""
-    first = report.first_failure(endings)
-    assert first is not None, "a rank failed"
-    explanation = explain(first, attempt.facts)
-    described = report.describe(endings, first, world_size=world_size, explanation=explanation)
-    late = attempt.hangs.text
-    if first.record is not None and late in first.record.message:
-        late = ""  # the error says it already
-    say("\n".join(line for line in (described, late, what_now) if line))
-    return first.exit_code
+from lockstep.launch.output import LogFolder, Streams
+from lockstep.launch.processes import name
 
 
 def saved(attempt: Attempt) -> int | None:

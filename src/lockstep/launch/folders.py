@@ -18,8 +18,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from lockstep.agreement import at_work
 from lockstep.errors import LaunchError
+from lockstep.job import workers
 from lockstep.launch.processes import remove_shared_memory
 
 _PREFIX = "lockstep-job-"
@@ -74,7 +74,9 @@ def _remove_abandoned(home: Path) -> None:
             try:
                 if _locks(fd):
                     # Who has one of their numbers now is another process, whose memory is its own.
-                    gone = {pid for pid in at_work.processes(path) if not os.path.exists(f"/proc/{pid}")}
+                    folders = [Path(path), *Path(path).glob("[0-9]*")]  # one for each start of its ranks
+                    noted = {pid for each in folders for pid in workers.processes(each)}
+                    gone = {pid for pid in noted if not os.path.exists(f"/proc/{pid}")}
                     remove_shared_memory(gone)
                     shutil.rmtree(path, ignore_errors=True)
             finally:

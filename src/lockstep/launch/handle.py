@@ -11,11 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from lockstep import knobs, machine
-from lockstep.launch.channel import Channel, Message
-from lockstep.launch.signals import SAVE, STOPPING
+from lockstep.launch.channel import Answer, Channel, Clear, Finish, Fork, Request, Signal, decode, encode
+from lockstep.launch.processes import SAVE, STOPPING
 
 #: What every rank needs; named, not imported, because the watcher never loads torch.
 _PRELOAD = ("torch", "torch.distributed", "numpy.random", "lockstep.comm.init")
@@ -99,25 +98,26 @@ class ZygoteHandle:
         """The descriptor to wait on."""
         return self._channel.fileno()
 
-    def fork(self, rank: int, env: dict[str, str | None], job: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Ask for a rank; the answer is a ``started`` message."""
-        self._send({"do": "fork", "rank": rank, "env": env, "job": job}, fds)
+    def fork(self, fork: Fork, fds: Sequence[int] = ()) -> None:
+        """Ask for a rank; the answer is :class:`Started`. The descriptors stay the caller's."""
+        self._send(fork, fds)
 
     def signal(self, ranks: Iterable[int], signum: int) -> None:
         """Have a signal sent to ranks; those that ended meanwhile are left out."""
-        self._send({"do": "signal", "ranks": list(ranks), "signal": int(signum)})
+        self._send(Signal(list(ranks), int(signum)))
 
-    def receive(self) -> list[Message]:
-        """Wait for messages. Raises EOFError if the zygote is gone."""
-        return [message for message, _ in self._channel.receive()]
+    def receive(self) -> list[Answer]:
+        """Wait for answers. Raises EOFError if the zygote is gone."""
+        answers = [decode(fields) for fields, _ in self._channel.receive()]
+        return [answer for answer in answers if isinstance(answer, Answer)]
 
     def clear(self) -> None:
-        """Ask the zygote to end what its ranks left behind; the answer is a ``cleared`` message."""
-        self._send({"do": "clear"})
+        """Ask the zygote to end what its ranks left behind; the answer is :class:`Cleared`."""
+        self._send(Clear())
 
     def finish(self) -> None:
         """Ask the zygote to end what its ranks left behind, and to leave."""
-        self._send({"do": "finish"})
+        self._send(Finish())
 
     def wait(self, limit: float) -> int | None:
         """The zygote's exit code (negative: a signal), or None if it is still there after ``limit`` seconds."""
@@ -148,10 +148,10 @@ class ZygoteHandle:
             self.kill()
             self.wait(limit)
 
-    def _send(self, message: Message, fds: Sequence[int] = ()) -> None:
+    def _send(self, message: Request, fds: Sequence[int] = ()) -> None:
         # If the zygote is gone, receive() says so; one place to hear of it is enough.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._channel.send(message, fds)
+            self._channel.send(encode(message), fds)
 
 
 def _environment(ranks: int) -> dict[str, str]:

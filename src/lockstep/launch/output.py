@@ -1,17 +1,131 @@
-"""Relay ranks' output to the terminal and to their logs, line by line, without losing or mixing a byte.
+"""Where the ranks' output goes: the terminal, a log for each rank, or both through a relay.
 
-Only used where the watcher must see the output: with ``--all-output``, and for rank 0 with an explicit ``--log-dir``.
-Otherwise rank 0 writes to the terminal and the others write to their logs, with nobody in between.
+Rank 0 has the terminal and the others write to their logs, with nobody in between. The relay is only used where the
+watcher must see the output: with ``--all-output``, and for rank 0 with an explicit ``--log-dir``. It passes lines on
+without losing or mixing a byte.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import pwd
+import re
+import secrets
 import select
 import selectors
+import shutil
+import stat
 import sys
+import tempfile
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.errors import LaunchError
+from lockstep.launch.spec import JobSpec, Output
+
+# Which stream leads where --------------------------------------------------------------------------------------------
+
+
+class Streams:
+    """Opens the streams of a node's ranks, and remembers the pseudo-terminal if there is one."""
+
+    def __init__(self, spec: JobSpec, logs: LogFolder, relay: Relay) -> None:
+        self._spec = spec
+        self._logs = logs
+        self._relay = relay
+        self._pty: int | None = None
+
+    def open(self, local_rank: int) -> list[int]:
+        """Standard input, output and error for one rank; the caller passes them on and closes them.
+
+        An empty list: the rank shares the watcher's own.
+
+        Raises:
+            LaunchError: a log can't be opened.
+        """
+        spec = self._spec
+        rank = spec.identity(local_rank).rank
+        if local_rank == 0:
+            if spec.log_dir is None and spec.output is not Output.ALL:
+                return []
+            return self._relayed(rank)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        if spec.output is Output.SHARED and spec.log_dir is None:
+            return [nothing, os.dup(1), os.dup(2)]
+        log = self._logs.open(rank)
+        if spec.output is Output.FIRST:
+            return [nothing, log, os.dup(log)]  # one open file: what goes to both streams stays in order
+        prefix = f"[{rank}] ".encode()
+        reading, output = os.pipe()
+        self._relay.add(reading, rank=rank, sink=1, log=log, prefix=prefix)
+        if _error_sink() == 1:
+            return [nothing, output, os.dup(output)]  # one pipe: what goes to both streams stays in order
+        reading, error = os.pipe()
+        self._relay.add(reading, rank=rank, sink=2, log=os.dup(log), prefix=prefix)
+        return [nothing, output, error]
+
+    def logged(self, local_rank: int) -> bool:
+        """Whether this rank has a log."""
+        if local_rank == 0 or self._spec.output is Output.SHARED:
+            return self._spec.log_dir is not None
+        return True
+
+    def shown(self, local_rank: int) -> bool:
+        """Whether the user sees this rank's standard error."""
+        return local_rank == 0 or self._spec.output is not Output.FIRST
+
+    def resize(self) -> None:
+        """The terminal's size changed: so does that of rank 0's."""
+        if self._pty is not None:
+            _copy_window_size(1, self._pty)
+
+    def _relayed(self, rank: int) -> list[int]:
+        """Rank 0 through the relay: by a pseudo-terminal where the user has a terminal, else by pipes."""
+        log = self._logs.open(rank) if self._spec.log_dir is not None else None
+        if os.isatty(1):
+            reading, output = _open_pty()
+            self._pty = reading
+        else:
+            reading, output = os.pipe()
+        self._relay.add(reading, rank=rank, sink=1, log=log)
+        if _error_sink() == 1:
+            return [os.dup(0), output, os.dup(output)]
+        reading, error = _open_pty() if os.isatty(2) else os.pipe()
+        self._relay.add(reading, rank=rank, sink=2, log=None if log is None else os.dup(log))
+        return [os.dup(0), output, error]
+
+
+def _error_sink() -> int:
+    """Where standard error goes: with standard output where both are the same file, so that lines of one rank end
+    before those of another begin."""
+    return 1 if os.path.sameopenfile(1, 2) else 2
+
+
+def _open_pty() -> tuple[int, int]:
+    """Both ends of a pseudo-terminal that passes every byte on as it is."""
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    attributes = termios.tcgetattr(theirs)
+    attributes[1] &= ~termios.OPOST  # the user's own terminal turns \n into \r\n; twice is once too often
+    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+    _copy_window_size(1 if os.isatty(1) else 2, ours)
+    return ours, theirs
+
+
+def _copy_window_size(source: int, target: int) -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(target, termios.TIOCSWINSZ, fcntl.ioctl(source, termios.TIOCGWINSZ, b"\0" * 8))
+
+
+# The relay -----------------------------------------------------------------------------------------------------------
 
 #: Seconds that an unfinished line may keep other ranks' lines waiting, or stay unseen itself.
 PATIENCE = 0.2
@@ -193,3 +307,157 @@ def _readable(fd: int) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))
+
+
+# The logs ------------------------------------------------------------------------------------------------------------
+
+#: Jobs whose logs stay in the default folder.
+KEPT = 20
+_OURS = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}")
+
+
+class LogFolder:
+    """The logs of one job. Made when the first log is opened; an empty one is removed at the end.
+
+    Args:
+        given: the folder the user named; it is used as it is. None: a new one in the default place.
+        program: a word for the default folder's name.
+    """
+
+    def __init__(self, given: Path | None, *, program: str, env: Mapping[str, str] = os.environ) -> None:
+        self._given = given
+        self._env = env
+        #: Why the logs are not in the default place, for the user; None: they are.
+        self.moved: str | None = None
+        self._program = program
+        self._lock: int | None = None
+        self.path: Path | None = None
+        #: Restarts of the job so far; the ranks' logs after a restart are in a folder of their own.
+        self.restart = 0
+
+    def open(self, rank: int) -> int:
+        """A new, empty log for ``rank``, open for appending; the caller closes it.
+
+        Raises:
+            LaunchError: the folder or the file can't be made.
+        """
+        try:
+            if self.path is None:
+                self.path = self._make()
+            if self.restart:
+                self.log(rank).parent.mkdir(mode=0o700, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+            return os.open(self.log(rank), flags, 0o600)
+        except OSError as error:
+            raise LaunchError(
+                f"the ranks' logs can't be written to {self._given or error.filename}: {error.strerror or error}; "
+                "name another folder with --log-dir"
+            ) from error
+
+    def log(self, rank: int, *, restart: int | None = None) -> Path:
+        """The path of a rank's log: since the last restart, or after another one."""
+        assert self.path is not None, "no log was opened yet"
+        return self._part(self.restart if restart is None else restart) / f"rank{rank}.log"
+
+    def _part(self, restart: int) -> Path:
+        assert self.path is not None, "no log was opened yet"
+        return self.path / f"restart-{restart}" if restart else self.path
+
+    def unseen(self, ranks: Iterable[int]) -> list[int]:
+        """Those of ``ranks`` whose output went into a folder that the user did not choose, and is there to read."""
+        if self.path is None or self._given is not None:
+            return []
+        return [rank for rank in ranks if any(_has_text(log) for log in self._logs(rank))]
+
+    def _logs(self, rank: int) -> list[Path]:
+        return [self.log(rank, restart=restart) for restart in range(self.restart + 1)]
+
+    def close(self, ranks: Iterable[int]) -> None:
+        """Remove what stayed empty in a folder of our own, and old jobs beyond the newest ones."""
+        if self.path is not None and self._given is None:
+            for log in (log for rank in ranks for log in self._logs(rank)):
+                with contextlib.suppress(OSError):
+                    if log.stat().st_size == 0:
+                        log.unlink()
+            for restart in reversed(range(self.restart + 1)):
+                with contextlib.suppress(OSError):
+                    self._part(restart).rmdir()  # fails unless empty, as it should
+            _prune(self.path.parent)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _make(self) -> Path:
+        if self._given is not None:
+            self._given.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return self._given
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{self._program}-{secrets.token_hex(3)}"
+        home = default_home(self._env)
+        why = "this user has no home folder"
+        if home is not None:
+            try:
+                return self._make_in(home, name)
+            except OSError as error:
+                why = f"nothing can be made in {home} ({error.strerror or error})"
+        path = self._make_in(spare_home(), name)
+        self.moved = f"{why}, so the ranks' logs are in {path}; --log-dir names another folder"
+        return path
+
+    def _make_in(self, home: Path, name: str) -> Path:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = home / name
+        path.mkdir(mode=0o700)
+        self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # while it is held, another job does not prune this one
+        return path
+
+
+def _has_text(log: Path) -> bool:
+    return log.exists() and log.stat().st_size > 0
+
+
+def default_home(env: Mapping[str, str] = os.environ) -> Path | None:
+    """**Local.** The folder for the logs of jobs that name none, by the XDG base directory specification; None: this
+    user has no home."""
+    state = env.get("XDG_STATE_HOME", "")
+    if state.startswith("/"):
+        return Path(state, "lockstep", "logs")
+    home = env.get("HOME", "")
+    if not home.startswith("/"):
+        try:
+            home = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:  # a container's user that no file names
+            return None
+    return Path(home, ".local", "state", "lockstep", "logs") if home.startswith("/") else None
+
+
+def spare_home() -> Path:
+    """**Local.** The folder for logs where the home can't be written: this user's own, for temporary files.
+
+    Others may write there as well: a folder of that name that is another's, or open to others, is not taken.
+    """
+    home = Path(tempfile.gettempdir(), f"lockstep-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        home.mkdir(mode=0o700)
+    found = home.lstat()
+    private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+    return Path(home if private else tempfile.mkdtemp(prefix=f"lockstep-{os.getuid()}-"), "logs")
+
+
+def _prune(home: Path) -> None:
+    jobs = sorted((folder.name for folder in home.iterdir() if _OURS.fullmatch(folder.name)), reverse=True)
+    for name in jobs[KEPT:]:
+        with contextlib.suppress(OSError):  # another job may be removing it as well
+            if not _in_use(home / name):
+                shutil.rmtree(home / name)
+
+
+def _in_use(folder: Path) -> bool:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

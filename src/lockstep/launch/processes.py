@@ -17,10 +17,12 @@ import ctypes
 import os
 import re
 import signal
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+
+from lockstep import _proc
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -54,16 +56,6 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(error, f"prctl({option}, {value}): {os.strerror(error)}")
 
 
-def descendants(pid: int) -> list[int]:
-    """**Local.** Every process below ``pid`` that is not a zombie, parents before children."""
-    found: list[int] = []
-    level = list(_children(pid))
-    while level:
-        found += level
-        level = [grandchild for child in level for grandchild in _children(child)]
-    return [one for one in found if _state(one) not in ("Z", "X", None)]
-
-
 def sweep(*, patience: float, limit: float = 5.0) -> list[int]:
     """**Local.** End every process below this one, and reap them.
 
@@ -82,7 +74,7 @@ def sweep(*, patience: float, limit: float = 5.0) -> list[int]:
     dead: set[int] = set()
     while True:
         dead.update(one.pid for one in reap())
-        left = descendants(os.getpid())
+        left = _proc.descendants(os.getpid())
         waited = time.monotonic() - start
         if not left or waited > limit:
             remove_shared_memory(dead)
@@ -136,10 +128,7 @@ def remove_shared_memory(dead: set[int]) -> None:
 
 def _is_tracker(pid: int) -> bool:
     """Whether it is multiprocessing's resource tracker, or that of loky, on which joblib and scikit-learn rest."""
-    try:
-        return b"resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False  # gone
+    return "resource_tracker import main" in _proc.read(pid, "cmdline")
 
 
 def _signal_all(pids: list[int], signum: int) -> None:
@@ -148,23 +137,77 @@ def _signal_all(pids: list[int], signum: int) -> None:
             os.kill(pid, signum)
 
 
-def _children(pid: int) -> Iterator[int]:
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return  # gone
-    for thread in threads:
+# Signals, read from a descriptor with their origin, instead of interrupting whatever runs ----------------------------
+
+#: The signals that end a job.
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+#: The signal that asks a job to save and go on.
+SAVE = signal.SIGUSR1
+
+_SFD_NONBLOCK = os.O_NONBLOCK
+_SFD_CLOEXEC = os.O_CLOEXEC
+_SIGINFO_SIZE = 128  # struct signalfd_siginfo
+#: si_code of a signal that the kernel sent: from the terminal, it went to the whole foreground process group.
+_SI_KERNEL = 0x80
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One signal that arrived."""
+
+    signum: signal.Signals
+    #: True if it came from the terminal, so that every process of the foreground group has it already.
+    from_terminal: bool
+
+
+class SignalQueue:
+    """Blocks signals in this process and hands them over through a descriptor (signalfd).
+
+    Only for a process with a single thread: a thread that does not block a signal would still take it.
+    """
+
+    def __init__(self, signums: Iterable[int]) -> None:
+        self._signums = set(signums)
+        self._old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signums)
+        mask = ctypes.create_string_buffer(128)  # sigset_t
+        _libc.sigemptyset(mask)
+        for signum in self._signums:
+            _libc.sigaddset(mask, ctypes.c_int(signum))
+        self._fd: int = _libc.signalfd(-1, mask, _SFD_NONBLOCK | _SFD_CLOEXEC)
+        if self._fd < 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"signalfd: {os.strerror(error)}")
+
+    def fileno(self) -> int:
+        """The descriptor to wait on."""
+        return self._fd
+
+    def read(self) -> list[Arrival]:
+        """The signals that arrived since the last call."""
+        arrivals: list[Arrival] = []
         try:
-            text = Path(f"/proc/{pid}/task/{thread}/children").read_text()
-        except OSError:
-            continue  # the thread ended
-        yield from (int(word) for word in text.split())
+            while True:
+                info = os.read(self._fd, _SIGINFO_SIZE)
+                signum, _, code = struct.unpack_from("=Iii", info)
+                arrivals.append(Arrival(signal.Signals(signum), code == _SI_KERNEL))
+        except BlockingIOError:
+            return arrivals
+
+    def close(self, *, unblock: bool = True) -> None:
+        """Close the descriptor; ``unblock``: signals interrupt again."""
+        os.close(self._fd)
+        if unblock:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
 
 
-def _state(pid: int) -> str | None:
-    """The letter the kernel gives a process's state, or None if there is no such process."""
+def ignored(signums: Iterable[signal.Signals] = (*STOPPING, SAVE)) -> frozenset[signal.Signals]:
+    """**Local.** Those of ``signums`` that this process ignores: nohup ignores SIGHUP, a shell's ``&`` SIGINT."""
+    return frozenset(signum for signum in signums if signal.getsignal(signum) == signal.SIG_IGN)
+
+
+def name(signum: int) -> str:
+    """**Local.** ``9`` → ``SIGKILL``; real-time signals have only a number."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return stat.rpartition(")")[2].split()[0]
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

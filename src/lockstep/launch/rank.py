@@ -21,13 +21,12 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 from lockstep import knobs, tracebacks
-from lockstep.agreement import standing
-from lockstep.agreement.requests import interrupt_once
 from lockstep.identity import Identity, place
+from lockstep.job import flight
+from lockstep.job.files import FailureRecord
+from lockstep.job.stop import interrupt_once
 from lockstep.launch import preload, processes
-from lockstep.launch.records import FailureRecord
-from lockstep.launch.signals import SAVE, STOPPING
-from lockstep.recorder import torch_hooks, writer
+from lockstep.launch.processes import SAVE, STOPPING
 
 #: What a shell reports for a process that SIGINT ended.
 INTERRUPTED = 128 + signal.SIGINT
@@ -65,7 +64,7 @@ def _become(task: Task) -> None:
         else:
             os.environ[name] = value
     os.environ[knobs.RANK_PROCESS] = f"{os.getpid()} {place()}"
-    _take_slot()
+    _take_page()
     _reseed()
     _tie_workers_to_this_process()
     preload.listen()
@@ -87,18 +86,15 @@ def _take_streams(fds: Sequence[int]) -> None:
         sys.stdout.reconfigure(line_buffering=True)
 
 
-def _take_slot() -> None:
+def _take_page() -> None:
     """Tell the watcher from now on what this rank does and how many steps it takes, whoever's optimizer takes them."""
     folder, identity = knobs.job_dir(), Identity.from_environment()
     if folder is None:
         return
-    own = standing.take(folder, rank=identity.rank, world_size=identity.world_size)
-    writer.take(folder, rank=identity.rank, local_rank=identity.local_rank)
+    flight.take(folder, rank=identity.rank, world_size=identity.world_size)
     optimizers = sys.modules.get("torch.optim.optimizer")  # the zygote's; where it has none, lockstep.init() counts
     if optimizers is not None:
-        optimizers.register_optimizer_step_post_hook(own.took_step)
-        own.count()
-        torch_hooks.watch_optimizers(optimizers)
+        flight.watch_optimizers(optimizers)
 
 
 def _reseed() -> None:
@@ -222,7 +218,7 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))  # blocked since before the fork
         program()
-        writer.current.leave()
+        flight.current.leave()
     except SystemExit as stop:
         code = _exit_code(stop)
         if os.getpid() != this_process or code == 0:

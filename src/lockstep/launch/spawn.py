@@ -6,23 +6,22 @@ import atexit
 import importlib
 import os
 import pickle
-import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from multiprocessing import context, reduction, resource_tracker
 from multiprocessing import spawn as multiprocessing_spawn
 from typing import Any
 
 from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
-from lockstep.identity import Identity
-from lockstep.launch import ports, records, report
+from lockstep.launch import report
+from lockstep.launch.channel import Fork
+from lockstep.launch.farewell import say
 from lockstep.launch.folders import JobFolder
-from lockstep.launch.handle import ZygoteHandle
-from lockstep.launch.policy import Order, Policy
+from lockstep.launch.launcher import Launcher
 from lockstep.launch.spawned import SentDescriptor
-from lockstep.launch.spec import DEFAULT_GRACE, rank_environment
+from lockstep.launch.spec import JobSpec, Program, free_port
 
 
 def spawn(
@@ -77,8 +76,6 @@ class SpawnContext:
 
     def __init__(self, fn: Callable[..., object], args: tuple[Any, ...], nprocs: int, *, daemon: bool) -> None:
         self._daemon = daemon
-        self._world_size = nprocs
-        self._policy = Policy(range(nprocs), grace=DEFAULT_GRACE)
         self._error: LaunchError | None = None
         self._closed = False
         # Raises where a rank is just importing __main__ again, before anything is started.
@@ -87,22 +84,20 @@ class SpawnContext:
         master = _master()
         self._folder = JobFolder()
         try:
-            self._zygote = ZygoteHandle(self._folder.path, ranks=nprocs)
+            self._launcher = Launcher(JobSpec(Program("lockstep.spawn"), nproc=nprocs), home=self._folder.path)
         except BaseException:
             self._folder.remove()
             raise
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._zygote, selectors.EVENT_READ)
         try:
             self._fork(preparation, fn, args, master)
         except BaseException:
-            self._zygote.kill()  # it is importing: no rank runs anything yet
+            self._launcher.zygote.kill()  # it is importing: no rank runs anything yet
             self._close()
             raise
         atexit.register(self._at_exit)
 
     def join(self, timeout: float | None = None) -> bool:
-        """**Local.** Wait for all ranks.
+        """Wait for all ranks, and say on standard error which rank holds up the others, if one does.
 
         Args:
             timeout: seconds; None: as long as they run.
@@ -117,7 +112,7 @@ class SpawnContext:
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             while not self._closed:
-                if self._policy.done:
+                if self._launcher.policy.done:
                     self._conclude()
                 elif deadline is not None and time.monotonic() >= deadline:
                     return False
@@ -131,77 +126,57 @@ class SpawnContext:
         return True
 
     def pids(self) -> list[int]:
-        """**Local.** The ranks' process ids, in order of rank; waits until all are started.
+        """The ranks' process ids, in order of rank; waits until all are started.
 
         Raises:
             LaunchError: the ranks could not be started.
         """
-        while any(state.pid is None for state in self._policy.states.values()) and not self._closed:
+        states = self._launcher.policy.states.values()
+        while any(state.pid is None for state in states) and not self._closed:
             self._turn(None)
         if self._error is not None and not isinstance(self._error, RankFailed):
             raise self._error
-        return [state.pid for state in self._policy.states.values() if state.pid is not None]
+        return [state.pid for state in states if state.pid is not None]
 
     def _fork(
         self, preparation: dict[str, Any], fn: Callable[..., object], args: tuple[Any, ...], master: tuple[str, int]
     ) -> None:
-        for rank in range(self._world_size):
-            identity = Identity(rank, self._world_size, rank, self._world_size, 0, launched=True)
-            env = rank_environment(
-                identity,
-                nnodes=1,
-                master=master,
-                folder=self._folder.path,
-                loopback=ports.is_loopback(master[0]) and "GLOO_SOCKET_IFNAME" not in os.environ,
-            )
+        attempt = self._launcher.attempt
+        for rank in attempt.local_rank:
             with _Parcel({**preparation, "name": f"rank-{rank}"}, fn, args) as parcel:
                 job = {"kind": "call", "shared_tracker": parcel.tracker is not None}
-                self._zygote.fork(rank, env, job, parcel.descriptors())
+                fork = Fork(rank, attempt.environment(rank, master), job)
+                self._launcher.zygote.fork(fork, parcel.descriptors())
 
     def _turn(self, deadline: float | None) -> None:
         """Wait for the zygote to say something, or for the time to act."""
-        now = time.monotonic()
-        limits = [limit for limit in (deadline, self._policy.deadline) if limit is not None]
-        if self._selector.select(max(0.0, min(limits) - now) if limits else None):
-            try:
-                for message in self._zygote.receive():
-                    self._on_message(message)
-            except EOFError:
-                self._on_zygote_gone()
-        self._apply(self._policy.tick(time.monotonic()))
-
-    def _on_message(self, message: dict[str, Any]) -> None:
-        if message["is"] == "started":
-            self._policy.started(message["rank"], message["pid"])
-        elif message["is"] == "exited":
-            self._apply(self._policy.exited(message["rank"], message["code"], message["at"]))
-        elif message["is"] == "broken":
-            self._error = LaunchError(f"the ranks could not be started:\n{message['error']}")
-
-    def _on_zygote_gone(self) -> None:
-        if self._error is None:
-            code = self._zygote.wait(limit=1.0)
-            self._error = LaunchError(
-                f"the process that starts the ranks (process {self._zygote.pid}) ended with exit code {code}"
-            )
-        self._close()
-
-    def _apply(self, orders: Iterable[Order]) -> None:
-        for order in orders:
-            self._zygote.signal(order.ranks, order.signum)
+        launcher = self._launcher
+        launcher.turn(deadline)
+        if launcher.broken is not None and self._error is None:
+            self._error = LaunchError(f"the ranks could not be started:\n{launcher.broken}")
+        if not launcher.lives:
+            if self._error is None:
+                code = launcher.zygote.wait(limit=1.0)
+                self._error = LaunchError(
+                    f"the process that starts the ranks (process {launcher.zygote.pid}) ended with exit code {code}"
+                )
+            self._close()
 
     def _conclude(self) -> None:
         """All ranks have ended: how?"""
-        states = self._policy.states
-        endings = [report.Ending(states[rank], records.read(self._folder.path, rank)) for rank in states]
-        first = report.first_failure(endings)
+        attempt = self._launcher.attempt
+        outcome = attempt.outcome()
+        first = outcome.first
         if first is not None:
             self._error = RankFailed(
-                report.describe(endings, first, world_size=self._world_size),
+                report.describe(outcome),
                 rank=first.rank,
                 exit_code=first.exit_code,
                 traceback=(first.record.traceback or None) if first.record is not None else None,
             )
+        for text in (*attempt.hangs.ended(attempt.policy.states), attempt.hangs.laggard()):
+            if text:
+                say(text)
         self._close()
 
     def _close(self) -> None:
@@ -210,10 +185,10 @@ class SpawnContext:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        self._selector.close()
-        if self._policy.alive:
-            self._zygote.signal(self._policy.alive, signal.SIGKILL)
-        self._zygote.close()
+        launcher = self._launcher
+        if launcher.policy.alive:
+            launcher.zygote.signal(launcher.policy.alive, signal.SIGKILL)
+        launcher.close()
         self._folder.remove()
 
     def _at_exit(self) -> None:
@@ -284,7 +259,7 @@ def _master() -> tuple[str, int]:
         if not (text.isdecimal() and 0 < int(text) < 65536):
             raise EnvironmentMismatch(f"MASTER_PORT={text!r}: expected 1 to 65535, or leave it unset for any free port")
         return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(text)
-    return "127.0.0.1", ports.free_port()
+    return "127.0.0.1", free_port()
 
 
 def _check_main(preparation: dict[str, Any]) -> None:

@@ -1,15 +1,25 @@
-"""What the user asked for, checked: the program, how many ranks, on how many nodes, and where their output goes."""
+"""What the user asked for, checked: the program, how many ranks, on how many nodes, at which port, what is shown."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import errno
+import importlib.machinery
+import importlib.util
+import itertools
 import math
+import os
+import random
 import re
-from collections.abc import Iterable
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import knobs
+from lockstep.errors import LaunchError
 from lockstep.identity import Identity
 
 #: torch.distributed.launch's default, which the nodes of a job must agree on without talking to each other.
@@ -125,7 +135,7 @@ def rank_environment(
     env: dict[str, str | None] = dict(identity.to_environment())
     env["MASTER_ADDR"], env["MASTER_PORT"] = master[0], str(master[1])
     env[knobs.JOB_DIR] = folder
-    env[knobs.RESTART] = str(restart)
+    env[knobs.RESTART] = env["TORCHELASTIC_RESTART_COUNT"] = str(restart)  # the latter is what torchrun sets
     env[knobs.STORE] = f"{folder}/store" if nnodes == 1 else None
     if loopback:
         env["GLOO_SOCKET_IFNAME"] = "lo"
@@ -159,8 +169,13 @@ def parse_ranks(text: str, *, cores: int, gpus: int, option: str = "-n", auto: i
     return count
 
 
-def parse_nodes(text: str) -> int:
-    """How many machines ``--nnodes`` asks for: ``N``, or torch's ``MIN:MAX`` where both are the same."""
+def parse_nodes(text: str, *, standalone: bool = False) -> int:
+    """How many machines ``--nnodes`` asks for: ``N``, or torch's ``MIN:MAX`` where both are the same.
+
+    Args:
+        text: what the user wrote.
+        standalone: the user also said that it is one.
+    """
     least, _, most = text.partition(":")
     if not least.isdecimal() or not (most or least).isdecimal():
         raise ValueError(f"--nnodes={text}: expected a whole number of machines")
@@ -169,6 +184,8 @@ def parse_nodes(text: str) -> int:
             f"--nnodes={text}: the number of machines does not change while a job runs; say --nnodes={most} "
             "and start the launcher on each"
         )
+    if standalone and int(least) > 1:
+        raise ValueError(f"--standalone is for jobs on one machine, and --nnodes={text}: leave one away")
     return int(least)
 
 
@@ -185,3 +202,148 @@ def local_rank_option(sources: Iterable[str]) -> str:
         if named:
             return "--local-rank" if "--local-rank" in named else "--local_rank"
     return "--local-rank"
+
+
+# Whether a program can be run at all, and what it says, without running a line of it ---------------------------------
+
+#: Files around a program that are looked through, and folders: beside a program there may be its data.
+_MOST_FILES, _MOST_FOLDERS = 300, 100
+
+
+def check_program(program: Program) -> None:
+    """**Local.** Refuse a program that is not there.
+
+    Raises:
+        ValueError: the script is missing, a folder or not readable, or there is no such module.
+    """
+    if program.is_module:
+        _check_module(program.target)
+    else:
+        _check_script(program.target)
+
+
+def sources_of(program: Program) -> Iterator[str]:
+    """**Local.** The text of a program's own file, then of the Python files in its folder and below.
+
+    Files that can't be read are left out, and after some hundred files or folders it ends: it serves to guess what a
+    program knows.
+    """
+    path = _find_module(program.target) if program.is_module else program.target
+    if path is None:
+        return
+    yield from _texts([path])
+    yield from _texts(itertools.islice(_beside(path), _MOST_FILES))
+
+
+def _beside(path: str) -> Iterator[str]:
+    walk = os.walk(os.path.dirname(path) or ".")
+    for folder, folders, files in itertools.islice(walk, _MOST_FOLDERS):
+        folders[:] = sorted(
+            name for name in folders if name[0] != "." and name not in ("site-packages", "node_modules")
+        )
+        yield from (os.path.join(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def _texts(paths: Iterable[str]) -> Iterator[str]:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            yield Path(path).read_text(errors="replace")
+
+
+def _check_script(path: str) -> None:
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder: name a Python script, or a module with -m")
+    if not os.path.exists(path):
+        hint = f"; to run the module {path}, say -m {path}" if _looks_like_module(path) else ""
+        raise ValueError(f"script not found: {path} (looked in {os.getcwd()}){hint}")
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"script not readable: {path}")
+
+
+def _looks_like_module(name: str) -> bool:
+    return "/" not in name and not name.endswith(".py") and all(part.isidentifier() for part in name.split("."))
+
+
+def _check_module(name: str) -> None:
+    _find_module(name)
+
+
+def _find_module(name: str) -> str | None:
+    """The file that ``-m name`` runs; None: only the ranks can tell.
+
+    Follows the packages down without importing them: importing runs the user's code, and often torch.
+    """
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise ValueError(f"-m {name}: not a module's name (for a script, leave -m away)")
+    search: Sequence[str] | None = [os.getcwd(), *sys.path]
+    spec: importlib.machinery.ModuleSpec | None = None
+    for depth, part in enumerate(parts):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: depth + 1]), search)
+        if spec is None and depth == 0:
+            spec = importlib.util.find_spec(part)  # built in, frozen, or an editable install's own finder
+        if spec is None:
+            raise ValueError(f"module not found: {name} (no {part} in {parts[depth - 1] if depth else 'sys.path'})")
+        if spec.submodule_search_locations is None:
+            search = []
+            continue
+        try:
+            search = list(spec.submodule_search_locations)
+        except KeyError:
+            return None  # a namespace package inside one knows its place only once imported; the ranks will tell
+    if search:
+        spec = importlib.machinery.PathFinder.find_spec(f"{name}.__main__", search)
+        if spec is None:
+            raise ValueError(f"-m {name}: a package without a __main__ module can't be run")
+    return spec.origin if spec is not None and spec.has_location else None
+
+
+# Ports, for scripts that open torch's process group themselves and for several nodes ---------------------------------
+
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def free_port() -> int:
+    """**Local.** A port that nobody uses now, below those that the kernel hands out for outgoing connections.
+
+    It is not held, so it could be taken before it is used; outside the kernel's own range that is unlikely.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    lowest = _lowest_ephemeral()
+    choices = range(10000, lowest) if lowest > 11000 else range(1024, 65536)
+    # Not the seeded generator: jobs that start with the same seed must not try the same ports.
+    for port in random.SystemRandom().sample(choices, 100):
+        if is_free(port):
+            return port
+    raise LaunchError(f"no free port found from {choices[0]} to {choices[-1]}: name one with --master_port")
+
+
+def _lowest_ephemeral() -> int:
+    try:
+        return int(_EPHEMERAL_RANGE.read_text().split()[0])
+    except FileNotFoundError:
+        return 32768  # Linux's default; some containers hide the setting
+
+
+def is_free(port: int) -> bool:
+    """**Local.** Whether a server could listen on ``port`` on every address of this machine."""
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((address, port))
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                return False
+            if family == socket.AF_INET:
+                raise  # without IPv6 there is nothing more to ask
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """**Local.** Whether ``host`` can only be this machine, whatever the network."""
+    return host in ("localhost", "::1") or host.startswith("127.")

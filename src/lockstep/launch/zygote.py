@@ -1,20 +1,6 @@
 """The zygote: imports torch once, then forks ranks from itself on request. Mechanism only; the watcher decides.
 
-It reads requests from its control socket and answers on it, one JSON object a line:
-
-==================================================  ================================================
-``{"do": "fork", "rank": …, "env": …, "job": …}``   fork a rank; three descriptors for its standard
-                                                    streams may come along, and more for its job
-``{"do": "signal", "ranks": […], "signal": …}``     pass a signal on
-``{"do": "clear"}``                                 end what is left below, and stay
-``{"do": "finish"}``                                end what is left below, and leave
-``{"is": "ready"}``                                 the imports are done
-``{"is": "broken", "error": …}``                    the imports failed
-``{"is": "started", "rank": …, "pid": …}``          a rank runs
-``{"is": "exited", "rank": …, "code": …, "at": …,   a rank ended; a negative code is a signal; the most memory
-"peak": …}``                                        it had, in bytes
-``{"is": "cleared"}``                               nothing of the job is left below
-==================================================  ================================================
+It reads requests from its control socket and answers on it; channel.py has both.
 
 Note [Fork before threads]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -36,11 +22,24 @@ import sys
 import time
 import traceback
 from collections import deque
-from typing import Any
 
 from lockstep.launch import preload, processes, rank
-from lockstep.launch.channel import Channel
-from lockstep.launch.signals import SAVE, STOPPING, SignalQueue, ignored
+from lockstep.launch.channel import (
+    Broken,
+    Channel,
+    Clear,
+    Cleared,
+    Exited,
+    Finish,
+    Fork,
+    Message,
+    Ready,
+    Signal,
+    Started,
+    decode,
+    encode,
+)
+from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ignored
 
 #: Seconds that processes which outlived their rank have to leave by themselves.
 LEFTOVER_PATIENCE = 0.3
@@ -66,7 +65,7 @@ def main(control: int, folder: str, modules: list[str]) -> None:
         preload.load(modules)
     except Exception:  # noqa: BLE001  (whatever an import raises, the watcher tells the user)
         with contextlib.suppress(OSError):
-            channel.send({"is": "broken", "error": traceback.format_exc()})
+            channel.send(encode(Broken(traceback.format_exc())))
         os._exit(1)
     task = _Zygote(channel, folder, shielded).serve()
     if task is None:
@@ -80,7 +79,7 @@ class _Zygote:
         self._folder = folder
         self._shielded = shielded
         self._ranks: dict[int, int] = {}  # pid -> rank
-        self._requests: deque[tuple[dict[str, Any], list[int]]] = deque()
+        self._requests: deque[tuple[Message, list[int]]] = deque()
         self._deaths = SignalQueue([signal.SIGCHLD])
         # A process that the watcher forked meanwhile may hold the watcher's end of the socket open; this can't be held.
         self._watcher = os.pidfd_open(os.getppid())
@@ -91,17 +90,17 @@ class _Zygote:
     def serve(self) -> rank.Task | None:
         """Work until told to finish (None), or until this process is a forked rank (its task)."""
         try:
-            self._channel.send({"is": "ready"})
+            self._channel.send(encode(Ready()))
             while True:
                 ready = [key.fileobj for key, _ in self._selector.select()]
                 if self._deaths in ready:
                     self._deaths.read()
                     self._report_deaths()
                 if self._channel in ready:
-                    self._requests.extend(self._channel.receive())
+                    self._requests.extend((decode(fields), fds) for fields, fds in self._channel.receive())
                 while self._requests:
                     request, fds = self._requests.popleft()
-                    if request["do"] == "finish":
+                    if isinstance(request, Finish):
                         processes.sweep(patience=LEFTOVER_PATIENCE)
                         return None
                     task = self._handle(request, fds)
@@ -113,20 +112,21 @@ class _Zygote:
             self._end_abandoned_job()
             return None
 
-    def _handle(self, request: dict[str, Any], fds: list[int]) -> rank.Task | None:
-        if request["do"] == "fork":
-            return self._fork(request, fds)
-        if request["do"] == "clear":
-            processes.sweep(patience=LEFTOVER_PATIENCE)
-            self._channel.send({"is": "cleared"})
-            return None
-        pids = {number: pid for pid, number in self._ranks.items()}
-        for number in request["ranks"]:
-            if number in pids:  # else it ended while the request was on its way
-                os.kill(pids[number], request["signal"])
+    def _handle(self, request: Message, fds: list[int]) -> rank.Task | None:
+        match request:
+            case Fork():
+                return self._fork(request, fds)
+            case Clear():
+                processes.sweep(patience=LEFTOVER_PATIENCE)
+                self._channel.send(encode(Cleared()))
+            case Signal(ranks, signum):
+                pids = {number: pid for pid, number in self._ranks.items()}
+                for number in ranks:
+                    if number in pids:  # else it ended while the request was on its way
+                        os.kill(pids[number], signum)
         return None
 
-    def _fork(self, request: dict[str, Any], fds: list[int]) -> rank.Task | None:
+    def _fork(self, request: Fork, fds: list[int]) -> rank.Task | None:
         zygote = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -136,12 +136,12 @@ class _Zygote:
         if pid == 0:
             processes.die_with_parent(zygote)
             self._leave_to_the_zygote()
-            return rank.Task(request["rank"], request["env"], request["job"], fds, self._shielded)
+            return rank.Task(request.rank, request.env, request.job, fds, self._shielded)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))
         for fd in fds:
             os.close(fd)
-        self._ranks[pid] = request["rank"]
-        self._channel.send({"is": "started", "rank": request["rank"], "pid": pid})
+        self._ranks[pid] = request.rank
+        self._channel.send(encode(Started(request.rank, pid)))
         return None
 
     def _leave_to_the_zygote(self) -> None:
@@ -159,7 +159,7 @@ class _Zygote:
         for dead in processes.reap():
             number = self._ranks.pop(dead.pid, None)
             if number is not None:  # else it was somebody's orphan
-                self._channel.send({"is": "exited", "rank": number, "code": dead.code, "at": at, "peak": dead.peak})
+                self._channel.send(encode(Exited(number, dead.code, at, dead.peak)))
 
     def _end_abandoned_job(self) -> None:
         """The watcher is gone: nobody waits for the ranks any more. See Note [No orphans]."""

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
 from lockstep import knobs
-from lockstep.agreement.at_work import AtWork
+from lockstep.job.workers import AtWork
 from lockstep.sampling.nested import fingerprint, nothing_of
 from lockstep.sampling.order import mix, slice_bounds
 from lockstep.sampling.seeding import preserved_generators, seed_generators

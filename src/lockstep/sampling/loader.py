@@ -28,8 +28,8 @@ from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.init import current_world
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointMismatch, LockstepError
-from lockstep.recorder import writer
-from lockstep.recorder.layout import Phase
+from lockstep.job import flight
+from lockstep.job.page import Phase
 from lockstep.sampling.agree import agreed
 from lockstep.sampling.cursor import Cursor, LoaderState
 from lockstep.sampling.device import on_device
@@ -270,9 +270,9 @@ class ShardedLoader:
         world, rank_stream = self._world, streams.current()
         try:
             rank_stream.renew(self)
-            writer.enter(_DATA)
+            flight.current.enter(_DATA)
             for fetched in naming_dead_workers(self._fetch()):
-                writer.resume(_OWN)
+                flight.current.resume(_OWN)
                 share = BatchShare(fetched.samples, fetched.global_samples)
                 world.in_hand.hand_out(self, share)
                 self._advance(fetched)
@@ -287,8 +287,8 @@ class ShardedLoader:
                         "it has but one position; shard a second DataLoader to iterate over the data twice at a time"
                     )
                 rank_stream.renew(self)
-                writer.enter(_DATA)
-            writer.resume(_OWN)
+                flight.current.enter(_DATA)
+            flight.current.resume(_OWN)
             self._end_pass(mine)
         except GeneratorExit:  # the loop was left early
             self._end_pass(mine)

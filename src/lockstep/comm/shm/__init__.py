@@ -1,9 +1,10 @@
 """The c10d backend ``"shm"``: collectives over shared memory, for ranks on one host.
 
 From the bottom up: layout.py (what lies where), semaphore.py (how ranks synchronise), segment.py and rendezvous.py (how
-they come to share memory), peers.py and failure.py (how they learn that something is wrong), fingerprint.py and
-rounds.py (how they agree and move), collectives/ (one file each), executor.py and work.py (order and completion),
-group.py, process_group.py (torch's interface), register.py (torch's registry).
+they come to share memory), fingerprint.py and health.py (what a rank says of itself, and how it learns what is wrong),
+rounds.py (how ranks agree and move), tensors.py, reduction.py and collectives.py (what is moved), p2p.py (send
+and receive), shared_tensors.py (memory that needs no copy), work.py (order and completion), group.py (all of it),
+process_group.py (torch's interface), register.py (torch's registry).
 
 *What it needs*: Linux, ranks of one user that see each other's processes, memfd (kernel 3.17) and /proc. No port, no
 file, nothing in /dev/shm; one descriptor per peer process while a group is open.

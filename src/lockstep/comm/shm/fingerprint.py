@@ -5,11 +5,11 @@ from __future__ import annotations
 import struct
 import sys
 import zlib
-from types import CodeType
+from types import FrameType
 
 import torch
 
-from lockstep.caller import user_frame, words
+from lockstep.caller import user_frame, user_frame_and_depth, words
 from lockstep.comm import labels
 from lockstep.comm.shm.layout import HEADER
 
@@ -49,33 +49,30 @@ _NO_DTYPE = len(_DTYPES)
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """**Local.** A number for the dtype, the same on all ranks (they run one version of torch)."""
+    """Return a number for the dtype, the same on all ranks (they run one version of torch)."""
     return _DTYPE_CODE[dtype]
 
 
 def dtype_name(code: int) -> str:
-    """**Local.** The dtype of a number that :func:`dtype_code` gave."""
+    """Return the dtype of a number that :func:`dtype_code` gave."""
     return str(_DTYPES[code]) if 0 <= code < len(_DTYPES) else "no dtype"
 
 
-# The same few lines issue the same few collectives for hours: both halves are cached. The caches are cleared when they
-# hold more than any training loop needs.
+# The same few lines issue the same few collectives for hours. Cleared when it holds more than any training loop needs.
 _CACHE_LIMIT = 4096
-_keys: dict[tuple[object, ...], bytes] = {}
-#: By file, function, line and label. (A code object's hash takes a microsecond, that of its names nothing.)
-_places: dict[tuple[str, str, int, str], bytes] = {}
+_bodies: dict[tuple[object, ...], bytes] = {}
 
 
 def take(
     operation: str,
-    *,
     dtype: torch.dtype | None = None,
     numel: int = 0,
+    *,
     reduce_op: int = NO_REDUCE_OP,
     root: int = -1,
     detail: object = None,
 ) -> bytes:
-    """**Local.** The fingerprint of a collective that is being issued, with the line of the program that issues it.
+    """Make the fingerprint of a collective that is being issued, with the line of the program that issues it.
 
     It is a header (see :func:`describe`) without its first 8 bytes, the sequence number, which is known when the
     collective runs.
@@ -84,48 +81,36 @@ def take(
         detail: what else must be equal on every rank (shapes of a list of tensors, a factor); compared by digest.
     """
     label = labels.label()
-    facts = (operation, dtype, numel, reduce_op, root, detail, label)
-    key = _keys.get(facts)
-    if key is None:
-        if len(_keys) > _CACHE_LIMIT:
-            _keys.clear()
+    frame = user_frame_and_depth(sys._getframe(1))[0]
+    if frame is None:
+        where: tuple[str, str, int, int] | None = None
+    else:  # (a code object's hash takes a microsecond, that of its names nothing, and to find a line takes another)
+        code = frame.f_code
+        where = code.co_filename, code.co_name, code.co_firstlineno, frame.f_lasti
+    facts = (operation, dtype, numel, reduce_op, root, detail, label, where)
+    body = _bodies.get(facts)
+    if body is None:
+        if len(_bodies) > _CACHE_LIMIT:
+            _bodies.clear()
         digest = zlib.crc32(repr((detail, label)).encode()) if detail is not None or label else 0
-        code = _NO_DTYPE if dtype is None else _DTYPE_CODE[dtype]
-        key = _KEY.pack(0, numel, digest, _OPERATION_CODE[operation], reduce_op, code, root)[8:]
-        _keys[facts] = key
-    return key + _place(label)
+        code_ = _NO_DTYPE if dtype is None else _DTYPE_CODE[dtype]
+        key = _KEY.pack(0, numel, digest, _OPERATION_CODE[operation], reduce_op, code_, root)[8:]
+        place = f"{_words(frame)} [{label}]" if label else _words(frame)
+        body = _bodies[facts] = key + place.encode()[:_TEXT].ljust(_TEXT, b"\0")
+    return body
 
 
 def place() -> str:
-    """**Local.** The line of the program that is running, as text."""
-    return _place("").rstrip(b"\0").decode(errors="replace")
+    """Return the line of the program that is running: the first frame outside torch and lockstep."""
+    return _words(user_frame(sys._getframe(1)))
 
 
-def _place(label: str) -> bytes:
-    """The innermost line of the caller's own program: the first frame outside torch and lockstep."""
-    frame = user_frame(sys._getframe(2))
-    if frame is None:
-        return _render("torch's own thread (autograd or a reducer)", label)
-    code = frame.f_code
-    known = _places.get((code.co_filename, code.co_name, frame.f_lineno, label))
-    return known or _remember(code, frame.f_lineno, label)
+def _words(frame: FrameType | None) -> str:
+    return "torch's own thread (autograd or a reducer)" if frame is None else words(frame.f_code, frame.f_lineno)
 
 
-def _remember(code: CodeType, line: int, label: str) -> bytes:
-    if len(_places) > _CACHE_LIMIT:
-        _places.clear()
-    text = _render(words(code, line), label)
-    _places[code.co_filename, code.co_name, line, label] = text
-    return text
-
-
-def _render(place: str, label: str) -> bytes:
-    text = f"{place} [{label}]" if label else place
-    return text.encode()[:_TEXT].ljust(_TEXT, b"\0")
-
-
-def describe(header: bytes) -> str:
-    """A header in words: ``all_reduce #12 (SUM, torch.float32, 10 elements) at train.py:30 in step``."""
+def describe(header: bytes | memoryview) -> str:
+    """Put a header into words: ``all_reduce #12 (SUM, torch.float32, 10 elements) at train.py:30 in step``."""
     sequence, numel, digest, operation, reduce_op, dtype, root = _KEY.unpack_from(header)
     if sequence == 0:
         return "nothing yet in this group"
@@ -139,7 +124,7 @@ def describe(header: bytes) -> str:
         facts.append(f"root {root}")
     if digest:
         facts.append(f"detail {digest:08x}")
-    place = header[KEY:].rstrip(b"\0").decode(errors="replace")
+    place = bytes(header[KEY:]).rstrip(b"\0").decode(errors="replace")
     name = OPERATIONS[operation] if operation < len(OPERATIONS) else f"operation {operation}"
     details = f" ({', '.join(facts)})" if facts else ""
     return f"{name} #{sequence}{details} at {place}"

@@ -122,17 +122,12 @@ class Layout:
     def _stage_bytes(self) -> int:
         return _page(self.chunk)
 
-    @property
-    def mail_bytes(self) -> int:
-        """Payload of one fragment of a message."""
-        return self.chunk
-
     @cached_property
     def _boxes(self) -> int:
         return self.stage(self.world_size, 0)
 
     def box(self, source: int, destination: int, slot: int) -> int:
-        """A fragment's place: its header, then its payload."""
+        """Return where a fragment lies: its header, then its payload."""
         pair = source * self.world_size + destination
         return self._boxes + (MAIL_HEADER + _page(self.chunk)) * (pair * MAIL_SLOTS + slot)
 
@@ -142,7 +137,7 @@ class Layout:
         return _page(self.box(self.world_size, 0, 0))
 
     def semaphores(self) -> Iterator[tuple[int, int]]:
-        """Every semaphore: its offset and first value."""
+        """Yield every semaphore: its offset and first value."""
         everyone = range(self.world_size)
         yield self.failure_claim, 1
         for rank in everyone:
@@ -156,7 +151,7 @@ class Layout:
 
 
 def part(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The range of ``count`` elements that ``rank`` owns: ``world_size`` ranges that cover all, in order of rank.
+    """Return the range of ``count`` elements that ``rank`` owns; the ranks' ranges cover all, in order of rank.
 
     Bounds are multiples of 64 elements where possible, so that two ranks rarely write one cache line.
     """

@@ -95,7 +95,7 @@ class Reduction:
 
 
 def reduction(op: int, dtype: torch.dtype, world_size: int, factor: float = 1.0) -> Reduction:
-    """**Local.** The reduction for torch's reduce op number ``op``.
+    """Return the reduction for torch's reduce op number ``op``.
 
     Raises:
         RuntimeError: the op makes no sense for the dtype (the type of error that gloo raises).

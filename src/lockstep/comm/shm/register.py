@@ -1,58 +1,43 @@
-"""Make ``torch.distributed.init_process_group("shm")`` work, without loading torch for those who do not use it.
+"""Make ``torch.distributed.init_process_group("shm")`` work, whoever opens the group.
 
-``import lockstep`` calls :func:`register_when_loaded`. If torch.distributed is there, the backend is registered at
-once; if not, as soon as somebody imports it. (torch has no list of backends that it reads by itself, and the launcher's
-watching process must not load torch just to register something.)
+torch calls :func:`register` at the end of its import: pyproject.toml names it among the entry points of the group
+``torch.backends``. So a program that never imports lockstep has the backend as soon as lockstep is installed. Where it
+is not installed (a checkout on ``PYTHONPATH``), or the user has turned that off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``),
+``import lockstep`` after torch registers it, and ``lockstep.init()`` always does.
+
+Every process of an environment with lockstep in it pays for this module when it imports torch, so it loads nothing: the
+backend itself comes with the first group.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from importlib.machinery import ModuleSpec
+import warnings
 from typing import Any
-
-_TORCH = "torch.distributed"
-
-
-def register_when_loaded() -> None:
-    """**Local.** Register the backend now, or when torch.distributed is imported."""
-    if hasattr(sys.modules.get(_TORCH), "Backend"):
-        register()
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
 
 
 def register() -> None:
-    """**Local.** Tell torch about the backend. A second call does nothing."""
-    backends: Any = sys.modules[_TORCH].Backend
-    if "shm" not in backends.backend_list:
-        backends.register_backend("shm", _create, extended_api=True, devices=["cpu"])
+    """Tell torch about the backend, if torch.distributed is loaded. A second call does nothing.
 
-
-class _Finder:
-    """Sees the import of torch.distributed, lets Python's own finders do it, and registers afterwards."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
-        if name != _TORCH:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        loader: Any = spec.loader if spec is not None else None
-        if loader is not None:
-            load = loader.exec_module
-
-            def load_and_register(module: Any) -> None:
-                load(module)
-                if hasattr(module, "Backend"):  # absent in builds of torch without torch.distributed
-                    register()
-
-            loader.exec_module = load_and_register
-        return spec
+    Raises nothing: torch would refuse to be imported at all, for the sake of a backend that the program may not use.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if not hasattr(distributed, "Backend"):  # not loaded yet, or a build of torch without it
+        return
+    backends: Any = distributed
+    try:
+        if "shm" not in backends.Backend.backend_list:
+            backends.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
+    except Exception as error:  # noqa: BLE001  (whatever a torch of the future makes of it)
+        warnings.warn(
+            f'lockstep\'s backend "shm" is not available: torch.distributed refuses to register it '
+            f'({type(error).__name__}: {error}). Use "gloo", or the versions of torch that lockstep was tested with',
+            stacklevel=2,
+        )
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    """**Collective.** What torch calls to make a group."""
+    """**Collective.** Make a group; torch calls this."""
     from lockstep import _torch, knobs
     from lockstep.comm.shm.group import Group
     from lockstep.comm.shm.process_group import ProcessGroupShm

@@ -16,7 +16,7 @@ two rounds of distance a collective may also read the stage of round k until it 
 all-reduce reads the reduced chunk k after the tokens of round k + 1. Two stages would not allow that; three do.
 
 *No lost or extra token.* Before the first round's data is used the ranks compare fingerprints, so they agree on the
-collective and hence on its number of rounds. A rank that finds a difference ends the group (failure.py), and no token
+collective and hence on its number of rounds. A rank that finds a difference ends the group (health.py), and no token
 counts afterwards.
 
 *Waiting.* A rank first polls for a few microseconds, then offers its core to others for a while, then sleeps in the
@@ -33,14 +33,12 @@ from collections.abc import Container
 import torch
 
 from lockstep import machine
-from lockstep.comm.shm import fingerprint, messages, semaphore
-from lockstep.comm.shm.failure import Failure, again
+from lockstep.comm.shm import fingerprint, semaphore
+from lockstep.comm.shm.health import Health
 from lockstep.comm.shm.layout import BUFFERS, HEADER, Layout
-from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.segment import Segment
-from lockstep.comm.shm.standing import Standing
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
-from lockstep.recorder import writer
+from lockstep.errors import CollectiveMismatch, LockstepError
+from lockstep.job import flight
 
 #: Seconds between two looks at the health of the group while a rank sleeps.
 SLICE = 0.05
@@ -50,36 +48,57 @@ _POLLS = 40
 _YIELDING = 300e-6
 _YIELDING_CROWDED = 2e-3
 
+#: Bytes (of all ranks together) that each rank combines for itself, in one round. Below torch's grain for threads, so
+#: that every rank runs one and the same loop over the elements and gets the same bits.
+DIRECT_BYTES = 64 * 1024
+#: Sizes of small tensors for which views are kept, since the same few come again.
+_KEPT = 256
+
 #: Tensors by buffer, then by rank.
 _Views = list[list[torch.Tensor]]
 
 
-class Rounds:
-    """The rounds of one group, seen from one rank. Used by one thread at a time (executor.py)."""
+class Small:
+    """What a rank needs to combine so many elements that it does all of it by itself: kept from call to call."""
 
-    def __init__(self, segment: Segment, layout: Layout, *, rank: int, peers: Peers, failure: Failure) -> None:
+    def __init__(self, views: _Views, rank: int) -> None:
+        #: The elements in the stages, by buffer, then by rank.
+        self.views = views
+        #: Where this rank's own lie, by buffer.
+        self.own = [stages[rank].data_ptr() for stages in views]
+        #: Memory of this process for the result.
+        with torch.inference_mode(False):  # else it could be written in inference mode only
+            self.result = torch.empty_like(views[0][rank])
+        self.result_address = self.result.data_ptr()
+        self.nbytes = self.result.nbytes
+
+
+class Rounds:
+    """The rounds of one group, seen from one rank. Used by one thread at a time (work.py)."""
+
+    def __init__(self, segment: Segment, layout: Layout, *, rank: int, health: Health) -> None:
         self.rank = rank
         self.size = layout.world_size
         #: Bytes of one stage.
         self.chunk = layout.chunk
-        self.peers = peers
         self._segment = segment
         self._layout = layout
-        self._failure = failure
-        self._standing = Standing(segment, layout, rank=rank, peers=peers)
+        self._health = health
         others = [peer for peer in range(self.size) if peer != rank]
         self._posts = [segment.address + layout.token(rank, peer) for peer in others]
         self._waits = [(peer, segment.address + layout.token(peer, rank)) for peer in others]
-        self._headers = [
-            [(peer, layout.header(peer, buffer)) for peer in range(self.size)] for buffer in range(BUFFERS)
-        ]
+        #: By buffer, then by rank; and of each what must be equal on all ranks.
+        self._headers = [[self._header(peer, buffer) for peer in range(self.size)] for buffer in range(BUFFERS)]
+        self._keys = [[header[: fingerprint.KEY].cast("Q") for header in headers] for headers in self._headers]
         self._round = 0
-        self._buffer = 0
+        #: The number of the current round's stage.
+        self.buffer = 0
         self._sequence = 0
         self._stages: dict[torch.dtype, _Views] = {}
-        self._slices: dict[tuple[torch.dtype, int], _Views] = {}
+        self._small: dict[tuple[torch.dtype, int], Small | None] = {}
         # Of the collective that runs.
-        self._current = b""
+        self._current = memoryview(b"")  # its header
+        self._key = memoryview(b"")
         self._fresh = False  # its fingerprint has not been compared yet
         self._timeout = 0.0
         crowded = self.size > machine.cores()
@@ -87,7 +106,7 @@ class Rounds:
         self._yielding = _YIELDING_CROWDED if crowded else _YIELDING
 
     def begin(self, body: bytes, *, timeout: float) -> None:
-        """**Local.** Start the group's next collective; its fingerprint goes out with the first :meth:`sync`.
+        """Start the group's next collective; its fingerprint goes out with the first :meth:`sync`.
 
         Args:
             body: from :func:`fingerprint.take`.
@@ -95,28 +114,33 @@ class Rounds:
         """
         self._sequence += 1
         self._timeout = timeout
-        header = self._current = self._sequence.to_bytes(8, "little") + body
         self._fresh = True
-        offset = self._headers[self._buffer][self.rank][1]
-        self._segment.view[offset : offset + HEADER] = header
+        header = self._current = self._headers[self.buffer][self.rank]
+        self._key = self._keys[self.buffer][self.rank]
+        header[:8] = self._sequence.to_bytes(8, "little")
+        header[8:] = body
 
     def stages(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """The stages of the current round, by rank: 1-d tensors of ``dtype`` that cover ``chunk`` bytes."""
         views = self._stages.get(dtype)
         if views is None:
             views = self._stages[dtype] = [self._view(buffer, dtype) for buffer in range(BUFFERS)]
-        return views[self._buffer]
+        return views[self.buffer]
 
-    def slices(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
-        """The first ``count`` elements of the current round's stages, by rank. Kept, since small sizes come again."""
-        views = self._slices.get((dtype, count))
-        if views is None:
-            if len(self._slices) >= 64:
-                self._slices.clear()
+    def small(self, dtype: torch.dtype, count: int) -> Small | None:
+        """Return what it takes to combine ``count`` elements in one round, or None if they are too many for that."""
+        try:
+            return self._small[dtype, count]
+        except KeyError:
+            pass
+        if len(self._small) >= _KEPT:
+            self._small.clear()
+        small: Small | None = None
+        if count * dtype.itemsize * self.size <= DIRECT_BYTES and count <= self.capacity(dtype):
             self.stages(dtype)
-            views = [[stage[:count] for stage in self._stages[dtype][buffer]] for buffer in range(BUFFERS)]
-            self._slices[dtype, count] = views
-        return views[self._buffer]
+            small = Small([[stage[:count] for stage in stages] for stages in self._stages[dtype]], self.rank)
+        self._small[dtype, count] = small
+        return small
 
     def capacity(self, dtype: torch.dtype) -> int:
         """Elements of ``dtype`` in one stage."""
@@ -134,18 +158,18 @@ class Rounds:
             semaphore.post(token)
         trywait = semaphore.trywait
         for index, (_, token) in enumerate(self._waits):
-            if trywait(token) != 0:
-                self._wait(index)
+            if trywait(token) != 0 and not self._poll(token):
+                self._sleep(self._waits[index:])
                 break
         if self._fresh:
             self._compare(range(self.size))
             self._fresh = False
         self._round += 1
-        self._buffer = self._round % BUFFERS
+        self.buffer = self._round % BUFFERS
 
-    def disagree(self, what: str) -> LockstepError:
-        """**Local.** End the group because the ranks' arguments do not fit together; returns what to raise."""
-        return self._end(CollectiveMismatch(messages.disagreement(self.rank, self._current, what)))
+    def _header(self, rank: int, buffer: int) -> memoryview:
+        offset = self._layout.header(rank, buffer)
+        return self._segment.view[offset : offset + HEADER]
 
     def _view(self, buffer: int, dtype: torch.dtype) -> list[torch.Tensor]:
         offsets = [self._layout.stage(peer, buffer) for peer in range(self.size)]
@@ -153,56 +177,45 @@ class Rounds:
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 
-    def _wait(self, index: int) -> None:
-        """Take the tokens that are not there yet: all from ``index`` on."""
-        pending = self._poll(self._waits[index:])
-        if pending:
-            with writer.waiting(fingerprint.describe(self._current)):
-                self._sleep(pending)
-
-    def _sleep(self, pending: list[tuple[int, int]]) -> None:
-        begun = time.monotonic()
-        while pending:
-            error = self._failure.known()
-            if error is not None:
-                raise again(error)
-            if semaphore.wait(pending[0][1], min(SLICE, max(0.0, self._timeout - (time.monotonic() - begun)))):
-                pending = pending[1:]
-                continue
-            self._look(pending)
-            pending = [each for each in pending if semaphore.trywait(each[1]) != 0]
-            if pending and time.monotonic() - begun >= self._timeout:
-                raise self._end(CollectiveTimeout(self._late(pending)))
-
-    def _poll(self, pending: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Without sleeping: what is still missing after a short while."""
+    def _poll(self, token: int) -> bool:
+        """Wait for a short while without sleeping; True if the token came."""
         trywait = semaphore.trywait
         for _ in range(self._polls):
-            pending = [each for each in pending if trywait(each[1]) != 0]
-            if not pending:
-                return pending
+            if trywait(token) == 0:
+                return True
         limit = time.monotonic() + self._yielding
         while time.monotonic() < limit:
             os.sched_yield()
-            pending = [each for each in pending if trywait(each[1]) != 0]
-            if not pending:
-                break
-        return pending
+            if trywait(token) == 0:
+                return True
+        return False
 
-    def _look(self, pending: list[tuple[int, int]]) -> None:
+    def _sleep(self, pending: list[tuple[int, int]]) -> None:
+        """Take the tokens that are not there yet, and sleep until they come."""
+        begun = time.monotonic()
+        what = fingerprint.describe(self._current)
+        with flight.waiting(what):
+            while pending:
+                self._health.check()
+                if semaphore.wait(pending[0][1], min(SLICE, max(0.0, self._timeout - (time.monotonic() - begun)))):
+                    pending = pending[1:]
+                    continue
+                self._look(pending, what)
+                pending = [each for each in pending if semaphore.trywait(each[1]) != 0]
+                if pending and time.monotonic() - begun >= self._timeout:
+                    raise self._health.late(what, self._timeout, [peer for peer, _ in pending])
+
+    def _look(self, pending: list[tuple[int, int]], what: str) -> None:
         """A slice has passed without a token: has the group failed, a rank died, or left, or come to another place?"""
-        error = self._failure.known()
-        if error is not None:
-            raise again(error)
+        self._health.check()
         missing = {peer for peer, _ in pending}
-        gone = [peer for peer in self.peers.gone() if peer in missing]
-        left = [peer for peer in missing if self._segment.view[self._layout.presence(peer)]]
+        gone, left = self._health.gone() & missing, self._health.left() & missing
         if gone or left:
             # What they posted before they went is there by now: look once more.
             still = {peer for peer, token in pending if semaphore.trywait(token) != 0 or self._put_back(token)}
-            gone, left = [p for p in gone if p in still], [p for p in left if p in still and p not in gone]
-            if gone or left:
-                raise self._end(PeerLost(self._lost(gone, left)))
+            away = sorted((gone | left) & still)
+            if away:
+                raise self._health.lost(what, away, ended=bool(gone & still))
         if self._fresh:
             self._compare({peer for peer in range(self.size) if peer not in missing})
 
@@ -214,31 +227,26 @@ class Rounds:
 
     # --- errors ----------------------------------------------------------------------------------------------------
 
+    def disagree(self, what: str) -> LockstepError:
+        """End the group because the ranks' arguments do not fit together; returns what to raise."""
+        said = f"rank {self.rank} in {fingerprint.describe(self._current)}: {what}; nothing was moved"
+        return self._health.end(CollectiveMismatch(said))
+
     def _compare(self, arrived: Container[int]) -> None:
         """Compare the fingerprints of the ranks whose tokens were taken with this rank's."""
-        key = self._current[: fingerprint.KEY]
-        view = self._segment.view
-        for peer, offset in self._headers[self._buffer]:
-            if view[offset : offset + fingerprint.KEY] != key and peer in arrived:
-                ranks = [rank for rank in range(self.size) if rank in arrived or rank == self.rank]
-                raise self._end(CollectiveMismatch(messages.mismatch(self.rank, {r: self._seen(r) for r in ranks})))
+        key = self._key
+        for peer, theirs in enumerate(self._keys[self.buffer]):
+            if theirs != key and peer in arrived:
+                raise self._health.end(CollectiveMismatch(self._mismatch(arrived)))
 
-    def _late(self, pending: list[tuple[int, int]]) -> str:
-        late = [peer for peer, _ in pending]
-        others = [peer for peer, _ in self._waits if peer not in late]
-        where = self._standing.describe([*late, *others])
-        said = messages.late(self.rank, fingerprint.describe(self._current), self._timeout, late, where)
-        return said + writer.told()
-
-    def _lost(self, gone: list[int], left: list[int]) -> str:
-        where = self._standing.describe([*gone, *left])
-        return messages.lost(self.rank, fingerprint.describe(self._current), gone, left, where)
-
-    def _seen(self, rank: int) -> bytes:
-        """The header of this round."""
-        offset = self._headers[self._buffer][rank][1]
-        return bytes(self._segment.view[offset : offset + HEADER])
-
-    def _end(self, error: LockstepError) -> LockstepError:
-        """Report ``error`` and return what to raise: the first error that any rank reported."""
-        return again(self._failure.report(error))
+    def _mismatch(self, arrived: Container[int]) -> str:
+        lines = [
+            f"  rank {rank}: {fingerprint.describe(header)}\n"
+            for rank, header in enumerate(self._headers[self.buffer])
+            if rank in arrived or rank == self.rank
+        ]
+        return (
+            f"rank {self.rank}: the ranks are in different collectives, or in one with different arguments; "
+            f"nothing was moved:\n{''.join(lines)}"
+            "Every rank must issue the same collectives in the same order, with tensors of equal size and dtype."
+        )

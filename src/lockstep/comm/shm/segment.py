@@ -5,21 +5,40 @@ end, and no mount limits its size. Rank 0 publishes where it is (its process and
 store; the others open it through ``/proc`` and check a random nonce in it. Opening it *is* the proof that they share a
 host and may share memory; the boot id and the namespace of process ids are compared first, to say why if not. Once
 every rank has mapped the memory the descriptor is closed: an open group holds none.
+
+The mapping is made by ``mmap(2)`` itself: ``mmap.mmap`` keeps a copy of the descriptor as long as the memory is mapped
+(before Python 3.13 always), one for each group and one per rank for each tensor that a group allocates, and a process
+with many groups would run out of them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
+import mmap
 import os
 import secrets
 import struct
+import weakref
 from dataclasses import asdict, dataclass
+from typing import TypeAlias
 
 import torch
 
-from lockstep.comm.shm.mapping import Memory, map_shared
 from lockstep.errors import RendezvousError
+
+#: Bytes of memory; unmapped when the last object that refers to it is gone. Weak references to it are possible.
+Memory: TypeAlias = "ctypes.Array[ctypes.c_ubyte]"
+
+_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+# (off_t is a long on every 64-bit Linux.)
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_munmap = _libc.munmap
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 _REMEDY = 'use the backend "gloo" (or "nccl" for GPUs) for this group'
 _IDENTITY = struct.Struct("<32sqq")
@@ -43,7 +62,7 @@ class Whereabouts:
         return cls(pid, started(pid) or 0, boot_id, os.stat("/proc/self/ns/pid").st_ino)
 
     def why_apart(self, other: Whereabouts) -> str | None:
-        """Why memory can't be shared with a process at ``other``, as far as that shows without trying; or None."""
+        """Say why memory can't be shared with a process at ``other``, as far as that shows without trying; or None."""
         if self.boot_id != other.boot_id:
             return "they run on different hosts"
         if self.pid_namespace != other.pid_namespace:
@@ -52,7 +71,7 @@ class Whereabouts:
 
 
 def started(pid: int) -> int | None:
-    """**Local.** When the process started, in clock ticks since boot; None if it is gone or a zombie.
+    """Return when the process started, in clock ticks since boot; None if it is gone or a zombie.
 
     Raises:
         OSError: it can't be told, for want of a descriptor.
@@ -98,7 +117,7 @@ class Segment:
         self.address = self.bytes.data_ptr()
 
     def release(self) -> Memory:
-        """**Local.** Let go of the mapping, and leave it to the tensors on it. The segment can't be used any more."""
+        """Let go of the mapping, and leave it to the tensors on it. The segment can't be used any more."""
         memory = self._memory
         self.view.release()
         del self._memory, self.bytes, self.view
@@ -106,7 +125,7 @@ class Segment:
 
     @classmethod
     def create(cls, size: int, *, chunk: int) -> tuple[Segment, Offer]:
-        """**Local.** Make a segment of zeros. The caller closes ``offer.descriptor`` once all have opened it.
+        """Make a segment of zeros. The caller closes ``offer.descriptor`` once all have opened it.
 
         Raises:
             RendezvousError: this system has no memfd, or no memory.
@@ -120,7 +139,7 @@ class Segment:
             os.ftruncate(descriptor, size)
             # Nobody can cut the memory short under a rank that uses it.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            memory = map_shared(descriptor, size)
+            memory = _map(descriptor, size)
         except (OSError, AttributeError) as error:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -130,7 +149,7 @@ class Segment:
 
     @classmethod
     def open(cls, offer: Offer) -> Segment:
-        """**Local.** Map the segment another process made.
+        """Map the segment another process made.
 
         Raises:
             RendezvousError: it can't be reached from here; the message says why and what to use instead.
@@ -143,7 +162,7 @@ class Segment:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                memory = map_shared(descriptor, offer.size)
+                memory = _map(descriptor, offer.size)
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -154,3 +173,22 @@ class Segment:
         if _IDENTITY.unpack_from(memory, 0) != (offer.nonce.encode(), offer.size, offer.chunk):
             raise RendezvousError(f"{path} is not the memory that rank 0 shares: {_REMEDY}")
         return cls(memory)
+
+
+def _map(descriptor: int, size: int) -> Memory:
+    """Map the first ``size`` bytes of the file, to be read and written together with other processes.
+
+    Raises:
+        OSError: the file is shorter (to touch what lies behind its end would kill the process), or can't be mapped.
+    """
+    there = os.fstat(descriptor).st_size
+    if there < size:
+        raise OSError(f"the file has {there} bytes, expected at least {size}")
+    address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address is None or address == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    finalizer = weakref.finalize(memory, _munmap, address, size)
+    finalizer.atexit = False  # threads may still use it; the kernel unmaps everything a moment later
+    return memory

@@ -26,18 +26,17 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from lockstep.comm.shm.collectives.gather import all_gather
-from lockstep.comm.shm.mapping import Memory
+from lockstep.comm.shm.collectives import gather
 from lockstep.comm.shm.rounds import Rounds
-from lockstep.comm.shm.segment import Offer, Segment
+from lockstep.comm.shm.segment import Memory, Offer, Segment
 from lockstep.errors import RendezvousError
 
-_OFFER_BYTES = 512
+#: Bytes of what a rank says of its memory, and of the length in front of it.
+_RECORD = 1024
 _LENGTH = struct.Struct("<q")
 #: Room before the tensor for the segment's identity; keeps the data on a page boundary.
 _HEAD = 4096
@@ -59,7 +58,7 @@ class Part:
     memory: weakref.ref[Memory]
 
     def views(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """All ranks' memory, in order of rank."""
+        """Return all ranks' memory, in order of rank."""
         return [mine if other is None else other for other in self.others]
 
 
@@ -81,41 +80,20 @@ class SharedTensors:
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
         self._made = 0
-        self._allocations: list[_Allocation] = []
+        self.allocations: list[_Allocation] = []
         self._parts: dict[tuple[int, int, torch.dtype], Part] = {}
         self._lock = threading.Lock()
         #: Numbers of allocations whose memory is gone; see Note [Lifetime of shared tensors].
         self._ended: deque[int] = deque()
 
-    def __bool__(self) -> bool:
-        return bool(self._allocations)
-
     def allocate(self, rounds: Rounds, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """**Collective.** A 1-d tensor of ``count`` zeros, in memory that the group's ranks share.
+        """**Collective.** Make a 1-d tensor of ``count`` zeros, in memory that the group's ranks share.
 
         Raises:
             RendezvousError: some rank has no memory, or can't map another's.
         """
         nbytes = count * dtype.itemsize
-        segment: Segment | None = None
-        offer: Offer | None = None
-        failed: str | None = None
-        try:
-            try:
-                segment, offer = Segment.create(_HEAD + max(1, nbytes), chunk=0)
-            except RendezvousError as error:
-                failed = f"rank {self._rank}: {error}"
-            offers = self._exchange(rounds, offer)
-            others: list[torch.Tensor | None] = []
-            if all(each is not None for each in offers):
-                others, failed = self._map([each for each in offers if each is not None])
-            outcomes = self._agree(rounds, failed is not None)
-        finally:
-            if offer is not None:
-                os.close(offer.descriptor)
-        if segment is None or any(outcomes):
-            bad = [rank for rank, outcome in enumerate(outcomes) if outcome]
-            raise RendezvousError(failed or f"rank(s) {bad} could not make, or map, the memory that the ranks share")
+        segment, others = self._share(rounds, _HEAD + max(1, nbytes))
         mine = segment.bytes[_HEAD : _HEAD + nbytes]
         start = mine.data_ptr()
         number, self._made = self._made, self._made + 1
@@ -128,11 +106,38 @@ class SharedTensors:
         )
         with self._lock:
             self._forget_ended()
-            self._allocations.append(allocation)
+            self.allocations.append(allocation)
         return mine.view(dtype)
 
+    def _share(self, rounds: Rounds, nbytes: int) -> tuple[Segment, list[torch.Tensor | None]]:
+        """**Collective.** Make this rank's memory and map the others', all as bytes; None for this rank's own."""
+        offer: Offer | None = None
+        said: str | None = None
+        try:
+            try:
+                segment, offer = Segment.create(nbytes, chunk=0)
+            except RendezvousError as error:
+                said = f"rank {self._rank}: {error}"
+            # (A refusal is told in the second exchange; here it is enough that there is nothing to map.)
+            offers = [Offer.loads(text) for text in _exchange(rounds, "" if offer is None else offer.dumps()) if text]
+            others: list[torch.Tensor | None] = []
+            if len(offers) == rounds.size:
+                try:
+                    others = [
+                        None if rank == self._rank else Segment.open(theirs).bytes for rank, theirs in enumerate(offers)
+                    ]
+                except RendezvousError as error:
+                    said = f"rank {self._rank}: {error}"
+            refusals = [text for text in _exchange(rounds, said or "") if text]
+        finally:
+            if offer is not None:
+                os.close(offer.descriptor)
+        if refusals:
+            raise RendezvousError("\n".join(refusals))
+        return segment, others
+
     def find(self, flat: torch.Tensor) -> Part | None:
-        """**Local.** The part of an allocation that ``flat`` is, or None if it lies elsewhere.
+        """Return the part of an allocation that ``flat`` is, or None if it lies elsewhere.
 
         Every rank must pass the same part of the same allocation; number and offset belong in the fingerprint.
         """
@@ -151,13 +156,13 @@ class SharedTensors:
         return part
 
     def close(self) -> None:
-        """**Local.** Forget them: the memory of each goes with the last tensor on it."""
+        """Forget them: the memory of each goes with the last tensor on it."""
         with self._lock:
-            self._allocations.clear()
+            self.allocations.clear()
             self._parts.clear()
 
     def _find(self, address: int, nbytes: int, dtype: torch.dtype) -> Part | None:
-        for allocation in self._allocations:
+        for allocation in self.allocations:
             if allocation.start <= address < allocation.end and allocation.memory() is not None:
                 offset = address - allocation.start
                 if offset % dtype.itemsize or address + nbytes > allocation.end:
@@ -173,34 +178,20 @@ class SharedTensors:
         ended = set()
         while self._ended:
             ended.add(self._ended.popleft())
-        self._allocations = [each for each in self._allocations if each.number not in ended]
+        self.allocations = [each for each in self.allocations if each.number not in ended]
         self._parts = {key: part for key, part in self._parts.items() if part.number not in ended}
 
-    def _map(self, offers: Sequence[Offer]) -> tuple[list[torch.Tensor | None], str | None]:
-        """The other ranks' memory, as bytes; or why it can't be mapped."""
-        others: list[torch.Tensor | None] = []
-        for rank, offer in enumerate(offers):
-            try:
-                others.append(None if rank == self._rank else Segment.open(offer).bytes)
-            except RendezvousError as error:
-                return [], f"rank {self._rank}: {error}"
-        return others, None
 
-    def _exchange(self, rounds: Rounds, offer: Offer | None) -> list[Offer | None]:
-        text = b"" if offer is None else offer.dumps().encode()
-        record = bytearray(_OFFER_BYTES)
-        _LENGTH.pack_into(record, 0, len(text))
-        record[_LENGTH.size : _LENGTH.size + len(text)] = text
-        outputs = _gather_bytes(rounds, torch.frombuffer(record, dtype=torch.uint8))
-        texts = [each[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(each)[0]] for each in outputs]
-        return [Offer.loads(each) if each else None for each in texts]
-
-    @staticmethod
-    def _agree(rounds: Rounds, failed: bool) -> list[bool]:
-        return [bool(each[0]) for each in _gather_bytes(rounds, torch.tensor([failed], dtype=torch.uint8))]
-
-
-def _gather_bytes(rounds: Rounds, mine: torch.Tensor) -> Sequence[bytes]:
+def _exchange(rounds: Rounds, text: str) -> list[str]:
+    """**Collective.** Every rank's short text (the rest is cut off), in order of rank."""
+    content = text.encode()[: _RECORD - _LENGTH.size]
+    record = bytearray(_RECORD)
+    _LENGTH.pack_into(record, 0, len(content))
+    record[_LENGTH.size : _LENGTH.size + len(content)] = content
+    mine = torch.frombuffer(record, dtype=torch.uint8)
     outputs = [torch.empty_like(mine) for _ in range(rounds.size)]
-    all_gather(rounds, outputs, mine)
-    return [bytes(output.tolist()) for output in outputs]
+    gather(rounds, outputs, mine)
+    records = [bytes(output.tolist()) for output in outputs]
+    return [
+        each[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(each)[0]].decode(errors="replace") for each in records
+    ]

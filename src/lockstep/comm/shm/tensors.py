@@ -1,52 +1,47 @@
-"""Between the tensors that callers pass and the flat ones that collectives move."""
+"""Between the tensors that callers pass and the flat ones that collectives move.
+
+``source`` and ``target`` give the same memory where possible. Where that can't be, ``target`` gives a copy, and
+``restore`` brings it back into the caller's tensor afterwards.
+
+``.data``: as with every other backend, autograd does not see what a collective does, and a parameter may be passed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-#: Run after a collective: puts the result where the caller wants it.
-Finish = Callable[[], None]
-
 
 def is_flat(tensor: torch.Tensor) -> bool:
-    """True if the tensor's elements lie in memory one after another, as they are."""
+    """Return whether the tensor's elements lie in memory one after another, as they are."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def source(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as a 1-d contiguous tensor, to be read: the same memory where possible.
-
-    ``.data``: as with every other backend, autograd does not see what a collective does, and a parameter may be passed.
-    """
+    """Return the elements as a 1-d contiguous tensor, to be read."""
     tensor = tensor.data
     if is_flat(tensor):
         return tensor if tensor.dim() == 1 else tensor.view(-1)
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def target(tensor: torch.Tensor, finishes: list[Finish]) -> torch.Tensor:
-    """A 1-d contiguous tensor to be written; what brings it into ``tensor`` is added to ``finishes`` if needed.
-
-    It holds the tensor's elements, so that it can be combined in place.
-    """
-    tensor = tensor.data
-    if not tensor.is_inference() and is_flat(tensor):
-        return tensor if tensor.dim() == 1 else tensor.view(-1)
-    flat = tensor.clone().view(-1) if is_flat(tensor) else tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-    finishes.append(lambda: _restore(tensor, flat))
-    return flat
+def target(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as a 1-d contiguous tensor, to be read and written; :func:`restore` must follow."""
+    if tensor.is_inference():  # may be written in inference mode only
+        return source(tensor).clone()
+    return source(tensor)
 
 
-def _restore(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    # Tensors made in inference mode may be written in inference mode only.
-    with torch.inference_mode(tensor.is_inference()):
-        tensor.copy_(flat.view(tensor.shape))
+def restore(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    """Bring what was written to ``flat``, the :func:`target` of ``tensor``, into the tensor, if it lies elsewhere."""
+    if flat.data_ptr() != tensor.data_ptr():
+        with torch.inference_mode(tensor.is_inference()):
+            tensor.data.copy_(flat.view(tensor.shape))
 
 
 def check(name: str, tensors: Sequence[torch.Tensor], *, dtype: torch.dtype | None = None) -> None:
-    """**Local.** Refuse what this backend can't move, as torch's own backends do.
+    """Refuse what this backend can't move, as torch's own backends do.
 
     Raises:
         NotImplementedError: a kind of tensor that no backend for the CPU takes here.
@@ -70,7 +65,7 @@ def check(name: str, tensors: Sequence[torch.Tensor], *, dtype: torch.dtype | No
 
 
 def check_sizes(name: str, tensors: Sequence[torch.Tensor], count: int, *, like: torch.Tensor) -> None:
-    """**Local.** Refuse a list that is not ``count`` tensors of the size of ``like``, with RuntimeError."""
+    """Refuse a list that is not ``count`` tensors of the size and dtype of ``like``, with RuntimeError."""
     if len(tensors) != count:
         raise RuntimeError(f"{name}: expected a list of {count} tensors, one per rank, got {len(tensors)}")
     for index, tensor in enumerate(tensors):

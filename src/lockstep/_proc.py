@@ -1,0 +1,108 @@
+"""What the kernel says of processes: the one reader of /proc."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Stat:
+    """One moment of a process, from ``/proc/<pid>/stat``."""
+
+    #: One letter: R running, S asleep, D asleep where no signal reaches it, T stopped, t traced, Z and X dead.
+    state: str
+    #: Processor time of all of its threads so far, in seconds.
+    processor: float
+    #: When it started, in clock ticks since boot.
+    started: int
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether only its exit code is left."""
+        return self.state in ("Z", "X")
+
+
+def read(pid: int, name: str) -> str:
+    """A file of ``/proc/<pid>``; empty if the process is gone or may not be asked."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def stat(pid: int) -> Stat | None:
+    """What a process is doing, or None if there is none of this number."""
+    return _parse(read(pid, "stat"))
+
+
+def started(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None if it is gone or a zombie.
+
+    A process id is used again; the pair of it and this number is not.
+
+    Raises:
+        OSError: it can't be told, for want of a descriptor.
+    """
+    try:
+        found = _parse(Path(f"/proc/{pid}/stat").read_text(errors="replace"))
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if found is None or found.is_dead else found.started
+
+
+def boot_id() -> str:
+    """What tells one start of this machine from another; empty if the kernel does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def pid_namespace() -> str:
+    """Which set of process ids this process sees, as ``pid:[4026531836]``; empty if the kernel does not say."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def threads(pid: int) -> list[int]:
+    """The threads of a process; none if it is gone."""
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process below ``pid`` that is not a zombie, parents before children."""
+    found: list[int] = []
+    level = children(pid)
+    while level:
+        found += level
+        level = [grandchild for child in level for grandchild in children(child)]
+    return [one for one in found if (now := stat(one)) is not None and not now.is_dead]
+
+
+def children(pid: int) -> list[int]:
+    """The processes that the threads of a process have started and not reaped."""
+    return [int(word) for thread in threads(pid) for word in read(pid, f"task/{thread}/children").split()]
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether a process has a handler of its own for a signal; one that has none may be ended by it."""
+    for line in read(pid, "status").splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+    return False
+
+
+def _parse(text: str) -> Stat | None:
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    if len(fields) < 20:
+        return None
+    return Stat(fields[0], (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[19]))

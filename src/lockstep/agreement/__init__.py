@@ -1,1 +1,0 @@
-"""What the ranks of a job and its watcher tell each other through small shared records. Never imports torch."""

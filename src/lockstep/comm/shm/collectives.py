@@ -1,0 +1,273 @@
+"""The collectives: how each moves through rounds (Note [Rounds] in rounds.py).
+
+They work on *flat* tensors, one-dimensional and contiguous (tensors.py makes them), in chunks of what fits into one
+stage, and know nothing of torch's API. Each must call ``sync()`` at least once, also for no elements: the first round
+carries the fingerprint.
+
+What each costs a rank, in bytes, for n of them on W ranks:
+
+==================  =========================================================================================
+all_reduce          small: n written, W n read
+                    two ranks: n written, 2 n read and n written to combine
+                    else: n copied in, n read and n/W written to combine (in the cache), n copied out
+all_reduce_shared   n read, n written (W parts of n/W each way)
+reduce              n written; W n read by the root
+reduce_scatter      W n written, W n read
+broadcast           n written by the root, n read by each other rank
+gather              n written; (W - 1) n read by each rank that receives
+scatter             W n written by the root, n read by each rank
+all_to_all          what it sends written, what it receives read
+==================  =========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.comm.shm.layout import part
+from lockstep.comm.shm.reduction import Reduction
+from lockstep.comm.shm.rounds import Rounds, Small
+from lockstep.comm.shm.semaphore import copy
+
+Tensors = Sequence[torch.Tensor]
+
+#: Bytes of a piece of memory that lies in all ranks: the result is copied to the other ranks while it is in the
+#: first-level or second-level cache.
+_PIECE = 128 * 1024
+
+
+# --- combined elements -----------------------------------------------------------------------------------------------
+
+
+def all_reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -> None:
+    """Combine ``flat`` over all ranks, in place. Its dtype is ``reduction.dtype``."""
+    small = rounds.small(reduction.dtype, flat.numel())
+    if small is not None:
+        stages = small.views[rounds.buffer]
+        reduction.load(flat, stages[rounds.rank])
+        rounds.sync()
+        reduction.over(stages, flat)
+    elif rounds.size == 2 and reduction.exact:
+        _each_for_itself(rounds, flat, reduction)
+    else:
+        _by_parts(rounds, flat, reduction)
+
+
+def all_reduce_small(rounds: Rounds, address: int, small: Small, reduction: Reduction) -> None:
+    """Combine the elements at ``address`` over all ranks, in place.
+
+    One stage, and little enough that combining costs less than a second round: each rank stages its elements; one
+    round; each combines all ranks' stages for itself. At such sizes most of the time goes into calls of torch's, so
+    there is one only, for the sum; elements are copied as bytes.
+    """
+    buffer = rounds.buffer
+    copy(small.own[buffer], address, small.nbytes)
+    rounds.sync()
+    reduction.over(small.views[buffer], small.result)
+    copy(address, small.result_address, small.nbytes)
+
+
+def _each_for_itself(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -> None:
+    """Two ranks, sums and products: one round per chunk.
+
+    To combine one's own part only would save half a read, and cost a copy and more rounds. IEEE sums and products are
+    the same bits in whatever loop they are computed; a minimum of zeros of either sign is not, so that goes by parts.
+    """
+    step = rounds.capacity(reduction.dtype)
+    for start in range(0, flat.numel(), step):
+        chunk = flat[start : start + step]
+        stages = [stage[: chunk.numel()] for stage in rounds.stages(reduction.dtype)]
+        reduction.load(chunk, stages[rounds.rank])
+        rounds.sync()
+        reduction.over(stages, chunk)
+
+
+def _by_parts(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -> None:
+    """Of each chunk every rank combines the part that it owns, into rank 0's stage; the next round hands it over.
+
+    So one round per chunk, and one more. Chunk k is copied out in the round that brings chunk k + 1 in (Note [Rounds]
+    says why the stages allow it).
+    """
+    dtype = reduction.dtype
+    step = rounds.capacity(dtype)
+    result: tuple[torch.Tensor, torch.Tensor] | None = None
+    for start in range(0, flat.numel(), step):
+        chunk = flat[start : start + step]
+        stages = rounds.stages(dtype)
+        length = chunk.numel()
+        reduction.load(chunk, stages[rounds.rank][:length])
+        rounds.sync()
+        first, end = part(length, rounds.rank, rounds.size)
+        if first < end:
+            own = [stage[first:end] for stage in stages]
+            reduction.over(own, own[0])
+        if result is not None:
+            result[0].copy_(result[1])
+        result = chunk, stages[0][:length]
+    rounds.sync()
+    if result is not None:
+        result[0].copy_(result[1])
+
+
+def all_reduce_shared(rounds: Rounds, views: Tensors, reduction: Reduction) -> None:
+    """Combine ``views`` (one tensor's memory on each rank, in order of rank) element by element, into each of them.
+
+    Nothing is copied in or out. One round says that every rank's elements are there (and compares fingerprints); each
+    rank combines the part that it owns, piece by piece within the cache, and writes the result into every rank's
+    memory; one round says that all parts are.
+    """
+    rounds.sync()
+    first, end = part(views[0].numel(), rounds.rank, rounds.size)
+    step = _PIECE // reduction.dtype.itemsize
+    for start in range(first, end, step):
+        pieces = [view[start : min(end, start + step)] for view in views]
+        if reduction.factor != 1:
+            for piece in pieces:
+                piece.mul_(reduction.factor)
+        reduction.over(pieces, pieces[0])
+        for piece in pieces[1:]:
+            piece.copy_(pieces[0])
+    rounds.sync()
+
+
+def all_reduce_sparse(rounds: Rounds, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum over ranks of a coalesced COO tensor, as a new coalesced tensor.
+
+    Every rank's indices and values are gathered; ranks may hold different numbers of them. Every rank adds the same
+    entries in the same order, so all end with the same bits.
+    """
+    indices, values = tensor.indices(), tensor.values()
+    counts = [numbers[0] for numbers in _gather_numbers(rounds, [values.shape[0]])]
+    all_indices = [indices.new_empty(indices.shape[0], count) for count in counts]
+    all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
+    for outputs, mine in ((all_indices, indices), (all_values, values)):
+        flats = [each.view(-1) for each in outputs]
+        gather(rounds, flats, mine.contiguous().view(-1), longest=max(each.numel() for each in flats))
+    total = torch.sparse_coo_tensor(
+        torch.cat(all_indices, dim=1), torch.cat(all_values), tensor.shape, is_coalesced=False, check_invariants=False
+    )
+    return total.coalesce()
+
+
+def reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction, *, root: int) -> None:
+    """Combine ``flat`` over all ranks into that of ``root``; the others keep theirs."""
+    step = rounds.capacity(reduction.dtype)
+    for start in range(0, max(1, flat.numel()), step):
+        chunk = flat[start : start + step]
+        stages = rounds.stages(reduction.dtype)
+        length = chunk.numel()
+        reduction.load(chunk, stages[rounds.rank][:length])
+        rounds.sync()
+        if rounds.rank == root:
+            reduction.over([stage[:length] for stage in stages], chunk)
+
+
+def reduce_scatter(rounds: Rounds, flat: torch.Tensor, inputs: Tensors, reduction: Reduction) -> None:
+    """Combine every rank's ``inputs[r]`` into the ``flat`` of rank r. The dtype of all is ``reduction.dtype``.
+
+    Each rank's stage is divided among the ranks; per round each rank combines its pieces of 1/W of a stage.
+    """
+    step = rounds.capacity(reduction.dtype) // rounds.size
+    own = rounds.rank * step
+    for start in range(0, max(1, flat.numel()), step):
+        chunk = flat[start : start + step]
+        length = chunk.numel()
+        stages = rounds.stages(reduction.dtype)
+        for rank, source in enumerate(inputs):
+            reduction.load(source[start : start + step], stages[rounds.rank][rank * step : rank * step + length])
+        rounds.sync()
+        reduction.over([stage[own : own + length] for stage in stages], chunk)
+
+
+# --- elements as they are --------------------------------------------------------------------------------------------
+
+
+def broadcast(rounds: Rounds, flat: torch.Tensor, *, root: int) -> None:
+    """Give every rank the elements of the root's ``flat``, in place.
+
+    The root runs up to two chunks ahead of the slowest rank.
+    """
+    step = rounds.capacity(flat.dtype)
+    for start in range(0, max(1, flat.numel()), step):
+        chunk = flat[start : start + step]
+        stage = rounds.stages(flat.dtype)[root][: chunk.numel()]
+        if rounds.rank == root:
+            stage.copy_(chunk)
+        rounds.sync()
+        if rounds.rank != root:
+            chunk.copy_(stage)
+
+
+def gather(rounds: Rounds, outputs: Tensors, flat: torch.Tensor, *, longest: int | None = None) -> None:
+    """Put each rank's ``flat`` into ``outputs[rank]``; a rank that receives nothing passes no outputs.
+
+    Args:
+        longest: the largest number of elements of any rank, the same number everywhere; None: all have as many.
+    """
+    step = rounds.capacity(flat.dtype)
+    for start in range(0, max(1, flat.numel() if longest is None else longest), step):
+        chunk = flat[start : start + step]
+        stages = rounds.stages(flat.dtype)
+        stages[rounds.rank][: chunk.numel()].copy_(chunk)
+        rounds.sync()
+        for output, stage in zip(outputs, stages, strict=False):
+            target = output[start : start + step]
+            target.copy_(stage[: target.numel()])
+
+
+def _gather_numbers(rounds: Rounds, numbers: Sequence[int]) -> list[list[int]]:
+    """A few whole numbers of every rank, by rank: what ranks must know of each other before uneven data can move."""
+    mine = torch.tensor(list(numbers), dtype=torch.int64)
+    outputs = [torch.empty_like(mine) for _ in range(rounds.size)]
+    gather(rounds, outputs, mine)
+    return [output.tolist() for output in outputs]
+
+
+def scatter(rounds: Rounds, flat: torch.Tensor, inputs: Tensors, *, root: int) -> None:
+    """Put the root's ``inputs[rank]`` into each rank's ``flat``; elsewhere ``inputs`` is empty.
+
+    The root's stage is divided among the ranks; per round each gets a piece of 1/W of a stage.
+    """
+    step = rounds.capacity(flat.dtype) // rounds.size
+    own = rounds.rank * step
+    for start in range(0, max(1, flat.numel()), step):
+        chunk = flat[start : start + step]
+        length = chunk.numel()
+        stage = rounds.stages(flat.dtype)[root]
+        for rank, source in enumerate(inputs):
+            stage[rank * step : rank * step + length].copy_(source[start : start + step])
+        rounds.sync()
+        chunk.copy_(stage[own : own + length])
+
+
+def all_to_all(rounds: Rounds, outputs: Tensors, inputs: Tensors) -> None:
+    """Put each rank's ``inputs[r]`` into ``outputs[rank]`` of rank r. All are of one dtype; sizes may differ.
+
+    One round tells every rank all sizes, sent and expected. Then each rank's stage is divided among the ranks, and per
+    round every pair moves a piece of 1/W of a stage.
+
+    Raises:
+        CollectiveMismatch: some rank sends another size than its receiver expects; on every rank.
+    """
+    size, rank = rounds.size, rounds.rank
+    numbers = _gather_numbers(rounds, [t.numel() for t in inputs] + [t.numel() for t in outputs])
+    sent, expected = [n[:size] for n in numbers], [n[size:] for n in numbers]
+    for source in range(size):
+        for target in range(size):
+            if sent[source][target] != expected[target][source]:
+                raise rounds.disagree(
+                    f"rank {source} sends {sent[source][target]} elements to rank {target}, "
+                    f"which expects {expected[target][source]} from it"
+                )
+    step = rounds.capacity(inputs[0].dtype) // size
+    for start in range(0, max(map(max, sent)), step):
+        stages = rounds.stages(inputs[0].dtype)
+        for target, tensor in enumerate(inputs):
+            piece = tensor[start : start + step]
+            stages[rank][target * step : target * step + piece.numel()].copy_(piece)
+        rounds.sync()
+        for source, tensor in enumerate(outputs):
+            piece = tensor[start : start + step]
+            piece.copy_(stages[source][rank * step : rank * step + piece.numel()])

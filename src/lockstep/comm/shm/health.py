@@ -1,0 +1,278 @@
+"""Whether a group can go on: the error that ended it, the ranks that are gone, and where each rank was last seen.
+
+The first rank that finds an error writes it down for the group, and every rank raises the same. Whether the other
+ranks' processes live is asked only by a rank that has waited for a while.
+
+Where a rank was last seen is a hint for messages: what is read there was handed over by nothing and may be from a
+moment ago, or torn. No decision rests on it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from lockstep.comm.shm import semaphore
+from lockstep.comm.shm.fingerprint import describe
+from lockstep.comm.shm.layout import BUFFERS, FAILURE_TEXT, HEADER, Layout
+from lockstep.comm.shm.segment import Segment, Whereabouts, started
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
+from lockstep.job import files
+
+_RECORD = struct.Struct("<II")
+_KINDS: tuple[type[LockstepError], ...] = (CollectiveMismatch, CollectiveTimeout, PeerLost, LockstepError)
+#: Seconds to wait for the text of a rank that has claimed the record; it writes it at once, unless it was killed.
+_GRACE = 0.1
+#: Ranks that a message lists one by one; the failure record holds some more than that.
+_LINES = 24
+
+
+class Health:
+    """What one rank knows of its group's. See Note [Memory ordering] for how an error's text is handed over."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        layout: Layout,
+        whereabouts: list[Whereabouts],
+        *,
+        rank: int,
+        members: Sequence[int] = (),
+    ) -> None:
+        """Watch the processes of the other ranks.
+
+        Args:
+            whereabouts: where each rank's process is.
+            members: the ranks' numbers in the world, where they are known.
+        """
+        self._segment = segment
+        self._layout = layout
+        self._rank = rank
+        #: A line that every error ends with.
+        self._note = _numbering(members)
+        self._claim = segment.address + layout.failure_claim
+        self._notices = [segment.address + layout.failure_notice(peer) for peer in range(layout.world_size)]
+        self._mine = self._notices[rank]
+        self._known: LockstepError | None = None
+        self._where = {peer: where for peer, where in enumerate(whereabouts) if peer != rank}
+        for where in self._where.values():
+            _watch(where)
+
+    def close(self) -> None:
+        """Tell the others not to wait for this rank, and stop watching them. To be called once."""
+        self._segment.view[self._layout.presence(self._rank)] = 1
+        for where in self._where.values():
+            _unwatch(where)
+        self._where = {}
+
+    # --- the error that ends the group -----------------------------------------------------------------------------
+
+    def known(self) -> LockstepError | None:
+        """Return the group's error, if any rank has reported one. A few hundred nanoseconds."""
+        if self._known is None and semaphore.trywait(self._mine) == 0:
+            self._known = self._read()
+        return self._known
+
+    def check(self) -> None:
+        """Raise the group's error, if any rank has reported one."""
+        error = self.known()
+        if error is not None:
+            raise again(error)
+
+    def end(self, error: LockstepError) -> LockstepError:
+        """End the group with ``error``; returns the error to raise here, the first one that any rank reported.
+
+        The others see it within their next slice of waiting, or when they use the group again.
+        """
+        if self._known is None:
+            if self._note:
+                error = type(error)(f"{error}\n{self._note}")
+            if semaphore.trywait(self._claim) == 0:
+                self._write(error)
+                self._known = error
+                for notice in self._notices:
+                    semaphore.post(notice)
+            else:
+                self._known = self._read() if semaphore.wait(self._mine, _GRACE) else error
+        return again(self._known)
+
+    def _write(self, error: LockstepError) -> None:
+        kind = next(code for code, each in enumerate(_KINDS) if isinstance(error, each))
+        text = str(error).encode()[:FAILURE_TEXT]
+        record = self._layout.failure_record
+        _RECORD.pack_into(self._segment.view, record, kind, len(text))
+        start = record + _RECORD.size
+        self._segment.view[start : start + len(text)] = text
+
+    def _read(self) -> LockstepError:
+        kind: int
+        length: int
+        record = self._layout.failure_record
+        kind, length = _RECORD.unpack_from(self._segment.view, record)
+        start = record + _RECORD.size
+        text = bytes(self._segment.view[start : start + length]).decode(errors="replace")
+        return _KINDS[kind](text)
+
+    # --- ranks that are gone, or late ------------------------------------------------------------------------------
+
+    def gone(self) -> set[int]:
+        """Return the ranks whose processes have ended, zombies included."""
+        return {rank for rank, where in self._where.items() if _ended(where)}
+
+    def left(self) -> set[int]:
+        """Return the other ranks that have destroyed the group."""
+        return {peer for peer in self._where if self._segment.view[self._layout.presence(peer)]}
+
+    def lost(self, what: str, ranks: Sequence[int], *, ended: bool) -> LockstepError:
+        """End the group: this rank waits in ``what`` for ``ranks``, which ended, or else destroyed the group."""
+        return self.end(
+            PeerLost(
+                f"rank {self._rank} waits in {what} for {_names(ranks)}, which "
+                + ("ended:\n" if ended else "destroyed the group:\n")
+                + self._lines(ranks)
+                + "\nThe error to look for is that rank's own; this group can't be used any more."
+            )
+        )
+
+    def late(self, what: str, seconds: float, missing: Sequence[int]) -> LockstepError:
+        """End the group: the ranks ``missing`` did not come in time. The message says where all others stand, too."""
+        others = [peer for peer in self._where if peer not in missing]
+        return self.end(
+            CollectiveTimeout(
+                f"rank {self._rank} waited {seconds:g} s in {what} for {_names(missing)}:\n"
+                + self._lines([*missing, *others])
+                + "\nFind out what keeps the late rank, or allow more time "
+                "(timeout=… of init_process_group or lockstep.init)." + files.told()
+            )
+        )
+
+    # --- where ranks were last seen --------------------------------------------------------------------------------
+
+    def waits_in(self, text: str) -> None:
+        """Tell the others that this rank waits in ``text``, a send or a receive."""
+        offset = self._layout.errand(self._rank)
+        self._segment.view[offset : offset + HEADER] = text.encode()[:HEADER].ljust(HEADER, b"\0")
+
+    def _lines(self, ranks: Iterable[int]) -> str:
+        lines = [self._line(rank) for rank in ranks]
+        more = [f"  and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
+        return "\n".join([*lines[:_LINES], *more])
+
+    def _line(self, rank: int) -> str:
+        """The rank's newest header, and the last message it waited for."""
+        pid = self._where[rank].pid if rank in self._where else os.getpid()
+        headers = [self._text(self._layout.header(rank, buffer)) for buffer in range(BUFFERS)]
+        newest = max(headers, key=lambda header: int.from_bytes(header[:8], "little"))
+        errand = self._text(self._layout.errand(rank)).rstrip(b"\0").decode(errors="replace")
+        waited = f"; last waited in {errand}" if errand else ""
+        return f"  rank {rank} (process {pid}): last seen at {describe(newest)}{waited}"
+
+    def _text(self, offset: int) -> bytes:
+        return bytes(self._segment.view[offset : offset + HEADER])
+
+
+def again(error: LockstepError) -> LockstepError:
+    """Return a new exception that says the same: one object must not be raised twice, its traceback would grow."""
+    copy: LockstepError = type(error)(*error.args)
+    return copy
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+
+
+def _numbering(members: Sequence[int]) -> str:
+    """What a group of some ranks adds to its errors; nothing where its numbers are the world's."""
+    if list(members) == list(range(len(members))):
+        return ""
+    shown = ", ".join(map(str, members[:_LINES])) + (", …" if len(members) > _LINES else "")
+    return f"These are the numbers of a group; in the world its ranks 0 to {len(members) - 1} are the ranks {shown}."
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Watch:
+    """A process others ask about: a descriptor that becomes readable when it ends, or None where there is none."""
+
+    descriptor: int | None
+    users: int = field(default=1)
+
+
+# One descriptor per peer process, however many groups it shares with this one. Used by all of this process's threads.
+_watches: dict[tuple[int, int], _Watch] = {}
+_lock = threading.Lock()
+
+
+def _forget_after_fork() -> None:
+    """A forked child has copies of the descriptors and no business with them."""
+    global _lock
+    _lock = threading.Lock()
+    for watch in _watches.values():
+        if watch.descriptor is not None:
+            os.close(watch.descriptor)
+    _watches.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def _watch(where: Whereabouts) -> None:
+    with _lock:
+        watch = _watches.get((where.pid, where.started))
+        if watch is None:
+            _watches[where.pid, where.started] = _Watch(_open(where))
+        else:
+            watch.users += 1
+
+
+def _unwatch(where: Whereabouts) -> None:
+    with _lock:
+        watch = _watches.get((where.pid, where.started))
+        if watch is None:
+            return
+        watch.users -= 1
+        if watch.users == 0:
+            del _watches[where.pid, where.started]
+            if watch.descriptor is not None:
+                os.close(watch.descriptor)
+
+
+def _ended(where: Whereabouts) -> bool:
+    watch = _watches.get((where.pid, where.started))
+    if watch is None or watch.descriptor is None:
+        return _gone(where)
+    poll = select.poll()
+    poll.register(watch.descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _open(where: Whereabouts) -> int | None:
+    """A pidfd of the process; None if there can't be one (an old kernel, no descriptor left) or it is gone."""
+    try:
+        descriptor = os.pidfd_open(where.pid)
+    except (OSError, AttributeError):
+        return None
+    if _gone(where):  # the number may have gone to another process before the descriptor was opened
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _gone(where: Whereabouts) -> bool:
+    """Ask without a descriptor that is held. A process that has none left only asks whether the number exists."""
+    try:
+        return started(where.pid) != where.started
+    except OSError:
+        try:
+            os.kill(where.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+        return False

@@ -1,0 +1,144 @@
+"""The files in the private folder of one start of a job: their names, and the notes that are left in them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lockstep import knobs
+from lockstep._files import write_whole
+
+#: The exit code of a run that was asked to stop and has saved: sysexits' EX_TEMPFAIL, "try again".
+EXIT_SAVED = 75
+#: Characters of a message or traceback that are kept; a recursion's traceback can be megabytes.
+_LONGEST = 50_000
+
+
+class JobFiles:
+    """Where everything is that the launcher and the ranks of one start of a job leave for each other."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    @property
+    def store(self) -> Path:
+        """The file at which the ranks meet."""
+        return self.folder / "store"
+
+    @property
+    def pages(self) -> Path:
+        """The ranks' pages; see page.py."""
+        return self.folder / "pages"
+
+    @property
+    def late(self) -> Path:
+        """What the launcher has said of a rank that holds up the others now."""
+        return self.folder / "late"
+
+    def failure(self, rank: int) -> Path:
+        """A rank's last words."""
+        return self.folder / f"failure-{rank}.json"
+
+    def stack(self, rank: int) -> Path:
+        """Where a rank's Python stacks go when it is asked for them."""
+        return self.folder / f"stack-{rank}"
+
+    def worker(self, rank: int, name: str) -> Path:
+        """What a loader's worker has in hand; see workers.py."""
+        return self.folder / f"worker-{rank}-{name}"
+
+    def workers(self) -> list[tuple[int, Path]]:
+        """The files of all workers, with their ranks."""
+        return [(int(path.name.split("-")[1]), path) for path in self.folder.glob("worker-*")]
+
+    def told(self) -> str:
+        """What the launcher has said of a rank that holds up the others now, or an empty text."""
+        try:
+            return self.late.read_text()
+        except OSError:
+            return ""
+
+    def mark_failed(self) -> None:
+        """Tell the ranks that a signal to stop is not the user's: one of them failed, so nobody can finish a step."""
+        self._failed.touch(mode=0o600)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether that was told."""
+        return self._failed.exists()
+
+    @property
+    def _failed(self) -> Path:
+        return self.folder / "failed"
+
+
+def told() -> str:
+    """What the launcher has said of a rank that holds up the others now, with a line break before it, or an empty text.
+    For errors of those that waited for it."""
+    folder = knobs.job_dir()
+    text = "" if folder is None else JobFiles(folder).told()
+    return f"\n{text}" if text else ""
+
+
+@dataclass(frozen=True)
+class StopNote:
+    """Says that the ranks saved and left because they were asked to, and where the run goes on."""
+
+    #: Optimizer steps taken.
+    step: int
+    #: The checkpoint's folder.
+    folder: str
+
+    def write(self, job_folder: str | Path) -> None:
+        """Leave the note, whole or not at all."""
+        write_whole(Path(job_folder, "stopped.json"), json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, job_folder: str | Path) -> StopNote | None:
+        """The note, if there is one."""
+        try:
+            return cls(**json.loads(Path(job_folder, "stopped.json").read_text()))
+        except FileNotFoundError:
+            return None
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """Why a rank failed, by its own account, written when an exception ends it."""
+
+    rank: int
+    #: When, on the monotonic clock, which all processes of a machine share.
+    at: float
+    exit_code: int
+    #: The exception's type, as Python prints it.
+    type: str
+    message: str
+    traceback: str
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        first = self.message.strip().splitlines()[:1]
+        return f"{self.type}: {first[0]}" if first else self.type
+
+    def write(self, folder: str | Path) -> None:
+        """Leave the record, whole or not at all."""
+        fields = asdict(self)
+        fields["message"], fields["traceback"] = _shorten(self.message), _shorten(self.traceback)
+        write_whole(JobFiles(folder).failure(self.rank), json.dumps(fields))
+
+    @classmethod
+    def read(cls, folder: str | Path, rank: int) -> FailureRecord | None:
+        """What ``rank`` left, or None."""
+        try:
+            return cls(**json.loads(JobFiles(folder).failure(rank).read_text()))
+        except FileNotFoundError:
+            return None
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"

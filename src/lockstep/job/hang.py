@@ -1,0 +1,421 @@
+"""Who holds up whom, who lags, and what the time goes to: decided from looks at the ranks' pages, no process in sight.
+
+Note [Late or slow]
+~~~~~~~~~~~~~~~~~~~
+A rank is late when others wait for it in a collective and it does not wait itself. It is reported once the last of the
+others has waited for the rank's *patience* and the rank's own page has not changed for as long:
+
+- five seconds (``LOCKSTEP_LATE``), or ten median steps where these are longer: what is *usual*;
+- a minute, while the rank has taken fewer than two steps (start-up, the first compilation), and while it evaluates: its
+  last forward was one in eval mode;
+- five minutes, while lockstep saves or restores a checkpoint there, or torch.compile compiles;
+- for ever inside ``lockstep.expect_slow``.
+
+A rank that can't go on by itself has five seconds whatever it is at, and inside ``expect_slow`` as well: one that is
+stopped by a signal, one that has slept for seven seconds where no signal reaches it, and one that is dead-locked (see
+:class:`Standstill`). Work may look like that for a moment, but not for so long: to compute takes processor time, and to
+write or wait for a network are system calls of their own.
+
+A rank whose page does change is at work, not stuck, and is reported only after a minute (or a hundred median steps).
+These are seconds without a sign of life, so work of any length that goes through lockstep (a loader's batches,
+a model's forwards) is no alarm as long as it moves.
+
+Before the report the stacks of all ranks are looked at. A late rank that sits in a debugger is left alone; one that
+computes in a model outside of a step (an average of weights on rank 0, say) evaluates, and has its minute.
+
+If all ranks wait, none is late: they wait in different collectives, or for another machine (reported after a minute).
+If none is known to wait and none moves, their stacks tell who waits; see :func:`settle`.
+
+Note [The watcher's clock]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank that read the clock at every event would pay for it in the midst of a training step. So it only counts its
+events, and who looks from outside knows since when a page is as it is, to the time between two looks. What a rank's
+time goes to follows from many looks, each of which stands for the time since the one before. They come at irregular
+moments, since regular ones might always find the same part of a step. A look costs about a tenth of a millisecond, most
+of it to wake up, so there are sixty a second at first and, as each stands for less and less of the whole, half as many
+in the end. The share of a phase comes out to three points in a hundred within five seconds where steps are longer than
+the time between two looks, and within half a minute where they are shorter and looks fall anywhere in them.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import random
+import statistics
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lockstep.job.page import ENTERED, EVENT, NAMES, WAITS, Look, Phase
+
+#: Seconds without a sign of life; see Note [Late or slow].
+STEPS = 10
+WARMING_UP = 60.0
+LONG = 300.0
+#: Steps that a rank has taken before its time to start is over.
+_WARM = 2
+#: How many steps' times the median is of.
+_REMEMBERED = 101
+#: Seconds between two looks: this part of the time that has passed, within these bounds.
+_LOOKS, _SHORTEST_PAUSE, _LONGEST_PAUSE = 300, 0.016, 0.03
+#: Seconds between two looks after which the watcher itself did not run in between: a Ctrl-Z, most likely.
+ASLEEP = 4.0
+#: What the time of a mark goes to, as a number, by its last bits.
+_SPENDS = [int(Phase.WAIT) if mark & WAITS else min(mark % ENTERED, int(Phase.WAIT)) for mark in range(EVENT)]
+
+
+class Shares:
+    """What the ranks' time goes to, in seconds by phase; waiting is a phase of its own. See Note [The watcher's clock].
+
+    Args:
+        ranks: how many.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        #: float [ranks][len(Phase)].
+        self.seconds = [[0.0] * len(Phase) for _ in range(ranks)]
+        self._spent = [int(Phase.START)] * ranks
+
+    def add(self, marks: Sequence[int], passed: float) -> None:
+        """A look has found these marks, one a rank, ``passed`` seconds after the look before it. Half of the time goes
+        to what either look has found."""
+        half = passed / 2
+        for rank, mark in enumerate(marks):
+            spends, seconds = _SPENDS[mark % EVENT], self.seconds[rank]
+            seconds[self._spent[rank]] += half
+            seconds[spends] += half
+            self._spent[rank] = spends
+
+    def of(self, rank: int, phases: Iterable[Phase] = tuple(Phase)) -> dict[Phase, float]:
+        """The share of each of ``phases`` in the time that a rank has spent in them; they add up to 1, or to 0."""
+        spent = {phase: self.seconds[rank][phase] for phase in phases}
+        whole = sum(spent.values()) or 1.0
+        return {phase: seconds / whole for phase, seconds in spent.items()}
+
+
+class Looker:
+    """Looks at the marks of all ranks of a machine again and again, and knows since when they are as they are.
+
+    Args:
+        ranks: how many.
+        now: seconds on the monotonic clock, as everywhere here.
+    """
+
+    def __init__(self, ranks: int, now: float) -> None:
+        self.shares = Shares(ranks)
+        #: Of each rank, its mark at the last look, and when that was first found (or, after a break in which this
+        #: process did not look, when it looked again: what came before does not count).
+        self.marks = [0] * ranks
+        self.moved = [now] * ranks
+        #: When the next look is due.
+        self.due = now
+        self._looked = now
+        #: When a rank was first seen to do anything.
+        self._begun: float | None = None
+        self._draw = random.Random(0)
+
+    def look(self, marks: Sequence[int], now: float) -> None:
+        """All ranks' marks of this moment."""
+        passed, self._looked = now - self._looked, now
+        if passed > ASLEEP:
+            self.moved = [now] * len(marks)
+        else:
+            self.shares.add(marks, passed)
+        for rank, mark in enumerate(marks):
+            if mark != self.marks[rank]:
+                self.marks[rank], self.moved[rank] = mark, now
+        if self._begun is None and any(marks):
+            self._begun = now
+        pause = _LONGEST_PAUSE
+        if self._begun is not None:
+            pause = min(max((now - self._begun) / _LOOKS, _SHORTEST_PAUSE), pause)
+        self.due = now + pause * self._draw.uniform(0.5, 1.5)
+
+    def waits(self, rank: int) -> bool:
+        """Whether a rank waits for others, by its mark."""
+        return bool(self.marks[rank] & WAITS)
+
+
+class Kind(enum.Enum):
+    """What is wrong."""
+
+    #: Some ranks are late, the others wait for them.
+    LATE = "late"
+    #: All ranks wait, in different collectives or one that does not end.
+    APART = "apart"
+    #: No rank moves, and the pages do not say who waits for whom.
+    STILL = "still"
+
+
+class Standstill(enum.Enum):
+    """Why a process can't go on by itself, as the kernel sees it."""
+
+    #: A signal has stopped it (not a debugger).
+    STOPPED = "stopped"
+    #: It sleeps where no signal reaches it, and has for seconds.
+    UNREACHABLE = "unreachable"
+    #: All of its threads wait for each other: each sleeps on a lock that only a thread of the process itself unlocks.
+    LOCKED = "locked"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rank as the watcher has seen it."""
+
+    rank: int
+    #: Its page.
+    look: Look
+    #: When its mark changed last, or when the watcher began to look without a break, if that was later.
+    moved: float
+    #: How it ended, or None while it lives.
+    exit_code: int | None = None
+    standstill: Standstill | None = None
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When it began to wait for others; None: it does not."""
+        return self.moved if self.look.mark.waiting and self.exit_code is None else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who holds up whom."""
+
+    kind: Kind
+    #: The ranks to look at, and those that wait for them.
+    late: tuple[int, ...]
+    waiting: tuple[int, ...]
+    #: Since when the ranks that wait have all been there.
+    since: float
+
+
+class StepTimes:
+    """How long a step takes, from the count of steps at each look. The first ones, which warm up, are left out."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=_REMEMBERED)
+        self._steps = 0
+        self._at: float | None = None
+
+    def add(self, steps: int, at: float) -> None:
+        """The slowest rank has taken ``steps`` by ``at``."""
+        if steps < _WARM or steps <= self._steps:
+            return
+        if self._at is not None:
+            self._times.append((at - self._at) / (steps - self._steps))
+        self._steps, self._at = steps, at
+
+    @property
+    def median(self) -> float:
+        """Seconds of the median step; 0 while no two steps were seen."""
+        return statistics.median(self._times) if self._times else 0.0
+
+
+def patience(seen: Seen, *, usual: float, shortest: float) -> float:
+    """Seconds that a rank may hold up others without a sign of life; see Note [Late or slow]."""
+    look, phase = seen.look, seen.look.mark.phase
+    if seen.standstill is not None:
+        return shortest
+    if look.reason:
+        return math.inf
+    if (look.steps or 0) < _WARM or phase is Phase.EVALUATE:
+        usual = max(usual, WARMING_UP)
+    if phase in (Phase.SAVE, Phase.RESTORE, Phase.COMPILE):
+        usual = max(usual, LONG)
+    return usual
+
+
+def compare(
+    ranks: Sequence[Seen], *, now: float, usual: float, shortest: float | None = None, whole: bool = True
+) -> Verdict | None:
+    """Who holds up whom for longer than is ``usual`` (in seconds); None: nobody.
+
+    Args:
+        ranks: those of this machine.
+        now: this moment.
+        usual: what a rank that works may hold up the others.
+        shortest: what one that can't go on may; None: the same.
+        whole: these are all ranks of the job; what those of other machines do is not known here.
+    """
+    shortest = usual if shortest is None else shortest
+
+    def limit_of(seen: Seen) -> float:
+        return patience(seen, usual=usual, shortest=shortest)
+
+    waits = {seen.rank: since for seen in ranks if (since := seen.waiting_since) is not None}
+    late = [seen for seen in ranks if seen.rank not in waits]
+    alive = [seen for seen in ranks if seen.exit_code is None]
+    if not waits:
+        halted = any(seen.standstill in (Standstill.STOPPED, Standstill.UNREACHABLE) for seen in alive)
+        limits = [shortest if halted else limit_of(seen) for seen in alive]
+        if len(alive) > 1 and all(now - seen.moved > limit for seen, limit in zip(alive, limits, strict=True)):
+            return Verdict(Kind.STILL, tuple(seen.rank for seen in alive), (), max(seen.moved for seen in alive))
+        return None
+    since = max(waits.values())
+    if not late:
+        if any(seen.look.reason for seen in ranks):
+            return None
+        limit = max(0.0 if whole else WARMING_UP, *map(limit_of, ranks))
+        return Verdict(Kind.APART, (), tuple(waits), since) if now - since > limit else None
+    overdue = [seen for seen in late if seen.exit_code is None and _is_overdue(seen, limit_of(seen), since, now)]
+    if any(seen.exit_code is None and seen not in overdue for seen in late):
+        # Who can't go on is named at once; the others may still be at work.
+        overdue = [seen for seen in overdue if seen.standstill is not None]
+        if not overdue:
+            return None
+    if now - since <= shortest or (not overdue and now - since <= usual):  # all that is late has ended
+        return None
+    return Verdict(Kind.LATE, tuple(seen.rank for seen in overdue or late), tuple(waits), since)
+
+
+def _is_overdue(seen: Seen, limit: float, since: float, now: float) -> bool:
+    held, quiet = now - since, now - seen.moved
+    return held > limit and (quiet > limit or held > max(WARMING_UP, 10 * limit))
+
+
+class Doing(enum.Enum):
+    """What a rank's stack and its processor time tell."""
+
+    WAITS = "waits"
+    WORKS = "works"
+
+
+def settle(verdict: Verdict, doing: Mapping[int, Doing]) -> Verdict | None:
+    """The verdict once the stacks of all ranks are known; None: nobody holds up anybody.
+
+    A rank that waits in a process group of its own says nothing of it in its page, but its stack does.
+    """
+    if verdict.kind is Kind.APART:
+        return verdict
+    late = tuple(rank for rank in verdict.late if doing.get(rank, Doing.WORKS) is not Doing.WAITS)
+    waiting = tuple(sorted({*verdict.waiting, *verdict.late} - set(late)))
+    if not waiting:
+        return None
+    return Verdict(Kind.LATE if late else Kind.APART, late, waiting, verdict.since)
+
+
+#: How far into a step a rank is by the last phase that it entered; the optimizer's is over when the step is counted.
+_ORDER = (Phase.OPTIMIZER, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE)
+
+
+def odd_ones(looks: Mapping[int, Look], waits_in: Mapping[int, str]) -> tuple[int, ...]:
+    """Which ranks have left out a collective, if all wait; empty if that can't be told.
+
+    Who leaves out a collective gets further in the program than the others; or else is where most are not.
+
+    Args:
+        looks: the pages of all ranks.
+        waits_in: what each rank waits in, and where.
+    """
+    progress = {rank: (look.steps or 0, _within_step(look)) for rank, look in looks.items()}
+    furthest = max(progress.values())
+    ahead = tuple(rank for rank in looks if progress[rank] == furthest)
+    if len(ahead) < len(looks):
+        return ahead
+    (common, size), *others = Counter(waits_in.values()).most_common()
+    if not others or others[0][1] == size:
+        return ()
+    return tuple(rank for rank, what in waits_in.items() if what != common)
+
+
+def _within_step(look: Look) -> int:
+    entered = look.mark.entered
+    return _ORDER.index(entered) if entered in _ORDER else 0
+
+
+#: What a rank does by itself in a step. What it waits for, and what only some ranks do, is left out.
+_STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OWN)
+#: A rank is slow in an interval if it took this much longer than the median of the others ...
+_SLOWER = 1.2
+#: ... and steadily so if it was in this part of the intervals, of at least so many.
+_PART = 0.7
+_INTERVALS = 5
+
+
+@dataclass(frozen=True)
+class Laggard:
+    """A rank that was steadily slower than the others. Times are seconds a step."""
+
+    rank: int
+    own: float
+    others: float
+    #: Where most of the difference is, and how long it took there.
+    phase: Phase
+    own_phase: float
+    others_phase: float
+
+    def describe(self) -> str:
+        """One sentence."""
+        return (
+            f"rank {self.rank} was steadily slower than the others: {_time(self.own)} of work a step against their "
+            f"{_time(self.others)}, most of the difference in {NAMES[self.phase]} ({_time(self.own_phase)} against "
+            f"{_time(self.others_phase)})"
+        )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank has come: the steps it has taken, and the seconds it has spent, by phase."""
+
+    steps: int
+    seconds: tuple[float, ...]
+
+
+class Pace:
+    """Compares the ranks interval by interval."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Progress] = {}
+        self._first: dict[int, Progress] = {}
+        self._latest: dict[int, Progress] = {}
+        self._intervals = 0
+        self._slow: dict[int, int] = {}
+
+    def add(self, ranks: Mapping[int, Progress]) -> None:
+        """How far all ranks have come at a moment. Steps before the first two are not looked at."""
+        if len(ranks) < 2 or any(rank.steps < _WARM for rank in ranks.values()):
+            return
+        if not self._first:
+            self._first = self._before = dict(ranks)
+            return
+        if any(now.steps == self._before[rank].steps for rank, now in ranks.items()):
+            return  # no whole step by some rank: the interval goes on
+        work = {rank: sum(_per_step(self._before[rank], now, phase) for phase in _STEP) for rank, now in ranks.items()}
+        self._before = self._latest = dict(ranks)
+        self._intervals += 1
+        slowest = max(work, key=lambda rank: work[rank])
+        if work[slowest] > _SLOWER * _median_of_others(work, slowest):
+            self._slow[slowest] = self._slow.get(slowest, 0) + 1
+
+    def laggard(self) -> Laggard | None:
+        """The rank that was steadily slower, if one was."""
+        rank = max(self._slow, key=lambda rank: self._slow[rank], default=None)
+        if rank is None or self._intervals < _INTERVALS or self._slow[rank] < _PART * self._intervals:
+            return None
+        by_phase = {
+            phase: {each: _per_step(self._first[each], now, phase) for each, now in self._latest.items()}
+            for phase in _STEP
+        }
+        total = {each: sum(by_phase[phase][each] for phase in _STEP) for each in self._latest}
+        phase = max(_STEP, key=lambda phase: by_phase[phase][rank] - _median_of_others(by_phase[phase], rank))
+        return Laggard(
+            rank,
+            total[rank],
+            _median_of_others(total, rank),
+            phase,
+            by_phase[phase][rank],
+            _median_of_others(by_phase[phase], rank),
+        )
+
+
+def _per_step(before: Progress, after: Progress, phase: Phase) -> float:
+    return (after.seconds[phase] - before.seconds[phase]) / max(1, after.steps - before.steps)
+
+
+def _median_of_others(values: Mapping[int, float], rank: int) -> float:
+    return statistics.median(value for other, value in values.items() if other != rank)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,211 @@
+"""Every rank's page: a few numbers and texts in one mapped file of the job's folder, by which others see how it is.
+
+Note [One writer a page]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A page belongs to one rank, which alone writes to it: whole, aligned 8-byte numbers, stored in one instruction each
+(``memoryview.cast("q")`` copies them at once). A reader sees the old number or the new one, never half of each, and no
+lock is needed that a killed rank could leave locked. A rank may die at any instruction, and the page of one that is
+stopped stays readable.
+
+What changes from event to event is one number, the *mark*: the phase, the last phase that has a name of its own,
+whether the rank waits, and how many events there were. So these four always fit each other. Texts are written before
+the mark that goes with them; a reader that finds the same mark before and behind the texts has texts that fit, but for
+processors that reorder stores, and nothing is decided on one look.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.job.files import JobFiles
+
+#: Asks a rank for its Python stacks. Not SIGUSR1 or SIGUSR2, which are the user's; far from the ends of the range,
+#: which libraries take first.
+STACK_SIGNAL = signal.SIGRTMIN + 11
+#: Bytes of a rank's page.
+PAGE = 2048
+
+
+class Phase(enum.IntEnum):
+    """What a rank is doing, as lockstep sees it."""
+
+    #: Before the first event: importing, building the model.
+    START = 0
+    #: The sharded loader fetches the next batch.
+    DATA = 1
+    #: From a replica's forward in training on, until its backward begins: the loss as well.
+    FORWARD = 2
+    BACKWARD = 3
+    #: Sending gradients, and waiting for the other ranks' ones.
+    REDUCE = 4
+    OPTIMIZER = 5
+    SAVE = 6
+    RESTORE = 7
+    #: torch.compile compiles.
+    COMPILE = 8
+    #: A replica's forward in eval mode, and what follows it.
+    EVALUATE = 9
+    #: Between the others: the user's own code.
+    OWN = 10
+    #: The program is over, and the interpreter is being taken down.
+    LEAVING = 11
+    #: Waiting for other ranks in a collective, whatever the phase around it. In no page, only among shares of time.
+    WAIT = 12
+
+
+#: How a phase is called in messages.
+NAMES = {
+    Phase.START: "start",
+    Phase.DATA: "data",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.REDUCE: "reduce",
+    Phase.OPTIMIZER: "optimizer",
+    Phase.SAVE: "save",
+    Phase.RESTORE: "restore",
+    Phase.COMPILE: "compile",
+    Phase.EVALUATE: "evaluation",
+    Phase.OWN: "your code",
+    Phase.LEAVING: "leaving",
+    Phase.WAIT: "wait",
+}
+
+
+class Cell(enum.IntEnum):
+    """The numbers of a page, by their place in it.
+
+    The first two are written at every event. The others have a cache line of their own, for the other ranks read it
+    at every step.
+    """
+
+    #: See Note [One writer a page], and :class:`Mark`.
+    MARK = 0
+    #: Optimizer steps that this process has taken, plus one; 0: nobody counts them.
+    STEPS = 1
+    #: Optimizer steps of the whole run by a Checkpointer's count, those before a restart included, plus one; 0: no
+    #: Checkpointer counts.
+    RUN_STEPS = 8
+    #: 1 while the rank saves and leaves by itself when it is asked to stop.
+    LISTENS = 9
+    #: What this rank proposes to do together, and when; see stop.py. 0: nothing.
+    PROPOSAL = 10
+
+
+class Text(enum.Enum):
+    """The texts of a page, by their place in it and how many bytes they have."""
+
+    #: What the rank waits in, or waited in last, and at which line.
+    WAITS_IN = (128, 640)
+    #: Why the rank expects to be slow, inside ``expect_slow``.
+    REASON = (768, 512)
+    #: The line from which the optimizer took its last step.
+    STEPPED_AT = (1280, 256)
+
+
+#: Of a mark: the last phase with a name of its own, whether the rank waits, and one event.
+ENTERED, WAITS, EVENT = 1 << 4, 1 << 8, 1 << 9
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A mark, taken apart."""
+
+    phase: Phase
+    #: The last phase that was not own code.
+    entered: Phase
+    #: Whether the rank waits for others.
+    waiting: bool
+    #: Grows with every event.
+    events: int
+
+    @classmethod
+    def of(cls, number: int) -> Mark:
+        phase, entered = number % ENTERED, number // ENTERED % 16
+        return cls(Phase(phase), Phase(entered), bool(number & WAITS), number // EVENT)
+
+    @property
+    def spends(self) -> Phase:
+        """What the time goes to: the phase, or waiting."""
+        return Phase.WAIT if self.waiting else self.phase
+
+
+@dataclass(frozen=True)
+class Look:
+    """A rank's page at one moment."""
+
+    mark: Mark
+    #: Optimizer steps taken; None: nobody counts them.
+    steps: int | None
+    waits_in: str
+    reason: str
+    stepped_at: str
+
+
+class Pages:
+    """The pages of all ranks of a job, by rank. The file (0600) is made by whoever comes first; all agree on its size.
+
+    Args:
+        folder: the job's.
+        count: how many ranks there are, those of other machines included.
+    """
+
+    def __init__(self, folder: str | Path, count: int) -> None:
+        fd = os.open(JobFiles(folder).pages, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, count * PAGE)  # a full disk is an error here, not a SIGBUS later
+            self._memory = mmap.mmap(fd, count * PAGE)
+        finally:
+            os.close(fd)
+        self._bytes = memoryview(self._memory)
+        self._numbers = self._bytes.cast("q")
+        #: One number of all ranks: int64 [count], a view.
+        self._columns = {cell: self._numbers[cell :: PAGE // 8] for cell in Cell}
+
+    def page(self, rank: int) -> memoryview:
+        """A rank's page, for its owner; to be released before :meth:`close`."""
+        return self._bytes[rank * PAGE : (rank + 1) * PAGE]
+
+    def all(self, cell: Cell) -> list[int]:
+        """The same number of every rank."""
+        return self._columns[cell].tolist()
+
+    def get(self, rank: int, cell: Cell) -> int:
+        """One number of a rank."""
+        return self._columns[cell][rank]
+
+    def set(self, rank: int, cell: Cell, value: int) -> None:
+        """Write one number; only a rank's own process may."""
+        self._columns[cell][rank] = value
+
+    def look(self, rank: int) -> Look:
+        """The whole page of a rank. (One that writes all the time may leave texts beside a mark of a moment later.)"""
+        for _ in range(20):
+            mark = self.get(rank, Cell.MARK)
+            with self.page(rank) as page:
+                texts = [_decode(page, text) for text in Text]
+            if self.get(rank, Cell.MARK) == mark:
+                break
+        steps = self.get(rank, Cell.STEPS)
+        return Look(Mark.of(mark), steps - 1 if steps else None, *texts)
+
+    def close(self) -> None:
+        """Let go of the memory. A second call does nothing."""
+        for view in (*self._columns.values(), self._numbers, self._bytes):
+            view.release()
+        self._memory.close()
+
+
+def encode(page: memoryview, which: Text, text: str) -> None:
+    """Write a text into its place in a page, cut to fit."""
+    start, size = which.value
+    page[start : start + size] = text.encode(errors="replace")[: size - 1].ljust(size, b"\0")
+
+
+def _decode(page: memoryview, which: Text) -> str:
+    start, size = which.value
+    return bytes(page[start : start + size]).partition(b"\0")[0].decode(errors="replace")

@@ -1,0 +1,262 @@
+"""Signals as requests, and the step at which the ranks do together what was asked for: save, or save and leave.
+
+Note [Agreeing on a step]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A boundary is the moment between two steps. The first time a rank with a request in hand is at a boundary with s
+optimizer steps done, it proposes s + 2 where all ranks can read it. At each boundary every rank reads all proposals;
+the ranks act at the first boundary at which their own count of steps is at least the smallest number proposed.
+
+They act at the same boundary, because the all-reduce of the gradients keeps them within one step of each other: the
+rank X that proposes at s takes part in the reduction of step s + 1 only afterwards, so whoever has finished step
+s + 1 can read the proposal, and nobody has done more than that when it is written. Nobody, therefore, has passed a
+boundary with s + 2 steps without having seen it. Two proposals differ only if neither writer could see the other's,
+that is, if both were written before either rank contributed to the next step; then both are there for everyone in time,
+and the smallest counts. (One step would do for ranks that reduce in every step; the second is for those that count a
+step which they did not reduce in, such as the second of two optimizers.)
+
+An agreement on saving is followed by the next round, whose number all ranks know, for they have all saved as often.
+Saving is collective, so nobody writes a proposal of the next round over that of this one before all have acted.
+A rank that sees any proposal drops a request of the same kind: it is what it would have asked for.
+
+A world of one acts at this very boundary.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing import current_process, util
+from types import FrameType
+from typing import Any, Protocol
+
+from lockstep import knobs
+from lockstep.job import flight
+from lockstep.job.files import JobFiles
+from lockstep.job.page import Cell, Pages
+
+#: Steps between a request and the act.
+LEAD = 2
+_STOP = (signal.SIGTERM, signal.SIGINT)
+_SAVE = signal.SIGUSR1
+#: Two signals closer than this are one: "timeout" signals its child and then the whole group.
+_SAME_SIGNAL = 0.25
+
+
+class Kind(enum.IntEnum):
+    """What the ranks do together at a step; at the same step, the first goes before the others."""
+
+    STOP = 0
+    SAVE = 1
+
+
+@dataclass(frozen=True, order=True)
+class Proposal:
+    """Do ``kind`` at the first boundary with at least ``step`` optimizer steps done."""
+
+    step: int
+    kind: Kind
+
+
+class Board(Protocol):
+    """Proposals by round, the first round being 1. Ranks read the same smallest proposal once all have been written."""
+
+    def propose(self, round_: int, proposal: Proposal) -> None:
+        """Write this rank's proposal, once a round."""
+
+    def smallest(self, round_: int) -> Proposal | None:
+        """The smallest proposal of the round so far."""
+
+
+class PageBoard:
+    """On one host: a number in each rank's page; see Note [One writer a page]. Reading takes a few hundred
+    nanoseconds."""
+
+    _STEPS = 1 << 40
+    _KINDS = len(Kind)
+
+    def __init__(self, pages: Pages, *, rank: int) -> None:
+        self._pages = pages
+        self._rank = rank
+
+    def propose(self, round_: int, proposal: Proposal) -> None:
+        """See :class:`Board`."""
+        number = (round_ * self._STEPS + proposal.step) * self._KINDS + proposal.kind
+        self._pages.set(self._rank, Cell.PROPOSAL, number)
+
+    def smallest(self, round_: int) -> Proposal | None:
+        """See :class:`Board`."""
+        first, last = (number * self._STEPS * self._KINDS for number in (round_, round_ + 1))
+        numbers = [number for number in self._pages.all(Cell.PROPOSAL) if first <= number < last]
+        if not numbers:
+            return None
+        number = min(numbers)
+        return Proposal(step=number // self._KINDS % self._STEPS, kind=Kind(number % self._KINDS))
+
+
+class Store(Protocol):
+    """What is needed of a process group's store."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+
+class StoreBoard:
+    """On several hosts, or under another launcher: a key of the process group's store, looked up once a step. The first
+    proposal of a round is the only one."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def propose(self, round_: int, proposal: Proposal) -> None:
+        """See :class:`Board`."""
+        self._store.compare_set(self._key(round_), "", f"{proposal.step} {proposal.kind:d}")
+
+    def smallest(self, round_: int) -> Proposal | None:
+        """See :class:`Board`."""
+        key = self._key(round_)
+        if not self._store.check([key]):
+            return None
+        step, kind = self._store.get(key).decode().split()
+        return Proposal(step=int(step), kind=Kind(int(kind)))
+
+    @staticmethod
+    def _key(round_: int) -> str:
+        return f"lockstep/agreement/{round_}"
+
+
+class Agreement:
+    """One rank's view of what the ranks are going to do. See Note [Agreeing on a step]."""
+
+    def __init__(self, board: Board, *, world_size: int) -> None:
+        self._board = board
+        self._lead = LEAD if world_size > 1 else 0
+        self._round = 1
+
+    def due(self, step: int, *, wanted: Kind | None) -> Kind | None:
+        """What to do at this boundary, if anything; the same on all ranks.
+
+        Args:
+            step: optimizer steps that this rank has done.
+            wanted: what this rank was asked for.
+        """
+        proposal = self._board.smallest(self._round)
+        if proposal is None and wanted is not None:
+            self._board.propose(self._round, Proposal(step + self._lead, wanted))
+            proposal = self._board.smallest(self._round)
+        if proposal is None or step < proposal.step:
+            return None
+        self._round += 1
+        return proposal.kind
+
+    def pending(self) -> Kind | None:
+        """What has been proposed and is not done yet."""
+        proposal = self._board.smallest(self._round)
+        return None if proposal is None else proposal.kind
+
+
+def interrupt_once(_signum: int, _frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt once: a Ctrl-C can come twice, from the terminal and passed on, or from ``timeout``.
+
+    The second would hit the clean-up that the first one started. (SIG_IGN would be inherited by programs started from
+    here on; a function is not.)
+    """
+    signal.signal(signal.SIGINT, lambda _signum, _frame: None)
+    raise KeyboardInterrupt
+
+
+class Requests:
+    """What this process was asked for by signals since :meth:`listen`.
+
+    SIGTERM and SIGINT ask it to save and leave, SIGUSR1 to save. Signals that the program handles itself, or that are
+    ignored (nohup, a shell's ``&``), are left alone.
+    """
+
+    def __init__(self) -> None:
+        #: The signal that asked to leave, or None.
+        self.stop: signal.Signals | None = None
+        self.save = False
+        #: Whether the request to leave is being seen to.
+        self.leaving = False
+        self._asked_at = 0.0
+        self._process = os.getpid()
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def wanted(self) -> Kind | None:
+        """The most urgent request."""
+        if self.stop is not None:
+            return Kind.STOP
+        return Kind.SAVE if self.save else None
+
+    @property
+    def listening(self) -> bool:
+        """Whether signals are requests now."""
+        return bool(self._before)
+
+    def listen(self) -> None:
+        """From now on signals are requests. Does nothing outside the main thread, where Python has none."""
+        if self._before or threading.current_thread() is not threading.main_thread():
+            return
+        for signum in (*_STOP, _SAVE):
+            before = signal.getsignal(signum)
+            if before in (signal.SIG_DFL, signal.default_int_handler, interrupt_once):
+                self._before[signum] = before
+                signal.signal(signum, self._on_signal)
+        # Not documented, but what multiprocessing's own modules and torch use to act in a forked worker.
+        util.register_after_fork(self, _spare_daemons)
+        self._tell_watcher()
+
+    def leave(self) -> None:
+        """The request to leave is seen to: what comes now does not hit the way out."""
+        self.leaving = True
+
+    def close(self) -> None:
+        """Signals are again what they were, from the next one on."""
+        if not self._before or self.leaving or self._process != os.getpid():
+            return
+        if threading.current_thread() is not threading.main_thread():
+            return  # a finalizer; only the main thread may change what signals do
+        for signum, before in self._before.items():
+            if signal.getsignal(signum) == self._on_signal:  # else the program has taken it over meanwhile
+                signal.signal(signum, before)
+        self._before.clear()
+        self._tell_watcher()
+
+    def _tell_watcher(self) -> None:
+        flight.current.listens(any(signum in self._before for signum in _STOP))
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a forked child has this function too, and none of the steps
+            _as_by_default(signum, frame)
+        elif signum == _SAVE:
+            self.save = True
+        elif self._of_a_failed_job():
+            _as_by_default(signum, frame)
+        elif self.stop is None:
+            self.stop, self._asked_at = signal.Signals(signum), time.monotonic()
+        elif knobs.job_dir() is None and time.monotonic() - self._asked_at > _SAME_SIGNAL:
+            _as_by_default(signum, frame)  # asked again; where there is a watcher, it knows echoes, and kills
+
+    def _of_a_failed_job(self) -> bool:
+        folder = knobs.job_dir()
+        return folder is not None and JobFiles(folder).has_failed
+
+
+def _as_by_default(signum: int, frame: FrameType | None) -> None:
+    if signum == signal.SIGINT:
+        interrupt_once(signum, frame)
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
+
+
+def _spare_daemons(requests: Requests) -> None:
+    """In a worker that multiprocessing forked: a Ctrl-C at the terminal reaches it too, and its rank still needs it."""
+    if requests.listening and current_process().daemon:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,360 @@
+"""What can be found out about a rank from outside: what the kernel says of it, its Python stack, its memory."""
+
+from __future__ import annotations
+
+import enum
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep import _proc
+from lockstep.job.files import JobFiles
+from lockstep.job.hang import Standstill
+
+# What the kernel says of a process -----------------------------------------------------------------------------------
+
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "sleeping in the kernel, where no signal reaches it (a disk or a network folder that does not answer?)",
+    "T": "stopped by a signal (SIGCONT lets it go on)",
+    "t": "stopped by a debugger",
+    "Z": "dead",
+    "X": "dead",
+    "I": "idle",
+}
+#: The calls that programs get stuck in, by number; the rest is shown as a number.
+_CALLS = {
+    "x86_64": {
+        0: "read", 1: "write", 7: "poll", 17: "pread64", 18: "pwrite64", 19: "readv", 20: "writev", 23: "select",
+        35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto", 45: "recvfrom", 46: "sendmsg", 47: "recvmsg",
+        61: "wait4", 72: "fcntl", 73: "flock", 74: "fsync", 75: "fdatasync", 76: "truncate", 77: "ftruncate",
+        82: "rename", 202: "futex", 230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid", 257: "openat",
+        270: "pselect6", 271: "ppoll", 277: "sync_file_range", 281: "epoll_pwait", 288: "accept4", 306: "syncfs",
+    },
+    "aarch64": {
+        22: "epoll_pwait", 25: "fcntl", 32: "flock", 46: "ftruncate", 56: "openat", 63: "read", 64: "write",
+        65: "readv", 66: "writev", 67: "pread64", 68: "pwrite64", 72: "pselect6", 73: "ppoll", 82: "fsync",
+        83: "fdatasync", 95: "waitid", 98: "futex", 101: "nanosleep", 115: "clock_nanosleep", 202: "accept",
+        203: "connect", 206: "sendto", 207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 242: "accept4", 260: "wait4",
+        267: "syncfs",
+    },
+}  # fmt: skip
+#: Those whose first argument is a descriptor.
+_ON_A_FILE = frozenset([
+    "read", "write", "pread64", "pwrite64", "readv", "writev", "fsync", "fdatasync", "ftruncate", "flock", "fcntl",
+    "connect", "accept", "accept4", "sendto", "recvfrom", "sendmsg", "recvmsg", "sync_file_range", "syncfs",
+])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A process's main thread, as the kernel sees it at a moment."""
+
+    #: One letter, as in /proc/<pid>/stat.
+    state: str
+    #: The processor time of all of its threads so far, in seconds.
+    processor: float
+    #: The system call it is in, its file included where it has one; empty: in none, or not to be known.
+    call: str
+    #: The kernel's function it sleeps in; empty: not known.
+    function: str
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it sleeps until something happens."""
+        return self.state == "S"
+
+    def describe(self) -> str:
+        """``sleeping in read of /data/shard-7 (pipe_read)``"""
+        where = f" in {self.call}" if self.call and self.state not in "tT" else ""
+        function = f" ({self.function})" if self.function and self.state not in "RtT" else ""
+        return f"{_STATES.get(self.state, f'in state {self.state}')}{where}{function}"
+
+
+def facts(pid: int) -> Facts | None:
+    """What the kernel says of process ``pid``, or None if it is gone."""
+    stat = _proc.stat(pid)
+    if stat is None:
+        return None
+    function = _proc.read(pid, "wchan").strip()
+    return Facts(stat.state, stat.processor, _call(pid), "" if function == "0" else function)
+
+
+def _call(pid: int) -> str:
+    words = _proc.read(pid, "syscall").split()
+    if not words or not words[0].lstrip("-").isdigit() or int(words[0]) < 0:
+        return ""  # "running", or it can't be asked
+    number = int(words[0])
+    name = _CALLS.get(platform.machine(), {}).get(number, f"system call {number}")
+    if name not in _ON_A_FILE or len(words) < 2:
+        return name
+    try:
+        target = os.readlink(f"/proc/{pid}/fd/{int(words[1], 16)}")
+    except OSError:
+        return name
+    return f"{name} of {target}"
+
+
+# Whether a process can go on -----------------------------------------------------------------------------------------
+
+#: Seconds that a process must be at a standstill of each kind, and processor seconds per second that are no work.
+_SECONDS = {Standstill.STOPPED: 0.0, Standstill.UNREACHABLE: 6.5, Standstill.LOCKED: 3.0}
+_IDLE = 0.02
+#: Of the operation of a futex call (linux/futex.h).
+_FUTEX_WAIT, _FUTEX_WAIT_BITSET, _FUTEX_PRIVATE, _FUTEX_COMMAND = 0, 9, 128, 127
+
+
+class _Sleep(enum.Enum):
+    """What one thread sleeps in."""
+
+    #: A lock of the process's own, without a limit: only another of its threads can wake it.
+    LOCK = "lock"
+    #: A lock with a time limit, or one that is shared with other processes.
+    TIMED = "timed"
+    #: An event loop, with nothing to do (gloo's, for one).
+    EVENTS = "events"
+    #: Anything else: it may go on by itself.
+    OTHER = "other"
+
+
+class Stillness:
+    """Watches one process that gives no sign of life: can it go on by itself? See Note [Late or slow] in hang.py."""
+
+    def __init__(self) -> None:
+        self._why: Standstill | None = None
+        self._since = self._processor = 0.0
+
+    def look(self, pid: int, now: float, *, announced: bool) -> Standstill | None:
+        """To be called about once a second; why the process can't go on, or None: it may.
+
+        Args:
+            pid: the process.
+            now: on the monotonic clock.
+            announced: the program has said that it takes its time; then only what is beyond doubt counts.
+        """
+        stat = _proc.stat(pid)
+        why = None if stat is None else _standstill(pid, stat.state, announced=announced)
+        if stat is None or why is None:
+            self._why = None
+            return None
+        worked = stat.processor - self._processor > _IDLE * (1.0 + now - self._since)
+        if why is not self._why or worked:
+            self._why, self._since, self._processor = why, now, stat.processor
+        return why if now - self._since >= _SECONDS[why] else None
+
+
+def _standstill(pid: int, state: str, *, announced: bool) -> Standstill | None:
+    """What holds a process at this moment, if it is nothing that passes by itself."""
+    if state == "T":
+        return Standstill.STOPPED
+    if state == "D":
+        return Standstill.UNREACHABLE
+    if state != "S":
+        return None
+    main, others = _sleep(pid, pid), {_sleep(pid, thread) for thread in _proc.threads(pid) if thread != pid}
+    harmless = {_Sleep.LOCK} if announced else {_Sleep.LOCK, _Sleep.TIMED, _Sleep.EVENTS}
+    return Standstill.LOCKED if main is _Sleep.LOCK and others <= harmless else None
+
+
+def _sleep(pid: int, thread: int) -> _Sleep:
+    words = _proc.read(pid, f"task/{thread}/syscall").split()
+    if not words or not words[0].isdecimal():
+        return _Sleep.OTHER
+    name = _CALLS.get(platform.machine(), {}).get(int(words[0]))
+    if name in ("epoll_wait", "epoll_pwait"):
+        return _Sleep.EVENTS
+    if name != "futex" or len(words) < 5:
+        return _Sleep.OTHER
+    operation, limit = int(words[2], 16), int(words[4], 16)
+    waits = operation & _FUTEX_COMMAND in (_FUTEX_WAIT, _FUTEX_WAIT_BITSET)
+    if not waits:
+        return _Sleep.OTHER
+    return _Sleep.LOCK if operation & _FUTEX_PRIVATE and limit == 0 else _Sleep.TIMED
+
+
+# Its Python stack, as faulthandler writes it into the job's folder when asked by a signal ----------------------------
+
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
+#: Frames of the launcher, in which every rank's program runs, and the start of the zygote.
+_RUNNERS = tuple(f"/lockstep/launch/{name}.py" for name in ("rank", "zygote", "spawned"))
+#: Where a rank waits for others, if the frames of its stack end there. (The engine runs a backward, which is mostly
+#: work; a rank that sleeps in it waits for what its hooks have asked of other ranks.)
+_COLLECTIVES = ("/torch/distributed/", "/lockstep/comm/")
+_ENGINE = "/torch/autograd/"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.name}"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The main thread's frames, the innermost first, without the launcher's own."""
+
+    frames: tuple[Frame, ...]
+
+    @property
+    def in_collective(self) -> bool:
+        """Whether the innermost frame is one that waits for other ranks."""
+        return bool(self.frames) and any(part in self.frames[0].file for part in _COLLECTIVES)
+
+    @property
+    def in_engine(self) -> bool:
+        """Whether the innermost frame runs a backward."""
+        return bool(self.frames) and _ENGINE in self.frames[0].file
+
+    @property
+    def in_model(self) -> bool:
+        """Whether the innermost frame is torch's own, called from a module."""
+        return (
+            bool(self.frames)
+            and "/torch/" in self.frames[0].file
+            and any("/torch/nn/modules/" in frame.file for frame in self.frames)
+        )
+
+    @property
+    def in_debugger(self) -> bool:
+        """Whether somebody looks at the program with Python's debugger, or one that is built on it."""
+        return any(frame.file.endswith(("/pdb.py", "/bdb.py")) for frame in self.frames)
+
+    @property
+    def users(self) -> Frame | None:
+        """The innermost line outside torch, lockstep and Python's own files."""
+        library = ("/torch/", "/lockstep/", f"{os.sep}lib{os.sep}python", "<frozen", "<string>")
+        return next((frame for frame in self.frames if not any(part in frame.file for part in library)), None)
+
+
+def stack_size(folder: Path, rank: int) -> int:
+    """Bytes in the file of a rank's stacks; what is asked for now comes behind them."""
+    try:
+        return JobFiles(folder).stack(rank).stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def read_stack(folder: Path, rank: int, *, start: int) -> Stack | None:
+    """The stack that a rank has written behind byte ``start``, or None if it has written none."""
+    try:
+        with JobFiles(folder).stack(rank).open(errors="replace") as file:
+            file.seek(start)
+            text = file.read()
+    except FileNotFoundError:
+        return None
+    return parse_stack(text)
+
+
+def parse_stack(text: str) -> Stack | None:
+    """The thread that got the signal (the main one, unless the program blocks it there), or None."""
+    _, found, behind = text.partition("Current thread")
+    if not found:
+        _, found, behind = text.partition("Thread")
+    if not found:
+        return None
+    frames = []
+    for line in behind.splitlines()[1:]:
+        match = _FRAME.match(line)
+        if match is None:
+            break
+        frames.append(Frame(match["file"], match["line"], match["name"]))
+    inner = [i for i, frame in enumerate(frames) if frame.file.endswith(_RUNNERS)]
+    return Stack(tuple(frames[: inner[0]] if inner else frames))
+
+
+# How often the kernel killed for want of memory, by the counters of a memory cgroup (version 1 or 2) -----------------
+
+_PROC = Path("/proc")
+#: What version 1 says for "no limit" is a little under this.
+_UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """The memory cgroup of a process."""
+
+    folder: Path
+    #: Where its hierarchy is mounted; an ancestor's limit holds, too.
+    mount: Path
+    version: int
+
+    def kills(self) -> int | None:
+        """Processes of the group that the kernel killed because memory was out; None if it does not count
+        them."""
+        name = "memory.oom_control" if self.version == 1 else "memory.events"
+        return _counter(self.folder / name, "oom_kill")
+
+    def limit(self) -> int | None:
+        """The bytes that the group may use, its ancestors' limits included; None: as many as there are."""
+        if self.version == 1:
+            limit = _counter(self.folder / "memory.stat", "hierarchical_memory_limit")
+            return limit if limit is not None and limit < _UNLIMITED else None
+        found: list[int] = []
+        folder = self.folder
+        while folder.is_relative_to(self.mount):
+            text = _text(folder / "memory.max").strip()
+            found += [int(text)] if text.isdecimal() else []
+            folder = folder.parent
+        return min(found, default=None)
+
+
+def memory_group(proc: Path = _PROC / "self") -> MemoryGroup | None:
+    """The memory cgroup of a process, or None if it can't be seen.
+
+    Args:
+        proc: the process's folder in /proc.
+    """
+    paths = {}
+    for line in _text(proc / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            paths[controller] = path  # version 2's has no name
+    mounts = [_mount(line) for line in _text(proc / "mountinfo").splitlines()]
+    for version, controller in ((1, "memory"), (2, "")):
+        for kind, options, root, mount in mounts:
+            if controller not in paths or kind != ("cgroup" if version == 1 else "cgroup2"):
+                continue
+            if version == 1 and "memory" not in options:
+                continue
+            # A container may see its own group as the root of the mount, and the path as the host sees it.
+            inside = paths[controller].removeprefix(root) if root != "/" else paths[controller]
+            for folder in (mount / inside.lstrip("/"), mount):
+                group = MemoryGroup(folder, mount, version)
+                if group.kills() is not None:
+                    return group
+    return None
+
+
+def machine_memory() -> int | None:
+    """The machine's memory in bytes."""
+    total = re.search(r"^MemTotal:\s+(\d+) kB", _text(_PROC / "meminfo"), re.MULTILINE)
+    return int(total[1]) * 1024 if total else None
+
+
+def _mount(line: str) -> tuple[str, list[str], str, Path]:
+    """Kind, options, root and mount point of a line of mountinfo."""
+    before, _, after = line.partition(" - ")
+    root, point = before.split()[3:5]
+    kind, _, options = after.split(" ", 2)
+    return kind, options.split(","), root, Path(point.encode().decode("unicode_escape"))
+
+
+def _counter(file: Path, name: str) -> int | None:
+    found = re.search(rf"^{name} (\d+)$", _text(file), re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -8,7 +8,7 @@ whichever rank wrote what.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 #: Bytes of a block: large enough that a digest of 16 bytes for each is nothing, small enough to divide evenly.
 BLOCK = 4 * 2**20
@@ -30,7 +30,14 @@ class Part:
 
     def written_by(self, rank: int) -> Part:
         """Return the same part, all of it to be written by one rank."""
-        return replace(self, writers=(rank,) * count_blocks(self.start, self.stop))
+        writers = (rank,) * count_blocks(self.start, self.stop)
+        return Part(self.name, self.start, self.stop, self.digests, writers)
+
+    def run_of(self, rank: int) -> tuple[int, int]:
+        """Return the bounds of the blocks that a rank writes, which follow each other; empty if there are none."""
+        count = self.writers.count(rank)
+        start = self.start + BLOCK * self.writers.index(rank) if count else self.stop
+        return start, min(start + BLOCK * count, self.stop)
 
 
 def cut(start: int, stop: int) -> list[tuple[int, int]]:
@@ -68,5 +75,5 @@ def divide(parts: Iterable[Part], *, world_size: int, extra: int = 0) -> list[Pa
             middle = (passed + passed + stop - start) / 2
             writers.append(0 if middle < first or not each else min(world_size - 1, 1 + int((middle - first) / each)))
             passed += stop - start
-        divided.append(replace(part, writers=tuple(writers)))
+        divided.append(Part(part.name, part.start, part.stop, part.digests, tuple(writers)))
     return divided

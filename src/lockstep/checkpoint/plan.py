@@ -213,16 +213,12 @@ def share_out(layout: Layout, outlines: Sequence[Outline], *, rank: int, texts: 
     writes: list[Write] = []
     for file, part in zip(holders, planned, strict=True):
         files[file.name].append(part)
-        writes += _write_of(rank, file.name, part, file.source(part.name))
+        start, stop = part.run_of(rank)
+        if start < stop:
+            writes.append(Write(file.name, start, stop, file.source(part.name), start - part.start))
     if rank:
         return Share(tuple(writes), apart, None)
     for name, content in {**layout.texts, **texts}.items():
         files[name] = [Part("", 0, len(content)).written_by(0)]
-        writes += _write_of(0, name, files[name][0], content)
+        writes.append(Write(name, 0, len(content), content, 0))
     return Share(tuple(writes), apart, {name: tuple(those) for name, those in files.items()})
-
-
-def _write_of(rank: int, file: str, part: Part, source: torch.Tensor | bytes) -> list[Write]:
-    """Say what a rank writes of a part: one run of its blocks, or nothing."""
-    own = [bounds for bounds, writer in zip(cut(part.start, part.stop), part.writers, strict=True) if writer == rank]
-    return [Write(file, own[0][0], own[-1][1], source, own[0][0] - part.start)] if own else []

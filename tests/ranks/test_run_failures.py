@@ -67,7 +67,9 @@ def test_a_late_rank_is_told_in_one_exception_of_the_users_frames(tmp_path: Path
         "    print(w.mean(1.0))",
     ]
     (message,) = [line for line in shown if line.startswith("lockstep.CollectiveTimeout: ")]
-    assert message.startswith("lockstep.CollectiveTimeout: rank 0 of 2: World.mean(): ")
+    expected = "rank 0 of 2: World.mean(): rank 1 did not come: rank 0 timed out after 2 s in all_reduce #"
+    assert message.startswith(f"lockstep.CollectiveTimeout: {expected}")
+    assert "lockstep: rank 1 did not come: rank 0 of 2 failed: exit code 1" in done.err
     assert done.err.count("Traceback") == 1
     assert len(shown) < 10
 

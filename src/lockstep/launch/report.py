@@ -269,7 +269,11 @@ def describe(outcome: Outcome) -> str:
     """The report of a failure: the first rank to fail in full, the others in a line each, and who was late."""
     first = outcome.first
     assert first is not None, "a rank failed"
-    lines = [f"rank {first.rank} of {outcome.world_size} failed: {first.status}", *explain(first, outcome.facts)]
+    blamed = "" if first.record is None else _blamed(first.record.message)
+    lines = [
+        f"{blamed}rank {first.rank} of {outcome.world_size} failed: {first.status}",
+        *explain(first, outcome.facts),
+    ]
     record = first.record
     if record is not None and record.type == "SystemExit" and record.message:
         lines.append(f"  {record.message}")
@@ -281,6 +285,12 @@ def describe(outcome: Outcome) -> str:
     if outcome.late and (record is None or outcome.late not in record.message):  # else the error says it already
         lines.append(outcome.late)
     return "\n".join(lines)
+
+
+def _blamed(message: str) -> str:
+    """The ranks that an error waited for in vain, by its own words, to begin the report with."""
+    found = re.search(r"(ranks? [\d, ]+) did not come", message)
+    return f"{found[0]}: " if found else ""
 
 
 def _concerned(ending: Ending, first: Ending) -> bool:

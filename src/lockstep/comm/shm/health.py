@@ -143,7 +143,7 @@ class Health:
         others = [peer for peer in self._where if peer not in missing]
         return self.end(
             CollectiveTimeout(
-                f"rank {self._rank} waited {seconds:g} s in {what} for {_names(missing)}:\n"
+                f"{_names(missing)} did not come: rank {self._rank} timed out after {seconds:g} s in {what}:\n"
                 + self._lines([*missing, *others])
                 + "\nFind out what keeps the late rank, or allow more time "
                 "(timeout=… of init_process_group or lockstep.init)." + files.told()

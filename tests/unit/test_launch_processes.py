@@ -1,4 +1,4 @@
-"""Which processes of a job are left to themselves for a while when it ends."""
+"""How the processes of a job are ended, and which are left to themselves for a while."""
 
 from __future__ import annotations
 
@@ -31,3 +31,27 @@ def test_a_resource_tracker_is_known(module: str) -> None:
         assert not _is_tracker(starter.pid)
         starter.stdin.write("\n")
     wait_for(lambda: not Path(f"/proc/{tracker}").exists(), "the tracker ends with who started it")
+
+
+#: Sweeps while the list of what is below shows nothing, twice: as it does where processes change parents meanwhile.
+_UNSEEN = """
+import subprocess
+from lockstep import _proc
+from lockstep.launch import processes
+processes.become_subreaper()
+child = subprocess.Popen(["sleep", "1000"])
+seen, calls = _proc.descendants, []
+def descendants(pid):
+    calls.append(pid)
+    return seen(pid) if len(calls) > 2 else []
+_proc.descendants = descendants
+left = processes.sweep(patience=0.1)
+print(child.pid, left, len(calls) > 2, flush=True)
+"""
+
+
+def test_a_process_that_was_not_seen_is_ended_all_the_same() -> None:
+    done = subprocess.run([sys.executable, "-c", _UNSEEN], capture_output=True, text=True, timeout=30)
+    child, rest = done.stdout.split(" ", 1)
+    assert rest == "[] True\n", done.stderr
+    assert not Path(f"/proc/{child}").exists()

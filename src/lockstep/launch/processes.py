@@ -76,7 +76,8 @@ def sweep(*, patience: float, limit: float = 5.0) -> list[int]:
         dead.update(one.pid for one in reap())
         left = _proc.descendants(os.getpid())
         waited = time.monotonic() - start
-        if not left or waited > limit:
+        # A process that became ours while /proc was read may be missing in ``left``; the kernel knows all our children.
+        if not (left or _has_children()) or waited > limit:
             remove_shared_memory(dead)
             return left
         if waited < patience:
@@ -111,6 +112,15 @@ def reap() -> list[Dead]:
                 break
             dead.append(Dead(pid, os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024))
     return dead
+
+
+def _has_children() -> bool:
+    """Whether this process has children, dead ones included that nobody has waited for."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def remove_shared_memory(dead: set[int]) -> None:

@@ -91,8 +91,7 @@ class SpawnContext:
         try:
             self._fork(preparation, fn, args, master)
         except BaseException:
-            self._launcher.zygote.kill()  # it is importing: no rank runs anything yet
-            self._close()
+            self._close()  # not by a kill: ranks may run already, and only the zygote ends what they have started
             raise
         atexit.register(self._at_exit)
 

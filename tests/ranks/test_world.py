@@ -445,7 +445,7 @@ def test_collectives_name_this_rank_and_what_it_was_doing(backend: str, tmp_path
     late = collect_outcomes(_late_for_all_reduce, 2, backend, str(fifo), timeout=20)[0]
     assert late.error == "CollectiveTimeout"
     assert "rank 0 of 2: World.all_reduce(): " in str(late.message)
-    assert {"gloo": "a rank did not arrive in time", "shm": "for rank 1"}[backend] in str(late.message)
+    assert {"gloo": "a rank did not arrive in time", "shm": "rank 1 did not come"}[backend] in str(late.message)
 
 
 def _init_with(backend: str) -> None:

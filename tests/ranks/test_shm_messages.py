@@ -197,8 +197,10 @@ def _from_threads() -> None:
     """Four threads of each rank exchange messages of several fragments, told apart by their tags."""
     rank, _ = _init(chunk=512)
     wrong: list[str] = []
+    together = threading.Barrier(4)
 
     def exchange(tag: int) -> None:
+        together.wait(20)  # the first messages of the group come from all at once
         for step in range(10):
             got = torch.zeros(400 + tag)
             receive = dist.irecv(got, 1 - rank, tag=tag)

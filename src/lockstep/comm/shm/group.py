@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ class Group:
         self._rounds: Rounds | None = Rounds(self._segment, self._layout, rank=rank, health=self.health)
         self._turns = Turns(name)
         self._messages: Messages | None = None
+        self._making = threading.Lock()
         #: Tensors in memory that all ranks share.
         self.shared = SharedTensors(rank=rank)
 
@@ -91,7 +93,9 @@ class Group:
     def messages(self) -> Messages:
         """Its messages, made when first used."""
         if self._messages is None:
-            self._messages = Messages(self._segment, self._layout, rank=self.rank, health=self.health)
+            with self._making:  # several threads may send their first message at once, and two would count apart
+                if self._messages is None:
+                    self._messages = Messages(self._segment, self._layout, rank=self.rank, health=self.health)
         return self._messages
 
     def check(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What the kernel says of processes: the one reader of /proc."""
+"""What the kernel says of a process, its threads and its children, from /proc."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def keep_memory(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def timeout(env: Mapping[str, str] = os.environ) -> float:
-    """Return seconds a collective may wait.
+    """Return the seconds a collective may wait.
 
     Raises:
         EnvironmentMismatch: ``LOCKSTEP_TIMEOUT`` is not a positive number.
@@ -116,7 +116,7 @@ def timeout(env: Mapping[str, str] = os.environ) -> float:
 
 
 def late(env: Mapping[str, str] = os.environ) -> float:
-    """Return seconds that a rank may hold up the others before the launcher says so.
+    """Return the seconds that a rank may hold up the others before the launcher says so.
 
     Raises:
         EnvironmentMismatch: ``LOCKSTEP_LATE`` is not a positive number.
@@ -143,7 +143,7 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 def shm_chunk(env: Mapping[str, str] = os.environ) -> int:
-    """Return bytes of a stage of the backend "shm".
+    """Return the bytes of a stage of the backend "shm".
 
     Raises:
         EnvironmentMismatch: ``LOCKSTEP_SHM_CHUNK`` is not a positive multiple of 64.

@@ -46,8 +46,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from lockstep import _proc
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.storage import NO_LOCKS_HERE, try_flock
 from lockstep.errors import CheckpointError
@@ -168,8 +169,8 @@ class Owner:
             user=_user_name(),
             since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             command=command if len(command) <= _COMMAND_LENGTH else f"{command[:_COMMAND_LENGTH]}…",
-            boot=_boot(),
-            namespace=_namespace(),
+            boot=_proc.boot_id(),
+            namespace=_proc.pid_namespace(),
             start=_start_of(os.getpid()) or 0,
         )
 
@@ -189,9 +190,9 @@ class Owner:
         """Whether that process is known to have ended; False where this can't be known from here."""
         if self.host != socket.gethostname():
             return False
-        if self.boot != _boot():
+        if self.boot != _proc.boot_id():
             return True
-        return self.namespace == _namespace() and _start_of(self.pid) != self.start
+        return self.namespace == _proc.pid_namespace() and _start_of(self.pid) != self.start
 
 
 class RunLock:
@@ -294,7 +295,7 @@ def _take_by_record(path: Path, fd: int) -> None:
     _write_record(fd)
     time.sleep(_SETTLING)
     now = _owner_in(fd, wait=False)
-    if now is None or (now.host, now.namespace, now.pid) != (socket.gethostname(), _namespace(), os.getpid()):
+    if now is None or (now.host, now.namespace, now.pid) != (socket.gethostname(), _proc.pid_namespace(), os.getpid()):
         raise _refusal(path, now, by_record=True)
 
 
@@ -354,26 +355,7 @@ def _user_name() -> str:
         return str(os.getuid())
 
 
-def _boot() -> str:
-    return _first_line("/proc/sys/kernel/random/boot_id")
-
-
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
 def _start_of(pid: int) -> int | None:
     """Read when a process started, in clock ticks after the boot; None if there is no such process."""
-    line = _first_line(f"/proc/{pid}/stat")
-    fields: list[Any] = line.rpartition(")")[2].split()  # the name before it may hold anything
-    return int(fields[19]) if len(fields) > 19 and fields[0] not in ("Z", "X") else None
-
-
-def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text(errors="replace").partition("\n")[0]
-    except OSError:
-        return ""
+    found = _proc.stat(pid)
+    return None if found is None or found.is_dead else found.started

@@ -139,7 +139,7 @@ class Replicas:
         return self._nodes[id(self._roots[root][1])].copies[replica]
 
     def watched(self, forward: Callable[[], Result]) -> Result:
-        """Return the result of a forward, whose attributes are its own: say which it set, take them as they are."""
+        """Call ``forward`` and return its result. Warn of attributes that it set, and take them as they are now."""
         try:
             result = forward()
         except BaseException:

@@ -36,13 +36,13 @@ def ignore(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def parameters_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return name and parameter of those that the replica compares, sends and averages."""
+    """Yield name and parameter of those that the replica compares, sends and averages."""
     ignored = ignored_names(module)
     return ((name, param) for name, param in module.named_parameters() if name not in ignored)
 
 
 def buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return name and tensor of the buffers that the replica compares and sends."""
+    """Yield name and tensor of the buffers that the replica compares and sends."""
     ignored = ignored_names(module)
     if not ignored:
         return module.named_buffers()

@@ -16,10 +16,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from lockstep import _proc
 from lockstep.comm.shm import semaphore
 from lockstep.comm.shm.fingerprint import describe
 from lockstep.comm.shm.layout import BUFFERS, FAILURE_TEXT, HEADER, Layout
-from lockstep.comm.shm.segment import Segment, Whereabouts, started
+from lockstep.comm.shm.segment import Segment, Whereabouts
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
 from lockstep.job import files
 
@@ -267,7 +268,7 @@ def _open(where: Whereabouts) -> int | None:
 def _gone(where: Whereabouts) -> bool:
     """Ask without a descriptor that is held. A process that has none left only asks whether the number exists."""
     try:
-        return started(where.pid) != where.started
+        return _proc.started(where.pid) != where.started
     except OSError:
         try:
             os.kill(where.pid, 0)

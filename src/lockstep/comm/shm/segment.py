@@ -26,6 +26,7 @@ from typing import TypeAlias
 
 import torch
 
+from lockstep import _proc
 from lockstep.errors import RendezvousError
 
 #: Bytes of memory; unmapped when the last object that refers to it is gone. Weak references to it are possible.
@@ -59,7 +60,7 @@ class Whereabouts:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot_id = file.read().strip()
         pid = os.getpid()
-        return cls(pid, started(pid) or 0, boot_id, os.stat("/proc/self/ns/pid").st_ino)
+        return cls(pid, _proc.started(pid) or 0, boot_id, os.stat("/proc/self/ns/pid").st_ino)
 
     def why_apart(self, other: Whereabouts) -> str | None:
         """Say why memory can't be shared with a process at ``other``, as far as that shows without trying; or None."""
@@ -68,21 +69,6 @@ class Whereabouts:
         if self.pid_namespace != other.pid_namespace:
             return "they run in containers that can't see each other's processes"
         return None
-
-
-def started(pid: int) -> int | None:
-    """Return when the process started, in clock ticks since boot; None if it is gone or a zombie.
-
-    Raises:
-        OSError: it can't be told, for want of a descriptor.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in parentheses, may hold anything; the fields follow the last one.
-            fields = file.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 @dataclass(frozen=True)

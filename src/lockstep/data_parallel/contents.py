@@ -85,12 +85,16 @@ _known_factors: dict[torch.device, Tensor] = {}
 
 
 def _factors(device: torch.device) -> Tensor:
-    """Odd numbers, the same on every device: an odd factor loses no bit of what it multiplies."""
+    """Odd numbers, int64, the same on every device: an odd factor loses no bit of what it multiplies.
+
+    In 32 bits the highest bit of a word, the sign of a float, would reach only the highest bit of the product, and
+    tensors whose signs differ would often have the same sum.
+    """
     factors = _known_factors.get(device)
     if factors is None:
         generator = torch.Generator().manual_seed(0x10C857E9)
         drawn = torch.randint(-(2**31), 2**31, (_GROUP,), generator=generator, dtype=torch.int64)
-        factors = _known_factors[device] = (drawn | 1).to(torch.int32).to(device)
+        factors = _known_factors[device] = (drawn | 1).to(device)
     return factors
 
 

@@ -28,7 +28,7 @@ import lockstep
 from benchmarks.models import WORKLOADS
 from benchmarks.naming import machine_name
 from benchmarks.publishing import publish
-from lockstep import caller, knobs
+from lockstep import callsite, knobs
 from lockstep.identity import Identity
 from lockstep.job import flight
 from lockstep.job.page import PAGE
@@ -121,7 +121,7 @@ def _measure(rounds: int) -> Measured:
     step = _make_step()
     _round(step)
     # What takes the time is to be no line of the program.
-    caller._ours[__file__] = True
+    callsite._ours[__file__] = True
     flight.use(timed)
     _round(step)
     kinds = timed.seconds.values()

@@ -43,7 +43,7 @@ _PRELOAD = [
     "lockstep.comm.shm.process_group",
     "lockstep.data_parallel.api",
     "lockstep.ddp.wrapper",
-    "lockstep.sampling.loader",
+    "lockstep.data.loader",
     "tests.harness",
     "tests.site.sitecustomize",  # before torchvision: makes it loadable
     "torchvision.transforms.v2",

@@ -60,7 +60,7 @@ _PRELOAD = (
     "lockstep.launch.supervisor",
     "lockstep.launch.spawn",
     "lockstep.progress",
-    "lockstep.sampling.loader",
+    "lockstep.data.loader",
 )
 
 #: What only the examples read, which the environments of other versions of torch lack.

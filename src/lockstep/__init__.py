@@ -22,7 +22,7 @@ _HOMES = {
     "CollectiveTimeout": "lockstep.errors",
     "DataParallel": "lockstep.data_parallel.api",
     "DistributedDataParallel": "lockstep.ddp.wrapper",
-    "DistributedSampler": "lockstep.sampling.sampler",
+    "DistributedSampler": "lockstep.data.sampler",
     "EnvironmentMismatch": "lockstep.errors",
     "LaunchError": "lockstep.errors",
     "LoadedWeights": "lockstep.checkpoint.weights",
@@ -34,7 +34,7 @@ _HOMES = {
     "ReplicaMismatch": "lockstep.errors",
     "Restored": "lockstep.checkpoint.restore",
     "Retention": "lockstep.checkpoint.retention",
-    "ShardedLoader": "lockstep.sampling.loader",
+    "ShardedLoader": "lockstep.data.loader",
     "SyncBatchNorm": "lockstep.ddp.sync_batchnorm",
     "World": "lockstep.comm.world",
     "bf16_compress_hook": "lockstep.ddp.comm_hooks",
@@ -48,7 +48,7 @@ _HOMES = {
     "register_comm_hook": "lockstep.ddp.api",
     "release": "lockstep.ddp.api",
     "replicate": "lockstep.ddp.api",
-    "shard": "lockstep.sampling.loader",
+    "shard": "lockstep.data.loader",
     "shutdown": "lockstep.comm.init",
     "spawn": "lockstep.launch.spawn",
     "track": "lockstep.progress",
@@ -65,6 +65,9 @@ if TYPE_CHECKING:
     from lockstep.comm.init import shutdown as shutdown
     from lockstep.comm.init import world as world
     from lockstep.comm.world import World as World
+    from lockstep.data.loader import ShardedLoader as ShardedLoader
+    from lockstep.data.loader import shard as shard
+    from lockstep.data.sampler import DistributedSampler as DistributedSampler
     from lockstep.data_parallel.api import DataParallel as DataParallel
     from lockstep.ddp.api import join as join
     from lockstep.ddp.api import no_sync as no_sync
@@ -92,9 +95,6 @@ if TYPE_CHECKING:
     from lockstep.job.flight import expect_slow as expect_slow
     from lockstep.launch.spawn import spawn as spawn
     from lockstep.progress import track as track
-    from lockstep.sampling.loader import ShardedLoader as ShardedLoader
-    from lockstep.sampling.loader import shard as shard
-    from lockstep.sampling.sampler import DistributedSampler as DistributedSampler
     from lockstep.share import BatchShare as BatchShare
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 (the keys are strings; ruff does not see it)

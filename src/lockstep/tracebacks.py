@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from lockstep import caller, knobs
+from lockstep import callsite, knobs
 from lockstep.errors import LockstepError
 
 
@@ -35,14 +35,14 @@ def _is_users(tb: TracebackType | None) -> bool:
     """Whether the innermost frame is the user's."""
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
-    return tb is not None and not caller.is_library(tb.tb_frame.f_code.co_filename)
+    return tb is not None and not callsite.is_library(tb.tb_frame.f_code.co_filename)
 
 
 def _users(tb: TracebackType | None) -> TracebackType | None:
     frames = []
     each = tb
     while each is not None:
-        if not caller.is_library(each.tb_frame.f_code.co_filename):
+        if not callsite.is_library(each.tb_frame.f_code.co_filename):
             frames.append(each)
         each = each.tb_next
     folded: TracebackType | None = None

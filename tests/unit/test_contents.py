@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from lockstep.sampling.contents import contents_of
+from lockstep.data.contents import contents_of
 
 
 class Own(Dataset[Any]):

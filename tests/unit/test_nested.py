@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import default_collate
 
-from lockstep.sampling.nested import fingerprint, nothing_of
+from lockstep.data.nested import fingerprint, nothing_of
 from lockstep.trees import leaves, map_leaves, to_device
 
 

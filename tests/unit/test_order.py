@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.sampling.order import batch_count, epoch_order, global_batches, mix, slice_bounds
+from lockstep.data.order import batch_count, epoch_order, global_batches, mix, slice_bounds
 
 _sizes = st.integers(0, 300)
 

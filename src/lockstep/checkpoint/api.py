@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lockstep import caller
+from lockstep import callsite
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
@@ -205,7 +205,7 @@ class Checkpointer:
         self._owns_folder = True
         self._position.last_saved = moment.step
         if earlier is not None and self._world.is_main:
-            caller.warn(f"{earlier}; the save at step {moment.step} succeeded", RuntimeWarning)
+            callsite.warn(f"{earlier}; the save at step {moment.step} succeeded", RuntimeWarning)
         return folder
 
     @flight.phase(Phase.SAVE)
@@ -265,7 +265,7 @@ class Checkpointer:
         drift = words_on_drift(share)
         if drift and self._world.is_main and not self._said_apart:
             self._said_apart = True
-            caller.warn(drift, RuntimeWarning)
+            callsite.warn(drift, RuntimeWarning)
         return share, position.moment(run.loader, epoch_done=epoch_done, metric=_finite(metric))
 
     def _refuse_foreign_folder(self) -> None:
@@ -312,7 +312,7 @@ class Checkpointer:
         load_generators(contents, self._world)
         differences = words_on_differences(contents, damaged, self._run, self._world)
         if differences and self._world.is_main:
-            caller.warn(differences, RuntimeWarning)
+            callsite.warn(differences, RuntimeWarning)
         return restored(contents, damaged)
 
 

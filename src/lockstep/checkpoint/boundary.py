@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from lockstep import _torch, caller, knobs
+from lockstep import _torch, callsite, knobs
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
@@ -119,7 +119,7 @@ class StepBoundary:
             folder = saver.save(epoch_done=epoch_done)
         except CheckpointError as error:  # the same on every rank
             if self._world.is_main:
-                caller.warn(f"could not save at step {saver.step}, as asked by a signal: {error}")
+                callsite.warn(f"could not save at step {saver.step}, as asked by a signal: {error}")
             return
         if self._world.is_main:
             print(f"lockstep: saved at step {saver.step} in {folder}", file=sys.stderr, flush=True)

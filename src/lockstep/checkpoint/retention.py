@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep import caller
+from lockstep import callsite
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.locks import CheckpointGone, taken
@@ -184,7 +184,7 @@ def prune(root: Path, newest: Path, rule: Retention, *, damaged: Collection[str]
         there = entries(root, good=(newest.name,), damaged=damaged, metrics=rule.best > 0, on=on)
         gone = remove(root, superfluous(there, rule), on=on)
     except OSError as error:
-        caller.warn(f"could not look through the old checkpoints in {root}: {describe(error)}", RuntimeWarning)
+        callsite.warn(f"could not look through the old checkpoints in {root}: {describe(error)}", RuntimeWarning)
         return
     for folder, why in gone.failed:
-        caller.warn(f"could not remove the old checkpoint {folder}: {why}", RuntimeWarning)
+        callsite.warn(f"could not remove the old checkpoint {folder}: {why}", RuntimeWarning)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep import caller
+from lockstep import callsite
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.encoding import strict_json
 from lockstep.checkpoint.folders import MANIFEST
@@ -172,7 +172,7 @@ def _newest(folder: Path) -> tuple[Path, Mapping[str, Any]]:
     if found is None:
         raise none_whole(damaged) if damaged else CheckpointError(f"{folder}: its checkpoints have just been removed")
     if damaged:
-        caller.warn(f"{found[0]} is loaded; skipped: {'; '.join(damaged.values())}", RuntimeWarning)
+        callsite.warn(f"{found[0]} is loaded; skipped: {'; '.join(damaged.values())}", RuntimeWarning)
     return found
 
 

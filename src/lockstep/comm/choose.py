@@ -16,7 +16,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     Store,
 )
 
-from lockstep import caller, knobs
+from lockstep import callsite, knobs
 from lockstep.comm.shm.group import Group
 from lockstep.comm.shm.rendezvous import ApartError, say_and_hear
 from lockstep.errors import RendezvousError
@@ -35,7 +35,7 @@ def open_shm_or_gloo(store: Store, identity: Identity, timeout: float) -> None:
     if why is None:
         return
     if identity.rank == 0 and identity.local_world_size == identity.world_size:
-        caller.warn(
+        callsite.warn(
             f"the ranks can't share memory, so gradients go through the network, by gloo, which is slower: {why}. "
             f'lockstep.init("gloo") or {knobs.BACKEND}=gloo chooses that, and ends this warning'
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep import caller
+from lockstep import callsite
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
@@ -28,7 +28,7 @@ def leave_uncompiled(source: nn.Module, replica: nn.Module) -> None:
     """Let ``replica`` run as it is if ``source`` was compiled in place: that code is of ``source`` alone."""
     replica._compiled_call_impl = None
     if source._compiled_call_impl is not None:
-        caller.warn(
+        callsite.warn(
             f"{type(source).__name__}.compile() compiled that one module, so its replicas run uncompiled: use "
             "DataParallel(torch.compile(module)) instead"
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep import caller
+from lockstep import callsite
 from lockstep.errors import LockstepError
 from lockstep.identity import Identity
 
@@ -177,4 +177,4 @@ def warn_imbalance(devices: Sequence[torch.device], chunk_sizes: Sequence[int] |
         return  # there is nothing to compare
     text = imbalance(devices, capacities)
     if text is not None:
-        caller.warn(text)
+        callsite.warn(text)

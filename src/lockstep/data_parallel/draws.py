@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep import caller
+from lockstep import callsite
 
 Result = TypeVar("Result")
 
@@ -42,7 +42,7 @@ class Draws:
         """End a forward, and learn from it whether the replicas draw."""
         drew = turn.drew()
         if drew and not turn.in_turn:
-            caller.warn(
+            callsite.warn(
                 "the replicas drew random numbers on the CPU in this forward and had not before, so this forward can't "
                 "be repeated exactly; later ones can, because the replicas run one after the other from now on"
             )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lockstep import _torch, caller
+from lockstep import _torch, callsite
 from lockstep.data_parallel.compiled import is_compiled_wrapper, leave_uncompiled, rewrapped
 from lockstep.data_parallel.devices import refuse_misplaced
 from lockstep.data_parallel.lend import lend
@@ -265,7 +265,7 @@ class Replicas:
                 continue
             if name not in before or not _is_equal(before[name], value):
                 self._warned.add(label)
-                caller.warn(
+                callsite.warn(
                     f"the forward sets {label}: with {len(self._devices)} replicas the module keeps what the first one "
                     "set, from its part of the batch, and the others' values are not seen. Return it from the forward, "
                     "or make it a buffer and change that in place"

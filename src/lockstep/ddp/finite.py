@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import caller
+from lockstep import callsite
 from lockstep.comm.exchange import all_gather_records
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.options import CheckFinite
@@ -71,7 +71,7 @@ class FiniteCheck:
         concerned = dist.get_rank(self._group) in (0, *found)  # the others' warnings would be the same
         if self._policy == "warn":
             if concerned:
-                caller.warn(f"{what}. The average is not finite either, on all ranks", RuntimeWarning)
+                callsite.warn(f"{what}. The average is not finite either, on all ranks", RuntimeWarning)
             return False
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row == MOST_SKIPPED:
@@ -80,7 +80,7 @@ class FiniteCheck:
                 "here: the parameters may hold such values already. Go back to a checkpoint, or lower the learning rate"
             )
         if concerned:
-            caller.warn(
+            callsite.warn(
                 f"{what}. No gradient is left on any rank, so the optimizer's step changes nothing", RuntimeWarning
             )
         return True

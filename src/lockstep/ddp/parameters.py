@@ -40,7 +40,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from lockstep import _torch, caller
+from lockstep import _torch, callsite
 from lockstep.ddp.hooks import accumulates
 from lockstep.ddp.members import Tree, parameters_of
 from lockstep.errors import LockstepError
@@ -176,7 +176,7 @@ class OwnParameters:
         """Say that gradients of what stood in for parameters are not averaged."""
         if not self._told:
             self._told = True
-            caller.warn(
+            callsite.warn(
                 f"{self._whoami()}: this backward gives gradients to tensors that stood in for parameters "
                 "(torch.func.functional_call). They are this rank's own: only gradients of the module's own parameters "
                 "are averaged. If that is not what you mean, average them: tensor.grad = world.mean(tensor.grad)"

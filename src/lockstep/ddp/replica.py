@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils.hooks import RemovableHandle
 
-from lockstep import _torch, caller
+from lockstep import _torch, callsite
 from lockstep.comm import streams
 from lockstep.comm.init import current_world
 from lockstep.comm.labels import compares_labels
@@ -352,7 +352,7 @@ class Replica(Joinable, BackwardListener):
             return  # the user knows of what was used in their places
         shown = ", ".join(f"'{name}'" for name in names[:10])
         more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-        caller.warn(
+        callsite.warn(
             f"no rank used the parameter(s) {shown}{more} in the first backward. That is fine for the gradients of the "
             "others; if it is what you mean, find_unused_parameters=True ends this warning"
         )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from lockstep import caller
+from lockstep import callsite
 from lockstep.comm import streams
 from lockstep.ddp import api
 from lockstep.ddp.comm_hooks import CommHook, fp16_compress_hook
@@ -334,7 +334,7 @@ def _choose_group(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> d
 def _warn_without_effect(**given: bool) -> None:
     names = [name for name, passed in given.items() if passed]
     if names:
-        caller.warn(f"DistributedDataParallel: {' and '.join(names)} without effect (kept for scripts that pass it)")
+        callsite.warn(f"DistributedDataParallel: {' and '.join(names)} without effect (kept for scripts that pass it)")
 
 
 def _resolve_devices(

@@ -17,7 +17,7 @@ from types import CodeType
 from typing import Any
 
 from lockstep import _torch
-from lockstep.caller import user_frame, user_frame_and_depth, words
+from lockstep.callsite import user_frame, user_frame_and_depth, words
 from lockstep.job.files import JobFiles
 from lockstep.job.page import ENTERED, EVENT, PAGE, STACK_SIGNAL, WAITS, Cell, Pages, Phase, Text, encode
 

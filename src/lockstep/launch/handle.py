@@ -23,7 +23,7 @@ _TRAINING = (
     "torch._dynamo",
     "torch.utils.data",
     "lockstep.ddp.api",
-    "lockstep.sampling.loader",
+    "lockstep.data.loader",
     "lockstep.checkpoint.api",
 )
 

@@ -9,7 +9,7 @@ from types import FrameType
 
 import torch
 
-from lockstep.caller import user_frame, user_frame_and_depth, words
+from lockstep.callsite import user_frame, user_frame_and_depth, words
 from lockstep.comm import labels
 from lockstep.comm.shm.layout import HEADER
 

@@ -14,7 +14,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
-from lockstep.sampling.contents import contents_of
+from lockstep.data.contents import contents_of
 
 #: What to do about each of a source's facts that differs; "" for what the dataset holds.
 REMEDIES = {

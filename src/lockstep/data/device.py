@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from lockstep.sampling.fetch import Fetched
+from lockstep.data.fetch import Fetched
 from lockstep.trees import leaves, to_device
 
 

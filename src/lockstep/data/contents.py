@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from lockstep.sampling.nested import fingerprint
+from lockstep.data.nested import fingerprint
 
 #: Elements of a sequence that are looked at.
 _LOOKED_AT = 64

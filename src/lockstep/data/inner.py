@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lockstep.comm.world import World
-from lockstep.sampling.fetch import Fetched, SliceDataset, SliceKey, StreamDataset, WorkerStart, as_is
-from lockstep.sampling.order import global_batches, slice_bounds
-from lockstep.sampling.source import Source
+from lockstep.data.fetch import Fetched, SliceDataset, SliceKey, StreamDataset, WorkerStart, as_is
+from lockstep.data.order import global_batches, slice_bounds
+from lockstep.data.source import Source
 
 
 class Keys(Sampler[SliceKey]):

@@ -13,9 +13,9 @@ from lockstep.comm.exchange import group_device
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.world import World
+from lockstep.data.order import mix
+from lockstep.data.seeding import preserved_generators, seed_generators
 from lockstep.errors import LockstepError
-from lockstep.sampling.order import mix
-from lockstep.sampling.seeding import preserved_generators, seed_generators
 
 
 def draw_order(sampler: Any, world: World, *, seed: int, epoch: int) -> torch.Tensor:

@@ -22,24 +22,24 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.hooks import RemovableHandle
 
-from lockstep import caller
+from lockstep import callsite
 from lockstep.comm import streams
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.init import current_world
 from lockstep.comm.world import World
+from lockstep.data.agree import agreed
+from lockstep.data.cursor import Cursor, LoaderState
+from lockstep.data.device import on_device
+from lockstep.data.drawn import digest_of, draw_order
+from lockstep.data.fetch import Fetched, StreamDataset, naming_dead_workers
+from lockstep.data.inner import Keys, inner_loader, slice_keys
+from lockstep.data.nested import size_unlike
+from lockstep.data.order import batch_count, epoch_order, mix
+from lockstep.data.seeding import can_be_random
+from lockstep.data.source import REMEDIES, Source, read_source
 from lockstep.errors import CheckpointMismatch, LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
-from lockstep.sampling.agree import agreed
-from lockstep.sampling.cursor import Cursor, LoaderState
-from lockstep.sampling.device import on_device
-from lockstep.sampling.drawn import digest_of, draw_order
-from lockstep.sampling.fetch import Fetched, StreamDataset, naming_dead_workers
-from lockstep.sampling.inner import Keys, inner_loader, slice_keys
-from lockstep.sampling.nested import size_unlike
-from lockstep.sampling.order import batch_count, epoch_order, mix
-from lockstep.sampling.seeding import can_be_random
-from lockstep.sampling.source import REMEDIES, Source, read_source
 from lockstep.share import BatchShare
 
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def shard(
     (of the right dtypes and trailing shapes), so that every rank takes every step.
 
     The DataLoader itself is left as it was. Its workers are divided among the ranks of a machine (rounded down, at
-    least one each if there were any), except for an iterable dataset: see Note [Streams] in ``sampling/loader.py``.
+    least one each if there were any), except for an iterable dataset: see Note [Streams] in ``data/loader.py``.
 
     Samplers: ``shuffle=True`` and no shuffling are ordered by lockstep. Any other sampler is asked by rank 0 at the
     beginning of each epoch, with its generator seeded from (seed, epoch), and all ranks get that order; beginning a
@@ -71,7 +71,7 @@ def shard(
         seed: of the shuffling and of the samples' seeds, the same on all ranks. None: the initial seed of the
             ``generator=`` that the DataLoader was given, or else the world's seed.
         seed_samples: seed the generators of torch, Python and NumPy before each sample, so that random augmentation is
-            the same at every world size and after a resume: Note [Sample seeds] in ``sampling/seeding.py``. Costs
+            the same at every world size and after a resume: Note [Sample seeds] in ``data/seeding.py``. Costs
             about 15 µs a sample; skipped for datasets that can't be random: TensorDataset, and Hugging Face's
             without a transform of your own. With it a dataset that can fetch a whole batch at once (``__getitems__``)
             is asked sample by sample; turn it off where that is slow and nothing is random.
@@ -83,7 +83,7 @@ def shard(
         TypeError: ``loader`` is no DataLoader, or its dataset has no length.
         ValueError: the batch is smaller than the world; the DataLoader has its own batch sampler, a
             DistributedSampler, no batching, or in_order=False; or the ranks differ in batch size, seed, or what their
-            datasets hold: Note [What ranks compare] in ``sampling/contents.py``. On every rank.
+            datasets hold: Note [What ranks compare] in ``data/contents.py``. On every rank.
         LockstepError: the dataset or the DataLoader failed on another rank while it was looked at.
     """
     world = current_world()
@@ -379,7 +379,7 @@ class ShardedLoader:
         if size is None:
             return
         self._may_drop = False  # say it once
-        caller.warn(
+        callsite.warn(
             f"rank {self._world.rank}: the collate_fn made a batch of size {size} from {fetched.samples} samples. If "
             f"it drops samples, means are not exact: this rank's counts as one of {fetched.samples}. Say what is left "
             "before the forward: n = len(batch); world.share = lockstep.BatchShare(n, world.all_reduce(n)). If it "

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
-from lockstep.sampling.contents import is_hugging_face
+from lockstep.data.contents import is_hugging_face
 
 
 def seed_generators(seed: int) -> None:

@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
 from lockstep import knobs
+from lockstep.data.nested import fingerprint, nothing_of
+from lockstep.data.order import mix, slice_bounds
+from lockstep.data.seeding import preserved_generators, seed_generators
 from lockstep.job.workers import AtWork
-from lockstep.sampling.nested import fingerprint, nothing_of
-from lockstep.sampling.order import mix, slice_bounds
-from lockstep.sampling.seeding import preserved_generators, seed_generators
 
 Collate = Callable[[list[Any]], Any]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -75,6 +76,13 @@ def each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     backend: str = request.param
     monkeypatch.setenv(knobs.BACKEND, backend)
     return backend
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for the TMPDIR of jobs. Its path is short, unlike tmp_path's: sockets in it have 108 characters in all."""
+    with tempfile.TemporaryDirectory(prefix="jobs-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

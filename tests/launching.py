@@ -16,9 +16,18 @@ from types import TracebackType
 from lockstep import knobs
 from lockstep._proc import descendants
 from tests import warm
+from tests.namespaces import skip_unless
 
 #: Generous: it only ends a test that hangs.
 LIMIT = 60.0
+
+#: Python for ``before``: what this job mounts nobody else sees. (CLONE_NEWNS; os.unshare came with Python 3.12.)
+OWN_MOUNTS = """
+import ctypes, subprocess
+if ctypes.CDLL(None, use_errno=True).unshare(0x00020000):
+    raise OSError(ctypes.get_errno(), "unshare")
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+"""
 
 
 @dataclass(frozen=True)
@@ -34,14 +43,22 @@ class Running:
     """A job in a session of its own, so that signals to its process group reach nobody else.
 
     A job with torch comes from the session's warm process, see tests/warm.py, unless it is to be ``cold``.
+    ``before`` is as there.
     """
 
     def __init__(
-        self, argv: list[str], *, cwd: Path, env: dict[str, str], stdin: str | None = None, cold: bool = False
+        self,
+        argv: list[str],
+        *,
+        cwd: Path,
+        env: dict[str, str],
+        stdin: str | None = None,
+        cold: bool = False,
+        before: str = "",
     ) -> None:
         self.process: warm.Process | subprocess.Popen[str]
-        if not cold and knobs.PRELOAD not in env:
-            self.process = warm.Process(["-m", *argv], cwd=cwd, env=env, stdin=stdin)
+        if before or (not cold and knobs.PRELOAD not in env):
+            self.process = warm.Process(["-m", *argv], cwd=cwd, env=env, stdin=stdin, before=before)
             return
         self.process = subprocess.Popen(
             [sys.executable, "-m", *argv],
@@ -101,16 +118,36 @@ def python_path(*first: Path) -> str:
 
 
 def start(
-    argv: list[str], tmp_path: Path, *, torch: bool = False, stdin: str | None = None, cold: bool = False, **env: str
+    argv: list[str],
+    tmp_path: Path,
+    *,
+    torch: bool = False,
+    stdin: str | None = None,
+    cold: bool = False,
+    before: str = "",
+    **env: str,
 ) -> Running:
-    """Start ``python -m <argv>``; ``torch`` as for :func:`environment`, ``cold`` as for :class:`Running`."""
-    return Running(argv, cwd=tmp_path, env=environment(tmp_path, torch=torch, **env), stdin=stdin, cold=cold)
+    """Start ``python -m <argv>``; ``torch`` as for :func:`environment`, the rest as for :class:`Running`."""
+    job_env = environment(tmp_path, torch=torch, **env)
+    return Running(argv, cwd=tmp_path, env=job_env, stdin=stdin, cold=cold, before=before)
 
 
-def run(argv: list[str], tmp_path: Path, *, torch: bool = False, stdin: str | None = None, **env: str) -> Finished:
+def run(
+    argv: list[str], tmp_path: Path, *, torch: bool = False, stdin: str | None = None, before: str = "", **env: str
+) -> Finished:
     """Start ``python -m <argv>`` and wait for its end."""
-    with start(argv, tmp_path, torch=torch, stdin=stdin, cold=False, **env) as job:
+    with start(argv, tmp_path, torch=torch, stdin=stdin, cold=False, before=before, **env) as job:
         return job.finish()
+
+
+def own_mount(target: str | Path, options: str) -> str:
+    """Python for ``before``: have an empty file system in memory at ``target`` that only this job sees.
+
+    Skips the test where the machine lets nobody mount.
+    """
+    skip_unless("mount -t tmpfs tmpfs /mnt && umount /mnt", "a file system of the job's own")
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(target)]
+    return f"{OWN_MOUNTS}subprocess.run({mount!r}, check=True)\n"
 
 
 def gone_within(pids: list[int], seconds: float) -> list[int]:

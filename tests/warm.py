@@ -5,18 +5,20 @@ about. Here one server, started once per session of the tests, forks for each pr
 ``python -m module`` or ``python script.py`` would be, and beside it the one that is to be the program's zygote. From
 there on everything is as it is for users: a watcher, a zygote below it, ranks that are forked from the zygote. Tests of
 what only a cold start shows (``-X`` flags, what imports what, orphans of a start that fails) start their interpreters
-themselves.
+themselves. The ranks that harness.py calls functions on are forked from the same server.
 """
 
 from __future__ import annotations
 
 import atexit
+import base64
 import contextlib
 import functools
 import gc
 import importlib
 import io
 import os
+import pickle
 import select
 import selectors
 import shutil
@@ -34,23 +36,31 @@ from types import NoneType
 from typing import Any, NoReturn, TextIO, cast
 
 from lockstep.launch.channel import Channel
-from lockstep.launch.processes import SAVE, STOPPING
+from lockstep.launch.processes import SAVE, STOPPING, die_with_parent
 
 _ROOT = Path(__file__).parents[1]
 
-#: What jobs import: torch, what its first optimizer imports, lockstep's rooms, and what the examples read.
-_PRELOAD = (
+#: What jobs and ranks import: torch, what its first optimizer and what compiles imports, lockstep's rooms, what the
+#: examples read, and what the tests' own modules do.
+_PRELOAD = [
     "torch",
     "torch.distributed",
     "torch.distributed.algorithms.join",
     "torch.nn.parallel",
+    "torch.utils.checkpoint",
     "torch.utils.data",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "numpy.random",
+    "safetensors.torch",
     "sklearn.datasets",
     "sklearn.model_selection",
     "tests.site.sitecustomize",  # before torchvision: makes it loadable
     "torchvision.transforms.v2",
+    "torchvision.datasets",
+    "tensorboard.backend.event_processing.event_accumulator",
+    "hypothesis",
+    "pytest",
     "lockstep.cli",
     "lockstep.checkpoint.api",
     "lockstep.comm.init",
@@ -61,52 +71,33 @@ _PRELOAD = (
     "lockstep.launch.spawn",
     "lockstep.progress",
     "lockstep.data.loader",
-)
+]
 
 #: What only the examples read, which the environments of other versions of torch lack.
-_OPTIONAL = ("sklearn", "torchvision")
+_OPTIONAL = ["sklearn", "torchvision"]
+
+
+def preload(*modules: str) -> None:
+    """Let the server import these as well. Before it starts; what is not installed is left out."""
+    _PRELOAD.extend(modules)
+    _OPTIONAL.extend(module.split(".")[0] for module in modules)
 
 
 # --- in the tests ----------------------------------------------------------------------------------------------------
 
 
-class Process:
-    """A program that runs, as :class:`subprocess.Popen` with text pipes has it.
+class _Forked:
+    """A process of the server's.
 
     Args:
-        argv: what would follow ``python``: ``-m module …`` or ``script.py …``.
-        cwd: the folder it starts in.
-        env: its whole environment.
-        stdin: text for its standard input; None: /dev/null.
+        request: what the process is to do.
+        fds: its standard streams, and then those that only the request knows of.
     """
 
-    def __init__(self, argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdin: str | None = None) -> None:
-        self.args = list(argv)
+    def __init__(self, request: dict[str, Any], fds: Sequence[int]) -> None:
         self.returncode: int | None = None
-        out, child_out = os.pipe()
-        err, child_err = os.pipe()
-        if stdin is None:
-            child_in = os.open(os.devnull, os.O_RDONLY)
-        else:
-            child_in, feed = os.pipe()
-            with os.fdopen(feed, "w") as pipe:  # (what fits into a pipe)
-                pipe.write(stdin)
-        given = [child_in, child_out, child_err]
-        try:
-            self._status = server().ask({"argv": self.args, "cwd": str(cwd), "env": dict(env)}, given)
-        finally:
-            for fd in given:
-                os.close(fd)
-        self.stdout, self.stderr = _Stream(out), _Stream(err)
+        self._status = server().ask(request, fds)
         self.pid = int(self._status.readline())
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stdout.close()
-        self.stderr.close()
-        self.wait()
 
     def poll(self) -> int | None:
         """The exit code (negative: a signal), or None while it runs."""
@@ -118,7 +109,7 @@ class Process:
         """Wait for its end. Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
             self.returncode = int(self._status.readline())
             self._status.close()
         return self.returncode
@@ -133,6 +124,57 @@ class Process:
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
 
+
+class Call(_Forked):
+    """A call of ``function`` in a process of its own, which ends with the tests; module-level, as for pickle.
+
+    Its last arguments are what ``fds`` are there: descriptors.
+    """
+
+    def __init__(self, function: Callable[..., object], *args: object, fds: Sequence[int]) -> None:
+        call = base64.b64encode(pickle.dumps((function, args))).decode()
+        with open(os.devnull) as nothing:
+            super().__init__({"path": sys.path, "call": call}, [nothing.fileno(), 1, 2, *fds])
+
+
+class Process(_Forked):
+    """A program that runs, as :class:`subprocess.Popen` with text pipes has it.
+
+    Args:
+        argv: what would follow ``python``: ``-m module …`` or ``script.py …``.
+        cwd: the folder it starts in.
+        env: its whole environment.
+        stdin: text for its standard input; None: /dev/null.
+        before: Python that the process runs before it begins, for all its own as well: limits, mounts.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdin: str | None = None, before: str = ""
+    ) -> None:
+        out, child_out = os.pipe()
+        err, child_err = os.pipe()
+        if stdin is None:
+            child_in = os.open(os.devnull, os.O_RDONLY)
+        else:
+            child_in, feed = os.pipe()
+            with os.fdopen(feed, "w") as pipe:  # (what fits into a pipe)
+                pipe.write(stdin)
+        given = [child_in, child_out, child_err]
+        try:
+            super().__init__({"argv": list(argv), "cwd": str(cwd), "env": dict(env), "before": before}, given)
+        finally:
+            for fd in given:
+                os.close(fd)
+        self.stdout, self.stderr = _Stream(out), _Stream(err)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdout.close()
+        self.stderr.close()
+        self.wait()
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """All it printed from here on, once it has ended. Raises subprocess.TimeoutExpired."""
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -143,7 +185,7 @@ class Process:
             while selector.get_map():
                 ready = selector.select(None if deadline is None else max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+                    raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
                 for key, _ in ready:
                     stream = cast("_Stream", key.fileobj)
                     stream.read_some()
@@ -203,7 +245,7 @@ class Server:
             listener.listen()
             env = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm", str(listener.fileno())],
+                [sys.executable, "-m", "tests.warm", str(listener.fileno()), ",".join(_PRELOAD), ",".join(_OPTIONAL)],
                 env=env | {"PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [env.get("PYTHONPATH")])])},
                 cwd=_ROOT,
                 pass_fds=[listener.fileno()],
@@ -298,9 +340,9 @@ class _Forker:
                 asked: list[tuple[dict[str, Any], list[int]]] = []
                 while not asked:
                     asked = channel.receive()
-                ((request, streams),) = asked
-                if self._fork(streams, connection):
-                    return request
+                ((request, fds),) = asked
+                if self._fork(fds, connection):
+                    return request | {"fds": fds[3:]}
 
     def _fork(self, streams: list[int], connection: socket.socket) -> bool:
         pid = os.fork()
@@ -308,7 +350,7 @@ class _Forker:
             self._leave()
             connection.close()
             os.setsid()
-            for target, fd in enumerate(streams):
+            for target, fd in enumerate(streams[:3]):
                 os.dup2(fd, target, inheritable=True)
                 os.close(fd)
             return True
@@ -344,6 +386,11 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.update(request["env"])
     own = [entry for entry in sys.path if entry not in ("", str(_ROOT))]
     sys.path[:] = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry] + own
+    _open_streams()
+
+
+def _open_streams() -> None:
+    """Let Python's streams be those of this process."""
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     for fd, name in ((1, "stdout"), (2, "stderr")):
         stream = io.TextIOWrapper(
@@ -374,6 +421,7 @@ def _fork_zygote() -> tuple[dict[str, Any], list[int]] | None:
         except EOFError:
             os._exit(0)  # the program has ended, or has its zygote from elsewhere
         channel.close()
+        processes._prctl(processes._PR_SET_PDEATHSIG, 0)  # a zygote outlives its watcher, to end what it started
         signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, SAVE))  # as a zygote is started, see handle.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return asked[0]
@@ -392,21 +440,38 @@ def _fork_zygote() -> tuple[dict[str, Any], list[int]] | None:
     return None
 
 
-def _main(listener: int) -> None:
-    for name in _PRELOAD:
+def _main(listener: int, modules: Sequence[str], optional: Sequence[str]) -> None:
+    for name in modules:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] not in _OPTIONAL:
+            if (error.name or "").split(".")[0] not in optional:
                 raise
     gc.collect()
     gc.freeze()
+    here = os.getpid()
     request = _Forker(socket.socket(fileno=listener)).serve()
+    if "call" in request:
+        die_with_parent(here)
+        _end_after(lambda: _call(request))
+    _end_after(lambda: _live(request))
+
+
+def _call(request: dict[str, Any]) -> None:
+    _open_streams()
+    sys.path[:] = request["path"]
+    function, args = pickle.loads(base64.b64decode(request["call"]))  # noqa: S301  (of the tests' own)
+    function(*args, *request["fds"])
+
+
+def _live(request: dict[str, Any]) -> None:
     _become(request)
+    exec(request.get("before", ""), {})
     asked = _fork_zygote()
-    if asked is not None:
-        _end_after(lambda: _be_zygote(*asked))
-    _end_after(lambda: _run(request["argv"]))
+    if asked is None:
+        _run(request["argv"])
+    else:
+        _be_zygote(*asked)
 
 
 def _be_zygote(order: dict[str, Any], fds: list[int]) -> None:
@@ -459,4 +524,4 @@ def _end_after(program: Callable[[], None]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]))
+    _main(int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3].split(","))

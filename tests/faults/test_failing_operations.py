@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,11 +20,12 @@ from lockstep.checkpoint.state import Moment
 from lockstep.checkpoint.storage import POSIX, Storage
 from tests.checkpoints import State, save, some_tensors, verify
 from tests.faults.disks import Failing
-from tests.faults.namespaces import run_inside, skip_unless
 from tests.harness import run_ranks
+from tests.launching import own_mount, python_path, run
 
 _ERRORS = (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EROFS)
 _WORLD_SIZE = 2
+_ROOT = Path(__file__).parents[2]
 
 
 def _states(step: int) -> list[State]:
@@ -161,9 +162,13 @@ def _named(text: str) -> list[str]:
 
 
 def test_a_disk_that_fills_up(tmp_path: Path) -> None:
-    skip_unless("mount -t tmpfs -o size=16m tmpfs /mnt && umount /mnt", "a file system of 16 MB")
-    ranks: list[dict[str, Any]] = run_inside("tests.faults.small_disk", str(tmp_path), limit=90)
-    for rank in ranks:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    argv = ["lockstep", "run", "-n", "2", "-m", "tests.faults.small_disk", str(disk), str(tmp_path)]
+    done = run(argv, tmp_path, torch=True, before=own_mount(disk, "size=16m"), PYTHONPATH=python_path(_ROOT))
+    assert done.code == 0, done
+    for number in range(2):
+        rank = json.loads((tmp_path / f"rank-{number}.json").read_text())
         assert len(rank["errors"]) == 2
         assert all("No space left on device; the disk is full: free space" in text for text in rank["errors"])
         names = [f"step-{step:08d}" for step in (1, 2, 2, 2, 5)]

@@ -21,10 +21,10 @@ def _training(folder: Path) -> bool:
     return all(len(jobs.lines(folder, rank)) > 1 for rank in range(jobs.RANKS))
 
 
-def _start(folder: Path, temporary: Path) -> Running:
+def _start(folder: Path, temporary: Path, *, cold: bool = False) -> Running:
     folder.mkdir()
     options = ["--workers", "2", "--slow", "0.005", "--epochs", "1000", "--save-every", "7"]
-    return jobs.start_job(folder, *options, cold=True, TMPDIR=str(temporary))
+    return jobs.start_job(folder, *options, cold=cold, TMPDIR=str(temporary))
 
 
 def _job_folders(temporary: Path) -> list[str]:
@@ -45,10 +45,8 @@ def _listening(pids: set[int]) -> list[str]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.campaign)])
-def test_the_watcher_killed_with_workers_alive(tmp_path: Path, kills: int) -> None:
+def test_the_watcher_killed_with_workers_alive(tmp_path: Path, temporary: Path, kills: int) -> None:
     chance = random.Random(kills)
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
     workers = 0
     for number in range(kills):
         folder = tmp_path / f"run-{number}"
@@ -69,16 +67,15 @@ def test_the_watcher_killed_with_workers_alive(tmp_path: Path, kills: int) -> No
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kills", [2, pytest.param(200, marks=pytest.mark.campaign)])
-def test_everything_killed_at_once(tmp_path: Path, kills: int) -> None:
+def test_everything_killed_at_once(tmp_path: Path, temporary: Path, kills: int) -> None:
     chance = random.Random(kills)
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
     killed: set[int] = set()
     abandoned = behind = 0
     for number in range(kills):
         folder = tmp_path / f"run-{number}"
-        with _start(folder, temporary) as job:
-            if number % 2:  # half of them in training, the others anywhere from the first moment on
+        in_training = number % 2 == 1  # half of them; the others anywhere from the first moment on
+        with _start(folder, temporary, cold=not in_training) as job:
+            if in_training:
                 wait_for(lambda: _training(folder), "training")  # noqa: B023
             time.sleep(chance.uniform(0.0, 1.0))
             everyone = [job.pid, *job.tree()]

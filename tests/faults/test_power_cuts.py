@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.faults.namespaces import run_inside, skip_unless
+from tests.launching import OWN_MOUNTS, Running, environment, python_path
+from tests.namespaces import skip_unless
 
+_ROOT = Path(__file__).parents[2]
 #: A loop device, ext4 on it, and the mount, tried in a folder that goes away with its file system.
 _TRY = """
 mount -t tmpfs tmpfs /mnt
@@ -22,7 +25,12 @@ mount -t ext4 $device /mnt/mounted
 
 def _loaded(folder: Path, count: int, how: str = "careful") -> list[int]:
     skip_unless(_TRY, "a file system whose power is cut")
-    loaded: list[int] = run_inside("tests.faults.power_cuts", str(folder), str(count), how, limit=240)
+    argv = ["tests.faults.power_cuts", str(folder), str(count), how]
+    env = environment(folder, torch=True, PYTHONPATH=python_path(_ROOT))
+    with Running(argv, cwd=folder, env=env, before=OWN_MOUNTS) as program:
+        done = program.finish(limit=240)
+    assert done.code == 0, done
+    loaded: list[int] = json.loads(done.out.splitlines()[-1])
     return loaded
 
 

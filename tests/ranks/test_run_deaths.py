@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.launching import LIMIT, environment, run
+from tests.launching import LIMIT, environment, own_mount, run
 
 _WORKERS = """
 import os, signal, torch, lockstep
@@ -53,23 +49,10 @@ def test_open_files_that_run_out_are_told(tmp_path: Path) -> None:
     assert "ulimit -n" in done.stderr
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("unshare") is None, reason="a small /dev/shm of one's own needs root and unshare"
-)
 def test_a_full_dev_shm_is_told(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_WORKERS.format(trouble="pass", size=300_000))
-    own = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
-    done = subprocess.run(
-        ["unshare", "--mount", "bash", "-c", f"{own} && exec {sys.executable} -m lockstep run -n 1 train.py"],
-        cwd=tmp_path,
-        env=environment(tmp_path, torch=True),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        stdin=subprocess.DEVNULL,
-    )
-    if done.returncode == 32 or "unshare failed" in done.stderr:
-        pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
-    assert done.returncode != 0
-    assert "/dev/shm (1 MiB, of which " in done.stderr, done.stderr
-    assert "docker run --shm-size" in done.stderr
+    mounted = own_mount("/dev/shm", "size=1m")
+    done = run(["lockstep", "run", "-n", "1", "train.py"], tmp_path, torch=True, before=mounted)
+    assert done.code != 0
+    assert "/dev/shm (1 MiB, of which " in done.err, done.err
+    assert "docker run --shm-size" in done.err

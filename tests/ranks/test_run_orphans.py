@@ -46,13 +46,10 @@ _VICTIMS = [
 
 
 @pytest.mark.parametrize("victim", _VICTIMS)
-def test_nobody_outlives_a_killed_launcher(tmp_path: Path, victim: str) -> None:
+def test_nobody_outlives_a_killed_launcher(tmp_path: Path, temporary: Path, victim: str) -> None:
     (tmp_path / "train.py").write_text(_TRAIN)
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    with start(
-        ["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True, cold=True, TMPDIR=str(temporary)
-    ) as job:
+    argv = ["lockstep", "run", "-n", "2", "train.py"]
+    with start(argv, tmp_path, torch=True, TMPDIR=str(temporary)) as job:
         wait_for(lambda: all((tmp_path / f"training-{rank}").exists() for rank in range(2)), "training")
         everyone = job.tree()
         with killed_afterwards(everyone):
@@ -67,7 +64,7 @@ def test_nobody_outlives_a_killed_launcher(tmp_path: Path, victim: str) -> None:
     assert [path.name for path in temporary.iterdir() if path.name.startswith("lockstep-")] == []
 
 
-def test_workers_die_with_their_rank_even_if_nobody_is_left_to_see_to_it(tmp_path: Path) -> None:
+def test_workers_die_with_their_rank_even_if_nobody_is_left_to_see_to_it(tmp_path: Path, temporary: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import multiprocessing, os, signal\n"
         "def work():\n"  # once it is here, it is tied to its rank
@@ -77,7 +74,7 @@ def test_workers_die_with_their_rank_even_if_nobody_is_left_to_see_to_it(tmp_pat
         "signal.pause()\n"
     )
     # Nobody is left to remove the job's folder either, so it stands in the test's own.
-    with start(["lockstep", "run", "-n", "1", "train.py"], tmp_path, TMPDIR=str(tmp_path)) as job:
+    with start(["lockstep", "run", "-n", "1", "train.py"], tmp_path, TMPDIR=str(temporary)) as job:
         wait_for(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text(), "the worker")
         everyone = job.tree()
         with killed_afterwards(everyone):
@@ -90,7 +87,7 @@ def test_workers_die_with_their_rank_even_if_nobody_is_left_to_see_to_it(tmp_pat
             os.kill(job.pid, signal.SIGKILL)
 
 
-def test_a_worker_that_is_forked_as_its_rank_dies_goes_too(tmp_path: Path) -> None:
+def test_a_worker_that_is_forked_as_its_rank_dies_goes_too(tmp_path: Path, temporary: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import multiprocessing, os, signal, time\n"
         "def outlive_the_rank(rank=os.getpid()):\n"  # before multiprocessing has set up anything in the worker
@@ -102,7 +99,7 @@ def test_a_worker_that_is_forked_as_its_rank_dies_goes_too(tmp_path: Path) -> No
         "open('ready', 'w').write(str(worker.pid))\n"
         "signal.pause()\n"
     )
-    with start(["lockstep", "run", "-n", "1", "train.py"], tmp_path, TMPDIR=str(tmp_path)) as job:
+    with start(["lockstep", "run", "-n", "1", "train.py"], tmp_path, TMPDIR=str(temporary)) as job:
         wait_for(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text(), "the worker")
         everyone = job.tree()
         with killed_afterwards(everyone):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +17,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 import lockstep
 from lockstep import knobs
 from tests.harness import run_ranks
+from tests.launching import own_mount, run
 
 # --- descriptors -----------------------------------------------------------------------------------------------------
 
@@ -166,20 +165,9 @@ lockstep.shutdown()
 def test_a_small_dev_shm_or_one_that_can_not_be_written(tmp_path: Path, options: str) -> None:
     """As in a container: 64 MB at /dev/shm. Nothing is ever put there: it may as well be read-only."""
     (tmp_path / "script.py").write_text(_SMALL)
-    mount = f"mount -t tmpfs -o {options} tmpfs /dev/shm"
-    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, check=False).returncode != 0:
-        pytest.skip("no right to mount a file system of its own (needs root, and unshare)")
-    job = f"{sys.executable} -m lockstep run -n 2 script.py"
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", f"{mount} && exec {job}"],
-        cwd=tmp_path,
-        env={**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    mounted = own_mount("/dev/shm", options)
+    done = run(["lockstep", "run", "-n", "2", "script.py"], tmp_path, torch=True, before=mounted, OMP_NUM_THREADS="1")
+    assert done.code == 0, done
 
 
 # --- time ------------------------------------------------------------------------------------------------------------

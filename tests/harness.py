@@ -1,60 +1,30 @@
 """Run a function on N real ranks and get back what each returned, quickly.
 
-A fork server imports torch and lockstep once; each rank is forked from it (a few milliseconds instead of a second and
-a half) and joins a world through a rendezvous file, as under the launcher. Nothing is mocked: ranks are processes, and
-the backend is the real one.
+Each rank is forked from the process that has imported torch and lockstep (warm.py) and joins a world through a
+rendezvous file, as under the launcher. Nothing is mocked: ranks are processes, and the backend is the real one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from lockstep import knobs
 from lockstep.identity import Identity
-
-_PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch.distributed.algorithms.join",
-    "torch.nn.parallel",
-    "torch.utils.checkpoint",
-    "torch.utils.data",
-    "torch._dynamo",  # the first optimizer of a process imports it: a second for each rank of each test
-    "torch._inductor.compile_fx",  # what compiles imports it, whichever backend it compiles for: two seconds more
-    "numpy",
-    "pytest",
-    "sklearn.datasets",  # what the examples read: most of a second as well
-    "sklearn.model_selection",
-    "lockstep.checkpoint.api",
-    "lockstep.comm.init",
-    "lockstep.comm.shm.process_group",
-    "lockstep.data_parallel.api",
-    "lockstep.ddp.wrapper",
-    "lockstep.data.loader",
-    "tests.harness",
-    "tests.site.sitecustomize",  # before torchvision: makes it loadable
-    "torchvision.transforms.v2",
-    "examples.imagenet.main",
-]
-
-
-def preload(*modules: str) -> None:
-    """Let the fork server import these as well. Before the first rank starts; what is not installed is left out."""
-    _PRELOAD.extend(modules)
-
+from tests import warm
 
 #: Asks a rank for its stacks; no other signal, since a Checkpointer takes SIGUSR1 for its own.
 _STACKS = signal.SIGRTMIN + 3
@@ -103,37 +73,30 @@ def collect_outcomes(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, threads: int = 1
 ) -> list[Outcome]:
     """As :func:`run_ranks`, but failures are returned, for tests that expect them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
     folder = Path(tempfile.mkdtemp(prefix="lockstep-test-"))
-    processes: list[BaseProcess] = []
+    processes: list[warm.Call] = []
     pipes: list[Connection] = []
     try:
         for rank in range(world_size):
-            receiving, sending = context.Pipe(duplex=False)
-            identity = Identity(rank, world_size, rank, world_size, 0, launched=True)
-            process: BaseProcess = context.Process(
-                target=_rank_main,
-                args=(fn, args, identity, str(folder), sending, threads, knobs.backend()),
-                daemon=False,
-            )
-            process.start()
-            sending.close()
-            processes.append(process)
+            receiving, sending = multiprocessing.Pipe(duplex=False)
             pipes.append(receiving)
+            identity = Identity(rank, world_size, rank, world_size, 0, launched=True)
+            with sending:
+                process = warm.Call(
+                    _rank_main, fn, args, identity, str(folder), threads, knobs.backend(), fds=[sending.fileno()]
+                )
+            processes.append(process)
         return _gather(processes, pipes, folder, timeout)
     finally:
         for process in processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-            process.close()
+            process.kill()
+            process.wait()
         for pipe in pipes:
             pipe.close()
         shutil.rmtree(folder)
 
 
-def _gather(processes: list[BaseProcess], pipes: list[Connection], folder: Path, timeout: float) -> list[Outcome]:
+def _gather(processes: list[warm.Call], pipes: list[Connection], folder: Path, timeout: float) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
     deadline = time.monotonic() + timeout
     while len(outcomes) < len(processes):
@@ -147,10 +110,10 @@ def _gather(processes: list[BaseProcess], pipes: list[Connection], folder: Path,
             try:
                 outcomes[rank] = pipes[rank].recv()
             except EOFError:
-                processes[rank].join()
-                outcomes[rank] = Outcome(rank, exit_code=processes[rank].exitcode)
+                outcomes[rank] = Outcome(rank, exit_code=processes[rank].wait())
     for process in processes:
-        process.join(max(1.0, deadline - time.monotonic()))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(1.0, deadline - time.monotonic()))
     return [outcomes[rank] for rank in range(len(processes))]
 
 
@@ -159,24 +122,20 @@ def _rank_main(
     args: tuple[Any, ...],
     identity: Identity,
     folder: str,
-    pipe: Connection,
     threads: int,
     backend: str | None,
+    report: int,
 ) -> None:
     import torch
 
+    pipe = Connection(report, readable=False)
     with open(f"{folder}/stack-{identity.rank}", "w") as stack:
         faulthandler.register(_STACKS, file=stack, all_threads=True)
         os.environ.update(identity.to_environment())
         os.environ[knobs.STORE] = f"{folder}/store"
-        # The fork server has the environment of its own start.
-        os.environ.pop(knobs.BACKEND, None)
         if backend is not None:
             os.environ[knobs.BACKEND] = backend
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        # A child of a fork server would start its own children (DataLoader workers) through fresh servers, at a second
-        # and a half each; a rank under the launcher has the platform's default start method, and so have these.
-        multiprocessing.set_start_method(None, force=True)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # lockstep.init() leaves the choice alone
         try:
@@ -196,10 +155,9 @@ def _rank_main(
         os._exit(1)
 
 
-def _stacks(processes: list[BaseProcess], waiting: list[int], folder: Path, timeout: float) -> str:
+def _stacks(processes: list[warm.Call], waiting: list[int], folder: Path, timeout: float) -> str:
     for process in processes:
-        if process.is_alive() and process.pid is not None:
-            os.kill(process.pid, _STACKS)
+        process.send_signal(_STACKS)
     limit = time.monotonic() + 2.0
     files = [folder / f"stack-{rank}" for rank in waiting]
     while time.monotonic() < limit and not all(file.exists() and file.stat().st_size for file in files):

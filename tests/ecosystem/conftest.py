@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import harness
+from tests import warm
 from tests.ecosystem.table import Row, markdown
 
 #: No row may reach for the network, and no library may tell anybody that it was used.
@@ -67,7 +67,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("home")
     os.environ |= _OFFLINE
     os.environ |= {"HF_HOME": str(folder / "huggingface"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    harness.preload(*_PRELOAD)
+    warm.preload(*_PRELOAD)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -80,7 +80,7 @@ def each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """A folder for the TMPDIR of jobs. Its path is short, unlike tmp_path's: sockets in it have 108 characters in all."""
+    """A folder for the TMPDIR of jobs. Its path is short, unlike tmp_path's: sockets there have 108 characters."""
     with tempfile.TemporaryDirectory(prefix="jobs-") as folder:
         yield Path(folder)
 

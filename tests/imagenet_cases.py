@@ -23,10 +23,12 @@ SITE = ROOT / "tests" / "site"
 #: Real pictures lie beside the checkout, where they are at hand.
 DATA = ROOT.parent / "shared" / "data"
 
+#: Pixels of a side of the pictures that are made, and of those that are trained on.
+SIZE = 16
 #: Small, without batch statistics, every step written down.
 COMMON = (
     "-a", "resnet20-cifar", "-j", "0", "--norm", "group", "--no-tensorboard", "--log-every", "1",
-    "--warmup-epochs", "1", "--lr", "0.2",
+    "--warmup-epochs", "1", "--lr", "0.2", "--image-size", str(SIZE),
 )  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def unpack(archive: Path, folder: Path, *, per_class: int) -> Path:
 
 
 def make_pictures(
-    folder: Path, *, train: int, val: int, classes: Sequence[str] = ("blue", "green", "red"), size: int = 32
+    folder: Path, *, train: int, val: int, classes: Sequence[str] = ("blue", "green", "red"), size: int = SIZE
 ) -> Path:
     """JPEGs of noise with a tint that tells the class, each picture another."""
     generator = np.random.default_rng(7)

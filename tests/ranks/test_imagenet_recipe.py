@@ -26,6 +26,7 @@ from tests.imagenet_cases import (
     COMMON,
     ROOT,
     SITE,
+    SIZE,
     alone_or_launched,
     last_line,
     losses,
@@ -93,7 +94,7 @@ def test_synchronised_statistics_train_as_one_process_does(pictures: Path, tmp_p
 
 
 def test_a_checkpoint_of_two_ranks_tests_the_same_on_one_device_and_on_three(pictures: Path, tmp_path: Path) -> None:
-    options = ("-a", "resnet20-cifar", "-j", "0", "--no-tensorboard", "-b", "16", "--folder", tmp_path)
+    options = (*COMMON[:4], "--image-size", str(SIZE), "--no-tensorboard", "-b", "16", "--folder", tmp_path)
     trained = recipe(2, pictures, *options, "--epochs", "1", "--sync-bn", "--ema", "0.5")
     found = last_line(trained)
     assert re.match(r"test: top-1 [\d.]+, top-5 [\d.]+, loss [\d.]+ on 15 pictures", found), trained
@@ -114,8 +115,8 @@ def test_a_checkpoint_of_two_ranks_tests_the_same_on_one_device_and_on_three(pic
 @pytest.mark.timeout(4 * LIMIT)
 def test_a_run_that_is_killed_goes_on_with_the_same_bits(pictures: Path, tmp_path: Path) -> None:
     options = [
-        str(pictures), *COMMON[:4], "-j", "2", "--warmup-epochs", "1", "--log-every", "1", "-b", "16", "--epochs", "3",
-        "--ema", "0.9", "--save-every", "2", "--sync-bn",
+        str(pictures), *COMMON[:4], "--image-size", str(SIZE), "-j", "2", "--warmup-epochs", "1", "--log-every", "1",
+        "-b", "16", "--epochs", "3", "--ema", "0.9", "--save-every", "2", "--sync-bn",
     ]  # fmt: skip
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     recipe(2, *options, "--folder", whole)
@@ -211,8 +212,8 @@ def test_a_resumed_run_keeps_its_options(pictures: Path, alone: tuple[Path, str]
     with pytest.raises(RanksFailed, match="batch-size is 8 and was 16"):
         recipe(2, *words, "-b", "8", "--resume")
     with pytest.raises(RanksFailed, match="begun with, but arch is resnet18 and was resnet20-cifar"):
-        recipe(2, *words, "-a", "resnet18", "--image-size", "32", "--augment", "cifar", "-b", "16", "--resume")
-    with pytest.raises(RanksFailed, match="trained with, but image-size is 40 and was 32"):
+        recipe(2, *words, "-a", "resnet18", "--image-size", str(SIZE), "--augment", "cifar", "-b", "16", "--resume")
+    with pytest.raises(RanksFailed, match="trained with, but image-size is 40 and was 16"):
         recipe(2, *words, "--image-size", "40", "--evaluate")
 
 
@@ -274,7 +275,9 @@ def test_labels_are_smoothed_in_training_and_not_in_the_test(pictures: Path, tmp
 def test_pretrained_weights_of_other_classes_lack_the_classifier(pictures: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
     save_file(ResNetCifar(3, 10).state_dict(), tmp_path / "ten.safetensors")
-    options = ("-a", "resnet20-cifar", "-j", "0", "--no-tensorboard", "-b", "16", "--epochs", "1", "--lr", "1e-9")
+    options = (
+        *COMMON[:4], "--image-size", str(SIZE), "--no-tensorboard", "-b", "16", "--epochs", "1", "--lr", "1e-9",
+    )  # fmt: skip
     text = recipe(2, pictures, *options, "--pretrained", tmp_path / "ten.safetensors", "--folder", tmp_path / "runs")
     assert "but not classifier.2.bias, classifier.2.weight, which are for another number of classes" in text
     stem = "stem.0.weight"
@@ -296,9 +299,10 @@ def test_other_ways_to_compute_train_as_well(options: tuple[str, ...], pictures:
     assert last_line(text).startswith("test: top-1")
 
 
-def test_a_compiled_model_has_the_same_loss_curve(pictures: Path, tmp_path: Path) -> None:
-    # One batch of all pictures: each other size is traced anew, for seconds of all cores.
-    options = (*COMMON, "-b", "39", "--epochs", "3")
+def test_a_compiled_model_has_the_same_loss_curve(tmp_path: Path) -> None:
+    # One batch of all pictures, as many to test on: each other size is traced anew, for seconds of all cores.
+    pictures = make_pictures(tmp_path / "pictures", train=8, val=8)
+    options = (*COMMON, "-b", "24", "--epochs", "3")
     recipe(None, pictures, *options, "--folder", tmp_path / "one")
     recipe(2, pictures, *options, "--folder", tmp_path / "compiled", "--compile", "eager")
     curve = losses(tmp_path / "one")
@@ -378,7 +382,7 @@ def test_it_starts_its_own_processes(pictures: Path, alone: tuple[Path, str], tm
 def test_real_small_pictures_are_learnt(tmp_path: Path) -> None:
     data = unpack(sample("cifar10-sample.tar"), tmp_path, per_class=40)
     options = ("-a", "resnet20-cifar", "--sync-bn", "-j", "2", "-b", "32", "--lr", "0.4", "--warmup-epochs", "1")
-    text = recipe(2, data, *options, "--epochs", "2", "--folder", tmp_path / "runs")
+    text = recipe(2, data, *options, "--image-size", str(SIZE), "--epochs", "2", "--folder", tmp_path / "runs")
     found = re.search(r"top-1 ([\d.]+), top-5 ([\d.]+), loss [\d.]+ on (\d+) pictures, over 2", text)
     assert found, text
     assert int(found[3]) == 400

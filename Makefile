@@ -13,9 +13,9 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 ECOSYSTEM := .venv-ecosystem/torch-$(TORCH)
 LIBRARIES := accelerate datasets lightning peft timm torchmetrics transformers webdataset
 
-# "make test WORKERS=2" runs two files at a time, each in a process of its own; a test that hangs ends them both.
-WORKERS ?= 0
-TESTS := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# The tests run two files at a time, each in a process of its own; a test that hangs ends them both. WORKERS=0: in one.
+WORKERS ?= 2
+TESTS := python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # Of the tests with processes, some of each room; of the others all.
 QUICK := $(addprefix tests/ranks/test_,ddp_left_out.py run_signals.py ddp_wrapping.py shm_messages.py shared_writing.py) \
 	tests/unit $(addprefix tests/contracts/test_,ddp_signature.py names_of_subclasses.py public_names.py)
@@ -29,11 +29,11 @@ help:  ## say what there is
 demo: $(READY)  ## train a digit classifier on two replicas and load its checkpoint on one device
 	CUDA_VISIBLE_DEVICES= $(BIN)/lockstep run -n 2 -m examples.digits  # on the CPU: runs on any machine
 
-test: $(READY)  ## all tests (WORKERS=2: in two processes)
-	$(TESTS) -n $(WORKERS)
+test: $(READY)  ## all tests (in two processes; WORKERS=0: in one)
+	$(BIN)/$(TESTS)
 
 quick: $(READY)  ## the tests to run after each edit: all without processes and some with
-	$(TESTS) -n 2 -q $(QUICK)
+	$(BIN)/$(TESTS) -q $(QUICK)
 
 check: $(READY)  ## ruff, mypy strict, import-linter
 	$(BIN)/ruff format --check .
@@ -95,7 +95,7 @@ endef
 define demo_and_internals
 	$(1)/bin/python -c 'import sys, torch; print("torch", torch.__version__, "Python", sys.version.split()[0])'
 	CUDA_VISIBLE_DEVICES= $(1)/bin/lockstep run -n 2 -m examples.digits
-	$(1)/bin/python -m pytest -q -m 'internals and not campaign'
+	$(1)/bin/$(TESTS) -q -m 'internals and not campaign'
 endef
 
 $(READY): pyproject.toml constraints.txt

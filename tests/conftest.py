@@ -50,8 +50,10 @@ _MARK = "TESTS_OF_PROCESS"
 os.environ[_MARK] = str(os.getpid())
 
 
-#: Seconds that a thread has for its end after the test's, and others' shared memory to be known as theirs.
+#: Seconds that a thread has for its end after the test's.
 _ENDING = 5.0
+#: Seconds in which others' shared memory is known as theirs, or removed: their tests kill jobs and look what stays.
+_OTHERS = 30.0
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +119,7 @@ def _left(files: set[str]) -> set[str]:
     The folder is the whole machine's, and half of the tests may run in a process beside this one. What others have just
     made they will have mapped, or removed, in a moment.
     """
-    deadline = time.monotonic() + _ENDING
+    deadline = time.monotonic() + _OTHERS
     while True:
         files = (files - _of_others()) & set(os.listdir("/dev/shm"))
         if not files or time.monotonic() > deadline:

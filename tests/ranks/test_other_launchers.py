@@ -160,17 +160,19 @@ def worlds(*backends: str, world_size: int = 2) -> list[str]:
 
 def test_under_torchrun(tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    assert start(tmp_path, SCRIPT, *launcher) == sorted(worlds("gloo", "shm") + over("env://", "file://", "file://"))
+    said = start(tmp_path, SCRIPT, *launcher, program=warm.server().commands / "python")
+    assert said == sorted(worlds("gloo", "shm") + over("env://", "file://", "file://"))
 
 
 def test_under_lockstep_run(tmp_path: Path) -> None:
-    said = start(tmp_path, SCRIPT, "-m", "lockstep", "run", "--all-output", "-n", "2")
+    launcher = ["-m", "lockstep", "run", "--all-output", "-n", "2"]
+    said = start(tmp_path, SCRIPT, *launcher, program=warm.server().commands / "python")
     assert said == sorted(worlds("gloo", "shm") + over("env://", *MET))
 
 
 def test_under_torch_multiprocessing_spawn(tmp_path: Path) -> None:
     gloo = [f" {r} of 2 over gloo: 3" for r in (0, 1)]
-    assert start(tmp_path, SPAWN) == sorted(gloo + over(*MET))
+    assert start(tmp_path, SPAWN, program=warm.server().commands / "python") == sorted(gloo + over(*MET))
 
 
 def test_under_lockstep_spawn(tmp_path: Path) -> None:

@@ -137,6 +137,18 @@ class Call(_Forked):
             super().__init__({"path": sys.path, "call": call}, [nothing.fileno(), 1, 2, *fds])
 
 
+class Zygote(_Forked):
+    """A zygote for who calls ``lockstep.spawn`` in the tests' own process.
+
+    Args:
+        argv, control, env: as ``lockstep.launch.handle.start`` gets them.
+    """
+
+    def __init__(self, argv: Sequence[str], control: int, env: Mapping[str, str]) -> None:
+        with open(os.devnull) as nothing:
+            super().__init__({"zygote": _order(argv, env)}, [nothing.fileno(), 1, 2, control])
+
+
 class Process(_Forked):
     """A program that runs, as :class:`subprocess.Popen` with text pipes has it.
 
@@ -422,7 +434,6 @@ def _fork_zygote() -> tuple[dict[str, Any], list[int]] | None:
             os._exit(0)  # the program has ended, or has its zygote from elsewhere
         channel.close()
         processes._prctl(processes._PR_SET_PDEATHSIG, 0)  # a zygote outlives its watcher, to end what it started
-        signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, SAVE))  # as a zygote is started, see handle.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return asked[0]
     theirs.close()
@@ -431,8 +442,7 @@ def _fork_zygote() -> tuple[dict[str, Any], list[int]] | None:
 
     def start(argv: list[str], control: int, env: dict[str, str]) -> int:
         handle.start = cold  # there is one; what a program spawns later starts as users have it
-        _, folder, modules, _ = argv[-4:]
-        channel.send({"folder": folder, "modules": modules, "env": env, "cwd": os.getcwd()}, [control])
+        channel.send(_order(argv, env), [control])
         channel.close()
         return pid
 
@@ -454,6 +464,8 @@ def _main(listener: int, modules: Sequence[str], optional: Sequence[str]) -> Non
     if "call" in request:
         die_with_parent(here)
         _end_after(lambda: _call(request))
+    if "zygote" in request:
+        _end_after(lambda: _be_zygote(request["zygote"], request["fds"]))
     _end_after(lambda: _live(request))
 
 
@@ -474,9 +486,16 @@ def _live(request: dict[str, Any]) -> None:
         _be_zygote(*asked)
 
 
+def _order(argv: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+    """What a zygote is to know, of what a fresh interpreter would be started with; see handle.py."""
+    _, folder, modules, _ = argv[-4:]
+    return {"folder": folder, "modules": modules, "env": dict(env), "cwd": os.getcwd()}
+
+
 def _be_zygote(order: dict[str, Any], fds: list[int]) -> None:
     from lockstep.launch import zygote
 
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, SAVE))  # as a zygote is started
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])

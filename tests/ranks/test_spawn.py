@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing import get_context, resource_sharer
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep import knobs
+from lockstep.launch import handle
+from tests import warm
 from tests.launching import LIMIT, gone_within, wait_for
 from tests.ranks import functions
 
@@ -28,6 +31,21 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(knobs.PRELOAD, "")
 
 
+@pytest.fixture
+def warm_zygote(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A zygote with torch that need not import it."""
+    started: list[warm.Zygote] = []
+
+    def start(argv: list[str], control: int, env: dict[str, str]) -> int:
+        started.append(warm.Zygote(argv, control, env))
+        return started[-1].pid
+
+    monkeypatch.setattr(handle, "start", start)
+    yield
+    for zygote in started:
+        assert zygote.wait(LIMIT) == 0
+
+
 def _sum_with_lockstep(rank: int, total: torch.Tensor) -> None:
     w = lockstep.init()
     assert (w.rank, w.local_rank, w.world_size) == (rank, rank, 3)
@@ -36,6 +54,7 @@ def _sum_with_lockstep(rank: int, total: torch.Tensor) -> None:
     total[rank] += value.item()
 
 
+@pytest.mark.usefixtures("warm_zygote")
 def test_ranks_make_a_world_and_tensors_are_shared() -> None:
     total = torch.arange(3.0)
     assert lockstep.spawn(_sum_with_lockstep, (total,), nprocs=3) is None
@@ -129,6 +148,7 @@ def _use_primitives(rank: int, queue: Any, lock: Any, tensors: dict[str, torch.T
         queue.put((rank, float(sum(float(tensor[rank]) for tensor in tensors.values()))))
 
 
+@pytest.mark.usefixtures("warm_zygote")
 def test_queues_locks_and_many_tensors() -> None:
     context = get_context("spawn")
     queue, lock = context.Queue(), context.Lock()
@@ -149,6 +169,7 @@ def test_arguments_that_make_no_sense(options: dict[str, Any], text: str) -> Non
         lockstep.spawn(functions.write, ("", ""), **options)
 
 
+@pytest.mark.usefixtures("bare")
 def test_a_function_that_can_not_be_sent_is_refused_here() -> None:
     with pytest.raises((AttributeError, TypeError), match="lambda"):
         lockstep.spawn(lambda rank: None, nprocs=2)  # noqa: ARG005
@@ -162,6 +183,7 @@ def _stop_one(rank: int) -> None:
         world.barrier()
 
 
+@pytest.mark.usefixtures("warm_zygote")
 def test_a_rank_that_holds_up_the_others_is_named_and_the_callers_signals_stay_its_own(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

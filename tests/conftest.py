@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,7 +140,6 @@ def _of_others() -> set[str]:
 
 def _children() -> set[str]:
     servers = {
-        getattr(forkserver._forkserver, "_forkserver_pid", None),
         getattr(resource_tracker._resource_tracker, "_pid", None),
         getattr(warm.running(), "pid", None),
     }
@@ -152,17 +151,14 @@ def _children() -> set[str]:
 
 
 def _descriptors() -> set[str]:
-    """Open files, pipes and sockets by name; the test servers' own are not counted."""
-    server = {
-        getattr(forkserver._forkserver, "_forkserver_alive_fd", None),
-        getattr(resource_tracker._resource_tracker, "_fd", None),
-    }
+    """Open files, pipes and sockets by name; the resource tracker's own is not counted."""
+    tracker = getattr(resource_tracker._resource_tracker, "_fd", None)
     found: set[str] = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
             continue  # the listing's own descriptor, closed by now
-        if int(fd) not in server and not target.startswith("/dev/"):
+        if int(fd) != tracker and not target.startswith("/dev/"):
             found.add(f"{fd} -> {target}")
     return found

@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -459,6 +460,8 @@ def _main(listener: int, modules: Sequence[str], optional: Sequence[str]) -> Non
                 raise
     gc.collect()
     gc.freeze()
+    for info in weakref.finalize._registry.values():  # type: ignore[attr-defined]  # (private)
+        info.atexit = False  # torch undoes thousands of registrations, for longer than most programs here take
     here = os.getpid()
     request = _Forker(socket.socket(fileno=listener)).serve()
     if "call" in request:

@@ -3,9 +3,9 @@
 A test of a job costs what its fresh interpreters import, three to four seconds, and a hundredth of that for what it is
 about. Here one server, started once per session of the tests, forks for each program a process that becomes what
 ``python -m module`` or ``python script.py`` would be, and beside it the one that is to be the program's zygote. From
-there on everything is as it is for users: a watcher, a zygote below it, ranks that are forked from the zygote. Tests of
-what only a cold start shows (``-X`` flags, what imports what, orphans of a start that fails) start their interpreters
-themselves.
+there on everything is as it is for users: a launcher, a zygote below it, ranks that are forked from the zygote. Tests
+of what only a cold start shows (``-X`` flags, what imports what, orphans of a start that fails) start their
+interpreters themselves.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _PRELOAD = (
     "lockstep.comm.shm.process_group",
     "lockstep.data_parallel.api",
     "lockstep.ddp.wrapper",
-    "lockstep.launch.supervisor",
+    "lockstep.launch.run",
     "lockstep.launch.spawn",
     "lockstep.progress",
     "lockstep.data.loader",
@@ -357,7 +357,8 @@ def _become(request: dict[str, Any]) -> None:
 
 def _fork_zygote() -> tuple[dict[str, Any], list[int]] | None:
     """Fork what is to be this program's zygote, for when it asks for one. In that process: what it asked."""
-    from lockstep.launch import handle, processes
+    from lockstep.launch import channel as zygotes
+    from lockstep.launch import processes
 
     ours, theirs = socket.socketpair()
     program = os.getpid()
@@ -374,21 +375,21 @@ def _fork_zygote() -> tuple[dict[str, Any], list[int]] | None:
         except EOFError:
             os._exit(0)  # the program has ended, or has its zygote from elsewhere
         channel.close()
-        signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, SAVE))  # as a zygote is started, see handle.py
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, SAVE))  # as a zygote is started, see channel.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return asked[0]
     theirs.close()
     channel = Channel(ours)
-    cold = handle.start
+    cold = zygotes.start_zygote
 
     def start(argv: list[str], control: int, env: dict[str, str]) -> int:
-        handle.start = cold  # there is one; what a program spawns later starts as users have it
+        zygotes.start_zygote = cold  # there is one; what a program spawns later starts as users have it
         _, folder, modules, _ = argv[-4:]
         channel.send({"folder": folder, "modules": modules, "env": env, "cwd": os.getcwd()}, [control])
         channel.close()
         return pid
 
-    handle.start = start
+    zygotes.start_zygote = start
     return None
 
 

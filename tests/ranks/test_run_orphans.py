@@ -62,7 +62,7 @@ def test_nobody_outlives_a_killed_launcher(tmp_path: Path, victim: str) -> None:
         done = job.finish()
     if victim == "zygote":
         assert done.code == 128 + signal.SIGKILL
-        assert "the process that starts the ranks" in done.err
+        assert "the process that forks the ranks" in done.err
         assert "killed by signal 9 (SIGKILL); all ranks were stopped" in done.err
     assert [path.name for path in temporary.iterdir() if path.name.startswith("lockstep-")] == []
 

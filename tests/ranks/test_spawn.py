@@ -190,7 +190,7 @@ def test_a_dead_zygote_is_an_error() -> None:
     assert ranks is not None
     (pid,) = ranks.pids()
     os.kill(ranks._launcher.zygote.pid, signal.SIGKILL)
-    with pytest.raises(lockstep.LaunchError, match="the process that starts the ranks"):
+    with pytest.raises(lockstep.LaunchError, match="the process that forks the ranks"):
         ranks.join()
     assert gone_within([pid], 1.0) == []
 

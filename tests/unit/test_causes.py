@@ -11,12 +11,12 @@ import pytest
 
 from lockstep.job.files import FailureRecord
 from lockstep.job.workers import AtWork, Fetching, find
-from lockstep.launch.evidence import MemoryGroup, machine_memory, memory_group
-from lockstep.launch.policy import RankState
-from lockstep.launch.report import Ending, Facts, explain
+from lockstep.launch.evidence import MachineFacts, MemoryGroup, machine_memory, memory_group
+from lockstep.launch.policy import Ending, RankState
+from lockstep.launch.report import explain, out_of_memory
 
 _GIB = 1 << 30
-_QUIET = Facts(
+_QUIET = MachineFacts(
     memory_kills=0, memory_limit=4 * _GIB, machine=16 * _GIB, shared=(64 << 20, 0), files=1024, worker=lambda _: None
 )
 
@@ -31,12 +31,12 @@ def _raised(message: str, kind: str = "RuntimeError") -> Ending:
 
 def test_a_rank_that_the_kernel_killed_for_memory() -> None:
     facts = replace(_QUIET, memory_kills=1)
-    assert facts.out_of_memory(_killed())
+    assert out_of_memory(_killed(), facts)
     assert explain(_killed(), facts)[0] == ("out of memory: the kernel killed rank 1 (limit 4.0 GiB, its peak 3.9 GiB)")
     unlimited = replace(facts, memory_limit=None)
     assert "(the machine has 16.0 GiB, its peak 3.9 GiB)" in explain(_killed(), unlimited)[0]
-    assert not facts.out_of_memory(_killed(signal.SIGSEGV))
-    assert not facts.out_of_memory(_raised("an error at the same time"))
+    assert not out_of_memory(_killed(signal.SIGSEGV), facts)
+    assert not out_of_memory(_raised("an error at the same time"), facts)
 
 
 def test_a_rank_that_somebody_killed() -> None:

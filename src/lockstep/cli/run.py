@@ -70,7 +70,7 @@ def run(
     from lockstep.errors import LockstepError
 
     try:
-        from lockstep.launch import supervisor  # refuses other systems than Linux
+        from lockstep.launch.run import run as run_job  # refuses other systems than Linux
         from lockstep.launch.spec import JobSpec, Output, Program, parse_nodes, parse_ranks
 
         spec = JobSpec(
@@ -85,7 +85,7 @@ def run(
             grace=grace,
             max_restarts=max_restarts,
         )
-        sys.exit(supervisor.run(spec))
+        sys.exit(run_job(spec))
     except (ValueError, LockstepError) as error:
         click.echo(f"lockstep run: {error}", err=True)
         sys.exit(2)

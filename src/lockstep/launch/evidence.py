@@ -6,12 +6,15 @@ import enum
 import os
 import platform
 import re
+import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import _proc
 from lockstep.job.files import JobFiles
 from lockstep.job.hang import Standstill
+from lockstep.job.workers import Fetching
 
 # What the kernel says of a process -----------------------------------------------------------------------------------
 
@@ -50,7 +53,7 @@ _ON_A_FILE = frozenset([
 
 
 @dataclass(frozen=True)
-class Facts:
+class ProcessFacts:
     """A process's main thread, as the kernel sees it at a moment."""
 
     #: One letter, as in /proc/<pid>/stat.
@@ -74,13 +77,13 @@ class Facts:
         return f"{_STATES.get(self.state, f'in state {self.state}')}{where}{function}"
 
 
-def facts(pid: int) -> Facts | None:
+def facts(pid: int) -> ProcessFacts | None:
     """What the kernel says of process ``pid``, or None if it is gone."""
     stat = _proc.stat(pid)
     if stat is None:
         return None
     function = _proc.read(pid, "wchan").strip()
-    return Facts(stat.state, stat.processor, _call(pid), "" if function == "0" else function)
+    return ProcessFacts(stat.state, stat.processor, _call(pid), "" if function == "0" else function)
 
 
 def _call(pid: int) -> str:
@@ -179,7 +182,7 @@ def _sleep(pid: int, thread: int) -> _Sleep:
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 #: Frames of the launcher, in which every rank's program runs, and the start of the zygote.
-_RUNNERS = tuple(f"/lockstep/launch/{name}.py" for name in ("rank", "zygote", "spawned"))
+_RUNNERS = tuple(f"/lockstep/launch/{name}.py" for name in ("rank", "zygote"))
 #: Where a rank waits for others, if the frames of its stack end there. (The engine runs a backward, which is mostly
 #: work; a rank that sleeps in it waits for what its hooks have asked of other ranks.)
 _COLLECTIVES = ("/torch/distributed/", "/lockstep/comm/")
@@ -358,3 +361,49 @@ def _text(file: Path) -> str:
         return file.read_text()
     except OSError:
         return ""
+
+
+# What the machine says about the time of a failure --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What the machine says about the time of a failure."""
+
+    #: Processes that the kernel killed for want of memory since the ranks were started; None: it does not say.
+    memory_kills: int | None
+    #: Bytes that the job may use; None: all that the machine has.
+    memory_limit: int | None
+    machine: int | None
+    #: Bytes of /dev/shm, and of them free; None: there is none.
+    shared: tuple[int, int] | None
+    #: Descriptors that a process may have open.
+    files: int
+    #: What a worker with this process id was doing.
+    worker: Callable[[int], Fetching | None]
+
+    @classmethod
+    def collect(
+        cls, group: MemoryGroup | None, *, kills_before: int | None, worker: Callable[[int], Fetching | None]
+    ) -> MachineFacts:
+        """Look now.
+
+        Args:
+            group: the ranks' memory cgroup.
+            kills_before: its count when they were started.
+            worker: asked for what a worker was doing.
+        """
+        kills = group.kills() if group is not None else None
+        try:
+            fs = os.statvfs("/dev/shm")
+            shared = fs.f_blocks * fs.f_frsize, fs.f_bavail * fs.f_frsize
+        except OSError:
+            shared = None
+        return cls(
+            memory_kills=None if kills is None or kills_before is None else kills - kills_before,
+            memory_limit=group.limit() if group is not None else None,
+            machine=machine_memory(),
+            shared=shared,
+            files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            worker=worker,
+        )

@@ -2,7 +2,7 @@
 
 Note [Abandoned folders]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-Watcher and zygote remove the folder, whichever is there in the end. If both are killed at once nobody does, so each
+Launcher and zygote remove the folder, whichever is there in the end. If both are killed at once nobody does, so each
 job looks for folders that nobody holds any more, and removes what the loader workers noted in them have left in
 /dev/shm, then the folder. A folder is held by a lock (``flock``) that goes with its owner. Whoever makes a folder looks
 again once it holds the lock: another job may have found it in between, and removed it.

@@ -30,7 +30,7 @@ from lockstep.job.hang import (
 )
 from lockstep.job.page import STACK_SIGNAL, Cell, Look, Mark, Pages, Phase
 from lockstep.launch import evidence, report
-from lockstep.launch.evidence import Facts, Stillness
+from lockstep.launch.evidence import ProcessFacts, Stillness
 from lockstep.launch.policy import RankState
 from lockstep.launch.report import Known
 
@@ -50,11 +50,11 @@ class _Asked:
     at: float
     #: Of each rank, where its new stack begins in its file, and what the kernel said then.
     begins: dict[int, int]
-    facts: dict[int, Facts | None]
+    facts: dict[int, ProcessFacts | None]
 
 
 class HangWatch:
-    """The watcher's eyes on one start of the ranks of this machine. See Note [The watcher's clock].
+    """The launcher's eyes on one start of the ranks of this machine. See Note [The launcher's clock].
 
     Args:
         files: the private folder of this start.
@@ -120,16 +120,14 @@ class HangWatch:
         return []
 
     def ended(self, states: Mapping[int, RankState]) -> list[str]:
-        """What is left to say when all ranks have ended: who was late has gone on, if all is well."""
-        if self._verdict is None or any(state.exit_code != 0 for state in states.values()):
-            return []
-        verdict, self._verdict, self.text = self._verdict, None, ""
-        return [report.over(verdict, now=time.monotonic())]
-
-    def laggard(self) -> str:
-        """A sentence on the rank that was steadily slower than the others, or an empty text."""
-        found = self._pace.laggard()
-        return "" if found is None else found.describe()
+        """Return what is left to say when all ranks have ended: that who was late has moved on, if all is well, and
+        which rank was steadily slower than the others."""
+        said = []
+        if self._verdict is not None and all(state.exit_code == 0 for state in states.values()):
+            said.append(report.over(self._verdict, now=time.monotonic()))
+            self._verdict, self.text = None, ""
+        laggard = self._pace.laggard()
+        return said if laggard is None else [*said, laggard.describe()]
 
     def shares(self, rank: int) -> dict[Phase, float]:
         """What part of its time a rank has spent in each phase, and waiting."""

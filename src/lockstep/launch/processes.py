@@ -2,11 +2,11 @@
 
 Note [No orphans]
 ~~~~~~~~~~~~~~~~~
-Watcher and zygote are child subreapers: a process whose parent dies becomes theirs, so everything a job ever started
+Launcher and zygote are child subreapers: a process whose parent dies becomes theirs, so everything a job ever started
 stays below one of them, also what left its process group or session. Then:
 
-- The watcher dies: the zygote sees the control socket close, ends everything below itself, and leaves.
-- The zygote dies: its ranks die by the parent-death signal, the rest becomes the watcher's, which ends it.
+- The launcher dies: the zygote sees the control socket close, ends everything below itself, and leaves.
+- The zygote dies: its ranks die by the parent-death signal, the rest becomes the launcher's, which ends it.
 - Both die at once: the ranks die with the zygote, and workers that a rank's main thread forked die with the rank.
 """
 

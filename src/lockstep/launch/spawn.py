@@ -17,10 +17,10 @@ from typing import Any
 from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
 from lockstep.launch import report
 from lockstep.launch.channel import Fork
-from lockstep.launch.farewell import say
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
-from lockstep.launch.spawned import SentDescriptor
+from lockstep.launch.rank import SentDescriptor
+from lockstep.launch.report import say
 from lockstep.launch.spec import JobSpec, Program, free_port
 
 
@@ -106,7 +106,7 @@ class SpawnContext:
 
         Raises:
             RankFailed: a rank failed; the others were stopped.
-            LaunchError: the process that starts the ranks died.
+            LaunchError: the process that forks the ranks died.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
@@ -117,7 +117,7 @@ class SpawnContext:
                     return False
                 else:
                     self._turn(deadline)
-        except BaseException:  # Ctrl-C above all: whoever waited for the ranks does so no more
+        except BaseException:  # Ctrl-C above all: nobody waits for the ranks any more
             self._close()
             raise
         if self._error is not None:
@@ -148,17 +148,15 @@ class SpawnContext:
                 self._launcher.zygote.fork(fork, parcel.descriptors())
 
     def _turn(self, deadline: float | None) -> None:
-        """Wait for the zygote to say something, or for the time to act."""
+        """Wait for the zygote to say something, or for the time to act, and act on it."""
         launcher = self._launcher
-        launcher.turn(deadline)
+        launcher.hear(launcher.wait(deadline))
+        launcher.act(time.monotonic())
         if launcher.broken is not None and self._error is None:
-            self._error = LaunchError(f"the ranks could not be started:\n{launcher.broken}")
+            self._error = LaunchError(report.not_started(launcher.broken))
         if not launcher.lives:
             if self._error is None:
-                code = launcher.zygote.wait(limit=1.0)
-                self._error = LaunchError(
-                    f"the process that starts the ranks (process {launcher.zygote.pid}) ended with exit code {code}"
-                )
+                self._error = LaunchError(report.lost(launcher.zygote.pid, launcher.zygote.wait(limit=1.0)))
             self._close()
 
     def _conclude(self) -> None:
@@ -173,9 +171,8 @@ class SpawnContext:
                 exit_code=first.exit_code,
                 traceback=(first.record.traceback or None) if first.record is not None else None,
             )
-        for text in (*attempt.hangs.ended(attempt.policy.states), attempt.hangs.laggard()):
-            if text:
-                say(text)
+        for text in attempt.hangs.ended(attempt.policy.states):
+            say(text)
         self._close()
 
     def _close(self) -> None:
@@ -227,7 +224,7 @@ class _Parcel:
             os.close(fd)
 
     def descriptors(self) -> list[int]:
-        """The rank's standard streams, and what ``spawned.call`` takes."""
+        """The rank's standard streams, and what the rank's ``_call`` takes."""
         tracker = [] if self.tracker is None else [self.tracker]
         return [*self._streams, self._packed, *tracker, *self._carried]
 

@@ -179,7 +179,7 @@ def test_a_rank_that_holds_up_the_others_is_named_and_the_callers_signals_stay_i
     assert "lockstep: rank 1 of 2 has held up the others for " in said
     assert "is stopped by a signal" in said
     assert "rank 0 waits in " in said
-    assert "lockstep: rank 1 has gone on" in said
+    assert "lockstep: rank 1 has moved on" in said
     assert before == {signum: signal.getsignal(signum) for signum in before}
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 

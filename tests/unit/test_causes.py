@@ -41,7 +41,7 @@ def test_a_rank_that_the_kernel_killed_for_memory() -> None:
 
 def test_a_rank_that_somebody_killed() -> None:
     assert explain(_killed(), _QUIET) == [
-        "  (somebody sent it: the kernel's out-of-memory killer has killed nobody here since the start)"
+        "  (sent by somebody: the kernel's out-of-memory killer has killed nothing here since the start)"
     ]
     (line,) = explain(_killed(), replace(_QUIET, memory_kills=None))
     assert "see dmesg" in line
@@ -50,10 +50,13 @@ def test_a_rank_that_somebody_killed() -> None:
 @pytest.mark.parametrize(
     ("message", "says"),
     [
-        ("DataLoader worker (pid 77) is killed by signal: Killed. ", "died of Killed while it fetched sample 17"),
-        ("DataLoader worker (pid(s) 77) exited unexpectedly", "died without a word while it fetched sample 17"),
-        ("DataLoader worker (pid(s) 77, 78) exited unexpectedly", "died without a word while it fetched sample 17"),
-        ("DataLoader worker (pid 78) is killed by signal: Killed. ", "which left no word of the sample it had"),
+        ("DataLoader worker (pid 77) is killed by signal: Killed. ", "died of Killed while fetching sample 17"),
+        ("DataLoader worker (pid(s) 77) exited unexpectedly", "died without an error message while fetching sample 17"),
+        (
+            "DataLoader worker (pid(s) 77, 78) exited unexpectedly",
+            "died without an error message while fetching sample 17",
+        ),
+        ("DataLoader worker (pid 78) is killed by signal: Killed. ", "which sample it was fetching is not known"),
         ("DataLoader worker (pid 79) is killed by signal: Killed. ", "died of Killed before its first sample"),
     ],
 )
@@ -74,10 +77,10 @@ def test_a_worker_that_the_kernel_killed_for_memory() -> None:
     [
         (_raised("unable to write to file </torch_9_1_0>: No space left on device (28)"), "/dev/shm (64 MiB, of which"),
         (_raised("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible"), "/dev/shm (64 MiB"),
-        (_killed(signal.SIGBUS), "memory behind a mapped file was gone"),
+        (_killed(signal.SIGBUS), "a mapped file lost its memory"),
         (_raised("[Errno 24] Too many open files: 'a'", "OSError"), "a process may have 1024 files open"),
         (_raised("received 0 items of ancdata"), "a process may have 1024 files open"),
-        (_killed(signal.SIGSEGV), "it reached for memory that is not its own"),
+        (_killed(signal.SIGSEGV), "it accessed memory that is not mapped, or not its own"),
         (_killed(signal.SIGABRT), "compiled code gave up"),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_blocked_read_names_its_file_and_a_stopped_process_is_stopped(tmp_path
     with _running(code, str(fifo)) as pid:
         wait_for(lambda: f"sleeping in read of {fifo}" in _describe(pid), "the read")
         os.kill(pid, signal.SIGSTOP)
-        wait_for(lambda: _describe(pid) == "stopped by a signal (SIGCONT lets it go on)", "the stop")
+        wait_for(lambda: _describe(pid) == "stopped by a signal (SIGCONT resumes it)", "the stop")
     assert evidence.facts(pid) is None
 
 

@@ -61,10 +61,10 @@ def run(
 
     What follows PROGRAM goes to it as it is. Rank 0 has the terminal; the others write to a log each. If a rank fails,
     it is named and the others are stopped; the exit code is that rank's. With --max-restarts all ranks start again, and
-    a Checkpointer goes on from its newest good checkpoint.
+    a Checkpointer resumes from its newest good checkpoint.
 
     SIGTERM or Ctrl-C: a training with a Checkpointer finishes its step, saves, and ends with exit code 75; run the same
-    command again to go on. Once more: stop at once. SIGUSR1: save and go on.
+    command again to resume. Once more: stop at once. SIGUSR1: save and continue.
     """
     from lockstep import machine
     from lockstep.errors import LockstepError

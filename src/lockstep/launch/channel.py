@@ -129,7 +129,7 @@ class Channel:
         self._fds: deque[int] = deque()
 
     def fileno(self) -> int:
-        """The descriptor to wait on."""
+        """Return the descriptor to wait on."""
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
@@ -252,7 +252,7 @@ class ZygoteHandle:
         self._status: int | None = None
 
     def fileno(self) -> int:
-        """The descriptor to wait on."""
+        """Return the descriptor to wait on."""
         return self._channel.fileno()
 
     def fork(self, fork: Fork, fds: Sequence[int] = ()) -> None:
@@ -277,7 +277,7 @@ class ZygoteHandle:
         self._send(Finish())
 
     def wait(self, limit: float) -> int | None:
-        """The zygote's exit code (negative: a signal), or None if it is still there after ``limit`` seconds."""
+        """Return the zygote's exit code (negative: a signal), or None if it is still there after ``limit`` seconds."""
         deadline = time.monotonic() + limit
         while self._status is None:
             try:
@@ -312,7 +312,7 @@ class ZygoteHandle:
 
 
 def _environment(ranks: int) -> dict[str, str]:
-    """The zygote's environment, and so the ranks': each rank's share of the cores, unless the user has said it.
+    """Return the zygote's environment, and so the ranks': each rank's share of the cores, unless the user has said it.
 
     What is loaded into the zygote (OpenMP, MKL, OpenBLAS) reads it there, once for all ranks, and so does what they
     start or load later. A variable of one library's own (MKL_NUM_THREADS, OPENBLAS_NUM_THREADS) comes first for it.

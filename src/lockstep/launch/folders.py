@@ -84,7 +84,7 @@ def _remove_abandoned(home: Path) -> None:
 
 
 def _locks(fd: int) -> bool:
-    """Whether nobody else holds the folder; then it is held through ``fd``."""
+    """Take the folder's lock through ``fd``, and return whether that was possible: nobody else holds it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Looks at the ranks' pages, many times a second, and says so when a rank holds up the others.
+"""Look at the ranks' pages, many times a second, and say so when a rank holds up the others.
 
 It only reports. Who ends a job that hangs is the wait itself, at its time limit; its error then repeats the report,
 which it finds in the job's folder.
@@ -120,8 +120,8 @@ class HangWatch:
         return []
 
     def ended(self, states: Mapping[int, RankState]) -> list[str]:
-        """Return what is left to say when all ranks have ended: that who was late has moved on, if all is well, and
-        which rank was steadily slower than the others."""
+        """Return what is left to say when all ranks have ended: that those who were late have moved on, if all is well,
+        and which rank was steadily slower than the others."""
         said = []
         if self._verdict is not None and all(state.exit_code == 0 for state in states.values()):
             said.append(report.over(self._verdict, now=time.monotonic()))
@@ -130,7 +130,7 @@ class HangWatch:
         return said if laggard is None else [*said, laggard.describe()]
 
     def shares(self, rank: int) -> dict[Phase, float]:
-        """What part of its time a rank has spent in each phase, and waiting."""
+        """Return what part of its time a rank has spent in each phase, and waiting."""
         return self._looker.shares.of(rank - self._ranks.start)
 
     def _progress(self) -> dict[int, Progress]:
@@ -144,7 +144,7 @@ class HangWatch:
         return self._looker.moved[rank - self._ranks.start]
 
     def _look_at_processes(self, states: Mapping[int, RankState], now: float) -> None:
-        """Whether those that give no sign of life can go on by themselves."""
+        """Find out whether those that give no sign of life can continue by themselves."""
         for rank, state in states.items():
             look = self._looks[rank]
             quiet = state.exit_code is None and not look.mark.waiting and now - self._moved(rank) >= _QUIET
@@ -202,7 +202,7 @@ class HangWatch:
         return [self.text]
 
     def _has_gone_on(self, verdict: Verdict, states: Mapping[int, RankState], now: float) -> bool:
-        """Whether what was suspected is over before it was reported."""
+        """Return whether what was suspected is over before it was reported."""
         again = self._compare(states, now)
         return again is None or (again.kind, again.late) != (verdict.kind, verdict.late)
 
@@ -226,7 +226,7 @@ class HangWatch:
 
 
 def _is_excused(known: Known, asked: _Asked, *, held: float, now: float) -> bool:
-    """Whether a late rank is at what may take long, by its stack; see Note [Late or slow]."""
+    """Return whether a late rank is at what may take long, by its stack; see Note [Late or slow]."""
     stack, facts = known.stack, known.facts
     if stack is None or facts is None:
         return False

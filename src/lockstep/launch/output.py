@@ -117,13 +117,13 @@ def show_cursor() -> None:
 
 
 def _error_sink() -> int:
-    """Where standard error goes: with standard output where both are the same file, so that lines of one rank end
-    before those of another begin."""
+    """Return where standard error goes: with standard output where both are the same file, so that lines of one rank
+    end before those of another begin."""
     return 1 if os.path.sameopenfile(1, 2) else 2
 
 
 def _open_pty() -> tuple[int, int]:
-    """Both ends of a pseudo-terminal that passes every byte on as it is."""
+    """Return both ends of a pseudo-terminal that passes every byte on as it is."""
     import pty
     import termios
 
@@ -353,7 +353,7 @@ class LogFolder:
         self.restart = 0
 
     def open(self, rank: int) -> int:
-        """A new, empty log for ``rank``, open for appending; the caller closes it.
+        """Open a new, empty log for ``rank`` for appending; the caller closes it.
 
         Raises:
             LaunchError: the folder or the file can't be made.
@@ -372,7 +372,7 @@ class LogFolder:
             ) from error
 
     def log(self, rank: int, *, restart: int | None = None) -> Path:
-        """The path of a rank's log: since the last restart, or after another one."""
+        """Return the path of a rank's log: since the last restart, or after another one."""
         assert self.path is not None, "no log was opened yet"
         return self._part(self.restart if restart is None else restart) / f"rank{rank}.log"
 
@@ -381,7 +381,7 @@ class LogFolder:
         return self.path / f"restart-{restart}" if restart else self.path
 
     def unseen(self, ranks: Iterable[int]) -> list[int]:
-        """Those of ``ranks`` whose output went into a folder that the user did not choose, and is there to read."""
+        """Return those of ``ranks`` whose output is in a folder that the user did not choose."""
         if self.path is None or self._given is not None:
             return []
         return [rank for rank in ranks if any(_has_text(log) for log in self._logs(rank))]
@@ -434,8 +434,8 @@ def _has_text(log: Path) -> bool:
 
 
 def default_home(env: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder for the logs of jobs that name none, by the XDG base directory specification; None: this
-    user has no home."""
+    """Return the folder for the logs of jobs that name none, by the XDG base directory specification; None: this user
+    has no home."""
     state = env.get("XDG_STATE_HOME", "")
     if state.startswith("/"):
         return Path(state, "lockstep", "logs")
@@ -449,7 +449,7 @@ def default_home(env: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def spare_home() -> Path:
-    """The folder for logs where the home can't be written: this user's own, for temporary files.
+    """Return the folder for logs where the home can't be written: this user's own, for temporary files.
 
     Others may write there as well: a folder of that name that is another's, or open to others, is not taken.
     """

@@ -12,7 +12,7 @@ is final
   wrong path, a checkpoint of another model. What other ranks' ends cause (a lost peer, a collective's timeout) is
   not counted as one.
 - if it is the last one once more: the same rank, the same step, the same error. Numbers in a message are not compared:
-  they are process ids and losses. A signal from outside (SIGKILL, SIGTERM) is no error of the job and never the same,
+  they are process ids and losses. A signal from outside (SIGKILL, SIGTERM) is not the job's error and never the same,
   unless the kernel sent it because memory was out.
 """
 
@@ -98,13 +98,13 @@ class Policy:
         return self.deadline is not None or self._killed
 
     def started(self, rank: int, pid: int) -> None:
-        """A rank runs."""
+        """Note that a rank runs."""
         self.states[rank].pid = pid
 
     def exited(
         self, rank: int, exit_code: int, at: float, *, peak: int | None = None, agreed: bool = False
     ) -> list[Order]:
-        """A rank ended. The first that ends with an error stops the others; one that is done early stops nobody.
+        """Note that a rank ended. The first that ends with an error stops the others; one that is done early does not.
 
         Args:
             rank: which.
@@ -123,7 +123,7 @@ class Policy:
         return self.failed(at)
 
     def failed(self, now: float) -> list[Order]:
-        """Something went wrong: everyone still alive is to stop."""
+        """Stop every rank that is alive, because one failed."""
         if self.stopping:
             return []
         self.failing = True
@@ -131,7 +131,7 @@ class Policy:
         return self._order(signal.SIGTERM, now)
 
     def signalled(self, signum: signal.Signals, *, delivered: bool, now: float) -> list[Order]:
-        """The user wants the job to end: politely the first time, at once the second.
+        """End the job for the user: politely the first time, at once the second.
 
         Args:
             signum: SIGINT, SIGTERM, SIGHUP or SIGQUIT (which is never polite).
@@ -150,7 +150,7 @@ class Policy:
         return self._kill(now)
 
     def tick(self, now: float) -> list[Order]:
-        """The deadline passed: whoever is still there is killed."""
+        """Kill the ranks that are still there when the deadline has passed."""
         if self.deadline is None or now < self.deadline:
             return []
         if self._killed:
@@ -164,7 +164,7 @@ class Policy:
         return self._order(signal.SIGKILL, now)
 
     def _to_those_not_yet_started(self, orders: list[Order]) -> list[Order]:
-        """A rank that is being forked just now was no process yet when the terminal sent the signal."""
+        """Keep the orders for ranks that are being forked: when the terminal sent the signal, they were not there."""
         for_them = [(o.signum, tuple(r for r in o.ranks if self.states[r].pid is None)) for o in orders]
         return [Order(signum, ranks) for signum, ranks in for_them if ranks]
 

@@ -1,4 +1,4 @@
-"""In a forked rank: become the process that ``python script.py`` would be, run the job, and leave as Python does."""
+"""Become, in a forked rank, the process that ``python script.py`` would be, run the job, and leave as Python does."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _program(task: Task) -> Callable[[], None]:
 
 
 def _run_script(path: str, args: list[str]) -> None:
-    """``python path args…``"""
+    """Run ``python path args…``."""
     _present_as([path, *args])
     if not _safe_path():
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
@@ -163,7 +163,7 @@ def _run_script(path: str, args: list[str]) -> None:
 
 
 def _run_module(name: str, args: list[str]) -> None:
-    """``python -m name args…``"""
+    """Run ``python -m name args…``."""
     _present_as(["-m", *args])
     if not _safe_path():
         sys.path.insert(0, os.getcwd())
@@ -199,7 +199,7 @@ def _present_as(argv: list[str]) -> None:
 
 
 def _new_main(**attributes: Any) -> dict[str, Any]:
-    """A fresh ``__main__``, which stays: runpy's would be gone while atexit functions and threads still use it.
+    """Make a fresh ``__main__``, which stays: runpy's would be gone while atexit functions and threads still use it.
 
     Multiprocessing finds it by ``__spec__`` or ``__file__``, so that spawned workers can import it again.
     """
@@ -291,7 +291,7 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
 
 
 def _exit_code(stop: SystemExit) -> int:
-    """The code that a process ends with, of which the kernel keeps eight bits: what is not 0 does not become 0."""
+    """Return the code that a process ends with. The kernel keeps eight bits of it: what is not 0 does not become 0."""
     if stop.code is None:
         return 0
     if not isinstance(stop.code, int):
@@ -329,7 +329,7 @@ def _record(error: BaseException, rank: int, exit_code: int) -> None:
 
 
 def _text(thing: object) -> str:
-    """``str(thing)``, in the words of Python's own tracebacks if that fails."""
+    """Return ``str(thing)``, in the words of Python's own tracebacks if that fails."""
     try:
         return str(thing)
     except Exception:  # noqa: BLE001  (whatever the program's own __str__ raises, its error is the one to tell)
@@ -337,7 +337,7 @@ def _text(thing: object) -> str:
 
 
 def _print_exception(error: BaseException) -> None:
-    """What Python's top level does with an uncaught exception, without our frames."""
+    """Do what Python's top level does with an uncaught exception, without our frames."""
     _fold(error)
     tb = error.__traceback__
     # For exit functions and debuggers, which look here; last_exc is known to Python 3.12 and later.
@@ -358,7 +358,7 @@ def _fold(error: BaseException) -> None:
 
 
 def _without_own_frames(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback from the program's first frame on."""
+    """Return the traceback from the program's first frame on."""
     while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
         tb = tb.tb_next
     return tb

@@ -170,7 +170,7 @@ def _where(note: StopNote) -> str:
 
 
 def _blamed(message: str) -> str:
-    """The ranks that an error waited for in vain, by its own words, to begin the report with."""
+    """Return the ranks that an error waited for in vain, by its own words, to begin the report with."""
     found = re.search(r"(ranks? [\d, ]+) did not come", message)
     return f"{found[0]}: " if found else ""
 
@@ -198,17 +198,17 @@ _WORKER = re.compile(
 )
 #: What a process brings upon itself, mostly in compiled code.
 _CRASHES = {
-    signal.SIGSEGV: "it reached for memory that is not its own",
-    signal.SIGABRT: "compiled code gave up, after a message of its own perhaps",
-    signal.SIGILL: "it came to an instruction that this processor does not have: a library built for another one",
-    signal.SIGFPE: "compiled code divided a whole number by zero",
-    signal.SIGSYS: "it asked the kernel for something that this container forbids",
+    signal.SIGSEGV: "it accessed memory that is not mapped, or not its own",
+    signal.SIGABRT: "compiled code called abort(), perhaps after printing why",
+    signal.SIGILL: "it met an instruction that this processor does not have: a library was built for another one",
+    signal.SIGFPE: "compiled code divided an integer by zero",
+    signal.SIGSYS: "it made a system call that this container forbids",
 }
 _TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata", "unable to open shared memory object")
 
 
 def explain(ending: Ending, facts: MachineFacts) -> list[str]:
-    """Lines that say what killed a rank, as far as its exit code and traceback do not."""
+    """Return lines that say what killed a rank, as far as its exit code and traceback do not."""
     return [*_memory(ending, facts), *_worker(ending, facts), *_shared(ending, facts), *_rest(ending, facts)]
 
 
@@ -219,17 +219,17 @@ def out_of_memory(ending: Ending, facts: MachineFacts) -> bool:
 
 def _memory(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     if out_of_memory(ending, facts):
-        whom = f"rank {ending.rank}" if _killed(ending) else f"a DataLoader worker of rank {ending.rank}"
+        killed = f"rank {ending.rank}" if _killed(ending) else f"a DataLoader worker of rank {ending.rank}"
         limit = facts.memory_limit or facts.machine
         bounds = [f"{'limit' if facts.memory_limit else 'the machine has'} {_size(limit)}"] if limit else []
         if _killed(ending) and ending.state.peak is not None:
             bounds.append(f"its peak {_size(ending.state.peak)}")
-        yield f"out of memory: the kernel killed {whom} ({', '.join(bounds)})"
+        yield f"out of memory: the kernel killed {killed} ({', '.join(bounds)})"
         yield "  take a smaller batch, fewer DataLoader workers or fewer ranks, or give the job more memory"
     elif _killed(ending) and facts.memory_kills is None:
-        yield "  (unless somebody sent it, the kernel's out-of-memory killer did: see dmesg)"
+        yield "  (sent by somebody, or by the kernel's out-of-memory killer: see dmesg)"
     elif _killed(ending):
-        yield "  (somebody sent it: the kernel's out-of-memory killer has killed nobody here since the start)"
+        yield "  (sent by somebody: the kernel's out-of-memory killer has killed nothing here since the start)"
 
 
 def _worker(ending: Ending, facts: MachineFacts) -> Iterator[str]:
@@ -238,12 +238,12 @@ def _worker(ending: Ending, facts: MachineFacts) -> Iterator[str]:
         return
     doing = facts.worker(int(found["pid"]))
     if doing is None:
-        where = ", which left no word of the sample it had"
+        where = "; which sample it was fetching is not known"
     elif doing.index is None:
         where = " before its first sample"
     else:
-        where = f" while it fetched sample {doing.index}"
-    how = f"of {found['signal'].strip()}" if found["signal"] else "without a word"
+        where = f" while fetching sample {doing.index}"
+    how = f"of {found['signal'].strip()}" if found["signal"] else "without an error message"
     yield f"a DataLoader worker of rank {ending.rank} (process {found['pid']}) died {how}{where}"
 
 
@@ -258,16 +258,16 @@ def _shared(ending: Ending, facts: MachineFacts) -> Iterator[str]:
         "" if facts.shared is None else f" ({_size(facts.shared[0])}, of which {_size(facts.shared[1])} are free now)"
     )
     if full:
-        yield f"/dev/shm{size} was full, through which DataLoader workers hand over their batches"
+        yield f"/dev/shm{size} was full; DataLoader workers pass their batches through it"
     else:
-        yield f"memory behind a mapped file was gone: most often /dev/shm{size} is full,"
-        yield "  through which DataLoader workers hand over their batches"
+        yield f"a mapped file lost its memory: most often /dev/shm{size} is full,"
+        yield "  through which DataLoader workers pass their batches"
     yield "  enlarge it (docker run --shm-size=8g; mount -o remount,size=8g /dev/shm), or use fewer workers"
 
 
 def _rest(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     if any(words in _text(ending) for words in _TOO_MANY_FILES):
-        yield f"a process may have {facts.files} files open, and rank {ending.rank} wanted more"
+        yield f"rank {ending.rank} has too many files open: the limit is {facts.files} a process"
         yield "  raise the limit (ulimit -n), or use fewer DataLoader workers; tensors kept from a worker hold one each"
     code = ending.state.exit_code
     if ending.record is None and code is not None and -code in _CRASHES:
@@ -331,7 +331,7 @@ class Known:
 
 
 def describe_late(verdict: Verdict, ranks: Mapping[int, Known], *, now: float, world_size: int) -> str:
-    """The whole report."""
+    """Report which ranks are late, what they are doing, and where the others wait."""
     late, seconds = verdict.late, now - verdict.since
     lines: list[str]
     if verdict.kind is Kind.APART:
@@ -349,9 +349,9 @@ def describe_late(verdict: Verdict, ranks: Mapping[int, Known], *, now: float, w
 
 
 def over(verdict: Verdict, *, now: float) -> str:
-    """The ranks have moved on."""
+    """Say that the ranks which were late have moved on."""
     who = "the ranks have" if not verdict.late else f"{_names(verdict.late)} {_have(verdict.late)}"
-    return f"{who} gone on, after {now - verdict.since:.0f} s"
+    return f"{who} moved on after {now - verdict.since:.0f} s"
 
 
 def _apart(ranks: Mapping[int, Known], *, seconds: float, world_size: int) -> list[str]:
@@ -376,7 +376,7 @@ def _apart(ranks: Mapping[int, Known], *, seconds: float, world_size: int) -> li
 
 
 def _late(known: Known, now: float | None) -> list[str]:
-    """The late rank in full."""
+    """Describe a late rank in full."""
     look, stack = known.look, known.stack
     if known.exit_code is not None:
         return [f"  rank {known.rank} has ended, with exit code {known.exit_code}{_steps(look)}"]
@@ -430,7 +430,7 @@ def _waits_in(known: Known) -> str:
         return known.look.waits_in
     stack = known.stack
     if stack is None or not stack.frames:
-        return "a place that is not known"
+        return "an unknown place"
     at = stack.users
     where = f" at {at}" if at is not None else ""
     return f"{stack.frames[0].name}{where}"

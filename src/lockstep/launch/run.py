@@ -74,7 +74,7 @@ def _check_descriptors(nproc: int) -> None:
 
 
 def _master(spec: JobSpec) -> tuple[str, int]:
-    """Where scripts that open their own process group meet, and several nodes in any case."""
+    """Return where scripts that open their own process group meet, and several nodes in any case."""
     address = spec.master_addr or "127.0.0.1"
     if spec.nnodes == 1 and spec.master_port is None:
         return address, free_port()
@@ -223,7 +223,7 @@ class _Run:
         self._waiting.clear()
 
     def _end_attempt(self) -> None:
-        """All ranks have ended: ask the zygote to make room for a restart, or to leave."""
+        """Ask the zygote, now that all ranks have ended, to make room for a restart or to leave."""
         if self._may_restart():
             self._stage = _Stage.CLEARING
             self._launcher.zygote.clear()
@@ -246,7 +246,7 @@ class _Run:
         return refusal is None
 
     def _restart(self) -> None:
-        """Nothing of the failed attempt is left: say what happened, and start all ranks again."""
+        """Say what happened, and start all ranks again, now that nothing of the failed attempt is left."""
         self._stage = _Stage.RUNNING
         if self._launcher.policy.stopped_by is not None:
             return  # a signal came meanwhile: the job ends as it stands
@@ -264,9 +264,8 @@ class _Run:
         if willing and not policy.stopping:
             self._launcher.zygote.signal(willing, arrival.signum)
         else:
-            say(
-                f"{arrival.signum.name}: no rank can save now: a Checkpointer with the training loader does in its loop"
-            )
+            name = arrival.signum.name
+            say(f"{name}: no rank can save now; only a Checkpointer with the training loader can, in its loop")
 
     def _announce(self, signum: signal.Signals) -> None:
         """Say that the ranks take a moment to stop, which a user at the keyboard might take for a hang."""
@@ -279,7 +278,7 @@ class _Run:
             say(f"{what}: the ranks finish a step, save and leave (within --grace); a second one stops them at once")
 
     def _drain(self) -> None:
-        """Every process has ended: show what is still in the pipes, for as long as the reader needs."""
+        """Show what is still in the pipes when every process has ended, for as long as the reader needs."""
         deadline = time.monotonic() + _DRAIN
         self._relay.pump(set(), time.monotonic())
         while self._relay.open and time.monotonic() < deadline:

@@ -54,7 +54,7 @@ def spawn(
     Raises:
         RankFailed: a rank raised or died; the others were stopped. The message holds the rank's traceback.
         LaunchError: the ranks could not be started, or could not import ``__main__`` again.
-        EnvironmentMismatch: ``MASTER_PORT`` is set to what is no port.
+        EnvironmentMismatch: ``MASTER_PORT`` is not a port.
         ValueError: ``nprocs`` is less than 1, or ``start_method`` is another.
     """
     if nprocs < 1:
@@ -125,7 +125,7 @@ class SpawnContext:
         return True
 
     def pids(self) -> list[int]:
-        """The ranks' process ids, in order of rank; waits until all are started.
+        """Return the ranks' process ids, in order of rank; waits until all are started.
 
         Raises:
             LaunchError: the ranks could not be started.
@@ -160,7 +160,7 @@ class SpawnContext:
             self._close()
 
     def _conclude(self) -> None:
-        """All ranks have ended: how?"""
+        """Find out how the ranks have ended, and close."""
         attempt = self._launcher.attempt
         outcome = attempt.outcome()
         first = outcome.first
@@ -224,12 +224,12 @@ class _Parcel:
             os.close(fd)
 
     def descriptors(self) -> list[int]:
-        """The rank's standard streams, and what the rank's ``_call`` takes."""
+        """Return the rank's standard streams, and what the rank's ``_call`` takes."""
         tracker = [] if self.tracker is None else [self.tracker]
         return [*self._streams, self._packed, *tracker, *self._carried]
 
     def duplicate_for_child(self, fd: int) -> int:
-        """Called by multiprocessing.reduction.DupFd: the descriptor's place among those carried."""
+        """Return a descriptor's place among those carried; called by multiprocessing.reduction.DupFd."""
         self._carried.append(os.dup(fd))
         return len(self._carried) - 1
 
@@ -249,7 +249,7 @@ class _Parcel:
 
 
 def _master() -> tuple[str, int]:
-    """Where a function that opens torch's process group meets: as the caller set it, or any free port."""
+    """Return where a function that opens torch's process group meets: as the caller set it, or any free port."""
     if "RANK" not in os.environ and "MASTER_PORT" in os.environ:
         text = os.environ["MASTER_PORT"]
         if not (text.isdecimal() and 0 < int(text) < 65536):
@@ -259,10 +259,10 @@ def _master() -> tuple[str, int]:
 
 
 def _check_main(preparation: dict[str, Any]) -> None:
-    """Ranks import ``__main__`` again, and a program that came through a pipe is gone by then."""
+    """Refuse a program that came through a pipe: ranks import ``__main__`` again, and it is gone by then."""
     path = preparation.get("init_main_from_path")
     if path is not None and not os.path.exists(path):
         raise LaunchError(
-            f"the ranks of lockstep.spawn import the main program again, and {os.path.basename(path)} is no file that "
-            "they could read: save the program to a file and run that"
+            f"the ranks of lockstep.spawn import the main program again, and {os.path.basename(path)} is not a file "
+            "that they can read: save the program to a file and run that"
         )

@@ -162,7 +162,7 @@ class _Zygote:
                 self._channel.send(encode(Exited(number, dead.code, at, dead.peak)))
 
     def _end_abandoned_job(self) -> None:
-        """The launcher is gone: nobody waits for the ranks any more. See Note [No orphans]."""
+        """End what is left, since the launcher is gone and nobody waits for the ranks. See Note [No orphans]."""
         for pid in self._ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

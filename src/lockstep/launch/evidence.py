@@ -274,7 +274,7 @@ def parse_stack(text: str) -> Stack | None:
     return Stack(tuple(frames[: inner[0]] if inner else frames))
 
 
-# How often the kernel killed for want of memory, by the counters of a memory cgroup (version 1 or 2) -----------------
+# How often the kernel killed because memory was out, by the counters of a memory cgroup (version 1 or 2) -----------------
 
 _PROC = Path("/proc")
 #: What version 1 says for "no limit" is a little under this.
@@ -370,7 +370,7 @@ def _text(file: Path) -> str:
 class MachineFacts:
     """What the machine says about the time of a failure."""
 
-    #: Processes that the kernel killed for want of memory since the ranks were started; None: it does not say.
+    #: Processes that the kernel killed because memory was out since the ranks were started; None: it does not say.
     memory_kills: int | None
     #: Bytes that the job may use; None: all that the machine has.
     memory_limit: int | None
@@ -386,7 +386,7 @@ class MachineFacts:
     def collect(
         cls, group: MemoryGroup | None, *, kills_before: int | None, worker: Callable[[int], Fetching | None]
     ) -> MachineFacts:
-        """Look now.
+        """Ask the machine now.
 
         Args:
             group: the ranks' memory cgroup.

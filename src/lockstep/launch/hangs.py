@@ -1,7 +1,7 @@
 """Look at the ranks' pages, many times a second, and say so when a rank holds up the others.
 
-It only reports. Who ends a job that hangs is the wait itself, at its time limit; its error then repeats the report,
-which it finds in the job's folder.
+It only reports. A job that hangs is ended by the wait itself, at its time limit; the wait's error then repeats the
+report, which it finds in the job's folder.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class Launcher:
         return answers
 
     def act(self, now: float) -> None:
-        """Do what the time asks for: compare the ranks once a second, and end those whose time is up."""
+        """Do what is due: compare the ranks once a second, and end those whose time is up."""
         if now >= self._next_look:
             self._next_look = now + _HEARTBEAT
             self._look(now)
@@ -229,7 +229,7 @@ class Launcher:
         return self.attempt
 
     def close(self) -> None:
-        """End the zygote and everything below it, and give back what was held."""
+        """End the zygote and everything below it, and release what was held."""
         self.selector.close()
         self.zygote.close()
         self.attempt.close()

@@ -254,7 +254,7 @@ def first_failure(endings: Iterable[Ending]) -> Ending | None:
 
 # Whether to start again ----------------------------------------------------------------------------------------------
 
-#: Signals that somebody sends; the others are what a process brings upon itself.
+#: Signals that somebody sends; the others a process causes itself.
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from lockstep import knobs, machine
 
-#: Who knows the number of threads, and from which variables: the first that is set counts.
+#: From which variables torch and OpenBLAS take the number of threads: the first that is set counts.
 _OF_TORCH = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 _OF_OPENBLAS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 
@@ -91,7 +91,7 @@ def _noting_reads() -> Iterator[None]:
 
 
 def listen() -> None:
-    """Heed from now on what this process's program sets: see Note [Environment read at import]."""
+    """Apply from now on what this process's program sets: see Note [Environment read at import]."""
     if _read:
         vars(os)["putenv"] = _Listener(os.putenv)
 

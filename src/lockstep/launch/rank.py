@@ -265,7 +265,7 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool) -> None:
 def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
     """Run ``program``. On an exception: leave a record, print it as Python would, and exit as Python would.
 
-    ``silent``: the record says it all, because whoever reads it raises it as an exception.
+    ``silent``: the record says it all, because its reader raises it as an exception.
     """
     this_process = os.getpid()
     try:

@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the first failure was the kernel's killing for want of memory."""
+        """Whether the first failure was a kill by the kernel because memory was out."""
         return self.first is not None and out_of_memory(self.first, self.facts)
 
     @property
@@ -196,7 +196,7 @@ _WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pid>\d+)[^)]*\) "
     r"(?:is killed by signal: (?P<signal>[\w ]+)|exited unexpectedly(?: with exit code (?P<code>\d+))?)"
 )
-#: What a process brings upon itself, mostly in compiled code.
+#: What a process causes itself, mostly in compiled code.
 _CRASHES = {
     signal.SIGSEGV: "it accessed memory that is not mapped, or not its own",
     signal.SIGABRT: "compiled code called abort(), perhaps after printing why",

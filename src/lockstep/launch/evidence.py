@@ -274,7 +274,7 @@ def parse_stack(text: str) -> Stack | None:
     return Stack(tuple(frames[: inner[0]] if inner else frames))
 
 
-# How often the kernel killed because memory was out, by the counters of a memory cgroup (version 1 or 2) -----------------
+# How often the kernel killed because memory was out, by the counters of a memory cgroup (version 1 or 2) -------------
 
 _PROC = Path("/proc")
 #: What version 1 says for "no limit" is a little under this.

@@ -12,16 +12,18 @@ import time
 from collections.abc import Callable
 from multiprocessing import context, reduction, resource_tracker
 from multiprocessing import spawn as multiprocessing_spawn
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
 from lockstep.launch import report
 from lockstep.launch.channel import Fork
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
-from lockstep.launch.rank import SentDescriptor
 from lockstep.launch.report import say
 from lockstep.launch.spec import JobSpec, Program, free_port
+
+if TYPE_CHECKING:
+    from lockstep.launch.rank import SentDescriptor
 
 
 def spawn(
@@ -233,8 +235,11 @@ class _Parcel:
         self._carried.append(os.dup(fd))
         return len(self._carried) - 1
 
-    #: Called with that place; what it returns is pickled in the descriptor's stead.
-    DupFd = SentDescriptor
+    def DupFd(self, place: int) -> SentDescriptor:
+        """Return what is pickled in place of a descriptor; called by multiprocessing.reduction.DupFd with its place."""
+        from lockstep.launch.rank import SentDescriptor  # while the zygote imports torch, so that it costs no time
+
+        return SentDescriptor(place)
 
     def _pack(self, *parts: object) -> None:
         if "torch" in sys.modules:  # else there are no tensors among the arguments

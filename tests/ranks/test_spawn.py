@@ -234,7 +234,8 @@ def test_a_program_on_standard_input_is_refused_with_a_reason(tmp_path: Path) ->
     )
     assert done.returncode == 1
     assert (
-        "LaunchError: the ranks of lockstep.spawn import the main program again, and <stdin> is no file" in done.stderr
+        "LaunchError: the ranks of lockstep.spawn import the main program again, and <stdin> is not a file"
+        in done.stderr
     )
 
 

@@ -78,10 +78,13 @@ def test_a_worker_that_the_kernel_killed_for_memory() -> None:
         (_raised("unable to write to file </torch_9_1_0>: No space left on device (28)"), "/dev/shm (64 MiB, of which"),
         (_raised("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible"), "/dev/shm (64 MiB"),
         (_killed(signal.SIGBUS), "a mapped file lost its memory"),
-        (_raised("[Errno 24] Too many open files: 'a'", "OSError"), "a process may have 1024 files open"),
-        (_raised("received 0 items of ancdata"), "a process may have 1024 files open"),
+        (
+            _raised("[Errno 24] Too many open files: 'a'", "OSError"),
+            "rank 1 has too many files open: the limit is 1024 a process",
+        ),
+        (_raised("received 0 items of ancdata"), "rank 1 has too many files open: the limit is 1024 a process"),
         (_killed(signal.SIGSEGV), "it accessed memory that is not mapped, or not its own"),
-        (_killed(signal.SIGABRT), "compiled code gave up"),
+        (_killed(signal.SIGABRT), "compiled code called abort()"),
     ],
 )
 def test_limits_and_crashes_are_told(ending: Ending, says: str) -> None:

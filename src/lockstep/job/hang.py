@@ -47,7 +47,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.job.page import ENTERED, EVENT, NAMES, WAITS, Look, Phase
+from lockstep.job.page import ENTERED, NAMES, SERIAL, WAITS, Look, Phase
 
 #: Seconds without a sign of life; see Note [Late or slow].
 STEPS = 10
@@ -62,7 +62,7 @@ _LOOKS, _SHORTEST_PAUSE, _LONGEST_PAUSE = 300, 0.016, 0.03
 #: Seconds between two looks after which the launcher itself did not run in between: a Ctrl-Z, most likely.
 ASLEEP = 4.0
 #: What the time of a mark goes to, as a number, by its last bits.
-_SPENDS = [int(Phase.WAIT) if mark & WAITS else min(mark % ENTERED, int(Phase.WAIT)) for mark in range(EVENT)]
+_SPENDS = [int(Phase.WAIT) if mark & WAITS else min(mark % ENTERED, int(Phase.WAIT)) for mark in range(SERIAL)]
 
 
 class Shares:
@@ -82,7 +82,7 @@ class Shares:
         to what either look has found."""
         half = passed / 2
         for rank, mark in enumerate(marks):
-            spends, seconds = _SPENDS[mark % EVENT], self.seconds[rank]
+            spends, seconds = _SPENDS[mark % SERIAL], self.seconds[rank]
             seconds[self._spent[rank]] += half
             seconds[spends] += half
             self._spent[rank] = spends

@@ -211,10 +211,7 @@ start_zygote: Callable[[list[str], int, dict[str, str]], int] = _execute
 
 
 class ZygoteHandle:
-    """A running zygote, as the launcher has it: asked to fork ranks, heard of their deaths, and ended.
-
-    Whoever makes one must :meth:`close` it.
-    """
+    """Start the zygote, ask it to fork ranks, hear of their deaths, and end it. Its maker must :meth:`close` it."""
 
     def __init__(self, folder: str, *, ranks: int, restarts: bool = False) -> None:
         """Start it.
@@ -222,7 +219,7 @@ class ZygoteHandle:
         Args:
             folder: the job's private folder.
             ranks: how many are to share this machine's cores.
-            restarts: ranks may be forked again, and are then to be back in training as soon as can be.
+            restarts: ranks may be forked again, and should then be back in training as soon as possible.
         """
         preload = knobs.preload()
         if preload is None:

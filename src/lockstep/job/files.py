@@ -83,7 +83,7 @@ def told() -> str:
 
 @dataclass(frozen=True)
 class StopNote:
-    """Says that the ranks saved and left because they were asked to, and where the run goes on."""
+    """Says that the ranks saved and left because they were asked to, and where the run continues."""
 
     #: Optimizer steps taken.
     step: int

@@ -1,7 +1,7 @@
 """The rank's side of its page: say at every event what it is doing.
 
-An event stores one number and reads no clock: whoever looks at the page keeps the time. What is written is meant for
-the launcher and for people, and decides nothing in the rank. In a process that no launcher of ours started it goes to
+An event stores one number and reads no clock: the process that reads the page keeps the time. What is written is for
+the launcher and for people, and decides nothing in the rank. In a process that our launcher did not start it goes to
 memory that nobody reads, so callers need not ask.
 
 Note [Cold events]
@@ -78,7 +78,7 @@ class Flight:
         self._cells[_MARK] = next(_begun[phase])
 
     def leave(self, phase: int) -> None:
-        """A phase is over, and the user's own code goes on."""
+        """A phase is over; the user's own code follows."""
         self._cells[_MARK] = next(_over[phase])
 
     def resume(self, phase: int, *, after: int) -> None:
@@ -122,8 +122,8 @@ class Flight:
         self._cells[_MARK] = next(_others) + self._cells[_MARK] % WAITS + WAITS
 
     def end_wait(self, *, failed: bool = False) -> None:
-        """The others have come; or the wait has ``failed``, and the page goes on telling of it until the rank does
-        something else."""
+        """The others have come; or the wait has ``failed``, and the page keeps saying so until the rank does something
+        else."""
         if get_ident() in _background:
             return
         self._depth -= 1
@@ -143,7 +143,7 @@ class Flight:
 
 #: This process's page, or one that nobody reads: cheaper than to ask at every event.
 current = Flight(memoryview(bytearray(PAGE)))
-#: Threads that wait for others in the background, while the rank goes on.
+#: Threads that wait for others in the background, while the rank continues.
 _background: set[int] = set()
 
 
@@ -163,7 +163,7 @@ def use(flight: Flight) -> Flight:
 
 
 def _leave_to_the_parent() -> None:
-    """A forked child (a DataLoader's worker) has its parent's memory and is no rank."""
+    """A forked child (a DataLoader's worker) has its parent's memory, but is not a rank."""
     use(Flight(memoryview(bytearray(PAGE))))
     _background.clear()
 
@@ -201,7 +201,7 @@ class phase(ContextDecorator):
         current.enter(self._which)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # else the page goes on telling where it failed
+        if kind is None:  # else the page keeps saying where it failed
             current.resume(self._before, after=self._which)
 
 

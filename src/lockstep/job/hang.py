@@ -1,4 +1,4 @@
-"""Who holds up whom, who lags, and what the time goes to: decided from looks at the ranks' pages, no process in sight.
+"""Decide from looks at the ranks' pages which rank holds up which, which lags, and where the time goes. Pure.
 
 Note [Late or slow]
 ~~~~~~~~~~~~~~~~~~~
@@ -11,26 +11,26 @@ others has waited for the rank's *patience* and the rank's own page has not chan
 - five minutes, while lockstep saves or restores a checkpoint there, or torch.compile compiles;
 - for ever inside ``lockstep.expect_slow``.
 
-A rank that can't go on by itself has five seconds whatever it is at, and inside ``expect_slow`` as well: one that is
+A rank that can't continue by itself has five seconds whatever it is at, and inside ``expect_slow`` as well: one that is
 stopped by a signal, one that has slept for seven seconds where no signal reaches it, and one that is dead-locked (see
 :class:`Standstill`). Work may look like that for a moment, but not for so long: to compute takes processor time, and to
 write or wait for a network are system calls of their own.
 
 A rank whose page does change is at work, not stuck, and is reported only after a minute (or a hundred median steps).
 These are seconds without a sign of life, so work of any length that goes through lockstep (a loader's batches,
-a model's forwards) is no alarm as long as it moves.
+a model's forwards) raises no alarm as long as it moves.
 
 Before the report the stacks of all ranks are looked at. A late rank that sits in a debugger is left alone; one that
 computes in a model outside of a step (an average of weights on rank 0, say) evaluates, and has its minute.
 
 If all ranks wait, none is late: they wait in different collectives, or for another machine (reported after a minute).
-If none is known to wait and none moves, their stacks tell who waits; see :func:`settle`.
+If none is known to wait and none moves, their stacks tell which of them wait; see :func:`settle`.
 
 Note [The launcher's clock]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-A rank that read the clock at every event would pay for it in the midst of a training step. So it only counts its
-events, and who looks from outside knows since when a page is as it is, to the time between two looks. What a rank's
-time goes to follows from many looks, each of which stands for the time since the one before. They come at irregular
+A rank that read the clock at every event would pay for it in the middle of a training step. So it writes only what it
+does, and the launcher, which looks from outside, knows since when, to the time between two looks. The shares of a
+rank's time follow from many looks, each of which stands for the time since the one before. They come at irregular
 moments, since regular ones might always find the same part of a step. A look costs about a tenth of a millisecond, most
 of it to wake up, so there are sixty a second at first and, as each stands for less and less of the whole, half as many
 in the end. The share of a phase comes out to three points in a hundred within five seconds where steps are longer than
@@ -66,7 +66,7 @@ _SPENDS = [int(Phase.WAIT) if mark & WAITS else min(mark % ENTERED, int(Phase.WA
 
 
 class Shares:
-    """What the ranks' time goes to, in seconds by phase; waiting is a phase too. See Note [The launcher's clock].
+    """What the ranks' time goes to, in seconds by phase; waiting counts as a phase. See Note [The launcher's clock].
 
     Args:
         ranks: how many.
@@ -145,7 +145,7 @@ class Kind(enum.Enum):
 
 
 class Standstill(enum.Enum):
-    """Why a process can't go on by itself, as the kernel sees it."""
+    """Why a process can't continue by itself, as the kernel sees it."""
 
     #: A signal has stopped it (not a debugger).
     STOPPED = "stopped"
@@ -176,7 +176,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who holds up whom."""
+    """Which ranks hold up which."""
 
     kind: Kind
     #: The ranks to look at, and those that wait for them.
@@ -225,13 +225,13 @@ def patience(seen: Seen, *, usual: float, shortest: float) -> float:
 def compare(
     ranks: Sequence[Seen], *, now: float, usual: float, shortest: float | None = None, whole: bool = True
 ) -> Verdict | None:
-    """Who holds up whom for longer than is ``usual`` (in seconds); None: nobody.
+    """Return which ranks hold up which for longer than is ``usual`` (in seconds); None: none does.
 
     Args:
         ranks: those of this machine.
         now: this moment.
         usual: what a rank that works may hold up the others.
-        shortest: what one that can't go on may; None: the same.
+        shortest: what one that can't continue may; None: the same.
         whole: these are all ranks of the job; what those of other machines do is not known here.
     """
     shortest = usual if shortest is None else shortest
@@ -256,7 +256,7 @@ def compare(
         return Verdict(Kind.APART, (), tuple(waits), since) if now - since > limit else None
     overdue = [seen for seen in late if seen.exit_code is None and _is_overdue(seen, limit_of(seen), since, now)]
     if any(seen.exit_code is None and seen not in overdue for seen in late):
-        # Who can't go on is named at once; the others may still be at work.
+        # A rank that can't continue is named at once; the others may still be at work.
         overdue = [seen for seen in overdue if seen.standstill is not None]
         if not overdue:
             return None
@@ -280,7 +280,7 @@ class Doing(enum.Enum):
 def settle(verdict: Verdict, doing: Mapping[int, Doing]) -> Verdict | None:
     """The verdict once the stacks of all ranks are known; None: nobody holds up anybody.
 
-    A rank that waits in a process group of its own says nothing of it in its page, but its stack does.
+    A rank that waits in a process group that its program made says nothing of it in its page, but its stack does.
     """
     if verdict.kind is Kind.APART:
         return verdict

@@ -10,7 +10,7 @@ stopped stays readable.
 What changes from event to event is one number, the *mark*: the phase, the last phase that was not the user's own code,
 whether the rank waits, and a serial number that makes the mark differ from the one before it. So these four always fit
 each other. Texts are written before
-the mark that goes with them; a reader that finds the same mark before and behind the texts has texts that fit, but for
+the mark that goes with them; a reader that finds the same mark before and after the texts has texts that fit, but for
 processors that reorder stores, and nothing is decided on one look.
 """
 
@@ -148,7 +148,9 @@ class Look:
 
 
 class Pages:
-    """The pages of all ranks of a job, by rank. The file (0600) is made by whoever comes first; all agree on its size.
+    """The pages of all ranks of a job, by rank.
+
+    The first process that needs the file (0600) makes it; all agree on its size.
 
     Args:
         folder: the job's.

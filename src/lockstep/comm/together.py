@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lockstep import errors
@@ -55,6 +55,37 @@ def together(
                 raise mine
             raise _failure(rank, other, peers, what) from mine
     return result, [other["shared"] for other in records]
+
+
+def agreed(
+    peers: Peers,
+    what: str,
+    check: Callable[[], Result],
+    facts: Callable[[Result], dict[str, Any]],
+    *,
+    remedies: Mapping[str, str] | None = None,
+) -> Result:
+    """**Collective.** Return the result of ``check``, once it passed on every rank with the same ``facts``.
+
+    Args:
+        peers: the ranks, and how they talk.
+        what: what is being checked, for the message.
+        check: makes the result, or raises.
+        facts: what must be the same on every rank, as JSON can say it.
+        remedies: what to do about a fact that differs, by its name; "" for all others.
+
+    Raises:
+        ValueError: the facts differ; the message names who has what. Or ``check`` raised one on another rank.
+        LockstepError: it failed in another way on another rank.
+    """
+    result, told = together(peers, check, facts, what=what)
+    for name in dict.fromkeys(name for each in told for name in each):
+        values = [each.get(name, "not there") for each in told]
+        if any(value != values[0] for value in values):
+            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            remedy = (remedies or {}).get(name, (remedies or {}).get("", ""))
+            raise ValueError(f"{what}: {name} must be the same on every rank, but it is {listed}{remedy}")
+    return result
 
 
 def _described(error: Exception) -> dict[str, str]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import hashlib
 import os
 import sys
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from lockstep.data.nested import fingerprint
+from lockstep.trees import leaves
 
 #: Elements of a sequence that are looked at.
 _LOOKED_AT = 64
@@ -157,3 +158,37 @@ def _rows_of(dataset: Any) -> str:
     stored = dataset.with_format("arrow")
     rows = [_comparable(stored[place].to_pydict()) for place in _spread(len(dataset), _ROWS)]
     return f"{len(dataset)} rows, digest {fingerprint(rows)[:8]}"
+
+
+def fingerprint(tree: Any) -> str:
+    """Return a digest of the contents of ``tree``: equal contents have equal fingerprints on every rank."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    for leaf in leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            if leaf.numel() and leaf.layout == torch.strided:
+                digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcSU":
+            digest.update(f"{leaf.dtype.str}{leaf.shape}".encode() + leaf.tobytes())
+        elif isinstance(leaf, (bytes, str, int, float, complex, np.generic, type(None))):
+            digest.update(repr(leaf).encode())
+        else:
+            digest.update(type(leaf).__qualname__.encode())  # an address in a repr would differ from rank to rank
+    return digest.hexdigest()
+
+
+def can_be_random(dataset: object) -> bool:
+    """Return False for datasets known to give the same sample for the same index whatever the generators say."""
+    if is_hugging_face(dataset):
+        return bool(dataset.format["type"] == "custom")  # type: ignore[attr-defined]  # a transform; others convert only
+    if type(dataset) in (TensorDataset, list, tuple, range, np.ndarray, torch.Tensor):
+        return False
+    if type(dataset) is Subset:
+        return can_be_random(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return any(can_be_random(part) for part in dataset.datasets)
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
+        return any(can_be_random(part) for part in parts)
+    return True

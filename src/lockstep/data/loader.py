@@ -26,16 +26,22 @@ from lockstep import callsite
 from lockstep.comm import streams
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.init import current_world
+from lockstep.comm.peers import OverGroup
+from lockstep.comm.together import agreed
 from lockstep.comm.world import World
-from lockstep.data.agree import agreed
+from lockstep.data.contents import can_be_random
 from lockstep.data.cursor import Cursor, LoaderState
 from lockstep.data.device import on_device
-from lockstep.data.drawn import digest_of, draw_order
-from lockstep.data.fetch import Fetched, StreamDataset, naming_dead_workers
-from lockstep.data.inner import Keys, inner_loader, slice_keys
-from lockstep.data.nested import size_unlike
-from lockstep.data.order import batch_count, epoch_order, mix
-from lockstep.data.seeding import can_be_random
+from lockstep.data.fetch import (
+    Fetched,
+    Keys,
+    StreamDataset,
+    inner_loader,
+    naming_dead_workers,
+    size_unlike,
+    slice_keys,
+)
+from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order, mix
 from lockstep.data.source import REMEDIES, Source, read_source
 from lockstep.errors import CheckpointMismatch, LockstepError
 from lockstep.job import flight
@@ -90,7 +96,7 @@ def shard(
     if world is None:
         raise LockstepError("lockstep.shard: no world yet; call lockstep.init() first")
     source = agreed(
-        world,
+        OverGroup(world),
         "lockstep.shard",
         lambda: read_source(loader, world_size=world.world_size, default_seed=world.seed, seed=seed),
         # One rank has nobody to compare with.
@@ -222,7 +228,7 @@ class ShardedLoader:
             saved.refuse_unless_continued_by(self._state())
             return saved
 
-        saved = agreed(self._world, "ShardedLoader.load_state_dict", check, LoaderState.to_json)
+        saved = agreed(OverGroup(self._world), "ShardedLoader.load_state_dict", check, LoaderState.to_json)
         self.seed = saved.seed
         self._cursor = saved.cursor
         self._resuming = saved.cursor.in_epoch

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep import DataParallel
-from lockstep.data_parallel import contents
+from lockstep.data_parallel import store as contents
 from lockstep.data_parallel.devices import capacity_of, resolve_devices
-from lockstep.data_parallel.lend import brought
+from lockstep.data_parallel.replicas import brought
 from lockstep.data_parallel.store import Slot, Store, transfer
 
 pytestmark = [

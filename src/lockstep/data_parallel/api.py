@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from lockstep import _torch
-from lockstep.data_parallel.cut import Piece, checked_chunk_sizes
 from lockstep.data_parallel.devices import Device, as_device, refuse_shared, resolve_devices, warn_imbalance
-from lockstep.data_parallel.draws import Draws
 from lockstep.data_parallel.gather import Gatherer, OutputDim, checked_output_dim
 from lockstep.data_parallel.replicas import Replicas
-from lockstep.data_parallel.scatter import scatter
+from lockstep.data_parallel.rng import Draws
+from lockstep.data_parallel.scatter import Piece, checked_chunk_sizes, scatter
 from lockstep.data_parallel.store import Copies, Store
 from lockstep.data_parallel.threads import Modes, Place, run_here, run_replicas
 from lockstep.identity import Identity

@@ -24,10 +24,10 @@ from torch.distributed.algorithms.join import Join, Joinable
 from lockstep import _torch
 from lockstep.comm import streams
 from lockstep.ddp.comm_hooks import CommHook
+from lockstep.ddp.compare import why_unfit
 from lockstep.ddp.members import parameters_of
 from lockstep.ddp.options import CheckFinite, ReplicaOptions
 from lockstep.ddp.replica import Replica
-from lockstep.ddp.unfit import why_unfit
 from lockstep.errors import LockstepError
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -21,7 +21,7 @@ from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.read import find_damage, newest_whole, none_whole, read, read_manifest, read_model
 from lockstep.checkpoint.retention import Entry, Retention, entries, superfluous
-from lockstep.errors import CheckpointCorrupt, CheckpointError
+from lockstep.errors import CheckpointCorrupt, CheckpointError, listed
 
 Format = Literal["torch", "safetensors"]
 
@@ -62,7 +62,7 @@ def find(path: Path, *, step: int | None = None) -> list[Path]:
     found = [path] if _is_checkpoint(path) else folders.checkpoints(path)
     wanted = [folder for folder in found if step is None or folders.step_of(folder) == step]
     if not wanted:
-        steps = ", ".join(str(folders.step_of(folder)) for folder in found[:8]) + (" …" if len(found) > 8 else "")
+        steps = listed([str(folders.step_of(folder)) for folder in found])
         others = f"; there are those of the steps {steps}" if found else ""
         raise CheckpointError(f"{path}: no checkpoint there{'' if step is None else f' of step {step}'}{others}")
     return wanted
@@ -190,7 +190,7 @@ def export(
         others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
         if others:
             raise CheckpointError(
-                f"{source.name}: {', '.join(others[:8])}: no tensors, which is all that safetensors holds; export to "
+                f"{source.name}: {listed(others)}: no tensors, which is all that safetensors holds; export to "
                 "a torch file (.pt)"
             )
     _write_whole(output, lambda path: _write(state, path, format))

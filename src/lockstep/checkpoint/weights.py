@@ -23,7 +23,7 @@ from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.match import bare, compare, without_prefixes
 from lockstep.checkpoint.read import newest_whole, none_whole, read_model, read_tensors
 from lockstep.checkpoint.state import refuse_unreplicated
-from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
+from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, listed
 
 #: Where training scripts put the state dict in the files they save.
 _INNER_KEYS = ("model_state_dict", "state_dict", "model")
@@ -33,7 +33,6 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.
 _OTHER_WEIGHTS = ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json")
 #: An index that is larger is not read. Those of the largest models have a few megabytes.
 _MAX_INDEX = 64 * 2**20
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -183,8 +182,8 @@ def _weights_in(folder: Path) -> Path:
     """Find the file that holds a folder's weights, or the index of those that do."""
     several = sorted(folder.glob("model_[0-9]*.safetensors")) + sorted(folder.glob("pytorch_model_[0-9]*.bin"))
     if several:  # accelerate's save_state of more than one model
-        names = ", ".join(path.name for path in several[:_SHOWN])
-        raise CheckpointError(f"{folder} holds the weights of several models ({names}, …): give the path of one file")
+        names = listed([path.name for path in several])
+        raise CheckpointError(f"{folder} holds the weights of several models ({names}): give the path of one file")
     for name in _WEIGHTS:
         if (folder / name).exists():
             return folder / name
@@ -193,7 +192,7 @@ def _weights_in(folder: Path) -> Path:
         if len(found) == 1:
             return found[0]
         if found:
-            names = ", ".join(path.name for path in found[:_SHOWN])
+            names = listed([path.name for path in found])
             raise CheckpointError(
                 f"{folder}: {len(found)} files and none that is the model for sure ({names}): give the path of one, "
                 "or, if these are shards, add their index (….safetensors.index.json)"
@@ -212,10 +211,9 @@ def _what_else_is_in(folder: Path) -> str:
             f"torch.distributed.checkpoint.format_utils dcp_to_torch {folder} weights.pt makes one file of them"
         )
     if {"blobs", "snapshots"} <= set(names):
-        revisions = ", ".join(sorted(path.name for path in (folder / "snapshots").iterdir())[:_SHOWN])
+        revisions = listed(sorted(path.name for path in (folder / "snapshots").iterdir()))
         return f"it is a model's folder in Hugging Face's cache: give one of its snapshots ({revisions})"
-    inside = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-    return f"found {inside}" if names else "it is empty"
+    return f"found {listed(names)}" if names else "it is empty"
 
 
 def _in_shards(index: Path, key: str | None) -> dict[str, Any]:
@@ -225,7 +223,7 @@ def _in_shards(index: Path, key: str | None) -> dict[str, Any]:
     missing = [name for name in shards if not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{index}: {len(missing)} of its {len(shards)} shards are not there: {', '.join(missing[:_SHOWN])}; "
+            f"{index}: {len(missing)} of its {len(shards)} shards are not there: {listed(missing)}; "
             "fetch them again, into the same folder"
         )
     state: dict[str, Any] = {}
@@ -235,8 +233,7 @@ def _in_shards(index: Path, key: str | None) -> dict[str, Any]:
         absent = [name for name in names if name not in there]
         if absent:
             raise CheckpointCorrupt(
-                f"{path}: {index.name} says that it has {', '.join(absent[:_SHOWN])}, which it has not: are they of "
-                "one download?"
+                f"{path}: {index.name} says that it has {listed(absent)}, which it has not: are they of one download?"
             )
         state.update((name, there[name]) for name in names)
     return state
@@ -313,7 +310,7 @@ def _state_dict_in(loaded: Any, path: Path) -> Mapping[str, Any]:
         if _is_state_dict(loaded):
             return loaded
     elsewhere = _state_dicts(loaded)
-    advice = f"; choose one: {' or '.join(f'key={found!r}' for found in elsewhere[:_SHOWN])}" if elsewhere else ""
+    advice = f"; choose one: {listed([f'key={found!r}' for found in elsewhere], between=' or ')}" if elsewhere else ""
     raise CheckpointError(
         f"{path}: no state dict in it: expected tensors by name, or such a dict under {', '.join(_INNER_KEYS)}; "
         f"found {_outline(loaded)}{advice}"
@@ -323,7 +320,7 @@ def _state_dict_in(loaded: Any, path: Path) -> Mapping[str, Any]:
 def _state_dict_under(key: str, loaded: Any, path: Path) -> Mapping[str, Any]:
     found = _under(key, loaded)
     if found is None:
-        elsewhere = ", ".join(map(repr, _state_dicts(loaded)[:_SHOWN])) or "none"
+        elsewhere = listed([*map(repr, _state_dicts(loaded))]) or "none"
         raise CheckpointError(
             f"{path}: nothing under key={key!r}: found {_outline(loaded)}; state dicts are under: {elsewhere}"
         )
@@ -356,5 +353,5 @@ def _state_dicts(loaded: Any, depth: int = 3) -> list[str]:
 
 def _outline(loaded: Any) -> str:
     if isinstance(loaded, Mapping):
-        return "a dict with the keys " + ", ".join(repr(key) for key in list(loaded)[:_SHOWN])
+        return "a dict with the keys " + listed([repr(key) for key in loaded])
     return f"a {type(loaded).__name__}"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.waiting import wait_for
-from lockstep.errors import CollectiveMismatch
+from lockstep.errors import CollectiveMismatch, listed
 
 #: Bytes sent at once: enough to be fast, not so much that the copies fill the memory.
 _CHUNK = 64 * 1024 * 1024
@@ -58,10 +58,9 @@ def broadcast_tensors(
         if not sends:
             theirs, *received = message.split_with_sizes([len(part) for part in parts])
             if len(digest) and not torch.equal(theirs, digest):
-                shown = ", ".join(f"{list(shape)} of {dtype}" for shape, dtype in layout[:10])
-                more = f" and {len(layout) - 10} more" if len(layout) > 10 else ""
+                shown = listed([f"{list(shape)} of {dtype}" for shape, dtype in layout], most=10)
                 raise CollectiveMismatch(
-                    f"{what()}: rank {source} sent tensors of other shapes or dtypes than this rank's ({shown}{more}), "
+                    f"{what()}: rank {source} sent tensors of other shapes or dtypes than this rank's ({shown}), "
                     "so nothing was taken. A buffer must have the same size on every rank; one that grows with a "
                     "rank's own data can be a plain attribute instead, or be named in "
                     "model._ddp_params_and_buffers_to_ignore"

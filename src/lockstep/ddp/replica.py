@@ -30,7 +30,7 @@ from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.sparse import SparseSlot
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, listed
 from lockstep.job import flight
 from lockstep.job.page import Phase
 from lockstep.share import BatchesInHand
@@ -350,10 +350,9 @@ class Replica(Joinable, BackwardListener):
     def _warn_unused(self, names: Sequence[str]) -> None:
         if not names or self._own.has_told:
             return  # the user knows of what was used in their places
-        shown = ", ".join(f"'{name}'" for name in names[:10])
-        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+        shown = listed([*map(repr, names)], most=10)
         callsite.warn(
-            f"no rank used the parameter(s) {shown}{more} in the first backward. That is fine for the gradients of the "
+            f"no rank used the parameter(s) {shown} in the first backward. That is fine for the gradients of the "
             "others; if it is what you mean, find_unused_parameters=True ends this warning"
         )
 

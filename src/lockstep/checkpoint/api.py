@@ -17,7 +17,7 @@ from lockstep.checkpoint import folders
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
 from lockstep.checkpoint.locks import RunLock
-from lockstep.checkpoint.plan import Share
+from lockstep.checkpoint.plan import WritePlan
 from lockstep.checkpoint.read import none_whole
 from lockstep.checkpoint.restore import Restored, find, load, load_generators, restored, words_on_differences
 from lockstep.checkpoint.retention import Retention, prune
@@ -200,8 +200,8 @@ class Checkpointer:
             self.wait()
         except CheckpointError as error:
             earlier = error
-        share, moment = self._prepare(metric, epoch_done)
-        folder = self._write(share, moment, OverGroup(self._world))
+        plan, moment = self._prepare(metric, epoch_done)
+        folder = self._write(plan, moment, OverGroup(self._world))
         self._owns_folder = True
         self._position.last_saved = moment.step
         if earlier is not None and self._world.is_main:
@@ -230,9 +230,9 @@ class Checkpointer:
                 is written. The same on every rank.
         """
         self.wait()
-        share, moment = self._prepare(metric, epoch_done)
+        plan, moment = self._prepare(metric, epoch_done)
         self._background.forget_records()  # all ranks have waited, or they would not have met in the line above
-        self._background.begin(share, step=moment.step, write=lambda copied, peers: self._write(copied, moment, peers))
+        self._background.begin(plan, step=moment.step, write=lambda copied, peers: self._write(copied, moment, peers))
         self._position.last_saved = moment.step
 
     @flight.phase(Phase.SAVE)
@@ -246,27 +246,27 @@ class Checkpointer:
         self._owns_folder |= folder is not None
         return folder
 
-    def _write(self, share: Share, moment: Moment, peers: Peers) -> Path:
+    def _write(self, plan: WritePlan, moment: Moment, peers: Peers) -> Path:
         return write(
             self.folder,
-            share,
+            plan,
             moment,
             peers=peers,
             tidy=lambda newest: prune(self.folder, newest, self._rule, damaged=self._damaged, on=self._storage),
             on=self._storage,
         )
 
-    def _prepare(self, metric: float | None, epoch_done: bool | None) -> tuple[Share, Moment]:
+    def _prepare(self, metric: float | None, epoch_done: bool | None) -> tuple[WritePlan, Moment]:
         """**Collective.** Decide what this rank writes, copied nowhere yet, and say where the run is."""
         run, position = self._run, self._position
         if run.optimizer is None and position.step == position.last_saved:
             position.step += 1
-        share = prepare(run, self._world, step=position.step, before=self._refuse_foreign_folder)
-        drift = words_on_drift(share)
+        plan = prepare(run, self._world, step=position.step, before=self._refuse_foreign_folder)
+        drift = words_on_drift(plan)
         if drift and self._world.is_main and not self._said_apart:
             self._said_apart = True
             callsite.warn(drift, RuntimeWarning)
-        return share, position.moment(run.loader, epoch_done=epoch_done, metric=_finite(metric))
+        return plan, position.moment(run.loader, epoch_done=epoch_done, metric=_finite(metric))
 
     def _refuse_foreign_folder(self) -> None:
         """Refuse, on rank 0, checkpoints that this run has nothing to do with."""

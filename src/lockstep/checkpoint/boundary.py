@@ -22,7 +22,7 @@ from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
 from lockstep.job import flight
 from lockstep.job.files import EXIT_SAVED, StopNote
-from lockstep.job.stop import Agreement, Board, Kind, PageBoard, Requests, StoreBoard
+from lockstep.job.stop import Action, Agreement, Board, PageBoard, Requests, StoreBoard
 
 
 class Saver(Protocol):
@@ -100,18 +100,18 @@ class StepBoundary:
         due = self._agreement.due(step, wanted=self._requests.wanted)
         if last and due is None:
             due = self._due_at_last()
-        if due is Kind.SAVE:
+        if due is Action.SAVE:
             self._save_and_go_on(saver, epoch_done)
-        elif due is Kind.STOP:
+        elif due is Action.STOP:
             self._save_and_leave(saver, epoch_done)
 
-    def _due_at_last(self) -> Kind | None:
+    def _due_at_last(self) -> Action | None:
         """Find the most urgent thing that any rank was asked for; for once it pays to ask all."""
         assert self._agreement is not None, "made at the first boundary"
         wishes = [wish for wish in (self._requests.wanted, self._agreement.pending()) if wish is not None]
         wanted = [int(wish) for wish in wishes]
         everyones = [wish for wishes in all_gather_records(wanted, self._world.group) for wish in wishes]
-        return Kind(min(everyones)) if everyones else None
+        return Action(min(everyones)) if everyones else None
 
     def _save_and_go_on(self, saver: Saver, epoch_done: bool | None) -> None:
         self._requests.save = False

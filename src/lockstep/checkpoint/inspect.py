@@ -33,7 +33,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 @dataclass(frozen=True)
-class Seen:
+class Summary:
     """A checkpoint at first sight: its manifest, or what is wrong with that."""
 
     folder: Path
@@ -73,16 +73,16 @@ def _is_checkpoint(path: Path) -> bool:
     return is_named_so and (not folders.checkpoints(path) or (path / MANIFEST).exists())
 
 
-def glance(folder: Path) -> Seen:
+def glance(folder: Path) -> Summary:
     """Read the manifest of a checkpoint, and nothing else.
 
     Raises:
         CheckpointGone: it has just been removed.
     """
     try:
-        return Seen(folder, read_manifest(folder))
+        return Summary(folder, read_manifest(folder))
     except CheckpointCorrupt as error:
-        return Seen(folder, None, str(error))
+        return Summary(folder, None, str(error))
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ class RunLock:
     """
 
     def __init__(self, root: Path) -> None:
-        self._held = _Held.share(root)
+        self._held = _Held.shared(root)
         self._release = weakref.finalize(self, _Held.let_go, self._held, os.getpid())
 
     def release(self) -> None:
@@ -229,7 +229,7 @@ class _Held:
         return held if held is not None and held._pid == os.getpid() else None  # a forked process inherits the table
 
     @classmethod
-    def share(cls, root: Path) -> _Held:
+    def shared(cls, root: Path) -> _Held:
         with cls._guard:
             held = cls.here(root)
             if held is None:

@@ -25,7 +25,7 @@ from lockstep.checkpoint.encoding import PIECE, decode, new_digest, strict_json
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.locks import CheckpointGone, reading
 from lockstep.checkpoint.manifest import MAX_BYTES, MODEL, FileEntry, Manifest
-from lockstep.checkpoint.safetensors import LENGTH, Header, TensorPlace, header_length, parse_header
+from lockstep.checkpoint.safetensors import LENGTH, Header, TensorSpan, header_length, parse_header
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.errors import CheckpointCorrupt
 
@@ -91,7 +91,7 @@ def read_manifest(folder: Path, *, on: Storage = POSIX) -> Manifest:
         return reader.manifest
 
 
-def read_header(folder: Path, *, on: Storage = POSIX) -> tuple[TensorPlace, ...]:
+def read_header(folder: Path, *, on: Storage = POSIX) -> tuple[TensorSpan, ...]:
     """Read and verify the header of a checkpoint's model: its tensors in the order of their bytes, complex ones as the
     pairs of reals that they are saved as.
 
@@ -244,7 +244,7 @@ class _Reader:
             state.update(self._tree("model", {}))
         return state
 
-    def header(self) -> tuple[TensorPlace, ...]:
+    def header(self) -> tuple[TensorSpan, ...]:
         """Say where the model's tensors are."""
         with self._file(MODEL, self.manifest.files[MODEL]) as file:
             return file.header().tensors
@@ -344,7 +344,7 @@ class _File:
             raise ValueError(_DISAGREE)
         return header
 
-    def _tensor(self, described: TensorPlace) -> torch.Tensor:
+    def _tensor(self, described: TensorSpan) -> torch.Tensor:
         tensor = torch.empty(described.shape, dtype=described.dtype)
         if described.stop > described.start:
             self._fill(tensor.reshape(-1).view(torch.uint8).numpy().data, described.start, described.name)

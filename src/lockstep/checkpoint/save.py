@@ -30,7 +30,7 @@ from lockstep.checkpoint.encoding import PIECE, encode, new_digest
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.manifest import MAX_BYTES, FileEntry, Manifest
 from lockstep.checkpoint.match import bare, plain_names, under_plain_names
-from lockstep.checkpoint.plan import Layout, Outline, Share, share_out, text
+from lockstep.checkpoint.plan import Layout, Outline, WritePlan, plan_writes, text
 from lockstep.checkpoint.state import Moment, RunState
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
@@ -63,7 +63,7 @@ class Announcement:
         return cls(**{**record, "outline": Outline.from_json(record["outline"])})
 
 
-def prepare(run: RunState, world: World, *, step: int, before: Callable[[], None]) -> Share:
+def prepare(run: RunState, world: World, *, step: int, before: Callable[[], None]) -> WritePlan:
     """**Collective.** Decide what this rank is to write of a checkpoint at ``step``; nothing is copied yet.
 
     ``before`` is run on each rank first; what it raises is raised on all.
@@ -91,7 +91,7 @@ def prepare(run: RunState, world: World, *, step: int, before: Callable[[], None
         if run.loader is not None:  # kept once if they are all the same
             loaders = [rank.loader for rank in ranks]
             texts["loader.json"] = text(loaders[:1] if all(one == loaders[0] for one in loaders) else loaders)
-    return share_out(layout, [rank.outline for rank in ranks], rank=world.rank, texts=texts)
+    return plan_writes(layout, [rank.outline for rank in ranks], rank=world.rank, texts=texts)
 
 
 def _lay_out(run: RunState, *, is_main: bool) -> Layout:
@@ -102,13 +102,13 @@ def _lay_out(run: RunState, *, is_main: bool) -> Layout:
     return Layout.of(under_plain_names(model, model.state_dict()), parts, parameters=parameters, is_main=is_main)
 
 
-def words_on_drift(share: Share) -> str:
+def words_on_drift(plan: WritePlan) -> str:
     """Return what to tell of replicas that differ; empty if they do not."""
-    if not share.apart:
+    if not plan.apart:
         return ""
     return (
         "the replicas have drifted apart: other ranks hold other values, or other tensors, than rank 0, so rank 0's "
-        f"are saved, and a resumed run will not repeat this one bit for bit; files and ranks: {share.apart}"
+        f"are saved, and a resumed run will not repeat this one bit for bit; files and ranks: {plan.apart}"
     )
 
 
@@ -116,11 +116,11 @@ def words_on_drift(share: Share) -> str:
 
 
 def write(
-    root: Path, share: Share, moment: Moment, *, peers: Peers, tidy: Callable[[Path], None], on: Storage = POSIX
+    root: Path, plan: WritePlan, moment: Moment, *, peers: Peers, tidy: Callable[[Path], None], on: Storage = POSIX
 ) -> Path:
     """**Collective.** Write a checkpoint into ``root``, wholly or not at all; its folder.
 
-    It talks to the other ranks by ``peers`` alone and touches no live state if ``share`` was copied, so that it may
+    It talks to the other ranks by ``peers`` alone and touches no live state if ``plan`` was copied, so that it may
     run in a thread beside training. When the checkpoint is safe, rank 0 calls ``tidy`` to remove older ones.
 
     Raises:
@@ -130,25 +130,25 @@ def write(
 
     def begin() -> str:
         nonlocal draft
-        if share.files is None:
+        if plan.files is None:
             return ""
         folders.sweep(root, on=on)
         draft = Draft(root, moment.step, on=on)
-        for name in share.files:
+        for name in plan.files:
             draft.create(name)
         return draft.path.name
 
     def finish(digests: Sequence[Sequence[str]]) -> str:
         if draft is None:
             return ""
-        path = draft.commit(_manifest(moment, peers.world_size, share.entries(digests)))
+        path = draft.commit(_manifest(moment, peers.world_size, plan.entries(digests)))
         tidy(path)
         return path.name
 
     try:
         _, drafts = together(peers, begin, lambda name: name)
         _, digests = together(
-            peers, lambda: write_blocks(root / str(drafts[0]), share.contents(), on=on), lambda own: own
+            peers, lambda: write_blocks(root / str(drafts[0]), plan.contents(), on=on), lambda own: own
         )
         _, names = together(peers, lambda: finish(digests), lambda name: name)
     except CheckpointError:  # on every rank: none goes on, and looks at the folder, before rank 0 has cleaned up

@@ -246,13 +246,17 @@ def _shards_of(index: Path) -> dict[str, list[str]]:
         raise CheckpointCorrupt(f"{index}: {size} bytes, and no index has more than {_MAX_INDEX}")
     try:
         content = strict_json(index.read_bytes())
-        places = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(places, dict) or not places or not all(isinstance(shard, str) for shard in places.values()):
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(shard, str) for shard in weight_map.values())
+        ):
             raise ValueError('expected {"weight_map": {name of a tensor: name of a file}}')
     except ValueError as error:
         raise CheckpointCorrupt(f"{index}: no index of shards: {error}") from None
     shards: dict[str, list[str]] = {}
-    for name, shard in places.items():
+    for name, shard in weight_map.items():
         # It is looked for where the index lies and nowhere else, and is no index itself.
         leads_away = shard in ("", "..") or shard != Path(shard).name or "\\" in shard or "\0" in shard
         if leads_away or shard.endswith(".json"):

@@ -117,7 +117,7 @@ class OverStore:
             pause = min(2 * pause, _LONGEST_PAUSE)
         return [json.loads(self._store.get(name)) for name in names]
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """**Collective.** End the conversation. Rank 0, which may have the store, leaves last, or after a while."""
         if self.rank:
             self._store.set(self._parting(self.rank), "")

@@ -24,14 +24,14 @@ _BY_NAME = {name: kind for kind, name in _KNOWN.items()}
 
 
 def together(
-    peers: Peers, attempt: Callable[[], Result], share: Callable[[Result], Any], *, what: str
+    peers: Peers, attempt: Callable[[], Result], tell: Callable[[Result], Any], *, what: str
 ) -> tuple[Result, list[Any]]:
-    """**Collective.** Return what ``attempt`` made on this rank, and what ``share`` told of every rank's.
+    """**Collective.** Return what ``attempt`` made on this rank, and what ``tell`` says of every rank's.
 
     Args:
         peers: the ranks, and how they talk.
         attempt: what this rank does.
-        share: what the others are told of its result, as JSON can say it.
+        tell: what the others are told of its result, as JSON can say it.
         what: what is being attempted, for the message.
 
     Raises:
@@ -44,7 +44,7 @@ def together(
     record: dict[str, Any]
     try:
         result = attempt()
-        record = {"shared": json.loads(json.dumps(share(result)))}
+        record = {"told": json.loads(json.dumps(tell(result)))}
     except Exception as error:  # noqa: BLE001  (the other ranks wait: they must hear of any failure)
         mine = error
         record = _described(error)
@@ -54,7 +54,7 @@ def together(
             if mine is not None and not isinstance(mine, LockstepError):
                 raise mine
             raise _failure(rank, other, peers, what) from mine
-    return result, [other["shared"] for other in records]
+    return result, [other["told"] for other in records]
 
 
 def agreed(

@@ -97,7 +97,7 @@ def _is_column(value: Any, length: int) -> bool:
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and len(value) == length and value.dtype.kind in "biufcSUmM"
     if isinstance(value, (list, tuple)):
-        return len(value) == length and all(_is_plain(value[place]) for place in _spread(length))
+        return len(value) == length and all(_is_plain(value[position]) for position in _spread(length))
     table = all(hasattr(value, name) for name in ("iloc", "index", "to_numpy"))  # pandas and its likes
     return table and len(value) == length
 
@@ -112,16 +112,16 @@ def _spread(length: int, looks: int = _LOOKED_AT) -> list[int]:
     """Positions over the whole length, the first and the last among them."""
     if length <= looks:
         return list(range(length))
-    return [place * (length - 1) // (looks - 1) for place in range(looks)]
+    return [position * (length - 1) // (looks - 1) for position in range(looks)]
 
 
 def _some_of(values: Any) -> str:
-    places = _spread(len(values))
+    positions = _spread(len(values))
     if hasattr(values, "iloc"):
-        table = values.iloc[places]
+        table = values.iloc[positions]
         looked_at = _comparable([list(table.index), table.to_numpy().tolist()])
         return f"{len(values)} rows, digest {fingerprint(looked_at)[:8]}"
-    looked_at = [_comparable(values[place]) for place in places]
+    looked_at = [_comparable(values[position]) for position in positions]
     kind = f" of {values.dtype}" if hasattr(values, "dtype") else ""
     return f"{len(values)} elements{kind}, digest {fingerprint(looked_at)[:8]}"
 
@@ -144,19 +144,19 @@ def _indices(indices: Any) -> str:
         indices = list(indices)
         if not all(isinstance(each, (int, np.integer)) for each in indices):  # keys of a mapping, say
             return f"{len(indices)} keys, digest {fingerprint(_comparable(indices))[:8]}"
-    places = np.asarray(indices)
-    if not places.size:
+    positions = np.asarray(indices)
+    if not positions.size:
         return "none"
-    if places.dtype.kind not in "biu":
-        return f"{places.size} keys, digest {fingerprint(_comparable(places.tolist()))[:8]}"
-    first = ", ".join(map(str, places[:3].tolist()))
-    return f"{places.size} from {first}… (digest {fingerprint(places.astype(np.int64))[:8]})"
+    if positions.dtype.kind not in "biu":
+        return f"{positions.size} keys, digest {fingerprint(_comparable(positions.tolist()))[:8]}"
+    first = ", ".join(map(str, positions[:3].tolist()))
+    return f"{positions.size} from {first}… (digest {fingerprint(positions.astype(np.int64))[:8]})"
 
 
 def _rows_of(dataset: Any) -> str:
     # As they are stored: no image is decoded and no transform called.
     stored = dataset.with_format("arrow")
-    rows = [_comparable(stored[place].to_pydict()) for place in _spread(len(dataset), _ROWS)]
+    rows = [_comparable(stored[position].to_pydict()) for position in _spread(len(dataset), _ROWS)]
     return f"{len(dataset)} rows, digest {fingerprint(rows)[:8]}"
 
 

@@ -10,7 +10,7 @@ from lockstep.errors import CheckpointMismatch
 
 @dataclass(frozen=True)
 class Cursor:
-    """A place in the sequence of all epochs."""
+    """A position in the sequence of all epochs."""
 
     epoch: int = 0
     #: Samples of this epoch that the user's loop has been given, over all ranks.

@@ -45,7 +45,7 @@ class SliceKey(NamedTuple):
 
     #: Indices of this rank's samples; if it has none, the index of the global batch's first sample, as a pattern.
     indices: list[int]
-    #: The place of the first of them in the epoch's order.
+    #: The position of the first of them in the epoch's order.
     position: int
     #: How many of them are this rank's.
     samples: int
@@ -117,14 +117,15 @@ class StreamDataset(IterableDataset[Fetched]):
         *,
         batch_size: int,
         drop_last: bool,
-        place: tuple[int, int],
+        rank: int,
+        world_size: int,
         seeded: bool,
     ) -> None:
         self.dataset = dataset
         self._collate = collate
         self._batch_size = batch_size
         self._drop_last = drop_last
-        self._rank, self._world_size = place
+        self._rank, self._world_size = rank, world_size
         self._seeded = seeded
         #: mix(seed, epoch), int64 of shape (1,), owned here and shared with the workers: a worker that persists is
         #: told of a new epoch by nothing else.
@@ -299,14 +300,11 @@ class Keys(Sampler[SliceKey]):
         return iter(self.keys)
 
 
-def slice_keys(
-    order: torch.Tensor, source: Source, *, start: int, place: tuple[int, int], epoch_key: int
-) -> Iterator[SliceKey]:
+def slice_keys(order: torch.Tensor, source: Source, *, start: int, world: World, epoch_key: int) -> Iterator[SliceKey]:
     """Return one rank's keys from global sample ``start`` on: as many on every rank."""
-    rank, world_size = place
     batches = global_batches(order.numel(), batch_size=source.batch_size, drop_last=source.drop_last, start=start)
     for begin, end in batches:
-        first, last = slice_bounds(end - begin, rank=rank, world_size=world_size)
+        first, last = slice_bounds(end - begin, rank=world.rank, world_size=world.world_size)
         samples = last - first
         position = begin + first if samples else begin
         indices = order[position : position + max(1, samples)].tolist()
@@ -320,13 +318,13 @@ def inner_loader(
     given = source.loader
     dataset: SliceDataset | StreamDataset
     if source.order == "stream":
-        place = (world.rank, world.world_size)
         dataset = StreamDataset(
             given.dataset,  # type: ignore[arg-type]  # an IterableDataset, or the order would be another
             given.collate_fn,
             batch_size=source.batch_size,
             drop_last=source.drop_last,
-            place=place,
+            rank=world.rank,
+            world_size=world.world_size,
             seeded=seeded,
         )
         workers = given.num_workers

@@ -332,9 +332,8 @@ class ShardedLoader:
             stream.begin(epoch_key)
             slices: Iterable[Fetched] = self._compared(self._inner, skip=self._cursor.batches)
         else:
-            place = (self._world.rank, self._world.world_size)
             self._keys.keys = slice_keys(
-                self._order(), self._source, start=self._cursor.samples, place=place, epoch_key=epoch_key
+                self._order(), self._source, start=self._cursor.samples, world=self._world, epoch_key=epoch_key
             )
             slices = self._inner
         return slices if self._device is None else on_device(slices, self._device)

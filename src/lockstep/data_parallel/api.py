@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from lockstep import _torch
+from lockstep.data_parallel.copies import Copier, Copies
 from lockstep.data_parallel.devices import Device, as_device, refuse_shared, resolve_devices, warn_imbalance
 from lockstep.data_parallel.gather import Gatherer, OutputDim, checked_output_dim
 from lockstep.data_parallel.replicas import Replicas
 from lockstep.data_parallel.rng import Draws
 from lockstep.data_parallel.scatter import Piece, checked_chunk_sizes, scatter
-from lockstep.data_parallel.store import Copies, Store
-from lockstep.data_parallel.threads import Modes, Place, run_here, run_replicas
+from lockstep.data_parallel.threads import Location, Modes, run_here, run_replicas
 from lockstep.identity import Identity
 from lockstep.trees import to_device
 
@@ -115,7 +115,7 @@ class DataParallel(nn.Module):
         # Behind a plain attribute: replicas are no part of the module's state.
         engine = self.__dict__["_engine"] = _Engine(self._options())
         if before is not None:
-            engine.store.count = before.store.count
+            engine.copier.count = before.copier.count
         return engine
 
     def _options(self) -> _Options:
@@ -135,7 +135,7 @@ class DataParallel(nn.Module):
     def copies(self) -> Copies:
         """How much has been copied to the replicas so far. A forward that finds nothing changed adds nothing."""
         engine: _Engine = self.__dict__["_engine"]
-        return engine.store.count
+        return engine.copier.count
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward on all devices.
@@ -193,11 +193,11 @@ class _Engine:
         self._losses = Gatherer("mean", what="loss", remedy="Let the criterion return a mean, or one loss per sample")
         self._draws = Draws()
         self._lock = threading.RLock()
-        self.store = Store(self._devices, check_contents=options.check_contents)
+        self.copier = Copier(self._devices, check_contents=options.check_contents)
         roots = [("module", self._module)]
         if isinstance(self._criterion, nn.Module):
             roots.append(("criterion", self._criterion))
-        self._replicas = Replicas(roots, self._devices, self.store)
+        self._replicas = Replicas(roots, self._devices, self.copier)
 
     def run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         self._check_arguments(inputs, kwargs, target)
@@ -216,21 +216,21 @@ class _Engine:
         if len(used) == 1:
             # The first replica is the module: nothing to copy, no thread to start.
             call = self._replica_call(0, trees[0])
-            return [self._replicas.watched(lambda: run_here(call, self._place(0)))]
+            return [self._replicas.watched(lambda: run_here(call, self._location(0)))]
         self._replicas.equip(used)
         turn = self._draws.begin(self._replicas.training_flags(), first)
         modes = Modes.of_this_thread(first.type, sharing=1 if turn.in_turn else len(used))
-        places = [self._place(replica) for replica in used]
+        locations = [self._location(replica) for replica in used]
         calls = [
             turn.wrapped(replica, self._devices[replica], self._replica_call(replica, tree))
             for replica, tree in zip(used, trees, strict=True)
         ]
-        outputs = self._replicas.watched(lambda: run_replicas(calls, places, modes, in_turn=turn.in_turn))
+        outputs = self._replicas.watched(lambda: run_replicas(calls, locations, modes, in_turn=turn.in_turn))
         self._draws.end(turn)
         return outputs
 
-    def _place(self, replica: int) -> Place:
-        return Place(replica, len(self._devices), self._devices[replica])
+    def _location(self, replica: int) -> Location:
+        return Location(replica, len(self._devices), self._devices[replica])
 
     def _replica_call(self, replica: int, tree: Any) -> Callable[[], Any]:
         module = self._replicas.module(0, replica)

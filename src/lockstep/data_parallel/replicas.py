@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lockstep import _torch, callsite
+from lockstep.data_parallel.copies import Copier, Slot
 from lockstep.data_parallel.devices import refuse_misplaced
-from lockstep.data_parallel.store import Slot, Store
 from lockstep.errors import LockstepError
 
 #: A place where a tensor hangs: the module's dict of parameters or of buffers, and the name in it.
@@ -97,8 +97,8 @@ class _Node:
 class Replicas:
     """The replicas of one or two modules (the second a loss function) on some devices."""
 
-    def __init__(self, roots: Sequence[tuple[str, nn.Module]], devices: Sequence[torch.device], store: Store) -> None:
-        self._roots, self._devices, self._store = roots, devices, store
+    def __init__(self, roots: Sequence[tuple[str, nn.Module]], devices: Sequence[torch.device], copier: Copier) -> None:
+        self._roots, self._devices, self._copier = roots, devices, copier
         self._nodes: dict[int, _Node] = {}
         self._slots: dict[int, Slot] = {}
         self._warned: set[str] = set()
@@ -117,7 +117,7 @@ class Replicas:
         self._align_modules(modules)
         self._align_slots(modules)
         if len(used) > 1:
-            self._store.renew(list(self._slots.values()), used[1:])
+            self._copier.renew(list(self._slots.values()), used[1:])
 
     def training_flags(self) -> tuple[bool, ...]:
         """Return the training flags of all modules."""

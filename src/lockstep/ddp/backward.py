@@ -1,10 +1,10 @@
 """One backward: which gradients have come, what was sent of them, and the averages that are handed out.
 
-Note [Launch order]
-~~~~~~~~~~~~~~~~~~~
+Note [Issue order]
+~~~~~~~~~~~~~~~~~~
 A backend pairs the ranks' collectives by the order in which each rank starts them, and gradients may arrive in another
-order on every rank. So buckets are launched strictly by index: a full bucket waits for those before it. The last bucket
-is launched at the end of backward; nothing is left to overlap it with. A comm hook may start more collectives from the
+order on every rank. So buckets are issued strictly by index: a full bucket waits for those before it. The last bucket
+is issued at the end of backward; nothing is left to overlap it with. A comm hook may start more collectives from the
 backend's threads as earlier ones end (PowerSGD does). Nothing else is started while a hook's bucket is under way, or
 the ranks' orders would differ: the next bucket waits for its future, and so do the flags and the sparse gradients.
 
@@ -156,7 +156,7 @@ class Backward:
         #: others; see Note [Left-out backwards].
         self.left_out = 0
         self.place = 0
-        #: Index of the bucket to launch next; see Note [Launch order].
+        #: Index of the bucket to issue next; see Note [Issue order].
         self.next = 0
         #: Whether gradients were bad, so that all ranks leave this step out.
         self.skipped = False
@@ -198,10 +198,10 @@ class Backward:
     # Sending --------------------------------------------------------------------------------------------------------
 
     def hook_is_done(self) -> bool:
-        """Whether no comm hook is at work; see Note [Launch order]."""
+        """Whether no comm hook is at work; see Note [Issue order]."""
         return self._in_hook is None or self._in_hook.done()
 
-    def launch_next(self) -> None:
+    def issue_next(self) -> None:
         """**Collective.** Fill the next bucket and begin to reduce it; under ``no_grad``."""
         bucket = self._all.buckets[self.next]
         bucket.counted, self.next = len(bucket.arrived), self.next + 1
@@ -212,7 +212,7 @@ class Backward:
         if self._all.finite is not None:
             self._all.finite.inspect(bucket, [self._all.names[position] for position in bucket.positions])
         if self._all.comm_hook is not None:
-            self._launch_hook(*self._all.comm_hook, bucket)
+            self._issue_hook(*self._all.comm_hook, bucket)
         elif self._all.world_size > 1:
             self._all_reduce(bucket)
 
@@ -229,7 +229,7 @@ class Backward:
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
         while self.next < len(self._all.buckets):
-            self.launch_next()
+            self.issue_next()
         if not self._all.sends and self._all.finite is None:
             return self.missing()
         unused = self._collect(write=write and self._all.sends)
@@ -296,16 +296,16 @@ class Backward:
             return labelled(f"{what}, {self._all.describe(bucket)}")
         return self._all.labels[bucket.index][backward]
 
-    def _launch_hook(self, state: Any, hook: CommHook, bucket: Bucket) -> None:
+    def _issue_hook(self, state: Any, hook: CommHook, bucket: Bucket) -> None:
         if self._in_hook is not None:
             before = f"{self._all.whoami()}: averaging the bucket before bucket {bucket.index}"
             wait_for(self._in_hook.wait, lambda: before)
         future = self._in_hook = hook(state, GradBucket(bucket, is_last=bucket.index == len(self._all.buckets) - 1))
         bucket.wait, bucket.result = future.wait, future.value
 
-    def _launch_sparse(self, slot: SparseSlot) -> SparseTransfer:
+    def _issue_sparse(self, slot: SparseSlot) -> SparseTransfer:
         used = bool(slot.arrived) or slot.position in self._all.pending
-        return slot.launch(self._weight / self._divisor, used, self._all.finite)
+        return slot.issue(self._weight / self._divisor, used, self._all.finite)
 
     # Handing out ----------------------------------------------------------------------------------------------------
 
@@ -314,14 +314,14 @@ class Backward:
         buckets, checked = self._all.buckets, self._all.finite is not None
         hooked = self._all.comm_hook is not None and self._all.world_size > 1
         unused: list[int] = []
-        if hooked:  # see Note [Launch order]
+        if hooked:  # see Note [Issue order]
             for bucket in buckets:
                 self._wait(bucket)
             # (What the hook itself sends may come from any thread, so it goes without a label.)
             if buckets:
                 with self._label(buckets[-1]):
                     self._exchange_flags()
-        sparse = [self._launch_sparse(slot) for slot in self._all.sparse]
+        sparse = [self._issue_sparse(slot) for slot in self._all.sparse]
         for bucket in () if hooked else buckets:
             self._wait(bucket)
             if write and not checked:

@@ -143,11 +143,11 @@ class Bucket:
         #: Of the backward under way: positions of the parameters whose gradient has come, in order; more than once if
         #: it came in portions. Always the same list.
         self.arrived: list[int] = []
-        #: How many had come when the bucket was launched.
+        #: How many had come when the bucket was issued.
         self.counted = 0
         #: Slots that are packed already, before the others have come.
         self.packed: set[int] = set()
-        #: Slots for which this rank has no gradient, once it is launched.
+        #: Slots for which this rank has no gradient, once it is issued.
         self.missing: list[int] = []
         #: What waits for it, if it was sent, and what then returns a comm hook's result.
         self.wait: Callable[[], object] | None = None

@@ -33,7 +33,7 @@ _PARALLEL = (
 
 def compare_replicas(
     module: nn.Module,
-    agreement: dict[str, Any],
+    options: dict[str, Any],
     group: dist.ProcessGroup,
     *,
     sparse: Set[int] = frozenset(),
@@ -46,7 +46,7 @@ def compare_replicas(
         module: the module to compare, by name, shape, dtype, strides, ``requires_grad`` and kind of gradient of its
             parameters, by name, shape and dtype of its buffers, and by which of them share a device; what it ignores is
             left out.
-        agreement: options that must be equal.
+        options: those that must be equal.
         group: the ranks that compare.
         sparse: ids of the parameters whose gradients are expected to be sparse.
         buffers: whether buffers must be equal; each rank may have its own if they are never sent.
@@ -56,16 +56,16 @@ def compare_replicas(
         ValueError: on every rank, if some rank's module can't be a replica.
         ReplicaMismatch: on every rank, naming the first parameter that differs and the first rank where it does.
     """
-    # A device's number is its place among the module's: "cuda:0" here is "cuda:1" on the next rank.
-    places: dict[torch.device, int] = {}
+    # A device's number is its position among the module's: "cuda:0" here is "cuda:1" on the next rank.
+    numbers: dict[torch.device, int] = {}
     mine = {
-        "options": sorted([name, str(value)] for name, value in agreement.items()),
+        "options": sorted([name, str(value)] for name, value in options.items()),
         "parameters": [
-            _describe_parameter(name, param, places.setdefault(param.device, len(places)), id(param) in sparse)
+            _describe_parameter(name, param, numbers.setdefault(param.device, len(numbers)), id(param) in sparse)
             for name, param in (parameters_of(module) if unfit is None else ())
         ],
         "buffers": [
-            [name, list(tensor.shape), str(tensor.dtype), places.setdefault(tensor.device, len(places))]
+            [name, list(tensor.shape), str(tensor.dtype), numbers.setdefault(tensor.device, len(numbers))]
             for name, tensor in (buffers_of(module) if buffers and unfit is None else ())
         ],
         "unfit": unfit,
@@ -96,9 +96,9 @@ def first_difference(lists: Sequence[Sequence[Any]]) -> tuple[int, int] | None:
     return min(found, default=None)
 
 
-def _describe_parameter(name: str, param: nn.Parameter, place: int, sparse: bool) -> list[Any]:
+def _describe_parameter(name: str, param: nn.Parameter, device: int, sparse: bool) -> list[Any]:
     layout = None if param.is_contiguous() else list(param.stride())
-    return [name, list(param.shape), str(param.dtype), place, param.requires_grad, layout, sparse]
+    return [name, list(param.shape), str(param.dtype), device, param.requires_grad, layout, sparse]
 
 
 def explain_difference(kind: str, records: Sequence[Any], position: int, rank: int) -> str:

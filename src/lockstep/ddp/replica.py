@@ -80,7 +80,7 @@ class Replica(Joinable, BackwardListener):
     def _compare(self, module: nn.Module, *, unfit: str | None = None) -> None:
         compare_replicas(
             module,
-            self._options.agreement(),
+            self._options.must_match(),
             self._group,
             sparse=_sparse_parameters(module),
             buffers=self._options.sends_buffers,

@@ -30,7 +30,7 @@ class SparseSlot:
         #: Its position, as often as it got a gradient in the backward under way. Always the same list.
         self.arrived: list[int] = []
 
-    def launch(self, scale: float, used: bool, finite: FiniteCheck | None = None) -> SparseTransfer:
+    def issue(self, scale: float, used: bool, finite: FiniteCheck | None = None) -> SparseTransfer:
         """**Collective.** Begin to gather.
 
         Args:

@@ -97,17 +97,17 @@ class SyncBatchNorm(_BatchNorm):
 
     @_torch.mark_untraced
     def _synchronised(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
-        place = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}: SyncBatchNorm"
-        statistics = _gather_statistics(input.detach(), group, place)
+        whoami = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}: SyncBatchNorm"
+        statistics = _gather_statistics(input.detach(), group, whoami)
         # More than one here is more than one in all; only otherwise is it worth waiting for the device to know.
         if input.numel() <= input.shape[1] and statistics.count <= 1:
             raise ValueError(
-                f"{place}: expected more than 1 value per channel when training, got {int(statistics.count)} on all "
+                f"{whoami}: expected more than 1 value per channel when training, got {int(statistics.count)} on all "
                 f"ranks together (input of this rank: {list(input.shape)})"
             )
         self._track(statistics)
         normalised: Tensor = _SynchronisedNorm.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, statistics, self.eps, _Exchange(group, _weight(group), place)
+            input, self.weight, self.bias, statistics, self.eps, _Exchange(group, _weight(group), whoami)
         )
         return normalised
 
@@ -195,7 +195,7 @@ class _Exchange:
     group: dist.ProcessGroup
     #: This rank's weight; see Note [Exact mean].
     weight: float
-    place: str
+    whoami: str
 
 
 def _weight(group: dist.ProcessGroup) -> float:
@@ -205,12 +205,12 @@ def _weight(group: dist.ProcessGroup) -> float:
     return world.share.weight(world.world_size)
 
 
-def _gather_statistics(values: Tensor, group: dist.ProcessGroup, place: str) -> _Statistics:
+def _gather_statistics(values: Tensor, group: dist.ProcessGroup, whoami: str) -> _Statistics:
     """**Collective.** Note [Synchronised statistics]."""
     channels = values.shape[1]
     own = _own_moments(values)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    wait_for(lambda: dist.all_gather(rows, own, group=group), lambda: f"{place}, gathering statistics")
+    wait_for(lambda: dist.all_gather(rows, own, group=group), lambda: f"{whoami}, gathering statistics")
     table = torch.stack(rows)
     counts, means, squares = table[:, :1], table[:, 1 : channels + 1], table[:, channels + 1 :]
     count = counts.sum(0)
@@ -287,7 +287,7 @@ def _means_over_ranks(sums: Tensor, count: Tensor, exchange: _Exchange) -> Tenso
     total = sums.double() * exchange.weight if exchange.weight else torch.zeros_like(sums, dtype=torch.float64)
     wait_for(
         lambda: dist.all_reduce(total, group=exchange.group),
-        lambda: f"{exchange.place}, adding up gradients in backward",
+        lambda: f"{exchange.whoami}, adding up gradients in backward",
     )
     return (total / (count * exchange.weight if exchange.weight else count)).to(sums.dtype)
 

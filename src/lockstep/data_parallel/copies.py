@@ -61,8 +61,8 @@ class _Made:
 
     copy: Tensor
     version: int | None
-    #: Where the original lay and how, see :func:`_place`.
-    place: tuple[Any, ...]
+    #: Where the original lay and how, see :func:`_memory_of`.
+    memory: tuple[Any, ...]
     #: Of each of its dense parts. While there is a reference, no other storage gets the address.
     storages: list[StorageWeakRef]
     #: The copy's own version counter: a replica may have changed it in its forward.
@@ -95,7 +95,7 @@ class Slot:
         return (
             made.version is None
             or made.version != _version(self.source)
-            or made.place != _place(self.source)
+            or made.memory != _memory_of(self.source)
             or made.copy_version != made.copy._version
         )
 
@@ -105,7 +105,7 @@ class Slot:
         if self.source.layout != torch.strided:
             self.lent[replica] = None
             return self.source.detach().to(device, copy=True)  # its parts may be of another size each time
-        if made is None or self.is_buffer or made.place != _place(self.source):
+        if made is None or self.is_buffer or made.memory != _memory_of(self.source):
             self.lent[replica] = None
             return torch.empty_like(self.source, device=device, requires_grad=False)
         return made.copy.data if quietly else made.copy
@@ -113,9 +113,9 @@ class Slot:
     def note(self, replica: int, destination: Tensor) -> None:
         """The copy is made."""
         made = self._made[replica]
-        kept = made.copy if made is not None and _place(made.copy) == _place(destination) else destination
+        kept = made.copy if made is not None and _memory_of(made.copy) == _memory_of(destination) else destination
         storages = [StorageWeakRef(part.untyped_storage()) for part in dense_parts(self.source)]
-        self._made[replica] = _Made(kept, _version(self.source), _place(self.source), storages, kept._version)
+        self._made[replica] = _Made(kept, _version(self.source), _memory_of(self.source), storages, kept._version)
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
@@ -134,18 +134,18 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """The memory of a tensor, and how it lies in there."""
     if tensor.layout == torch.strided:
         return _torch.storage_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-    return tensor.layout, tensor.shape, *(_place(part) for part in dense_parts(tensor))
+    return tensor.layout, tensor.shape, *(_memory_of(part) for part in dense_parts(tensor))
 
 
 def _bytes(tensor: Tensor) -> int:
     return sum(part.nbytes for part in dense_parts(tensor))
 
 
-class Store:
+class Copier:
     """Renews copies and counts them."""
 
     def __init__(self, devices: Sequence[torch.device], *, check_contents: bool) -> None:
@@ -261,9 +261,9 @@ def _fingerprint(tensors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     parts = [_words(bits_of(*each)) for each in tensors]
     words = parts[0] if len(parts) == 1 else torch.cat(parts)  # a large tensor is alone, and read where it is
     total = words.new_zeros((), dtype=torch.int64)
-    for place, chunk in enumerate(words.split(_GROUP)):
+    for index, chunk in enumerate(words.split(_GROUP)):
         factors = _factors(words.device)[: chunk.numel()]
-        total = total + (2 * place + 1) * (chunk * factors).sum(dtype=torch.int64)
+        total = total + (2 * index + 1) * (chunk * factors).sum(dtype=torch.int64)
     return total
 
 

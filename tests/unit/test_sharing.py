@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 import lockstep
 from lockstep.checkpoint import blocks
 from lockstep.checkpoint.blocks import Part, count_blocks, cut, divide
-from lockstep.checkpoint.plan import Layout, plan_writes
+from lockstep.checkpoint.plan import StateLayout, plan_writes
 from lockstep.checkpoint.read import read
 from lockstep.checkpoint.state import Moment
 from lockstep.comm.peers import OverStore
@@ -77,7 +77,7 @@ def test_the_folder_is_the_same_whatever_the_world_size(tmp_path: Path) -> None:
 def test_every_rank_writes_about_as_much() -> None:
     states = _states(3)
     layouts = [
-        Layout.of(state.model, state.parts, parameters=state.parameters or frozenset(), is_main=rank == 0)
+        StateLayout.of(state.model, state.parts, parameters=state.parameters or frozenset(), is_main=rank == 0)
         for rank, state in enumerate(states)
     ]
     outlines = [one.outline() for one in layouts]
@@ -107,7 +107,9 @@ def test_where_replicas_differ_rank_0_writes_alone(tmp_path: Path, difference: s
     assert made == [tmp_path / "step-00000001"] * 2
     for name, tensor in load_file(tmp_path / "step-00000001" / "model.safetensors").items():
         assert torch.equal(tensor, ours[name])
-    layouts = [Layout.of(state, {}, parameters=frozenset(state), is_main=state is ours) for state in (ours, theirs)]
+    layouts = [
+        StateLayout.of(state, {}, parameters=frozenset(state), is_main=state is ours) for state in (ours, theirs)
+    ]
     outlines = [one.outline() for one in layouts]
     plans = [plan_writes(one, outlines, rank=rank, texts={}) for rank, one in enumerate(layouts)]
     assert [dict(plan.apart) for plan in plans] == [{"model.safetensors": (1,)}] * 2
@@ -150,7 +152,7 @@ def test_a_file_that_rank_0_does_not_have_is_written_by_nobody(tmp_path: Path) -
     contents = read(tmp_path / "step-00000001")
     assert all(torch.equal(contents.model[name], tensor) for name, tensor in ours.items())
     layouts = [
-        Layout.of(ours, parts, parameters=frozenset(ours), is_main=parts is not theirs) for parts in (none, theirs)
+        StateLayout.of(ours, parts, parameters=frozenset(ours), is_main=parts is not theirs) for parts in (none, theirs)
     ]
     outlines = [one.outline() for one in layouts]
     plans = [plan_writes(one, outlines, rank=rank, texts={}) for rank, one in enumerate(layouts)]

@@ -19,7 +19,7 @@ from lockstep.checkpoint.safetensors import TensorFile, lay_out
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """The state of a run on this rank, laid out in files."""
 
     #: On rank 0 all files of tensors; on the others those that all ranks have.
@@ -30,7 +30,7 @@ class Layout:
     @classmethod
     def of(
         cls, model: Mapping[str, Any], parts: Mapping[str, Any], *, parameters: frozenset[str], is_main: bool
-    ) -> Layout:
+    ) -> StateLayout:
         """Lay a run's state out in files.
 
         ``model.safetensors`` holds the tensors of the model, ``model.json`` what else its state dict has. Every other
@@ -185,7 +185,9 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def plan_writes(layout: Layout, outlines: Sequence[Outline], *, rank: int, texts: Mapping[str, bytes]) -> WritePlan:
+def plan_writes(
+    layout: StateLayout, outlines: Sequence[Outline], *, rank: int, texts: Mapping[str, bytes]
+) -> WritePlan:
     """Plan what this rank writes; every rank comes to the same division.
 
     A file whose layout, or the beginning of whose tensors, is not the same on all ranks is written by rank 0 alone:

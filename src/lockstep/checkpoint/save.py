@@ -30,7 +30,7 @@ from lockstep.checkpoint.encoding import PIECE, encode, new_digest
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.manifest import MAX_BYTES, FileEntry, Manifest
 from lockstep.checkpoint.match import bare, plain_names, under_plain_names
-from lockstep.checkpoint.plan import Layout, Outline, WritePlan, plan_writes, text
+from lockstep.checkpoint.plan import Outline, StateLayout, WritePlan, plan_writes, text
 from lockstep.checkpoint.state import Moment, RunState
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
@@ -72,7 +72,7 @@ def prepare(run: RunState, world: World, *, step: int, before: Callable[[], None
         CheckpointError: a rank's state can't be written down, or the ranks are not at the same step.
     """
 
-    def announce() -> tuple[Layout, Announcement]:
+    def announce() -> tuple[StateLayout, Announcement]:
         before()
         layout = _lay_out(run, is_main=world.is_main)
         loader = None if run.loader is None else encode(run.loader.state_dict(), None, where="loader")
@@ -94,12 +94,12 @@ def prepare(run: RunState, world: World, *, step: int, before: Callable[[], None
     return plan_writes(layout, [rank.outline for rank in ranks], rank=world.rank, texts=texts)
 
 
-def _lay_out(run: RunState, *, is_main: bool) -> Layout:
+def _lay_out(run: RunState, *, is_main: bool) -> StateLayout:
     model = bare(run.model)
     plain = plain_names(model)
     parameters = frozenset(plain(name) for name, _ in model.named_parameters(remove_duplicate=False))
     parts = run.trees() if is_main else run.common_trees()
-    return Layout.of(under_plain_names(model, model.state_dict()), parts, parameters=parameters, is_main=is_main)
+    return StateLayout.of(under_plain_names(model, model.state_dict()), parts, parameters=parameters, is_main=is_main)
 
 
 def words_on_drift(plan: WritePlan) -> str:

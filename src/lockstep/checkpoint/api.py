@@ -18,7 +18,7 @@ from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
 from lockstep.checkpoint.locks import RunLock
 from lockstep.checkpoint.plan import WritePlan
-from lockstep.checkpoint.read import none_whole
+from lockstep.checkpoint.read import none_complete
 from lockstep.checkpoint.restore import Restored, find, load, load_generators, restored, words_on_differences
 from lockstep.checkpoint.retention import Retention, prune
 from lockstep.checkpoint.save import prepare, words_on_drift, write
@@ -276,7 +276,7 @@ class Checkpointer:
         if there:
             raise CheckpointError(
                 f"{self.folder} holds the checkpoints of an earlier run (the newest is {there[0].name}), which this "
-                "run has not gone on from: call restore() or epochs() first to go on from it, or choose another folder"
+                "run has not resumed: call restore() or epochs() first to resume it, or choose another folder"
             )
 
     # Restoring.
@@ -292,7 +292,7 @@ class Checkpointer:
             strict: refuse a damaged checkpoint instead of skipping it.
 
         Raises:
-            CheckpointCorrupt: no checkpoint there is whole (with ``strict``: the newest is not).
+            CheckpointCorrupt: no checkpoint there is complete (with ``strict``: the newest is not).
             CheckpointMismatch: the checkpoint is of another model, optimizer, scheduler or dataset.
             CheckpointError: the ranks do not see the same folder.
         """
@@ -302,7 +302,7 @@ class Checkpointer:
         )
         self._damaged.update(folder.name for folder in damaged)
         if contents is None and damaged:
-            raise none_whole(damaged)
+            raise none_complete(damaged)
         if contents is None:
             self._owns_folder = True
             return None

@@ -68,7 +68,7 @@ class StepBoundary:
         if asked is not None and not left:
             print(
                 f"lockstep: rank {self._world.rank}: {asked.name} came, but the training loop was left before the "
-                "ranks had saved; a second one stops this process",
+                "ranks had saved; a second signal stops this process",
                 file=sys.stderr,
                 flush=True,
             )

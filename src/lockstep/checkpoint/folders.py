@@ -76,7 +76,7 @@ def age(folder: Path) -> tuple[int, int]:
     """Return the step in the name of a checkpoint's folder, and which save of that step it is, from 1."""
     matched = _WHOLE.fullmatch(folder.name)
     if matched is None:
-        raise ValueError(f"{folder.name} is no name of a checkpoint")
+        raise ValueError(f"{folder.name} is not the name of a checkpoint")
     return int(matched[1]), int(matched[2] or 1)
 
 

@@ -19,7 +19,7 @@ import torch
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.read import find_damage, newest_whole, none_whole, read, read_manifest, read_model
+from lockstep.checkpoint.read import find_damage, newest_complete, none_complete, read, read_manifest, read_model
 from lockstep.checkpoint.retention import Entry, Retention, entries, superfluous
 from lockstep.errors import CheckpointCorrupt, CheckpointError, listed
 
@@ -63,7 +63,7 @@ def find(path: Path, *, step: int | None = None) -> list[Path]:
     wanted = [folder for folder in found if step is None or folders.step_of(folder) == step]
     if not wanted:
         steps = listed([str(folders.step_of(folder)) for folder in found])
-        others = f"; there are those of the steps {steps}" if found else ""
+        others = f"; there are checkpoints of the steps {steps}" if found else ""
         raise CheckpointError(f"{path}: no checkpoint there{'' if step is None else f' of step {step}'}{others}")
     return wanted
 
@@ -110,10 +110,10 @@ def plan_pruning(root: Path, rule: Retention) -> PruningPlan:
         if found:
             raise CheckpointCorrupt("; ".join(found))
 
-    newest, damaged = newest_whole(lambda: find(root), refuse_damage)
+    newest, damaged = newest_complete(lambda: find(root), refuse_damage)
     wrong = tuple(damaged.values())
     if newest is None:
-        raise CheckpointError(f"{root}: no checkpoint there is whole, so nothing is removed: {'; '.join(wrong)}")
+        raise CheckpointError(f"{root}: no checkpoint there is complete, so nothing is removed: {'; '.join(wrong)}")
     folder = newest[0]
     listed = entries(folder.parent, good=(folder.name,), damaged=[other.name for other in damaged])
     gone = superfluous(listed, rule)
@@ -181,16 +181,16 @@ def export(
     def read_state(folder: Path) -> Mapping[str, Any]:
         return read_model(folder) if extra is None else _extra(folder, extra)
 
-    found, damaged = newest_whole(lambda: find(path, step=step), read_state)
+    found, damaged = newest_complete(lambda: find(path, step=step), read_state)
     if found is None:
-        raise none_whole(damaged)
+        raise none_complete(damaged)
     source, state = found[0], dict(found[1])
     _refuse_what_needs_code(state, f"{source.name}: {'the model' if extra is None else f'extra {extra!r}'}")
     if format == "safetensors":
         others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
         if others:
             raise CheckpointError(
-                f"{source.name}: {listed(others)}: no tensors, which is all that safetensors holds; export to "
+                f"{source.name}: {listed(others)}: not tensors, and safetensors holds nothing else; export to "
                 "a torch file (.pt)"
             )
     _write_whole(output, lambda path: _write(state, path, format))

@@ -320,7 +320,7 @@ def owner_of(root: Path) -> Owner | None:
 
 
 def _refusal(path: Path, owner: Owner | None, *, by_record: bool = False) -> CheckpointError:
-    who = "a job that has not said who it is" if owner is None else str(owner)
+    who = "a job that left no record of itself" if owner is None else str(owner)
     advice = "wait for it, stop it, or choose another folder"
     if by_record:
         advice += f". If it is gone, remove {path}: this file system has no locks that would tell"

@@ -137,7 +137,7 @@ def read_tensors(path: Path, *, on: Storage = POSIX) -> dict[str, torch.Tensor]:
 Damage = dict[Path, str]
 
 
-def newest_whole(
+def newest_complete(
     listing: Callable[[], Sequence[Path]], read: Callable[[Path], Result]
 ) -> tuple[tuple[Path, Result] | None, Damage]:
     """Find the newest checkpoint that can be read, and skip the damaged ones.
@@ -171,9 +171,9 @@ def _first_whole(listed: Sequence[Path], read: Callable[[Path], Result]) -> tupl
     return None, damaged
 
 
-def none_whole(damaged: Damage) -> CheckpointCorrupt:
+def none_complete(damaged: Damage) -> CheckpointCorrupt:
     """Make the error that all checkpoints are damaged."""
-    return CheckpointCorrupt(f"no checkpoint there is whole: {'; '.join(damaged.values())}")
+    return CheckpointCorrupt(f"no checkpoint there is complete: {'; '.join(damaged.values())}")
 
 
 @contextmanager
@@ -206,7 +206,7 @@ class _Reader:
         self._refuse_foreign(opened, folder)
         with self._file(MANIFEST, None) as file:
             if file.size > MAX_BYTES:
-                raise CheckpointCorrupt(f"{file.path}: larger than {MAX_BYTES} bytes, so it is no manifest")
+                raise CheckpointCorrupt(f"{file.path}: larger than {MAX_BYTES} bytes, so it is not a manifest")
             self.manifest = Manifest.from_json(bytes(file.content(0, file.size)), where=str(file.path))
 
     def refuse_other_step(self) -> None:
@@ -219,8 +219,8 @@ class _Reader:
         owner = self._on.owner(opened)
         if self._owners is not None and owner not in self._owners:
             raise CheckpointCorrupt(
-                f"{path}: belongs to user {owner}, who is not the one that runs this job ({self._owners[0]}): copy "
-                "it, if you trust it"
+                f"{path}: belongs to user {owner}, and this job runs as user {self._owners[0]}: if you trust it, "
+                "copy it"
             )
 
     @contextmanager
@@ -332,7 +332,7 @@ class _File:
         except (ValueError, RuntimeError) as error:
             if isinstance(error, CheckpointCorrupt):
                 raise
-            raise CheckpointCorrupt(f"{self.path}: not a whole safetensors file ({error})") from error
+            raise CheckpointCorrupt(f"{self.path}: not a valid safetensors file ({error})") from error
 
     def _header(self) -> bytes:
         start = bytearray(LENGTH)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint import folders, state
-from lockstep.checkpoint.read import Contents, Damage, newest_whole, read
+from lockstep.checkpoint.read import Contents, Damage, newest_complete, read
 from lockstep.checkpoint.state import RunState
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.together import together
@@ -87,7 +87,7 @@ def find(
 
     if strict:
         return next((read_together(folder) for folder in listing()), None), {}
-    found, damaged = newest_whole(listing, read_together)
+    found, damaged = newest_complete(listing, read_together)
     return None if found is None else found[1], damaged
 
 
@@ -133,4 +133,4 @@ def words_on_differences(contents: Contents, damaged: Damage, run: RunState, wor
     unused = run.unused(contents)
     if unused:
         words.append(f"it also holds {', '.join(unused)}, for which nothing was given here")
-    return f"going on from {contents.folder}: {'; '.join(words)}" if words else ""
+    return f"resuming from {contents.folder}: {'; '.join(words)}" if words else ""

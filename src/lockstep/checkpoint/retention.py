@@ -184,7 +184,7 @@ def prune(root: Path, newest: Path, rule: Retention, *, damaged: Collection[str]
         there = entries(root, good=(newest.name,), damaged=damaged, metrics=rule.best > 0, on=on)
         gone = remove(root, superfluous(there, rule), on=on)
     except OSError as error:
-        callsite.warn(f"could not look through the old checkpoints in {root}: {describe(error)}", RuntimeWarning)
+        callsite.warn(f"could not list the old checkpoints in {root}: {describe(error)}", RuntimeWarning)
         return
     for folder, why in gone.failed:
         callsite.warn(f"could not remove the old checkpoint {folder}: {why}", RuntimeWarning)

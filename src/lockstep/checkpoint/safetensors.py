@@ -305,7 +305,7 @@ def parse_header(header: bytes, size: int) -> Header:
         raise ValueError("its header is no object")
     metadata = body.pop("__metadata__", {})
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
-        raise ValueError("its metadata are no strings by name")
+        raise ValueError("its metadata is not a dict of strings")
     described = sorted((_describe(name, entry, len(header)) for name, entry in body.items()), key=_position)
     end = len(header)
     for one in described:

@@ -126,7 +126,7 @@ class RunState:
         if self.loader is not None and len(parts["loader"]) not in (1, world_size):
             raise CheckpointMismatch(
                 f"{folder}: its {len(parts['loader'])} ranks had loaders in different states, which {world_size} "
-                "ranks can't go on from; lockstep.shard resumes at any world size"
+                "ranks can't resume from; lockstep.shard resumes at any world size"
             )
 
     def unused(self, contents: Contents) -> list[str]:
@@ -372,7 +372,7 @@ def refuse_malformed_rng(states: Any, *, count: int, where: str) -> None:
             if state["cuda"] is not None:
                 _bytes(state["cuda"])
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise CheckpointCorrupt(f"{where}: no states of random number generators: {error}") from None
+        raise CheckpointCorrupt(f"{where}: not the states of random number generators: {error}") from None
 
 
 def restore_rng(state: dict[str, Any], device: torch.device) -> None:

@@ -59,12 +59,12 @@ class Storage:
             file = os.open(name, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-                what = "a link" if error.errno == errno.ELOOP else "no plain file"
+                what = "a link" if error.errno == errno.ELOOP else "not a plain file"
                 raise NotPlain(error.errno, f"{what}, expected a plain file", name) from None
             raise
         if not stat.S_ISREG(os.fstat(file).st_mode):
             os.close(file)
-            raise NotPlain(errno.EINVAL, "no plain file, expected a plain file", name)
+            raise NotPlain(errno.EINVAL, "not a plain file, expected one", name)
         return file
 
     def size(self, file: int) -> int:

@@ -21,7 +21,7 @@ from lockstep.checkpoint import folders
 from lockstep.checkpoint.encoding import strict_json
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.match import bare, compare, without_prefixes
-from lockstep.checkpoint.read import newest_whole, none_whole, read_model, read_tensors
+from lockstep.checkpoint.read import newest_complete, none_complete, read_model, read_tensors
 from lockstep.checkpoint.state import refuse_unreplicated
 from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, listed
 
@@ -148,7 +148,7 @@ def _in_folder(folder: Path, key: str | None) -> tuple[Path, Mapping[str, Any]]:
 
 def _in_file(path: Path, key: str | None) -> Mapping[str, Any]:
     if not path.is_file():
-        raise CheckpointError(f"{path}: {'no plain file' if path.exists() else 'no such file or folder'}")
+        raise CheckpointError(f"{path}: {'not a plain file' if path.exists() else 'no such file or folder'}")
     with open(path, "rb") as file:
         start = file.read(9)
     if path.suffix == ".json":
@@ -163,13 +163,15 @@ def _in_file(path: Path, key: str | None) -> Mapping[str, Any]:
 
 def _refuse_key(key: str | None, path: Path, why: str) -> None:
     if key is not None:
-        raise CheckpointError(f"{path}: key={key!r} is of no use here: {why}")
+        raise CheckpointError(f"{path}: key={key!r} has no meaning here: {why}")
 
 
 def _newest(folder: Path) -> tuple[Path, Mapping[str, Any]]:
-    found, damaged = newest_whole(lambda: folders.checkpoints(folder), read_model)
+    found, damaged = newest_complete(lambda: folders.checkpoints(folder), read_model)
     if found is None:
-        raise none_whole(damaged) if damaged else CheckpointError(f"{folder}: its checkpoints have just been removed")
+        if damaged:
+            raise none_complete(damaged)
+        raise CheckpointError(f"{folder}: its checkpoints have just been removed")
     if damaged:
         callsite.warn(f"{found[0]} is loaded; skipped: {'; '.join(damaged.values())}", RuntimeWarning)
     return found
@@ -194,7 +196,7 @@ def _weights_in(folder: Path) -> Path:
         if found:
             names = listed([path.name for path in found])
             raise CheckpointError(
-                f"{folder}: {len(found)} files and none that is the model for sure ({names}): give the path of one, "
+                f"{folder}: {len(found)} files, and none of them is clearly the model ({names}): give the path of one, "
                 "or, if these are shards, add their index (….safetensors.index.json)"
             )
     raise CheckpointError(
@@ -254,14 +256,14 @@ def _shards_of(index: Path) -> dict[str, list[str]]:
         ):
             raise ValueError('expected {"weight_map": {name of a tensor: name of a file}}')
     except ValueError as error:
-        raise CheckpointCorrupt(f"{index}: no index of shards: {error}") from None
+        raise CheckpointCorrupt(f"{index}: not an index of shards: {error}") from None
     shards: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
         # It is looked for where the index lies and nowhere else, and is no index itself.
         leads_away = shard in ("", "..") or shard != Path(shard).name or "\\" in shard or "\0" in shard
         if leads_away or shard.endswith(".json"):
             raise CheckpointCorrupt(
-                f"{index}: {name!a} is said to be in {shard[:200]!a}, which is no file beside the index"
+                f"{index}: {name!a} is said to be in {shard[:200]!a}, which is not a file beside the index"
             )
         shards.setdefault(shard, []).append(name)
     return shards
@@ -278,12 +280,12 @@ def _read_torch_file(path: Path) -> Any:
         loaded = None if is_script else torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path}: loading this file would need to run code from it, or it is no file of torch.save. Where it is "
+            f"{path}: loading this file would need to run code from it, or it is not a file of torch.save. Where it is "
             "trusted: let torch.serialization.add_safe_globals([…]) allow the class before you load, or save a "
             f"state_dict() alone and load that. torch says:\n{error}"
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise CheckpointCorrupt(f"{path}: not a whole file of torch.save ({type(error).__name__}: {error})") from error
+        raise CheckpointCorrupt(f"{path}: not a valid file of torch.save ({type(error).__name__}: {error})") from error
     if is_script:
         raise CheckpointError(
             f"{path}: a TorchScript archive, which holds code: where it is trusted, save "

@@ -88,7 +88,7 @@ def show(folder: Path, step: int | None) -> None:
         epoch = f"{manifest.epoch}, some of it done" if manifest.in_epoch else f"{manifest.epoch}"
         table.add_row("folder", str(summary.folder))
         table.add_row("step", str(manifest.step))
-        table.add_row("goes on with epoch", epoch)
+        table.add_row("resumes in epoch", epoch)
         table.add_row("metric", "none" if manifest.metric is None else repr(manifest.metric))
         table.add_row("saved", f"{manifest.written} by {manifest.world_size} rank(s)")
         table.add_row("with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
@@ -122,7 +122,7 @@ def verify(folder: Path, step: int | None) -> None:
         for each in inspect.find(folder, step=step):
             wrong = find_damage(each)
             damaged += bool(wrong)
-            console.print(f"{each.name}: {'damaged' if wrong else 'whole'}", markup=False)
+            console.print(f"{each.name}: {'damaged' if wrong else 'complete'}", markup=False)
             for line in wrong:
                 console.print(f"  {line}", markup=False)
     sys.exit(1 if damaged else 0)
@@ -130,15 +130,15 @@ def verify(folder: Path, step: int | None) -> None:
 
 @checkpoint.command()
 @_FOLDER
-@click.option("--last", type=click.IntRange(min=0), required=True, help="Keep those of the last so many steps.")
+@click.option("--last", type=click.IntRange(min=0), required=True, help="Keep those of this many most recent steps.")
 @click.option("--every", type=click.IntRange(min=1), help="Keep those whose step is a multiple of this.")
-@click.option("--best", type=click.IntRange(min=0), default=0, help="Keep so many of the best by their metric.")
+@click.option("--best", type=click.IntRange(min=0), default=0, help="Keep this many of the best by their metric.")
 @click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="Which is best.")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
 def prune(folder: Path, last: int, every: int | None, best: int, mode: Literal["min", "max"], dry_run: bool) -> None:
     """Remove the checkpoints of a run that no option keeps.
 
-    The newest whole one always stays, and so do damaged ones that are newer; a checkpoint that someone is reading is
+    The newest complete one always stays, and so do damaged ones that are newer; a checkpoint that someone is reading is
     left. A job may be training in the folder meanwhile.
     """
     with _errors("prune"):

@@ -290,7 +290,7 @@ class ShardedLoader:
                 if self._pass is not mine:
                     raise LockstepError(
                         f"rank {world.rank}: another pass over this loader has begun, or a state was loaded, and "
-                        "it has but one position; shard a second DataLoader to iterate over the data twice at a time"
+                        "it has only one position; shard a second DataLoader to iterate over the data twice at once"
                     )
                 rank_stream.renew(self)
                 flight.current.enter(_DATA)

@@ -24,7 +24,7 @@ REMEDIES = {
         "never. If it was split or shuffled at random, seed that alike on every rank: random_split(…, "
         "generator=torch.Generator().manual_seed(0)), train_test_split(…, random_state=0); lockstep.init() seeds all "
         "ranks' generators alike, unless the script seeds them by rank or draws on one rank alone. If files were "
-        "listed, sort them. An attribute that is no part of the data is left out if its name begins with an underscore"
+        "listed, sort them. An attribute that is not part of the data is left out if its name begins with an underscore"
     ),
 }
 

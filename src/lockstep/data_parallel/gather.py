@@ -150,10 +150,11 @@ class Gatherer:
                 f"{remedy}"
             )
         remedy = self._remedy or (
-            "To concatenate all the same, say along which: DataParallel(..., output_dim=0), or output_dim=(0, 1, ...) "
-            "with one entry for each output; or pass gather=False to get the replicas' outputs as they are"
+            "To concatenate them anyway, say along which dimension: DataParallel(..., output_dim=0), or "
+            "output_dim=(0, 1, ...) with one entry for each output; or pass gather=False to get the replicas' outputs "
+            "as they are"
         )
-        raise ValueError(f"{self._name(path)} does not go by samples along any dimension: {shapes}. {remedy}")
+        raise ValueError(f"{self._name(path)}: no dimension holds the samples: {shapes}. {remedy}")
 
     def _refuse_contradiction(self, outputs: list[Tensor], parts: _Parts, path: tuple[Any, ...], dim: int) -> None:
         """One number was given for several outputs: the sizes of none of them may say otherwise."""

@@ -266,7 +266,7 @@ def _open_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         group = dist.group.WORLD if dist.is_initialized() else None
     if group is None:
         raise LockstepError(
-            "no process group is open, so there is nobody to be a replica of: call lockstep.init() first "
+            "no process group is open, so there are no other replicas: call lockstep.init() first "
             "(or torch.distributed.init_process_group)"
         )
     if dist.get_rank(group) < 0:

@@ -160,7 +160,7 @@ def _why_module(module: nn.Module, *, runs_hooks: bool) -> str | None:
         if isinstance(part, nn.parallel.DistributedDataParallel):
             return (
                 f"{where} is torch's DistributedDataParallel, which averages the same gradients already: pass its "
-                ".module, and let go of the wrapper"
+                ".module, and drop the wrapper"
             )
     return None
 
@@ -172,8 +172,8 @@ def _why_layer(module: nn.Module) -> str | None:
             tensors = [tensor for tensor in (layer.weight, layer.running_mean) if tensor is not None]
             if any(tensor.device.type == "cpu" for tensor in tensors):
                 return (
-                    f"'{name}' is a torch.nn.SyncBatchNorm on the CPU, and torch's works on GPUs only: call "
-                    "lockstep.convert_sync_batchnorm(model) before, whose layers work on both"
+                    f"'{name}' is a torch.nn.SyncBatchNorm on the CPU, and torch's runs on GPUs only: call "
+                    "lockstep.convert_sync_batchnorm(model) first; its layers run on both"
                 )
     return None
 

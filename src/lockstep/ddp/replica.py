@@ -468,7 +468,7 @@ def _sparse_parameters(module: nn.Module) -> set[int]:
 def _refuse_traced_backward() -> None:
     if _torch.traces_backward():
         raise LockstepError(
-            "torch._dynamo.config.trace_autograd_ops is on: torch then leaves out, without a word, the backward of a "
-            "compiled step whose forward it could not trace as one graph, and a replica's forward it can't: switch it "
-            "off. The step's parts are compiled all the same"
+            "torch._dynamo.config.trace_autograd_ops is on: torch then silently leaves out the backward of a compiled "
+            "step whose forward it could not trace as one graph, and it can't trace a replica's: switch it off. The "
+            "step's parts are compiled all the same"
         )

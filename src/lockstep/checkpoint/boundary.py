@@ -131,7 +131,7 @@ class StepBoundary:
         raise SystemExit(EXIT_SAVED)
 
     def _leave_word(self, step: int, folder: Path) -> None:
-        """Tell the watcher, from rank 0, where the run goes on or, where there is none, the user."""
+        """**Rank 0.** Tell the launcher where the run can resume; without a launcher, tell the user."""
         if not self._world.is_main:
             return
         job_folder = knobs.job_dir()

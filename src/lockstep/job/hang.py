@@ -26,8 +26,8 @@ computes in a model outside of a step (an average of weights on rank 0, say) eva
 If all ranks wait, none is late: they wait in different collectives, or for another machine (reported after a minute).
 If none is known to wait and none moves, their stacks tell who waits; see :func:`settle`.
 
-Note [The watcher's clock]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
+Note [The launcher's clock]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A rank that read the clock at every event would pay for it in the midst of a training step. So it only counts its
 events, and who looks from outside knows since when a page is as it is, to the time between two looks. What a rank's
 time goes to follows from many looks, each of which stands for the time since the one before. They come at irregular
@@ -59,14 +59,14 @@ _WARM = 2
 _REMEMBERED = 101
 #: Seconds between two looks: this part of the time that has passed, within these bounds.
 _LOOKS, _SHORTEST_PAUSE, _LONGEST_PAUSE = 300, 0.016, 0.03
-#: Seconds between two looks after which the watcher itself did not run in between: a Ctrl-Z, most likely.
+#: Seconds between two looks after which the launcher itself did not run in between: a Ctrl-Z, most likely.
 ASLEEP = 4.0
 #: What the time of a mark goes to, as a number, by its last bits.
 _SPENDS = [int(Phase.WAIT) if mark & WAITS else min(mark % ENTERED, int(Phase.WAIT)) for mark in range(EVENT)]
 
 
 class Shares:
-    """What the ranks' time goes to, in seconds by phase; waiting is a phase of its own. See Note [The watcher's clock].
+    """What the ranks' time goes to, in seconds by phase, waiting among them. See Note [The launcher's clock].
 
     Args:
         ranks: how many.
@@ -157,12 +157,12 @@ class Standstill(enum.Enum):
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank as the watcher has seen it."""
+    """One rank as the launcher has seen it."""
 
     rank: int
     #: Its page.
     look: Look
-    #: When its mark changed last, or when the watcher began to look without a break, if that was later.
+    #: When its mark changed last, or when the launcher began to look without a break, if that was later.
     moved: float
     #: How it ended, or None while it lives.
     exit_code: int | None = None

@@ -211,7 +211,7 @@ class Requests:
                 signal.signal(signum, self._on_signal)
         # Not documented, but what multiprocessing's own modules and torch use to act in a forked worker.
         util.register_after_fork(self, _spare_daemons)
-        self._tell_watcher()
+        self._tell_launcher()
 
     def leave(self) -> None:
         """The request to leave is seen to: what comes now does not hit the way out."""
@@ -227,9 +227,9 @@ class Requests:
             if signal.getsignal(signum) == self._on_signal:  # else the program has taken it over meanwhile
                 signal.signal(signum, before)
         self._before.clear()
-        self._tell_watcher()
+        self._tell_launcher()
 
-    def _tell_watcher(self) -> None:
+    def _tell_launcher(self) -> None:
         flight.current.listens(any(signum in self._before for signum in _STOP))
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
@@ -242,7 +242,7 @@ class Requests:
         elif self.stop is None:
             self.stop, self._asked_at = signal.Signals(signum), time.monotonic()
         elif knobs.job_dir() is None and time.monotonic() - self._asked_at > _SAME_SIGNAL:
-            _as_by_default(signum, frame)  # asked again; where there is a watcher, it knows echoes, and kills
+            _as_by_default(signum, frame)  # asked again; where there is a launcher, it knows echoes, and kills
 
     def _of_a_failed_job(self) -> bool:
         folder = knobs.job_dir()

@@ -2,15 +2,15 @@
 
 Note [Saving in the background]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-What all ranks must agree on (the step, who writes which bytes) is agreed on before training goes on, by the training's
-process group; so is the copy made. From there on everything is the thread's: the copy, the records that the ranks
-exchange (over the store: Note [Records in the background]), the files. The state may change meanwhile.
+What all ranks must agree on (the step, who writes which bytes) is agreed on before training continues, by the
+training's process group; so is the copy made. From there on everything is the thread's: the copy, the records that the
+ranks exchange (over the store: Note [Records in the background]), the files. The state may change meanwhile.
 
 Each rank copies only what it writes, so the ranks together hold the state once more, whatever their number. The buffer
 is kept for the next save: fresh memory costs more than the copy itself, in page faults.
 
-At most one save is under way. All ranks hear of the same failure, for they write together; a rank raises it when it
-is asked for the next save, or waits. The thread is no daemon: a process that ends waits for it, and if it failed and
+At most one save is under way. All ranks get the same failure, for they write together; a rank raises it when it
+is asked for the next save, or waits. The thread is not a daemon: a process that ends waits for it, and if it failed and
 nobody was told, ends with exit code 1.
 """
 
@@ -63,13 +63,13 @@ class Background:
     def begin(self, plan: WritePlan, *, step: int, write: Writer) -> None:
         """**Collective.** Copy what this rank is to write, and begin to write the copy.
 
-        Nothing may be under way: :meth:`wait` first. Training may go on when this returns.
+        Nothing may be under way: :meth:`wait` first. Training may continue when this returns.
         """
         peers = self._peers = self._new_peers()
         try:
             copied = self._copy(plan)
             task = partial(write, copied, peers)
-        except Exception as error:  # noqa: BLE001  (the other ranks' threads wait: they must hear of it)
+        except Exception as error:  # noqa: BLE001  (the other ranks' threads wait: they must get the error)
             task = partial(_fail_together, error, peers)
         self._step, self._folder, self._error = step, None, None
         self._thread = threading.Thread(

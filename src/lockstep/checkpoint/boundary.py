@@ -101,7 +101,7 @@ class StepBoundary:
         if last and due is None:
             due = self._due_at_last()
         if due is Action.SAVE:
-            self._save_and_go_on(saver, epoch_done)
+            self._save_and_continue(saver, epoch_done)
         elif due is Action.STOP:
             self._save_and_leave(saver, epoch_done)
 
@@ -113,7 +113,7 @@ class StepBoundary:
         everyones = [wish for wishes in all_gather_records(wanted, self._world.group) for wish in wishes]
         return Action(min(everyones)) if everyones else None
 
-    def _save_and_go_on(self, saver: Saver, epoch_done: bool | None) -> None:
+    def _save_and_continue(self, saver: Saver, epoch_done: bool | None) -> None:
         self._requests.save = False
         try:
             folder = saver.save(epoch_done=epoch_done)

@@ -174,7 +174,7 @@ def strict_json(content: bytes) -> Any:
     """Read JSON that says one thing only: no key twice in an object, no NaN, no infinity.
 
     Raises:
-        ValueError: it is no such JSON.
+        ValueError: it is not such JSON.
     """
     try:
         return json.loads(content, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)

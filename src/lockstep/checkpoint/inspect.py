@@ -1,4 +1,4 @@
-"""A run's checkpoints from outside: what there is, whether it is whole, what may go, a model as one file.
+"""A run's checkpoints from outside: what there is, whether it is complete, what may go, a model as one file.
 
 What ``lockstep checkpoint`` does; needs no world.
 """
@@ -89,7 +89,7 @@ def glance(folder: Path) -> Summary:
 class PruningPlan:
     """What a pruning is going to do."""
 
-    #: The newest checkpoint that is whole, which stays whatever the rule says.
+    #: The newest checkpoint that is complete, which stays whatever the rule says.
     newest: Path
     #: Newer ones, which are damaged and stay as well: what is wrong with each.
     damaged: tuple[str, ...]
@@ -99,10 +99,10 @@ class PruningPlan:
 
 
 def plan_pruning(root: Path, rule: Retention) -> PruningPlan:
-    """Plan what may go, once the newest whole checkpoint has been found by reading every byte of it.
+    """Plan what may go, once the newest complete checkpoint has been found by reading every byte of it.
 
     Raises:
-        CheckpointError: there are no checkpoints, or none is whole, so that nothing may go.
+        CheckpointError: there are no checkpoints, or none is complete, so that nothing may go.
     """
 
     def refuse_damage(folder: Path) -> None:
@@ -157,7 +157,7 @@ def export(
     extra: str | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Write the model of the newest whole checkpoint into one file, which appears whole or not at all.
+    """Write the model of the newest complete checkpoint into one file, which appears complete or not at all.
 
     Tensors keep their dtypes. Tied ones, which the checkpoint holds once, are in a safetensors file under each name.
 
@@ -170,7 +170,7 @@ def export(
         overwrite: replace a file that is there.
 
     Raises:
-        CheckpointCorrupt: none of them is whole.
+        CheckpointCorrupt: none of them is complete.
         CheckpointError: there are no checkpoints; there is such a file; there is no such object; or its state does not
             fit the format.
         OSError: the file can't be written.

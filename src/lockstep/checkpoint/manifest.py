@@ -47,7 +47,7 @@ class Manifest:
 
     #: Optimizer steps taken.
     step: int
-    #: The epoch to go on with, and whether some of it is done.
+    #: The epoch to resume in, and whether some of it is done.
     epoch: int
     in_epoch: bool
     #: Ranks of the job that wrote it.

@@ -24,7 +24,7 @@ from lockstep import _torch
 from lockstep.checkpoint.safetensors import unsavable
 from lockstep.errors import CheckpointMismatch, listed
 
-#: Classes that hold the user's model in their attribute ``module``; by name, since not all are at hand to import.
+#: Classes that hold the user's model in their attribute ``module``; by name, since not all can be imported.
 _WRAPPERS = {"DistributedDataParallel", "DataParallel"}
 #: torch.compile(module) holds it under this name; its class is private.
 _COMPILED = _torch.COMPILED_PREFIX.rstrip(".")

@@ -5,7 +5,8 @@ Whoever reads a checkpoint holds it (Note [Readers and pruning] in ``locks.py``)
 Note [Read once]
 ~~~~~~~~~~~~~~~~
 A tensor's bytes are read into memory of their own and hashed there, and what was hashed is what is used: a file that
-changes behind the check can't matter. Nothing is mapped, so a file that is cut off meanwhile is an error and no SIGBUS.
+changes after the check can't matter. Nothing is mapped, so a file that is cut off meanwhile is an error and not a
+SIGBUS.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Contents:
 
 
 def read(folder: Path, *, owners: Sequence[int] | None = None, on: Storage = POSIX) -> Contents:
-    """Read a whole checkpoint, verifying every byte.
+    """Read a complete checkpoint, verifying every byte.
 
     Args:
         folder: the checkpoint's folder, which must not be a link.
@@ -59,8 +60,8 @@ def read(folder: Path, *, owners: Sequence[int] | None = None, on: Storage = POS
         on: the file system.
 
     Raises:
-        CheckpointCorrupt: a file is missing, is no plain file, belongs to another user, or has another size or digest;
-            the message names the file and the tensor, what was expected and what was found.
+        CheckpointCorrupt: a file is missing, is not a plain file, belongs to another user, or has another size or
+            digest; the message names the file and the tensor, what was expected and what was found.
         CheckpointGone: it has just been removed.
     """
     with _opened(folder, owners, on) as reader:
@@ -85,7 +86,7 @@ def read_manifest(folder: Path, *, on: Storage = POSIX) -> Manifest:
     """Read what a checkpoint says of itself; nothing else is verified.
 
     Raises:
-        CheckpointCorrupt: there is no whole manifest.
+        CheckpointCorrupt: there is no valid manifest.
     """
     with _opened(folder.resolve(), None, on) as reader:
         return reader.manifest
@@ -103,7 +104,7 @@ def read_header(folder: Path, *, on: Storage = POSIX) -> tuple[TensorSpan, ...]:
 
 
 def find_damage(folder: Path, *, on: Storage = POSIX) -> list[str]:
-    """Read every byte of a checkpoint; a line for each file or tensor that is damaged, none if it is whole.
+    """Read every byte of a checkpoint; return a line for each damaged file or tensor, none if it is complete.
 
     Raises:
         CheckpointGone: it has just been removed.
@@ -155,13 +156,15 @@ def newest_complete(
     """
     for _ in range(_LISTINGS - 1):
         try:
-            return _first_whole(listing(), read)
+            return _first_complete(listing(), read)
         except CheckpointGone:
             continue
-    return _first_whole(listing(), read)
+    return _first_complete(listing(), read)
 
 
-def _first_whole(listed: Sequence[Path], read: Callable[[Path], Result]) -> tuple[tuple[Path, Result] | None, Damage]:
+def _first_complete(
+    listed: Sequence[Path], read: Callable[[Path], Result]
+) -> tuple[tuple[Path, Result] | None, Damage]:
     damaged: Damage = {}
     for folder in listed:
         try:

@@ -59,7 +59,7 @@ class Entry:
     revision: int = 1
     #: What it was saved with. None, or a number that is not finite: it never is the best.
     metric: float | None = None
-    #: Whether it is whole; None: nobody has looked.
+    #: Whether it is complete; None: not checked.
     good: bool | None = None
 
 

@@ -234,7 +234,7 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
         return False
     try:
         tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # torch has no other answer to who asks for memory that is not there
+    except RuntimeError:  # torch has no other answer to a request for memory that is not there
         return not tensor.is_meta
     return hasattr(tensor, "__tensor_flatten__")
 
@@ -297,12 +297,12 @@ def parse_header(header: bytes, size: int) -> Header:
         size: the file's size.
 
     Raises:
-        ValueError: it is no header, names a tensor twice, or its tensors have an unknown dtype, a size other than
+        ValueError: it is not a header, names a tensor twice, or its tensors have an unknown dtype, a size other than
             that of their shape, overlap, leave gaps or do not end where the file does.
     """
     body = strict_json(header[LENGTH:])
     if type(body) is not dict:
-        raise ValueError("its header is no object")
+        raise ValueError("its header is not an object")
     metadata = body.pop("__metadata__", {})
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
         raise ValueError("its metadata is not a dict of strings")

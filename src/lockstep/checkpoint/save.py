@@ -5,7 +5,7 @@ Note [Commit]
 A checkpoint is written into ``step-N.tmp-<random>``. Rank 0 makes the folder and the files; every rank writes its
 blocks into them (``plan.py`` says which) and fsyncs each file that it wrote to. When all ranks have said so, the
 manifest is written and fsynced, then the folder is fsynced, renamed to ``step-N``, and the parent is fsynced. Up to
-the rename there is no checkpoint; after it there is a whole one, and after the last fsync it survives a power cut.
+the rename there is no checkpoint; after it there is a complete one, and after the last fsync it survives a power cut.
 Only then are older ones removed. A checkpoint is never overwritten: a second save at the same step is ``step-N-r2``,
 and the first is removed after it.
 
@@ -151,12 +151,12 @@ def write(
             peers, lambda: write_blocks(root / str(drafts[0]), plan.contents(), on=on), lambda own: own
         )
         _, names = together(peers, lambda: finish(digests), lambda name: name)
-    except CheckpointError:  # on every rank: none goes on, and looks at the folder, before rank 0 has cleaned up
+    except CheckpointError:  # on every rank: none continues, and looks at the folder, before rank 0 has cleaned up
         if draft is not None:
             draft.discard()
         peers.gather(None)
         raise
-    except BaseException:  # an interrupt as well must not leave a draft behind
+    except BaseException:  # an interrupt must not leave a draft either
         if draft is not None:
             draft.discard()
         raise
@@ -219,7 +219,7 @@ class Draft:
         try:
             with named(self._root):
                 folders.sync_folder(self._root, on=self._on)
-        except OSError:  # a save that fails leaves no checkpoint; if this fails too, it leaves a whole one
+        except OSError:  # a save that fails leaves no checkpoint; if this fails too, it leaves a complete one
             self._on.rename(whole, self.path)
             raise
         self._on.close(self._folder)
@@ -242,7 +242,7 @@ class Draft:
         try:
             folders.remove_tree(self.path, on=self._on)
         except OSError:
-            pass  # the failure that led here is the one to report, and a draft is no checkpoint
+            pass  # the failure that led here is the one to report, and a draft is not a checkpoint
         finally:
             self._on.close(self._folder)
 

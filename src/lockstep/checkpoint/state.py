@@ -280,7 +280,7 @@ class Moment:
 
     #: Optimizer steps taken.
     step: int
-    #: The epoch to go on with, and whether some of it is done.
+    #: The epoch to resume in, and whether some of it is done.
     epoch: int
     in_epoch: bool
     #: By which the best are kept.
@@ -293,9 +293,9 @@ class Position:
     def __init__(self) -> None:
         #: Optimizer steps taken.
         self.step = 0
-        #: The step of the newest checkpoint that this run has written or gone on from.
+        #: The step of the newest checkpoint that this run has written or resumed from.
         self.last_saved: int | None = None
-        #: The epoch to go on with, between epochs; within the body of epochs(), the one under way.
+        #: The epoch to resume in, between epochs; within the body of epochs(), the one under way.
         self.epoch = 0
         #: Whether the body of epochs() is running.
         self.in_body = False
@@ -313,7 +313,7 @@ class Position:
         optimizer.register_step_post_hook(took_step)
 
     def moment(self, loader: object, *, epoch_done: bool | None, metric: float | None) -> Moment:
-        """Say where a run that is resumed from here goes on.
+        """Describe where a run resumes from here.
 
         Args:
             loader: the training loader, which may know.
@@ -326,7 +326,7 @@ class Position:
         epoch = getattr(loader, "epoch", None)  # the user counts epochs; a sharded loader knows which one it is in
         return Moment(self.step, epoch if isinstance(epoch, int) else self.epoch, in_epoch, metric)
 
-    def go_on_from(self, manifest: Manifest) -> None:
+    def resume_from(self, manifest: Manifest) -> None:
         """Be where this checkpoint was made."""
         self.step = self.last_saved = manifest.step
         self.epoch = manifest.epoch

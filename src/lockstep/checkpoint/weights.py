@@ -64,7 +64,7 @@ def load_weights(
     before or within them) makes no difference, neither in the file nor in the model.
 
     Args:
-        path: the folder of a run (its newest whole checkpoint is taken), the folder of one checkpoint, a
+        path: the folder of a run (its newest complete checkpoint is taken), the folder of one checkpoint, a
             ``.safetensors`` file, or a file from ``torch.save`` of a state dict, or of a dict that has one under
             ``model_state_dict``, ``state_dict`` or ``model``. Or a folder that Hugging Face's libraries wrote (a
             model's, a snapshot in their cache, one of accelerate's ``save_state``): ``model.safetensors`` goes before
@@ -259,7 +259,7 @@ def _shards_of(index: Path) -> dict[str, list[str]]:
         raise CheckpointCorrupt(f"{index}: not an index of shards: {error}") from None
     shards: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
-        # It is looked for where the index lies and nowhere else, and is no index itself.
+        # It is looked for where the index lies and nowhere else, and is not an index itself.
         leads_away = shard in ("", "..") or shard != Path(shard).name or "\\" in shard or "\0" in shard
         if leads_away or shard.endswith(".json"):
             raise CheckpointCorrupt(
@@ -274,7 +274,7 @@ def _shards_of(index: Path) -> dict[str, list[str]]:
 
 def _read_torch_file(path: Path) -> Any:
     try:
-        # Old files (before torch 1.6) are no zip archives and can't be mapped.
+        # Old files (before torch 1.6) are not zip archives and can't be mapped.
         is_zip = zipfile.is_zipfile(path)
         is_script = is_zip and _is_torchscript(path)
         loaded = None if is_script else torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)

@@ -53,7 +53,7 @@ class _OpenForward:
     depth: int = 1
 
     def is_of(self, module: object) -> bool:
-        """Whether it is one of ``module``, in this thread."""
+        """Return whether it is a forward of ``module``, in this thread."""
         return self.module() is module and self.thread == threading.get_ident()
 
 
@@ -116,7 +116,7 @@ class RandomStreams:
             return
         with self._lock:
             self._loaders.add(loader)
-            self._forward = None  # it was interrupted, or goes on in the loader's stretch
+            self._forward = None  # it was interrupted, or continues in the loader's stretch
             if self._common is not None:
                 _generator.set_state(self._common)
             self._begin()

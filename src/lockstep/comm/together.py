@@ -45,7 +45,7 @@ def together(
     try:
         result = attempt()
         record = {"told": json.loads(json.dumps(tell(result)))}
-    except Exception as error:  # noqa: BLE001  (the other ranks wait: they must hear of any failure)
+    except Exception as error:  # noqa: BLE001  (the other ranks wait: they must get any failure)
         mine = error
         record = _described(error)
     records = peers.gather(record)
@@ -75,7 +75,7 @@ def agreed(
         remedies: what to do about a fact that differs, by its name; "" for all others.
 
     Raises:
-        ValueError: the facts differ; the message names who has what. Or ``check`` raised one on another rank.
+        ValueError: the facts differ; the message names each rank's. Or ``check`` raised one on another rank.
         LockstepError: it failed in another way on another rank.
     """
     result, told = together(peers, check, facts, what=what)

@@ -222,7 +222,7 @@ class World:
 
     @_torch.mark_untraced
     def mean(self, value: float | torch.Tensor, *, samples: int | None = None) -> float:
-        """**Collective.** The mean over all samples of all ranks, of a number that is a mean on each rank.
+        """**Collective.** Return the mean over all samples of all ranks, of a number that is a mean on each rank.
 
         Args:
             value: this rank's mean (a loss, an accuracy): a number or a tensor with one element.

@@ -1,4 +1,4 @@
-"""What a dataset holds, in words that are short enough to compare between ranks, without fetching a sample.
+"""Describe what a dataset holds, briefly enough to compare between ranks, without fetching a sample.
 
 Note [What ranks compare]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -10,14 +10,14 @@ may be slow, may be random and may have effects. Compared is what decides them, 
 - some elements of a TensorDataset's tensors, and of a list, array or tensor that is a dataset itself;
 - some rows of a Hugging Face dataset, as they are stored;
 - in a dataset of the user's own, every public attribute with one element for each sample: a list of plain values, an
-  array, a tensor, a table. A leading underscore says that an attribute is no part of the data;
+  array, a tensor, a table. A leading underscore says that an attribute is not part of the data;
 - all of that in the datasets within a dataset.
 
 Of a path only the last part counts, since machines keep data in different folders; in a table, too, whose index and
 columns are all read. Positions are spread over the whole: two random splits differ nearly everywhere.
 
 A dataset without a length, which a sampler of its own may read, says nothing of how many elements belong to its
-samples: unless it is of a kind that is named above, nothing of it is compared.
+samples: unless it is of a kind named above, nothing of it is compared.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def contents_of(dataset: Any, name: str = "dataset", *, depth: int = 0) -> dict[
 
 
 def is_hugging_face(dataset: object) -> bool:
-    """Return whether it is a ``datasets.Dataset``; that library is not imported for it."""
+    """Return whether ``dataset`` is a Hugging Face ``datasets.Dataset``, without importing that library."""
     library = sys.modules.get("datasets")
     return library is not None and type(dataset) is getattr(library, "Dataset", None)
 
@@ -91,7 +91,7 @@ def _attributes(dataset: Any, name: str, depth: int) -> dict[str, str]:
 
 
 def _is_column(value: Any, length: int) -> bool:
-    """Whether ``value`` has one plain element for each sample."""
+    """Return whether ``value`` has one plain element for each sample."""
     if isinstance(value, torch.Tensor):
         return value.dim() > 0 and len(value) == length and value.layout == torch.strided and not value.is_meta
     if isinstance(value, np.ndarray):

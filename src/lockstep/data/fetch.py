@@ -158,7 +158,7 @@ class StreamDataset(IterableDataset[Fetched]):
             position += len(samples)
 
     def _seeding(self, stream: Iterator[Any], key: int, position: int) -> Iterator[Any]:
-        """The stream, with the generators seeded before each sample."""
+        """Return the stream, with the generators seeded before each sample."""
         while True:
             if self._seeded:
                 seed_generators(mix(key, position))
@@ -224,7 +224,7 @@ def collated(samples: list[Any], collate: Collate, *, empty: bool, seed: int | N
 
 
 def _own_generators(seeded: bool) -> AbstractContextManager[None]:
-    """Leave the main process's generators alone; a worker's serve nothing else."""
+    """Preserve the main process's generators; a worker's serve nothing else."""
     return preserved_generators() if seeded and get_worker_info() is None else nullcontext()
 
 
@@ -351,7 +351,7 @@ def inner_loader(
 def naming_dead_workers(slices: Iterable[Fetched]) -> Iterator[Fetched]:
     """Yield ``slices`` as they come.
 
-    A worker that dies while it hands over a batch is at first no more than a lost connection. torch's handler for
+    A worker that dies while it hands over a batch is at first only a lost connection. torch's handler for
     SIGCHLD says which worker it was and what killed it, a moment later.
     """
     try:

@@ -49,7 +49,7 @@ def epoch_order(length: int, *, seed: int, epoch: int) -> torch.Tensor:
 
 
 def slice_bounds(count: int, *, rank: int, world_size: int) -> tuple[int, int]:
-    """Return where rank's slice of ``count`` samples begins and ends.
+    """Return where a rank's slice of ``count`` samples begins and ends.
 
     The slices are contiguous, in order of rank, and differ in size by at most one, larger ones first.
     """
@@ -72,7 +72,7 @@ def global_batches(length: int, *, batch_size: int, drop_last: bool, start: int 
 
 
 def draw_order(sampler: Any, world: World, *, seed: int, epoch: int) -> torch.Tensor:
-    """**Collective.** The indices that ``sampler`` gives on rank 0, on every rank: int64, as many as its length.
+    """**Collective.** Return the indices that ``sampler`` gives on rank 0, on every rank: int64, as many as its length.
 
     A weighted or custom sampler draws at random, so ranks that each asked their own could disagree. Rank 0 draws with
     the generators (the global ones, and the sampler's ``generator`` if it has one) seeded from (seed, epoch), so that
@@ -115,7 +115,7 @@ def _draw(sampler: Any, *, seed: int, epoch: int) -> torch.Tensor:
     length = len(sampler)
     with preserved_generators():
         seed_generators(drawing_seed)
-        indices = list(islice(sampler, length))  # a sampler may go on for ever; its length says where an epoch ends
+        indices = list(islice(sampler, length))  # a sampler may be endless; its length says where an epoch ends
     if len(indices) < length:
         raise ValueError(f"it says it has {length} samples but gave {len(indices)}")
     for index in indices:

@@ -60,7 +60,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         indices = list(super().__iter__())
-        # A state saved after the last sample, and no set_epoch since: the next pass is a whole one.
+        # A state saved after the last sample, and no set_epoch since: the next pass is a full one.
         start = self._resume_at if self._resume_at < len(indices) else 0
         self._resume_at = 0
         self._position = start
@@ -94,9 +94,9 @@ class DistributedSampler(TorchDistributedSampler[int]):
         }
 
     def load_state_dict(self, state: dict[str, Any], *, position: int | None = None) -> None:
-        """Continue a saved epoch: the next pass begins behind the samples that were handed out.
+        """Continue a saved epoch: the next pass begins after the samples that were handed out.
 
-        ``len()`` stays that of a whole epoch. ``set_epoch`` with the same epoch keeps the position, with another one
+        ``len()`` stays that of a full epoch. ``set_epoch`` with the same epoch keeps the position, with another one
         begins it anew.
 
         Args:

@@ -1,4 +1,4 @@
-"""Seeds for single samples, so that random augmentation does not depend on who fetches a sample.
+"""Seed each sample, so that random augmentation does not depend on which process fetches it.
 
 Note [Sample seeds]
 ~~~~~~~~~~~~~~~~~~~

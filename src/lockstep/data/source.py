@@ -1,4 +1,4 @@
-"""What a DataLoader says about its data, read and checked in one place before anything is built from it."""
+"""Read a DataLoader's settings, and check them before anything is built from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from lockstep.data.contents import contents_of
 
-#: What to do about each of a source's facts that differs; "" for what the dataset holds.
+#: The remedy for each fact that differs between ranks; "" for what the dataset holds.
 REMEDIES = {
     **dict.fromkeys(("the kind of order", "the batch size", "drop_last", "the seed", "num_workers"), ""),
     "": (
@@ -55,7 +55,7 @@ class Source:
         return len(counted)  # type: ignore[arg-type]  # checked by read_source
 
     def facts(self, *, contents: bool) -> dict[str, Any]:
-        """What must be the same on every rank; with ``contents`` also what the dataset holds."""
+        """Return what must be the same on every rank; with ``contents`` also what the dataset holds."""
         settings = {
             "the kind of order": self.order,
             "the length of the dataset": self.length,
@@ -73,7 +73,7 @@ def read_source(loader: object, *, world_size: int, default_seed: int, seed: int
     """Return what ``loader`` says, if it can be sharded.
 
     Raises:
-        TypeError: it is no DataLoader, or its dataset has no length.
+        TypeError: it is not a DataLoader, or its dataset has no length.
         ValueError: it asks for something that can't be cut into slices; the message says what to do instead.
     """
     if not isinstance(loader, DataLoader):

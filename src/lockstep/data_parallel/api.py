@@ -97,7 +97,7 @@ class DataParallel(nn.Module):
             if isinstance(criterion, nn.Module):
                 criterion.to(self.devices[0])
         self.module = module
-        # Not as a submodule: a loss function is no part of the model's state.
+        # Not as a submodule: a loss function is not part of the model's state.
         self.__dict__["criterion"] = criterion
         warn_imbalance(self.devices, self.chunk_sizes)
         self._begin()
@@ -112,7 +112,7 @@ class DataParallel(nn.Module):
 
     def _begin(self) -> _Engine:
         before: _Engine | None = self.__dict__.get("_engine")
-        # Behind a plain attribute: replicas are no part of the module's state.
+        # In a plain attribute: replicas are not part of the module's state.
         engine = self.__dict__["_engine"] = _Engine(self._options())
         if before is not None:
             engine.copier.count = before.copier.count
@@ -133,12 +133,12 @@ class DataParallel(nn.Module):
 
     @property
     def copies(self) -> Copies:
-        """How much has been copied to the replicas so far. A forward that finds nothing changed adds nothing."""
+        """What has been copied to the replicas so far. A forward that finds nothing changed adds nothing."""
         engine: _Engine = self.__dict__["_engine"]
         return engine.copier.count
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward on all devices.
+        """Run the module's forward on all devices.
 
         Raises:
             LockstepError: a parameter or buffer is not on ``device_ids[0]``.
@@ -210,7 +210,7 @@ class _Engine:
             return self._put_together(outputs, pieces, has_target=target is not _NOT_GIVEN)
 
     def _outputs(self, trees: list[Any], used: list[int]) -> list[Any]:
-        """The output, or the loss, of each replica."""
+        """Return the output, or the loss, of each replica."""
         self._replicas.align(used)
         first = self._devices[0]
         if len(used) == 1:
@@ -261,7 +261,7 @@ class _Engine:
         return self._gatherer.gather(outputs, sizes, device)
 
     def _check_arguments(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
-        """A second positional argument is not the target: say how to pass that, where the forward can't take it."""
+        """Explain how to pass the target, where the forward does not take these arguments."""
         if self._criterion is None or target is not _NOT_GIVEN or len(inputs) < 2:
             return
         try:

@@ -81,14 +81,14 @@ class Slot:
         self.lent: list[Tensor | None] = [None] * replicas
 
     def copy(self, replica: int) -> Tensor:
-        """The copy of a replica that was renewed before."""
+        """Return the copy of a replica that was renewed before."""
         made = self._made[replica]
         if made is None:
             raise AssertionError(f"replica {replica} has no copy yet")  # a mistake in this package
         return made.copy
 
     def is_stale(self, replica: int) -> bool:
-        """Whether the copy must be renewed, as far as one can tell without reading it."""
+        """Return whether the copy must be renewed, as far as one can tell without reading it."""
         made = self._made[replica]
         if made is None or (self.is_buffer and self.training):
             return True
@@ -100,7 +100,7 @@ class Slot:
         )
 
     def destination(self, replica: int, device: torch.device, *, quietly: bool) -> Tensor:
-        """The memory that the copy goes to; see Note [When a copy is stale]."""
+        """Return the memory that the copy goes to; see Note [When a copy is stale]."""
         made = self._made[replica]
         if self.source.layout != torch.strided:
             self.lent[replica] = None
@@ -111,7 +111,7 @@ class Slot:
         return made.copy.data if quietly else made.copy
 
     def note(self, replica: int, destination: Tensor) -> None:
-        """The copy is made."""
+        """Record the copy that was made."""
         made = self._made[replica]
         kept = made.copy if made is not None and _memory_of(made.copy) == _memory_of(destination) else destination
         storages = [StorageWeakRef(part.untyped_storage()) for part in dense_parts(self.source)]
@@ -135,7 +135,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """The memory of a tensor, and how it lies in there."""
+    """Return the memory of a tensor, and how it lies in there."""
     if tensor.layout == torch.strided:
         return _torch.storage_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     return tensor.layout, tensor.shape, *(_memory_of(part) for part in dense_parts(tensor))
@@ -243,7 +243,7 @@ _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors on the CPU hold the same bits; the second has no gaps."""
+    """Return whether two tensors on the CPU hold the same bits; the second has no gaps."""
     if one.stride() == other.stride() and not one.is_conj() and not one.is_neg():
         return bool(_memcmp(one.data_ptr(), other.data_ptr(), other.nbytes) == 0)
     return torch.equal(bits_of(one, other), bits_of(other, other))

@@ -59,7 +59,7 @@ class _Node:
         self.children: list[tuple[str, nn.Module | None]] = []
 
     def changed(self) -> bool:
-        """Whether an attribute was set or deleted, or the class changed, since :meth:`look`."""
+        """Return whether an attribute was set or deleted, or the class changed, since :meth:`look`."""
         source = self.source
         state = source.__dict__
         return (
@@ -74,7 +74,7 @@ class _Node:
         self.kind, self.keys, self.values = type(self.source), tuple(state), tuple(state.values())
 
     def known(self) -> dict[str, Any]:
-        """The attributes as they were."""
+        """Return the attributes as they were."""
         return dict(zip(self.keys, self.values, strict=True))
 
     def carry(self, replica: int) -> None:
@@ -166,7 +166,7 @@ class Replicas:
     # Modules --------------------------------------------------------------------------------------------------------
 
     def _modules(self) -> list[nn.Module]:
-        """Every module of the original, once, in an order that depends on the tree alone."""
+        """Return every module of the original, once, in an order that depends on the tree alone."""
         found: dict[int, nn.Module] = {}
         todo = [root for _, root in reversed(self._roots)]
         while todo:
@@ -324,7 +324,7 @@ def _derived_names(module: nn.Module) -> set[str]:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Whether an attribute is what it was; only plain values are looked into."""
+    """Return whether an attribute is what it was; only plain values are looked into."""
     plain = (bool, int, float, str, tuple, type(None))
     return one is other or (isinstance(one, plain) and type(one) is type(other) and repr(one) == repr(other))
 
@@ -341,7 +341,7 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 
 def rewrapped(wrapper: Any, inner: nn.Module) -> nn.Module:
     """Return what ``torch.compile`` with the same options makes of ``inner``."""
-    # dynamo_ctx has no underscore but is no documented name; torch offers no other way to repeat a compile's options.
+    # dynamo_ctx has no underscore but is not documented; torch offers no other way to repeat a compile's options.
     module: nn.Module = type(wrapper)(inner, wrapper.dynamo_ctx)
     return module
 

@@ -1,4 +1,4 @@
-"""Run the replicas, each in a thread of its own, under the caller's modes; errors say which replica they come from.
+"""Run the replicas, each in its own thread, under the caller's modes; errors say which replica they come from.
 
 Note [Cores]
 ~~~~~~~~~~~~
@@ -70,7 +70,7 @@ class Modes:
 
 
 class ReplicaThread(Generic[Result]):
-    """A function that runs in a thread of its own; its result, or its error, is there for who waits."""
+    """A function that runs in its own thread; :meth:`result` returns its result or raises its error."""
 
     def __init__(self, fn: Callable[[], Result], location: Location, modes: Modes) -> None:
         self._fn, self._location, self._modes = fn, location, modes
@@ -85,7 +85,7 @@ class ReplicaThread(Generic[Result]):
         try:
             self._thread.start()
         except BaseException:
-            # Ctrl-C, most likely while Python waited for the thread to begin: nobody else will know of this task.
+            # Ctrl-C, most likely while Python waited for the thread to begin: no caller will know of it.
             with self._lock:
                 self._called_off = True
             if self._begun:
@@ -110,7 +110,7 @@ class ReplicaThread(Generic[Result]):
             self._ended.set()
 
     def wait(self) -> None:
-        """Wait until it has ended, well or not. It ends when the replica's own work does, as a call would."""
+        """Wait until it has ended, with a result or an error."""
         # Not by join alone: where Ctrl-C interrupts that, Python takes the thread for ended, and waits for it no more.
         self._ended.wait()
         self._thread.join()
@@ -131,14 +131,14 @@ class ReplicaThread(Generic[Result]):
 
 
 def _stream_of(device: torch.device) -> Any:
-    """The caller's current stream of an accelerator, which the replica's thread uses too."""
+    """Return the caller's current stream of an accelerator, which the replica's thread uses too."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
 def run_replicas(
     calls: Sequence[Callable[[], Result]], locations: Sequence[Location], modes: Modes, *, in_turn: bool
 ) -> list[Result]:
-    """Return the results of the calls: the first runs in this thread, each other in a thread of its own.
+    """Return the results of the calls: the first runs in this thread, each other in its own thread.
 
     Args:
         in_turn: run one after the other.

@@ -10,7 +10,7 @@ the ranks' orders would differ: the next bucket waits for its future, and so do 
 
 Note [Labels]
 ~~~~~~~~~~~~~
-If backward fails on one rank, which catches that and goes on, its next backward meets the others' present one. So a
+If backward fails on one rank, which catches that and continues, its next backward meets the others' present one. So a
 bucket's all-reduce is labelled with the number of the backward, for backends that compare labels (modulo a small
 number, since labels are kept).
 
@@ -134,7 +134,7 @@ class Backward:
         weight: this rank's gradients count this much; see Note [Exact mean]. 0 discards them.
         divisor: what the sum over ranks is divided by.
         kept: copies of gradients, by position, that are put back if nobody used the parameter.
-        discards: its own gradients count nothing, so one that is gone at the end is no mistake.
+        discards: its own gradients count nothing, so one that is gone at the end is not a mistake.
         number: how many synchronised backwards have begun, this one included if it is one; see Note [Labels].
     """
 
@@ -198,7 +198,7 @@ class Backward:
     # Sending --------------------------------------------------------------------------------------------------------
 
     def hook_is_done(self) -> bool:
-        """Whether no comm hook is at work; see Note [Issue order]."""
+        """Return whether no comm hook is at work; see Note [Issue order]."""
         return self._in_hook is None or self._in_hook.done()
 
     def issue_next(self) -> None:
@@ -373,7 +373,7 @@ class Backward:
                 bucket.values.copy_(tensor.view(-1))
 
     def _judge(self, sparse: Sequence[SparseTransfer], *, restore: bool) -> bool:
-        """Whether this step is skipped."""
+        """Return whether this step is skipped."""
         assert self._all.finite is not None  # (for the type checker)
         flags = [transfer.is_bad() for transfer in sparse] + [bool(bucket.bad.any()) for bucket in self._all.buckets]
         try:
@@ -395,7 +395,7 @@ class Backward:
         return unused
 
     def _exchange_flags(self) -> None:
-        """A comm hook sees gradients only, so the flags travel by themselves."""
+        """Exchange the flags by themselves: a comm hook sees gradients only."""
         buckets = self._all.buckets
         flags = torch.cat([bucket.tail.abs().to(torch.float32) for bucket in buckets])
         work = dist.all_reduce(flags, group=self._all.group, async_op=True)
@@ -410,7 +410,7 @@ class Backward:
         return self._find_late_portion() or (self._find_taken() if self.sync and self._versions else None)
 
     def _find_late_portion(self) -> LockstepError | None:
-        """A gradient changed after it was sent; see Note [More than one event]."""
+        """Find a gradient that changed after it was sent; see Note [More than one event]."""
         late: list[int] = []
         for bucket in self._all.buckets:
             arrived = bucket.arrived
@@ -429,7 +429,7 @@ class Backward:
         )
 
     def _find_taken(self) -> LockstepError | None:
-        """A gradient was gone before it was sent; see Note [Taken gradients]."""
+        """Find a gradient that was gone before it was sent; see Note [Taken gradients]."""
         for position in self.arrivals():
             param = self._all.params[position]
             if param.grad is None and param._version != self._versions[position]:

@@ -25,7 +25,7 @@ known. (What is a parameter's still is accumulated into, and changes for everybo
 - what is held is put aside while the sums are made in its place, and put back afterwards, and those parameters get a
   copy of their average;
 - but where much of a bucket is held that lies in memory of its own (memory that the ranks share can't be changed by one
-  rank alone), it takes new memory and leaves the old to who holds it. That makes all its views anew, which costs more
+  rank alone), it takes new memory and leaves the old to its holder. That makes all its views anew, which costs more
   than to copy one gradient that a loop's variable holds still.
 """
 
@@ -205,7 +205,7 @@ class Bucket:
         ]
 
     def leave_to_holders(self) -> None:
-        """A backward begins: see to it that what others hold of the last one stays as it is."""
+        """Begin a backward: let what others hold of the last one stay as it is."""
         held = self._held()
         if not held:
             return
@@ -220,7 +220,7 @@ class Bucket:
         self.tail.copy_(self._fresh_flags[place % len(self._fresh_flags)])
 
     def put_back(self) -> None:
-        """A backward has ended: what others hold is again what it was."""
+        """End a backward: restore what others hold."""
         if not self._put_aside:
             return  # (to switch gradients off takes longer than to look)
         with torch.no_grad():
@@ -235,7 +235,7 @@ class Bucket:
                 param.grad = view.clone()
 
     def _held(self) -> list[int]:
-        """The slots whose view is no parameter's gradient, but may be held by somebody else."""
+        """Return the slots whose view is no parameter's gradient, but may be held by somebody else."""
         aliased = _owners_of_storage(self._storage) > self._owners_alone
         if not aliased and _references_to(self.views) == self._references_alone:
             return []
@@ -265,7 +265,7 @@ class Bucket:
             _foreach_copy(views, grads)
 
     def pack_some(self, grads: Sequence[Tensor | None], scale: Tensor | None) -> None:
-        """As :meth:`pack`, with zeros where there is no gradient, and without what is packed already."""
+        """Do as :meth:`pack`, with zeros where there is no gradient, and without what is packed already."""
         for slot, grad in enumerate(grads):
             if slot in self.packed:
                 continue

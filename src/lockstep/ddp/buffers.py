@@ -3,7 +3,7 @@
 Note [Layout of a message]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 A buffer may have another size on each rank: a table of positions that grows with the longest sequence so far. A backend
-need not notice: gloo takes a message that is shorter than expected, and all that lies behind that buffer in the message
+need not notice: gloo takes a message that is shorter than expected, and all that follows that buffer in the message
 would end up shifted. So a message begins with a digest of the shapes and dtypes in it, which a rank compares with its
 own: a rank that holds others raises. (Where the message is longer than expected gloo aborts the process. On a GPU
 nothing is compared, since reading the digest would wait for the device.)

@@ -48,7 +48,7 @@ class FiniteCheck:
         return True
 
     def verdict(self, *, flagged: bool, whoami: Callable[[], str]) -> bool:
-        """**Collective.** What becomes of this step; whether it is skipped.
+        """**Collective.** Decide what becomes of this step. Return whether it is skipped.
 
         Args:
             flagged: whether any rank flagged a gradient; the same on all ranks.

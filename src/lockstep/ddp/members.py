@@ -1,4 +1,4 @@
-"""What of a module belongs to its replica: all parameters and buffers, but for those that the module says to ignore.
+"""The members of a module that belong to its replica: all parameters and buffers, but for those it says to ignore.
 
 The names to ignore stand in the attribute that torch's DDP reads (libraries that manage some parameters themselves set
 it, through ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model``). What is ignored is neither
@@ -59,7 +59,7 @@ class Tree:
     """The modules within a module, and whether they are still those.
 
     Held weakly, since any of them may refer to the root, which the replica must not keep alive. TorchScript's modules
-    are leaves: they let nothing be put into them, and make what hangs in them anew for who looks at it.
+    are leaves: they let nothing be put into them, and make what hangs in them anew at each look.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -88,7 +88,7 @@ class Reducer:
         sparse: the parameters with sparse gradients.
         group: the ranks that hold replicas.
         as_view: let every grad be a view of its bucket.
-        overlap: issue buckets while backward goes on.
+        overlap: issue buckets during backward.
         at_once: an all-reduce returns when it is complete; see Note [One reduction].
         finite: looks at the gradients before they are sent.
         listener: is told of a gradient that comes while no backward is under way.
@@ -361,7 +361,7 @@ class Reducer:
         if len(set(arrived)) < expected:
             self._stays_late(bucket)
             return False
-        # The hook of the parameter that came last runs behind ours: it is not done yet.
+        # The hook of the parameter that came last runs after ours: it is not done yet.
         return not any(_has_other_hooks(param) for param in bucket.params)
 
     def _learn(self) -> None:
@@ -456,5 +456,5 @@ class AccumulatedWeights:
 
 
 def _has_other_hooks(param: Parameter) -> bool:
-    """Whether a hook of the user's comes after ours, which is to see this rank's own gradient and may change it."""
+    """Return whether a hook of the user's follows ours: it is to see this rank's own gradient and may change it."""
     return _torch.gradient_hooks(param) > 1

@@ -134,13 +134,13 @@ class Replica(Joinable, BackwardListener):
         return reducer
 
     def _choose_memory(self, params: list[nn.Parameter]) -> InPlaceMemory | None:
-        """The group's own memory, if all is to be reduced at once at the end; see Note [One reduction]."""
+        """Return the group's own memory, if all is to be reduced at once at the end; see Note [One reduction]."""
         if self._options.overlap is True or any(param.device != params[0].device for param in params):
             return None
         return in_place_memory(self._group, params[0].device) if params else None
 
     def _marks_place(self, device: torch.device) -> bool:
-        """Whether the last bucket says which backward it is of; see Note [Left-out backwards]."""
+        """Return whether the last bucket says which backward it is of; see Note [Left-out backwards]."""
         return device.type == "cpu" and not compares_labels(self._group, device)
 
     def _lay_out_again(self, module: nn.Module) -> None:
@@ -209,7 +209,7 @@ class Replica(Joinable, BackwardListener):
         # (Checkpointing repeats a forward inside backward: nothing is sent twice.)
         if self._reducer.backward is None and not _transformed():
             self._prepare_forward(module)
-        # Last, since who announces the forward must leave it again, also if it fails.
+        # Last, since a forward that was announced must be left again, also if it fails.
         streams.current().enter(module, draws=module.training)
 
     def _prepare_forward(self, module: nn.Module) -> None:
@@ -250,7 +250,7 @@ class Replica(Joinable, BackwardListener):
             self._broadcast(buffers, source, "sending the buffers")
 
     def _known_last(self) -> Forward:
-        """What the last forward knew, or would know now if none came since the last backward."""
+        """Return what the last forward knew, or would know now if none came since the last backward."""
         if self._latest is not None:
             return self._latest
         module = self._module()
@@ -263,7 +263,7 @@ class Replica(Joinable, BackwardListener):
         return 1.0 if share is None else share.weight(self._world_size)
 
     def _in_hand(self) -> BatchesInHand | None:
-        """What sharded loaders have handed out; None where that is not this group's."""
+        """Return what sharded loaders have handed out; None where that is not this group's."""
         world = current_world()
         return None if world is None or world.world_size != self._world_size else world.in_hand
 

@@ -70,7 +70,7 @@ class SparseTransfer:
             self._work = dist.all_gather(self._announced, mine, group=slot.group, async_op=True)
 
     def is_bad(self) -> bool:
-        """**Collective.** Whether any rank said that its rows are not finite."""
+        """**Collective.** Return whether any rank said that its rows are not finite."""
         return any(bad for _, bad in self._announcements())
 
     def complete(self, *, write: bool) -> bool:

@@ -220,7 +220,7 @@ def _gather_statistics(values: Tensor, group: dist.ProcessGroup, whoami: str) ->
 
 
 def _own_moments(values: Tensor) -> Tensor:
-    """This rank's count, means and sums of squared deviations, in one tensor: float64 [1 + 2 C]."""
+    """Return this rank's count, means and sums of squared deviations, in one tensor: float64 [1 + 2 C]."""
     channels = values.shape[1]
     count = values.numel() // channels if channels else 0
     result = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=values.device)

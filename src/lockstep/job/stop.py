@@ -68,7 +68,7 @@ class Board(Protocol):
         """Write this rank's proposal, once a round."""
 
     def smallest(self, round_: int) -> Proposal | None:
-        """The smallest proposal of the round so far."""
+        """Return the smallest proposal of the round so far."""
 
 
 class PageBoard:
@@ -140,7 +140,7 @@ class Agreement:
         self._round = 1
 
     def due(self, step: int, *, wanted: Action | None) -> Action | None:
-        """What to do at this boundary, if anything; the same on all ranks.
+        """Return what to do at this boundary, if anything; the same on all ranks.
 
         Args:
             step: optimizer steps that this rank has done.
@@ -156,7 +156,7 @@ class Agreement:
         return proposal.action
 
     def pending(self) -> Action | None:
-        """What has been proposed and is not done yet."""
+        """Return what has been proposed and is not done yet."""
         proposal = self._board.smallest(self._round)
         return None if proposal is None else proposal.action
 
@@ -214,11 +214,11 @@ class Requests:
         self._tell_launcher()
 
     def leave(self) -> None:
-        """The request to leave is seen to: what comes now does not hit the way out."""
+        """Note that leaving has begun: further signals are ignored."""
         self.leaving = True
 
     def close(self) -> None:
-        """Signals are again what they were, from the next one on."""
+        """Restore the earlier signal handlers."""
         if not self._before or self.leaving or self._process != os.getpid():
             return
         if threading.current_thread() is not threading.main_thread():
@@ -257,6 +257,6 @@ def _as_by_default(signum: int, frame: FrameType | None) -> None:
 
 
 def _spare_daemons(requests: Requests) -> None:
-    """In a worker that multiprocessing forked: a Ctrl-C at the terminal reaches it too, and its rank still needs it."""
+    """Ignore Ctrl-C in a worker that multiprocessing forked: its rank still needs it."""
     if requests.listening and current_process().daemon:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -57,7 +57,7 @@ class BatchShare:
         return self.local_samples * world_size / self.global_samples
 
     def words(self) -> str:
-        """Say it: ``3 of 7 samples``."""
+        """Say it in words: ``3 of 7 samples``."""
         return f"{self.local_samples} of {self.global_samples} samples"
 
 

@@ -180,7 +180,7 @@ class Checkpointer:
 
     @flight.phase(Phase.SAVE)
     def save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> Path:
-        """**Collective.** Write a checkpoint to the disk itself; its folder. Older ones are pruned after it.
+        """**Collective.** Write a checkpoint to the disk itself and return its folder. Older ones are pruned after it.
 
         If it fails, the checkpoints before it are as they were, and training may continue.
 
@@ -237,7 +237,7 @@ class Checkpointer:
 
     @flight.phase(Phase.SAVE)
     def wait(self) -> Path | None:
-        """Wait until the :meth:`async_save` that is under way is on the disk: its folder; None if there is none.
+        """Wait until the :meth:`async_save` under way is on the disk. Return its folder, or None if there is none.
 
         Raises:
             CheckpointError: it failed; the same on every rank, and raised once.

@@ -79,7 +79,7 @@ class Background:
         self._thread.start()
 
     def wait(self) -> Path | None:
-        """Wait for the save that is under way: its folder, or None if there is none.
+        """Wait for the save that is under way. Return its folder, or None if there is none.
 
         Raises:
             CheckpointError: it failed; raised once.
@@ -130,7 +130,7 @@ class Background:
             peers.leave()
 
     def failed_unheard(self) -> bool:
-        """Wait, and say whether the last save failed without anybody having been told."""
+        """Wait. Return whether the last save failed and the error was raised nowhere."""
         if self._pid != os.getpid() or self._thread is None:
             return False
         self._thread.join()

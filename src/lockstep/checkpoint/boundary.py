@@ -1,4 +1,4 @@
-"""Between two steps: has somebody asked to save, or to save and leave?
+"""Between two steps: save, or save and leave, if a signal asked for it.
 
 Note [Stopping between steps]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -26,7 +26,7 @@ from lockstep.job.stop import Action, Agreement, Board, PageBoard, Requests, Sto
 
 
 class Saver(Protocol):
-    """Whose run it is: a Checkpointer."""
+    """The Checkpointer whose run it is."""
 
     step: int
 
@@ -62,7 +62,7 @@ class StepBoundary:
             self._requests.listen()
 
     def close(self) -> None:
-        """Take signals as requests no longer."""
+        """Stop taking signals as requests."""
         asked, left = self._requests.stop, self._requests.leaving
         self._requests.close()
         if asked is not None and not left:
@@ -74,12 +74,12 @@ class StepBoundary:
             )
 
     def between_steps(self, *, epoch_done: bool | None) -> None:
-        """**Collective.** Note that a loop of the user's own is between two steps."""
+        """**Collective.** Note that the user's own loop is between two steps."""
         self._watched = True
         self.reached(epoch_done=epoch_done)
 
     def reached(self, *, epoch_done: bool | None = None, last: bool = False) -> None:
-        """**Collective**, though nothing is sent as long as nobody asks. This is a moment between two steps.
+        """**Collective**, though nothing is sent unless a rank was asked. Note a moment between two steps.
 
         Args:
             epoch_done: as for ``save``.
@@ -106,7 +106,7 @@ class StepBoundary:
             self._save_and_leave(saver, epoch_done)
 
     def _due_at_last(self) -> Action | None:
-        """Find the most urgent thing that any rank was asked for; for once it pays to ask all."""
+        """Find the most urgent request to any rank, by asking all."""
         assert self._agreement is not None, "made at the first boundary"
         wishes = [wish for wish in (self._requests.wanted, self._agreement.pending()) if wish is not None]
         wanted = [int(wish) for wish in wishes]
@@ -143,7 +143,7 @@ class StepBoundary:
 
 
 def _board(world: World) -> Board:
-    """Shared memory where one launcher of ours started all ranks, else the process group's store."""
+    """Return a board in shared memory where one launcher of ours started all ranks, else in the group's store."""
     pages = flight.current.pages
     if pages is not None and knobs.store() is not None:
         return PageBoard(pages, rank=world.rank)

@@ -41,7 +41,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 def encode(tree: Any, tensors: dict[str, torch.Tensor] | None, *, where: str) -> Any:
-    """Return ``tree`` as JSON can say it.
+    """Return ``tree`` in JSON types.
 
     Args:
         tree: dicts, lists, tuples, None, bool, int, float, str, bytes, NumPy arrays and scalars, and tensors.

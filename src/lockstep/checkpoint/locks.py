@@ -141,7 +141,7 @@ def _open_manifest(folder: Path, mode: int) -> int | None:
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a run's folder."""
+    """The process that holds a run's folder."""
 
     host: str
     pid: int
@@ -254,7 +254,7 @@ def _key_of(root: Path) -> tuple[int, int]:
 
 
 def _take(path: Path) -> int | None:
-    """Take the lock; its descriptor, or None where the file system has none, and the record alone counts."""
+    """Take the lock. Return its descriptor, or None where the file system has none, and the record alone counts."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:

@@ -93,7 +93,7 @@ class Outline:
     alone: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the outline as JSON can say it."""
+        """Return the outline in JSON types."""
         return dict(vars(self))
 
     @classmethod

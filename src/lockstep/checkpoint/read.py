@@ -329,7 +329,7 @@ class _File:
 
     @contextmanager
     def _sense(self) -> Iterator[None]:
-        """Take what makes no sense as damage."""
+        """Raise what makes no sense as damage."""
         try:
             yield
         except (ValueError, RuntimeError) as error:

@@ -54,7 +54,7 @@ class Announcement:
     outline: Outline
 
     def to_json(self) -> dict[str, Any]:
-        """Return the announcement as JSON can say it."""
+        """Return the announcement in JSON types."""
         return {**vars(self), "outline": self.outline.to_json()}
 
     @classmethod
@@ -118,7 +118,7 @@ def words_on_drift(plan: WritePlan) -> str:
 def write(
     root: Path, plan: WritePlan, moment: Moment, *, peers: Peers, tidy: Callable[[Path], None], on: Storage = POSIX
 ) -> Path:
-    """**Collective.** Write a checkpoint into ``root``, wholly or not at all; its folder.
+    """**Collective.** Write a checkpoint into ``root``, completely or not at all, and return its folder.
 
     It talks to the other ranks by ``peers`` alone and touches no live state if ``plan`` was copied, so that it may
     run in a thread beside training. When the checkpoint is safe, rank 0 calls ``tidy`` to remove older ones.
@@ -207,7 +207,7 @@ class Draft:
             self._on.close(self._on.create(self._folder, name))
 
     def commit(self, manifest: Manifest) -> Path:
-        """**Rank 0.** Publish the draft atomically; the checkpoint's path."""
+        """**Rank 0.** Publish the draft atomically and return the checkpoint's path."""
         content = manifest.to_json()
         if len(content) > MAX_BYTES:
             raise CheckpointError(f"{self.path}: the manifest would have {len(content)} bytes, at most {MAX_BYTES} fit")
@@ -248,7 +248,7 @@ class Draft:
 
 
 def write_blocks(folder: Path, blocks: Iterable[tuple[str, int, memoryview]], *, on: Storage = POSIX) -> list[str]:
-    """Write blocks (file, offset and content, one file after the other) to the disk itself; their digests.
+    """Write blocks (file, offset and content, one file after the other) to the disk itself. Return their digests.
 
     Raises:
         OSError: it could not be written.

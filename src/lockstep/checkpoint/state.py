@@ -267,7 +267,7 @@ def _refuse_tensors(module: nn.Module, name: str) -> None:
 
 
 def _is_a(thing: object, name: str) -> bool:
-    """Say whether it is of a class of torch's of this name, whose module is slow to import, or can't be everywhere."""
+    """Return whether it is of torch's class of this name, whose module is slow to import, or can't be everywhere."""
     return any(cls.__name__ == name and cls.__module__.startswith("torch.") for cls in type(thing).__mro__)
 
 
@@ -327,7 +327,7 @@ class Position:
         return Moment(self.step, epoch if isinstance(epoch, int) else self.epoch, in_epoch, metric)
 
     def resume_from(self, manifest: Manifest) -> None:
-        """Be where this checkpoint was made."""
+        """Take over the position at which a checkpoint was made."""
         self.step = self.last_saved = manifest.step
         self.epoch = manifest.epoch
         self._tell()
@@ -341,7 +341,7 @@ class Position:
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
-    """Return the state of each of a rank's generators, as JSON can say it.
+    """Return the state of each of a rank's generators, in JSON types.
 
     Of torch's on the CPU it is the stream that the ranks have in common, also in the middle of a step: what a rank
     draws of its own follows from that one, see Note [Random numbers of a rank] in ``comm/streams.py``.

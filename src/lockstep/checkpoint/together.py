@@ -32,12 +32,13 @@ _ADVICE = {
 def together(
     peers: World | Peers, attempt: Callable[[], Result], tell: Callable[[Result], Any]
 ) -> tuple[Result, list[Any]]:
-    """**Collective.** As :func:`lockstep.comm.together.together`, with every error as a CheckpointError that advises.
+    """**Collective.** Do as :func:`lockstep.comm.together.together`, with every error as a CheckpointError that
+    advises.
 
     Args:
         peers: the ranks, and how they talk; a World's process group if it is a World.
         attempt: what this rank does.
-        tell: what the others are told of its result, as JSON can say it.
+        tell: what the others are told of its result, in JSON types.
 
     Raises:
         CheckpointError: ``attempt`` failed on a rank: the error of the first such rank, of the same class on all.

@@ -300,7 +300,7 @@ def _is_torchscript(path: Path) -> bool:
 
 
 def _is_state_dict(value: Any) -> bool:
-    """Tensors by name; a value beside them may be anything (a module's extra state)."""
+    """Return whether this is tensors by name; a value beside them may be anything (a module's extra state)."""
     return (
         isinstance(value, Mapping)
         and all(isinstance(name, str) for name in value)

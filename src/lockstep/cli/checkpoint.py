@@ -192,7 +192,7 @@ def export(folder: Path, output: Path, step: int | None, format_: Any, extra: st
 
 @contextmanager
 def _errors(command: str) -> Iterator[None]:
-    """Errors as one line and exit code 2."""
+    """Show errors as one line, with exit code 2."""
     from lockstep.errors import LockstepError
 
     try:

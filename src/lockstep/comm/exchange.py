@@ -106,7 +106,7 @@ def all_gather_records(record: Any, group: dist.ProcessGroup | None = None) -> l
     """**Collective.** Return every rank's ``record``, in order of rank.
 
     Args:
-        record: anything JSON can say; it may differ in length from rank to rank.
+        record: anything JSON can hold; it may differ in length from rank to rank.
         group: the process group; the default group if None.
 
     Raises:

@@ -31,7 +31,7 @@ def together(
     Args:
         peers: the ranks, and how they talk.
         attempt: what this rank does.
-        tell: what the others are told of its result, as JSON can say it.
+        tell: what the others are told of its result, in JSON types.
         what: what is being attempted, for the message.
 
     Raises:
@@ -71,7 +71,7 @@ def agreed(
         peers: the ranks, and how they talk.
         what: what is being checked, for the message.
         check: makes the result, or raises.
-        facts: what must be the same on every rank, as JSON can say it.
+        facts: what must be the same on every rank, in JSON types.
         remedies: what to do about a fact that differs, by its name; "" for all others.
 
     Raises:

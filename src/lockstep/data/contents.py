@@ -109,7 +109,7 @@ def _is_plain(element: Any) -> bool:
 
 
 def _spread(length: int, looks: int = _LOOKED_AT) -> list[int]:
-    """Positions over the whole length, the first and the last among them."""
+    """Return positions over the entire length, the first and the last among them."""
     if length <= looks:
         return list(range(length))
     return [position * (length - 1) // (looks - 1) for position in range(looks)]
@@ -127,7 +127,7 @@ def _some_of(values: Any) -> str:
 
 
 def _comparable(element: Any) -> Any:
-    """``element`` without the folders of its paths, in types that a fingerprint tells apart."""
+    """Return ``element`` without the folders of its paths, in types that a fingerprint tells apart."""
     if isinstance(element, Mapping):
         return [[key, _comparable(part)] for key, part in element.items()]
     if isinstance(element, (list, tuple)):

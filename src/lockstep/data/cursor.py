@@ -23,7 +23,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class LoaderState:
-    """What is saved: the cursor, and what must hold for it to mean the same again."""
+    """The saved state: the cursor, and what must hold for it to mean the same again."""
 
     cursor: Cursor
     seed: int
@@ -36,7 +36,7 @@ class LoaderState:
     drawn: str | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON can say it."""
+        """Return it in JSON types."""
         return {"format": 1, **asdict(self)}
 
     @classmethod

@@ -205,7 +205,7 @@ class ShardedLoader:
         return max(0, self._world.world_size - last) if last and not self.drop_last else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's position, as JSON can say it; the same on every rank, and good for any world size.
+        """Return the loop's position, in JSON types; the same on every rank, and good for any world size.
 
         The batch in your hands counts as done, batches fetched ahead do not. Between passes it is the beginning of
         the next epoch.

@@ -70,7 +70,7 @@ class Source:
 
 
 def read_source(loader: object, *, world_size: int, default_seed: int, seed: int | None) -> Source:
-    """Return what ``loader`` says, if it can be sharded.
+    """Read ``loader``, if it can be sharded.
 
     Raises:
         TypeError: it is not a DataLoader, or its dataset has no length.

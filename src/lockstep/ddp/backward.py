@@ -310,7 +310,8 @@ class Backward:
     # Handing out ----------------------------------------------------------------------------------------------------
 
     def _collect(self, *, write: bool) -> list[int]:
-        """Wait for all that was sent; the positions of the parameters that no rank used, unless the step is skipped."""
+        """Wait for all that was sent. Return the positions of the parameters that no rank used, unless the step is
+        skipped."""
         buckets, checked = self._all.buckets, self._all.finite is not None
         hooked = self._all.comm_hook is not None and self._all.world_size > 1
         unused: list[int] = []
@@ -343,7 +344,7 @@ class Backward:
         return [bucket.positions[slot] for bucket in self._all.buckets for slot in bucket.missing]
 
     def _write(self, bucket: Bucket) -> list[int]:
-        """Hand out the averages; the positions of the parameters that nobody used."""
+        """Hand out the averages. Return the positions of the parameters that no rank used."""
         if not bucket.missing:
             if self._all.as_view:
                 bucket.unpack_as_views()
@@ -384,7 +385,7 @@ class Backward:
             raise
 
     def _restore_unused(self, bucket: Bucket) -> list[int]:
-        """Leave the gradients that nobody used as they were before the reduction; their slots."""
+        """Restore the gradients that no rank used as they were before the reduction. Return their slots."""
         if not bucket.missing:
             return []
         unused = [slot for slot, used in enumerate((bucket.used.abs() > 0).tolist()) if not used]
@@ -459,12 +460,12 @@ class Backward:
 
 
 def _count_left_out(number: int) -> str:
-    """Forwards that had no backward, in the words that :func:`explained` looks for."""
+    """Count forwards without a backward, in the words that :func:`explained` looks for."""
     return f"{number} forward{'' if number == 1 else 's'} {_LEFT_OUT}"
 
 
 def explained(error: CollectiveMismatch) -> CollectiveMismatch:
-    """Return it with what to do about it, if some rank said that it left a backward out; else the error itself."""
+    """Return ``error`` with a remedy, if some rank said that it left a backward out; else ``error`` itself."""
     if _LEFT_OUT not in str(error):
         return error
     return CollectiveMismatch(

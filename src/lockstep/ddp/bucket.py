@@ -229,7 +229,7 @@ class Bucket:
         self._put_aside.clear()
 
     def leave(self) -> None:
-        """Let every gradient that is a view of the bucket be a tensor of its own."""
+        """Replace every gradient that is a view of the bucket by a separate tensor."""
         for param, view in zip(self.params, self.views, strict=True):
             if param.grad is view:
                 param.grad = view.clone()
@@ -319,12 +319,13 @@ class Bucket:
 
 
 def _references_to(views: Sequence[Tensor]) -> int:
-    """References from Python, and from C++ (which Python counts as one, or not at all, as torch's version has it)."""
+    """Count references from Python, and from C++ (which Python counts as one, or not at all, as torch's version has
+    it)."""
     return sum(map(sys.getrefcount, views)) + sum(map(_owners_of_tensor, views))
 
 
 def _shaped(part: Tensor, param: Parameter) -> Tensor:
-    """``part`` (1-D) as a tensor of the parameter's shape, and of its strides where they leave no gaps."""
+    """Return ``part`` (1-D) as a tensor of the parameter's shape, and of its strides where they leave no gaps."""
     if param.is_contiguous() or not _gapless(param):
         return part.view(param.shape)
     return part.as_strided(param.shape, param.stride())

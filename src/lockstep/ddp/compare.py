@@ -166,7 +166,7 @@ def _why_module(module: nn.Module, *, runs_hooks: bool) -> str | None:
 
 
 def _why_layer(module: nn.Module) -> str | None:
-    """torch's SyncBatchNorm would fail in the first training forward, in words that name neither layer nor remedy."""
+    """Refuse torch's SyncBatchNorm on CPUs: its own error in the first forward names neither layer nor remedy."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm) and layer.training:
             tensors = [tensor for tensor in (layer.weight, layer.running_mean) if tensor is not None]

@@ -86,7 +86,7 @@ class Forward(NamedTuple):
 
 
 class BackwardListener(Protocol):
-    """Who is told of a module's backwards; all but the last are called inside of one."""
+    """Is told of a module's backwards; all but the last method are called inside of one."""
 
     @property
     def is_in_backward(self) -> bool:
@@ -114,15 +114,15 @@ class BackwardListener(Protocol):
         ...
 
     def backward_dies(self) -> None:
-        """It ended with an error, some time ago."""
+        """Forget a backward that ended with an error, some time ago."""
         ...
 
 
 class Reached(Protocol):
-    """What wants to know when a backward has reached a forward's output."""
+    """Is told when a backward has reached a forward's output."""
 
     def reached(self) -> None:
-        """It has."""
+        """Note that it has."""
         ...
 
 
@@ -239,11 +239,11 @@ class BackwardWatch:
             _queue_callback(callback)
 
     def end(self) -> None:
-        """Watch no more; a backward that comes through an earlier forward raises."""
+        """Stop watching; a backward that comes through an earlier forward raises."""
         self._has_ended = True
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Drop the parameters."""
         self._nodes.clear()
 
     @_torch.mark_untraced
@@ -253,7 +253,7 @@ class BackwardWatch:
 
 
 class _OnOutput:
-    """What autograd calls when a backward has reached an output."""
+    """Called by autograd when a backward has reached an output."""
 
     def __init__(self, watch: BackwardWatch, forward: Forward, stand_ins: Reached | None) -> None:
         self._watch, self._forward, self._stand_ins = watch, forward, stand_ins
@@ -264,7 +264,7 @@ class _OnOutput:
 
 
 class _EndOfBackward:
-    """What autograd calls when a backward has ended. An object of its own, so that it can be held weakly."""
+    """Called by autograd when a backward has ended. A separate object, so that it can be held weakly."""
 
     def __init__(self, listener: BackwardListener) -> None:
         self._listener = listener

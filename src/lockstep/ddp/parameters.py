@@ -82,7 +82,7 @@ class OwnParameters:
         self._adopt(module)
 
     def close(self) -> None:
-        """Let go of the parameters, and of the modules."""
+        """Drop the parameters and the modules."""
         module = self._module()
         for part in () if module is None else module.modules():
             if _owners.get(part) is self:

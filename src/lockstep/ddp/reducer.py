@@ -232,7 +232,7 @@ class Reducer:
         return on_large_gradient
 
     def finish(self, *, left_out: int = 0) -> BackwardOutcome:
-        """**Collective** if the backward is synchronised. The backward has ended: send the rest, write the averages.
+        """**Collective** if the backward is synchronised. End the backward: send the rest, write the averages.
 
         Args:
             left_out: forwards to tell of that had no backward; see Note [Left-out backwards].
@@ -303,7 +303,7 @@ class Reducer:
         self._weights.take_over(old._weights)
 
     def free(self) -> None:
-        """End: gradients become tensors of their own, and the buckets' memory can go."""
+        """End: gradients become separate tensors, and the buckets' memory can go."""
         for bucket in self._all.buckets:
             bucket.leave()
         self._all.buckets.clear()

@@ -1,4 +1,4 @@
-"""One module's place in a group of replicas: its reducer, its buffers, and what each forward and backward does."""
+"""One module in a group of replicas: its reducer, its buffers, and what each forward and backward does."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Replica(Joinable, BackwardListener):
         return device.type == "cpu" and not compares_labels(self._group, device)
 
     def _lay_out_again(self, module: nn.Module) -> None:
-        """Parameters that were frozen are trained now: they need a place in the buckets."""
+        """Lay the buckets out anew: parameters that were frozen are trained now."""
         self._compare(module)
         old = self._reducer
         self._remove_hooks()
@@ -200,7 +200,7 @@ class Replica(Joinable, BackwardListener):
 
     @_torch.mark_untraced
     def before_forward(self, module: nn.Module) -> None:
-        """**Collective** in training, outside no_sync, if there are buffers to send or inside join; else **Local**."""
+        """**Collective** in training, outside no_sync, if there are buffers to send or inside join."""
         if self._is_released:
             raise LockstepError(
                 f"rank {self._rank} of {self._world_size}: this {type(module).__name__} was released: lockstep.release "
@@ -277,7 +277,7 @@ class Replica(Joinable, BackwardListener):
     # Backward -------------------------------------------------------------------------------------------------------
 
     def gradient_unannounced(self) -> None:
-        """Begin the backward that brings it."""
+        """Begin the backward that brings the gradient."""
         self._watch.open(self._known_last())
 
     def parameters_unreached(self) -> None:
@@ -302,7 +302,7 @@ class Replica(Joinable, BackwardListener):
         self._reducer.begin(sync=forward.sync, weight=forward.weight, divisor=forward.divisor)
 
     def backward_joins(self, forward: Forward) -> None:
-        """Raise if it weighs differently; average if it does."""
+        """Raise if this forward weighs differently; average if it does."""
         current = self._current
         if current is None or forward is current:
             return
@@ -336,7 +336,7 @@ class Replica(Joinable, BackwardListener):
         flight.current.resume(_OWN)
 
     def backward_dies(self) -> None:
-        """Let the reducer forget it."""
+        """Let the reducer forget the backward."""
         self._current = self._latest = None
         self._reducer.abandon()
 
@@ -460,7 +460,7 @@ def _spec(param: Tensor) -> ParameterSpec:
 
 
 def _sparse_parameters(module: nn.Module) -> set[int]:
-    """Ids of the parameters whose gradients will be sparse."""
+    """Return the ids of the parameters whose gradients will be sparse."""
     embeddings = (nn.Embedding, nn.EmbeddingBag)
     return {id(part.weight) for part in module.modules() if isinstance(part, embeddings) and part.sparse}
 

@@ -44,7 +44,7 @@ class SparseSlot:
         return SparseTransfer(self, indices, values, count=count, bad=bad)
 
     def _contribution(self, scale: float) -> tuple[Tensor, Tensor]:
-        """Row numbers (1-D) and rows (rows x the parameter's trailing shape) of this rank's gradient."""
+        """Return row numbers (1-D) and rows (rows x the parameter's trailing shape) of this rank's gradient."""
         grad = self.param.grad
         if grad is None or scale == 0:
             rows = self.param.new_zeros((0, *self.param.shape[1:]))
@@ -89,7 +89,7 @@ class SparseTransfer:
         return True
 
     def _announcements(self) -> list[tuple[int, int]]:
-        """(rows, whether they are bad) of every rank."""
+        """Return (rows, whether they are bad) of every rank."""
         if self._work is not None:
             wait_for(self._work.wait, self._describe)
             self._work = None

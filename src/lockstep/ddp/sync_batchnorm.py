@@ -85,7 +85,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"SyncBatchNorm: expected [batch, {self.num_features}, ...], got {list(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise [batch, C, ...]; the same shape and dtype."""
+        """Return [batch, C, ...] normalised, of the same shape and dtype."""
         group = self._group()
         if not self.training or group is None:
             return super().forward(input)
@@ -144,7 +144,7 @@ def convert_sync_batchnorm(module: Module, process_group: dist.ProcessGroup | No
 
 
 def _replace(module: Any, group: dist.ProcessGroup | None, done: dict[nn.Module, nn.Module]) -> Any:
-    """``done`` remembers what became of each module, for one that stands in several places."""
+    """Replace one module; ``done`` holds the new module of each old one, which may occur several times."""
     if module in done:
         return done[module]
     batch_norm = isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
@@ -282,7 +282,7 @@ class _SynchronisedNorm(torch.autograd.Function):
 
 
 def _means_over_ranks(sums: Tensor, count: Tensor, exchange: _Exchange) -> Tensor:
-    """**Collective.** [2, C]: what this rank's own sums become when averaged over the values of all ranks."""
+    """**Collective.** Return [2, C]: what this rank's own sums become when averaged over the values of all ranks."""
     # A rank without samples counts for nothing, and 0 * NaN would be NaN.
     total = sums.double() * exchange.weight if exchange.weight else torch.zeros_like(sums, dtype=torch.float64)
     wait_for(
@@ -301,5 +301,5 @@ def _dims(values: Tensor) -> list[int]:
 
 
 def _as_channels(row: Tensor, like: Tensor) -> Tensor:
-    """[C] as [1, C, 1, ...]."""
+    """View [C] as [1, C, 1, ...]."""
     return row.view(1, -1, *[1] * (like.dim() - 2))

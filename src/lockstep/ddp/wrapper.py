@@ -232,7 +232,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.static_graph = True
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """No times are measured; ``benchmarks/step.py`` shows how to measure them."""
+        """Do nothing: no times are measured; ``benchmarks/step.py`` shows how to measure them."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return what torch's class logs of itself, without the times."""

@@ -26,7 +26,7 @@ from lockstep.comm.world import World
 from lockstep.data.contents import fingerprint
 from lockstep.data.order import global_batches, mix, slice_bounds
 from lockstep.data.seeding import preserved_generators, seed_generators
-from lockstep.data.source import Source
+from lockstep.data.source import Shardable
 from lockstep.job.workers import AtWork
 from lockstep.trees import parts_of, rebuilt
 
@@ -300,7 +300,9 @@ class Keys(Sampler[SliceKey]):
         return iter(self.keys)
 
 
-def slice_keys(order: torch.Tensor, source: Source, *, start: int, world: World, epoch_key: int) -> Iterator[SliceKey]:
+def slice_keys(
+    order: torch.Tensor, source: Shardable, *, start: int, world: World, epoch_key: int
+) -> Iterator[SliceKey]:
     """Return one rank's keys from global sample ``start`` on: as many on every rank."""
     batches = global_batches(order.numel(), batch_size=source.batch_size, drop_last=source.drop_last, start=start)
     for begin, end in batches:
@@ -312,7 +314,7 @@ def slice_keys(order: torch.Tensor, source: Source, *, start: int, world: World,
 
 
 def inner_loader(
-    source: Source, world: World, keys: Keys, generator: torch.Generator, *, pinned: bool, seeded: bool
+    source: Shardable, world: World, keys: Keys, generator: torch.Generator, *, pinned: bool, seeded: bool
 ) -> DataLoader[Fetched]:
     """Return a DataLoader over the same dataset, set up the same way, whose every item is one slice."""
     given = source.loader

@@ -42,7 +42,7 @@ from lockstep.data.fetch import (
     slice_keys,
 )
 from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order, mix
-from lockstep.data.source import REMEDIES, Source, read_source
+from lockstep.data.source import REMEDIES, Shardable, read_source
 from lockstep.errors import CheckpointMismatch, LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
@@ -114,7 +114,7 @@ class ShardedLoader:
     the next epoch; a state saved *before* leaving the loop continues inside the epoch.
     """
 
-    def __init__(self, source: Source, world: World, *, device: torch.device | None, seeded: bool) -> None:
+    def __init__(self, source: Shardable, world: World, *, device: torch.device | None, seeded: bool) -> None:
         self._source = source
         self._world = world
         self._device = device

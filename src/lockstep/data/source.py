@@ -33,7 +33,7 @@ Order = Literal["shuffled", "sequential", "sampler", "stream"]
 
 
 @dataclass(frozen=True)
-class Source:
+class Shardable:
     """A DataLoader that can be sharded."""
 
     loader: DataLoader[Any]
@@ -69,7 +69,7 @@ class Source:
         return settings | (contents_of(self.loader.dataset) if contents and self.order != "stream" else {})
 
 
-def read_source(loader: object, *, world_size: int, default_seed: int, seed: int | None) -> Source:
+def read_source(loader: object, *, world_size: int, default_seed: int, seed: int | None) -> Shardable:
     """Read ``loader``, if it can be sharded.
 
     Raises:
@@ -95,7 +95,7 @@ def read_source(loader: object, *, world_size: int, default_seed: int, seed: int
         seed = given.initial_seed() if isinstance(given, torch.Generator) else default_seed
     elif not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63")
-    return Source(loader, order, batch_size, seed)
+    return Shardable(loader, order, batch_size, seed)
 
 
 def _refuse_what_cannot_be_cut(loader: DataLoader[Any]) -> None:

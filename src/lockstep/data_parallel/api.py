@@ -118,8 +118,8 @@ class DataParallel(nn.Module):
             engine.copier.count = before.copier.count
         return engine
 
-    def _options(self) -> _Options:
-        return _Options(
+    def _options(self) -> _EngineOptions:
+        return _EngineOptions(
             self.module,
             self.criterion,
             self.devices,
@@ -164,7 +164,7 @@ def _run(engine: _Engine, inputs: tuple[Any, ...], kwargs: dict[str, Any], targe
     return engine.run(inputs, kwargs, target)
 
 
-class _Options(NamedTuple):
+class _EngineOptions(NamedTuple):
     module: nn.Module
     criterion: Criterion | None
     devices: list[torch.device]
@@ -179,7 +179,7 @@ class _Options(NamedTuple):
 class _Engine:
     """What a DataParallel keeps beside its options: replicas, what outputs have shown, random streams."""
 
-    def __init__(self, options: _Options) -> None:
+    def __init__(self, options: _EngineOptions) -> None:
         # No reference to the wrapper: it goes when the last name for it goes.
         self.options = options
         self._module, self._criterion = options.module, options.criterion

@@ -133,7 +133,7 @@ class Backward:
         sync: whether gradients are averaged in it; if not, they accumulate on this rank.
         weight: this rank's gradients count this much; see Note [Exact mean]. 0 discards them.
         divisor: what the sum over ranks is divided by.
-        kept: copies of gradients, by position, that are put back if nobody used the parameter.
+        kept: copies of gradients, by position, that are put back if no rank used the parameter.
         discards: its own gradients count nothing, so one that is gone at the end is not a mistake.
         number: how many synchronised backwards have begun, this one included if it is one; see Note [Labels].
     """

@@ -8,7 +8,7 @@ Note [Bucket layout]
 
 ``used i`` is 1 where this rank has a gradient for parameter i since the last reduction and 0 where it has none;
 ``bad i`` (only with ``check_finite``) is 1 where that gradient is not finite. They are summed over the ranks together
-with the gradients, so that every rank can know which parameters nobody used, and which were bad, without a second
+with the gradients, so that every rank can know which parameters no rank used, and which were bad, without a second
 collective. ``places`` (only in the last bucket, over backends that know no labels) are a few flags of which each rank
 sets one, according to how far it has come: more than one that is not 0 says that the ranks are in different backwards,
 see Note [Left-out backwards]. Flags are read only when the answer matters, because reading them waits for the device.

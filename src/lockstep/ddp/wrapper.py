@@ -57,7 +57,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         mixed_precision: must be None: torch.autocast computes in low precision, and
             ``register_comm_hook(None, lockstep.bf16_compress_hook)`` averages in it.
         device_mesh: a mesh of one dimension, instead of ``process_group``.
-        skip_all_reduce_unused_params: has no effect: parameters that nobody uses travel in their bucket, for nothing.
+        skip_all_reduce_unused_params: has no effect: parameters that no rank uses travel in their bucket, for nothing.
         bucket_cap_mb_list: MiB of the first bucket, the second, and so on, instead of ``bucket_cap_mb``.
         batched_grad_copy: has no effect: small gradients are always copied together.
         forward_sync_buffers: as ``broadcast_buffers``, in whose place it comes, but with False buffers are still sent

@@ -187,7 +187,7 @@ class Checkpointer:
         Args:
             metric: a number by which the best checkpoints are kept, if ``keep`` says so; the same on all ranks
                 (rank 0's counts). NaN and infinities never are the best.
-            epoch_done: within :meth:`epochs`: whether a resumed run begins the next epoch, or repeats this one.
+            epoch_done: within :meth:`epochs`: whether a resumed run begins with the next epoch, or resumes in this one.
                 None: with the next one, unless the loader is in the middle of its pass. What your loop does *after*
                 a save that follows the loader's loop is not done again.
 

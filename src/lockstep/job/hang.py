@@ -140,7 +140,7 @@ class Kind(enum.Enum):
     LATE = "late"
     #: All ranks wait, in different collectives or one that does not end.
     APART = "apart"
-    #: No rank moves, and the pages do not say who waits for whom.
+    #: No rank moves, and the pages do not say which rank waits for which.
     STILL = "still"
 
 

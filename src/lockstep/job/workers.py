@@ -1,4 +1,4 @@
-"""Which sample each DataLoader worker has in hand: small mapped files in the job's folder, for when one dies of it."""
+"""Record the sample that each DataLoader worker fetches, in small mapped files, so that a crash can name it."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "complex but not in pairs": (_header(__metadata__={"lockstep.complex": '["b"]'}), "metadata do not fit"),
     "complex and not there": (_header(__metadata__={"lockstep.complex": '["q"]'}), "metadata do not fit"),
     "nested deep": (b"[" * 100_000, "nested too deep|not a valid safetensors file"),
-    "a list": (b"[]", "no object"),
-    "not a number": (_header()[:-1] + b', "c": NaN}', "NaN is no JSON"),
+    "a list": (b"[]", "not an object"),
+    "not a number": (_header()[:-1] + b', "c": NaN}', "NaN is not JSON"),
     "not text": (b'{"\xff\xfe": 3}', "not a valid safetensors file"),
 }  # fmt: skip
 

@@ -17,8 +17,8 @@ RECORDER_FAULTS = [
     Fault(
         "a wait that fails counts as one that ended",
         "job/flight.py",
-        "            if not failed:\n                self._tell()\n",
-        "            self._tell()\n",
+        "        if self._depth == 0 and not failed:\n",
+        "        if self._depth == 0:\n",
         _PAGES,
     ),
     Fault(

@@ -32,8 +32,16 @@ class _Spy(flight.Flight):
         super().enter(phase)
         self._keep()
 
-    def resume(self, phase: int) -> None:
-        super().resume(phase)
+    def leave(self, phase: int) -> None:
+        super().leave(phase)
+        self._keep()
+
+    def resume(self, phase: int, *, after: int) -> None:
+        super().resume(phase, after=after)
+        self._keep()
+
+    def took_step(self) -> None:
+        super().took_step()
         self._keep()
 
     def begin_wait(self, what: str) -> None:

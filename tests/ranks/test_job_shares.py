@@ -33,7 +33,7 @@ while time.monotonic() < end:
             flight.current.enter(phase)
             time.sleep(seconds)
         spent[phase] += time.monotonic() - begun
-flight.current.leave()
+flight.current.enter(Phase.LEAVING)
 print(*(f"{phase.name}={seconds / sum(spent.values())}" for phase, seconds in spent.items()))
 """
 

@@ -20,15 +20,15 @@ from lockstep.job.hang import (
     odd_ones,
     settle,
 )
-from lockstep.job.page import EVENT, WAITS, Look, Mark, Phase
+from lockstep.job.page import SERIAL, WAITS, Look, Mark, Phase
 
 NOW = 1000.0
 
 
 def _look(
-    phase: Phase = Phase.OWN, *, entered: Phase | None = None, waiting: bool = False, events: int = 100, **changes: Any
+    phase: Phase = Phase.OWN, *, entered: Phase | None = None, waiting: bool = False, serial: int = 100, **changes: Any
 ) -> Look:
-    mark = Mark(phase, phase if entered is None else entered, waiting, events)
+    mark = Mark(phase, phase if entered is None else entered, waiting, serial)
     fields: dict[str, Any] = {"steps": 10, "waits_in": "", "reason": "", "stepped_at": "train.py:3 in step"}
     return Look(mark, **{**fields, **changes})
 
@@ -161,7 +161,7 @@ def test_who_is_stopped_where_nobody_is_known_to_wait_is_asked_for_early() -> No
 
 
 def _mark(phase: Phase, event: int, *, waits: bool = False) -> int:
-    return event * EVENT + phase * 17 + WAITS * waits
+    return event * SERIAL + phase * 17 + WAITS * waits
 
 
 def test_a_looker_knows_since_when_and_forgets_what_came_before_a_break() -> None:

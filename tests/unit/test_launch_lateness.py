@@ -200,7 +200,7 @@ def test_a_rank_is_placed_by_its_stack_or_by_what_it_waited_in_last() -> None:
         look=_look(Phase.FORWARD, steps=1), stack=stack
     )
     assert "  in your code for 7 s, after fetching data, 10 steps taken" in said(look=_look(entered=Phase.DATA))
-    assert "  it has not reported yet" in said(look=_look(Phase.START, events=0, steps=None))
+    assert "  it has not reported yet" in said(look=_look(Phase.START, serial=0, steps=None))
     stopped = said(look=_look(Phase.SAVE, waits_in="all_reduce #3 at train.py:25", reason="a long save"))
     assert "  in save for 7 s, 10 steps taken" in stopped
     assert "  it waited last in all_reduce #3 at train.py:25" in stopped

@@ -33,7 +33,7 @@ def test_nothing_overlaps(world_size: int, chunk: int) -> None:
     spans += [(offset, SEMAPHORE) for offset, _ in layout.semaphores()]
     spans += [(layout.presence(rank), 8) for rank in ranks]
     spans += [(layout.header(rank, buffer), HEADER) for rank in ranks for buffer in range(BUFFERS)]
-    spans += [(layout.errand(rank), HEADER) for rank in ranks]
+    spans += [(layout.last_wait(rank), HEADER) for rank in ranks]
     spans += [(layout.stage(rank, buffer), chunk) for rank in ranks for buffer in range(BUFFERS)]
     boxes = [(s, d, slot) for s in ranks for d in ranks for slot in range(MAIL_SLOTS)]
     spans += [(layout.box(*box), MAIL_HEADER + chunk) for box in boxes]

@@ -49,7 +49,7 @@ from lockstep.job.page import Phase
 from lockstep.share import BatchShare
 
 _log = logging.getLogger(__name__)
-_DATA, _OWN = int(Phase.DATA), int(Phase.OWN)
+_DATA = int(Phase.DATA)
 
 
 def shard(
@@ -278,7 +278,7 @@ class ShardedLoader:
             rank_stream.renew(self)
             flight.current.enter(_DATA)
             for fetched in naming_dead_workers(self._fetch()):
-                flight.current.resume(_OWN)
+                flight.current.leave(_DATA)
                 share = BatchShare(fetched.samples, fetched.global_samples)
                 world.in_hand.hand_out(self, share)
                 self._advance(fetched)
@@ -294,7 +294,7 @@ class ShardedLoader:
                     )
                 rank_stream.renew(self)
                 flight.current.enter(_DATA)
-            flight.current.resume(_OWN)
+            flight.current.leave(_DATA)
             self._end_pass(mine)
         except GeneratorExit:  # the loop was left early
             self._end_pass(mine)

@@ -38,7 +38,7 @@ from lockstep.share import BatchesInHand
 #: Whether a forward is part of a function that torch.func transforms: of nobody's training step.
 _transformed = _torch.transforms_active()
 _FORWARD, _EVALUATE, _BACKWARD = int(Phase.FORWARD), int(Phase.EVALUATE), int(Phase.BACKWARD)
-_REDUCE, _OWN = int(Phase.REDUCE), int(Phase.OWN)
+_REDUCE = int(Phase.REDUCE)
 #: A bucket's cap that no model reaches.
 _ALL = 1 << 62
 
@@ -321,7 +321,7 @@ class Replica(Joinable, BackwardListener):
         forward = self._current
         assert forward is not None  # backward_begins set it
         self._current = self._latest = None
-        flight.current.resume(_REDUCE)
+        flight.current.enter(_REDUCE)
         left_out = self._watch.forwards.settle() if forward.sync else 0
         outcome = self._reducer.finish(left_out=left_out)
         mistake = outcome.mistake
@@ -333,7 +333,7 @@ class Replica(Joinable, BackwardListener):
                 self._warn_unused(outcome.unused)
             self._send_buffers_again(forward)
         _raise_if(mistake)
-        flight.current.resume(_OWN)
+        flight.current.leave(_BACKWARD)
 
     def backward_dies(self) -> None:
         """Let the reducer forget the backward."""

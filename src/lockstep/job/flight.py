@@ -1,8 +1,14 @@
 """The rank's side of its page: say at every event what it is doing.
 
-An event stores one number and reads no clock: whoever looks at the page keeps the time. What is written is meant for
-the launcher and for people, and decides nothing in the rank. In a process that no launcher of ours started it goes to
+An event stores one number and reads no clock: the process that reads the page keeps the time. What is written is for
+the launcher and for people, and decides nothing in the rank. In a process that our launcher did not start it goes to
 memory that nobody reads, so callers need not ask.
+
+Note [Cold events]
+~~~~~~~~~~~~~~~~~~
+An event comes once in a step, and what the step computes has meanwhile displaced it from the processor's caches. So it
+costs several times of what a loop of events suggests, in proportion to the objects that it touches. Hence no state of
+ours but the page itself, and marks that are made beforehand, but for their serial number: ``count`` adds it in C.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ import faulthandler
 import os
 import sys
 from contextlib import ContextDecorator
+from itertools import count
 from pathlib import Path
 from threading import get_ident
 from types import CodeType
@@ -19,13 +26,23 @@ from typing import Any
 from lockstep import _torch
 from lockstep.callsite import user_frame, user_frame_and_depth, words
 from lockstep.job.files import JobFiles
-from lockstep.job.page import ENTERED, EVENT, PAGE, STACK_SIGNAL, WAITS, Cell, Pages, Phase, Text, encode
+from lockstep.job.page import ENTERED, PAGE, SERIAL, STACK_SIGNAL, WAITS, Cell, Pages, Phase, Text, encode
 
 _MARK, _STEPS = int(Cell.MARK), int(Cell.STEPS)
-_OWN, _OPTIMIZER = int(Phase.OWN), int(Phase.OPTIMIZER)
-_NAMED = ENTERED + 1
-_KEPT = 15 * ENTERED
+_OPTIMIZER = int(Phase.OPTIMIZER)
 _getframe = sys._getframe
+
+
+def _marks(phase: int, entered: int) -> count[int]:
+    return count(SERIAL + entered * ENTERED + phase, SERIAL)
+
+
+#: The marks of a phase that begins, by phase. What is sent belongs to the backward.
+_begun = [_marks(phase, Phase.BACKWARD if phase is Phase.REDUCE else phase) for phase in Phase]
+#: The marks of own code after a phase, by phase.
+_over = [_marks(Phase.OWN, phase) for phase in Phase]
+#: Serial numbers of all other marks, which no phase has ever got to.
+_others = count(SERIAL << 40, SERIAL)
 
 
 class Flight:
@@ -41,45 +58,50 @@ class Flight:
         self._page = page
         self._cells = page.cast("q")
         self.rank, self.pages = rank, pages
-        #: The parts of the mark: events; phases; whether the rank waits.
-        self._events = self._phases = self._waits = 0
         #: How many waits are within each other.
         self._depth = 0
-        self._steps = 0
-        #: Whether the optimizer's steps are counted.
+        #: Whether the optimizer's steps are counted, and what the page says after the next one.
         self.counts = False
+        self._next_steps = count(2)
         #: The code and instruction from which the optimizer took its last step, and how many callers away it was.
-        self._stepped: tuple[CodeType | None, int] = (None, 0)
+        self._code: CodeType | None = None
+        self._instruction = 0
         self._away = 1
 
     @property
     def phase(self) -> Phase:
         """The phase under way."""
-        return Phase(self._phases % ENTERED)
+        return Phase(self._cells[_MARK] % ENTERED)
 
     def enter(self, phase: int) -> None:
         """A phase begins, and with it ends the one before."""
-        self._phases = phases = phase * _NAMED
-        self._events = events = self._events + EVENT
-        self._cells[_MARK] = events + phases + self._waits
+        self._cells[_MARK] = next(_begun[phase])
 
-    def resume(self, phase: int) -> None:
+    def leave(self, phase: int) -> None:
+        """A phase is over; the user's own code follows."""
+        self._cells[_MARK] = next(_over[phase])
+
+    def resume(self, phase: int, *, after: int) -> None:
         """Back in a phase: what was inside it is over."""
-        self._phases = phases = (self._phases & _KEPT) + phase
-        self._events = events = self._events + EVENT
-        self._cells[_MARK] = events + phases + self._waits
+        self._cells[_MARK] = next(_others) + after * ENTERED + phase
 
     def count(self) -> None:
-        """From now on :meth:`took_step` is called behind every optimizer step of this process."""
+        """From now on :meth:`took_step` is called after every optimizer step of this process."""
         self.counts = True
-        self._cells[_STEPS] = self._steps + 1
+        self._next_steps = count(max(1, self._cells[_STEPS]))
+        self._cells[_STEPS] = next(self._next_steps)
 
-    def took_step(self, *_: object) -> None:
-        """An optimizer took a step; also as a hook of torch's."""
-        self._steps = steps = self._steps + 1
-        self._cells[_STEPS] = steps + 1
-        self._note_line()
-        self.resume(_OWN)
+    def took_step(self) -> None:
+        """An optimizer took a step."""
+        self._cells[_STEPS] = next(self._next_steps)
+        try:
+            frame = _getframe(self._away)
+        except ValueError:  # the stack is not that deep today
+            frame = _getframe()
+        # Nearly always it is the line of the step before: then no frame between needs to be looked at.
+        if frame.f_lasti != self._instruction or frame.f_code is not self._code:
+            self._note_line()
+        self._cells[_MARK] = next(_over[_OPTIMIZER])
 
     def at_step(self, step: int) -> None:
         """The whole run is at ``step``, by the count of a Checkpointer."""
@@ -93,53 +115,35 @@ class Flight:
         """From now on this rank sleeps until others come, in ``what``."""
         if get_ident() in _background:
             return
-        self._depth += 1
-        self._waits = WAITS  # (a backend knows more of a wait than who called it: the innermost tells)
+        self._depth += 1  # (a backend knows more of a wait than who called it: the innermost tells)
         frame = user_frame(_getframe(1))
         at = "" if frame is None or " at " in what else f" at {words(frame.f_code, frame.f_lineno)}"
         encode(self._page, Text.WAITS_IN, what + at)
-        self._tell()
+        self._cells[_MARK] = next(_others) + self._cells[_MARK] % WAITS + WAITS
 
     def end_wait(self, *, failed: bool = False) -> None:
-        """The others have come; or the wait has ``failed``, and the page goes on telling of it until the rank does
-        something else."""
+        """The others have come; or the wait has ``failed``, and the page keeps saying so until the rank does something
+        else."""
         if get_ident() in _background:
             return
         self._depth -= 1
-        if self._depth == 0:
-            self._waits = 0
-            if not failed:
-                self._tell()
+        if self._depth == 0 and not failed:
+            self._cells[_MARK] = next(_others) + self._cells[_MARK] % WAITS
 
     def expect(self, reason: str) -> None:
         """Why this rank expects to be slow; empty if it does not."""
         encode(self._page, Text.REASON, reason)
 
-    def leave(self) -> None:
-        """The program is over."""
-        self.enter(Phase.LEAVING)
-
-    def _tell(self) -> None:
-        self._events += EVENT
-        self._cells[_MARK] = self._events + self._phases + self._waits
-
     def _note_line(self) -> None:
-        """Nearly always it is the line of the step before: then no frame between needs to be looked at."""
-        try:
-            frame = _getframe(self._away)
-        except ValueError:  # the stack is not that deep today
-            frame = _getframe(1)
-        if (frame.f_code, frame.f_lasti) == self._stepped:
-            return
         found, away = user_frame_and_depth(_getframe(1))
         if found is not None:
-            self._away, self._stepped = 1 + away, (found.f_code, found.f_lasti)
+            self._away, self._instruction, self._code = away, found.f_lasti, found.f_code
             encode(self._page, Text.STEPPED_AT, words(found.f_code, found.f_lineno))
 
 
 #: This process's page, or one that nobody reads: cheaper than to ask at every event.
 current = Flight(memoryview(bytearray(PAGE)))
-#: Threads that wait for others in the background, while the rank goes on.
+#: Threads that wait for others in the background, while the rank continues.
 _background: set[int] = set()
 
 
@@ -159,7 +163,7 @@ def use(flight: Flight) -> Flight:
 
 
 def _leave_to_the_parent() -> None:
-    """A forked child (a DataLoader's worker) has its parent's memory and is no rank."""
+    """A forked child (a DataLoader's worker) has its parent's memory, but is not a rank."""
     use(Flight(memoryview(bytearray(PAGE))))
     _background.clear()
 
@@ -197,8 +201,8 @@ class phase(ContextDecorator):
         current.enter(self._which)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # else the page goes on telling where it failed
-            current.resume(self._before)
+        if kind is None:  # else the page keeps saying where it failed
+            current.resume(self._before, after=self._which)
 
 
 #: The reasons of expect_slow that are in force, the innermost last.
@@ -253,8 +257,12 @@ def watch_optimizers(optimizers: Any) -> None:
     current.count()
     if not _watches_optimizers:
         _watches_optimizers = True
-        optimizers.register_optimizer_step_pre_hook(lambda *_: current.enter(_OPTIMIZER))
+        optimizers.register_optimizer_step_pre_hook(_before_step)
         optimizers.register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(*_: object) -> None:
+    current.enter(_OPTIMIZER)
 
 
 def _after_step(*_: object) -> None:

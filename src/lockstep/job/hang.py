@@ -1,4 +1,4 @@
-"""Decide from looks at the ranks' pages which rank holds up which, which lags, and what the time goes to. Pure.
+"""Decide from looks at the ranks' pages which rank holds up which, which lags, and where the time goes. Pure.
 
 Note [Late or slow]
 ~~~~~~~~~~~~~~~~~~~
@@ -11,10 +11,10 @@ others has waited for the rank's *patience* and the rank's own page has not chan
 - five minutes, while lockstep saves or restores a checkpoint there, or torch.compile compiles;
 - for ever inside ``lockstep.expect_slow``.
 
-A rank that can't continue by itself has five seconds whatever it is doing, and inside ``expect_slow`` as well: one that
-is stopped by a signal, one that has slept for seven seconds where no signal reaches it, and one that is dead-locked
-(see :class:`Standstill`). Work may look like that for a moment, but not for so long: to compute takes processor time,
-and to write or wait for a network are system calls of their own.
+A rank that can't continue by itself has five seconds whatever it does, and inside ``expect_slow`` as well: one that is
+stopped by a signal, one that has slept for seven seconds where no signal reaches it, and one that is dead-locked (see
+:class:`Standstill`). Work may look like that for a moment, but not for so long: to compute takes processor time, and to
+write or wait for a network are system calls of their own.
 
 A rank whose page does change is at work, not stuck, and is reported only after a minute (or a hundred median steps).
 These are seconds without a sign of life, so work of any length that goes through lockstep (a loader's batches,
@@ -24,13 +24,13 @@ Before the report the stacks of all ranks are looked at. A late rank that sits i
 computes in a model outside of a step (an average of weights on rank 0, say) evaluates, and has its minute.
 
 If all ranks wait, none is late: they wait in different collectives, or for another machine (reported after a minute).
-If none is known to wait and none moves, their stacks tell which ranks wait; see :func:`settle`.
+If none is known to wait and none moves, their stacks tell which of them wait; see :func:`settle`.
 
 Note [The launcher's clock]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A rank that read the clock at every event would pay for it in the midst of a training step. So it only counts its
-events, and an observer outside knows since when a page is as it is, to the time between two looks. What a rank's
-time goes to follows from many looks, each of which stands for the time since the one before. They come at irregular
+A rank that read the clock at every event would pay for it in the middle of a training step. So it writes only what it
+does, and the launcher, which looks from outside, knows since when, to the time between two looks. The shares of a
+rank's time follow from many looks, each of which stands for the time since the one before. They come at irregular
 moments, since regular ones might always find the same part of a step. A look costs about a tenth of a millisecond, most
 of it to wake up, so there are sixty a second at first and, as each stands for less and less of the whole, half as many
 in the end. The share of a phase comes out to three points in a hundred within five seconds where steps are longer than
@@ -47,7 +47,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.job.page import ENTERED, EVENT, NAMES, WAITS, Look, Phase
+from lockstep.job.page import ENTERED, NAMES, SERIAL, WAITS, Look, Phase
 
 #: Seconds without a sign of life; see Note [Late or slow].
 STEPS = 10
@@ -62,11 +62,11 @@ _LOOKS, _SHORTEST_PAUSE, _LONGEST_PAUSE = 300, 0.016, 0.03
 #: Seconds between two looks after which the launcher itself did not run in between: a Ctrl-Z, most likely.
 ASLEEP = 4.0
 #: What the time of a mark goes to, as a number, by its last bits.
-_SPENDS = [int(Phase.WAIT) if mark & WAITS else min(mark % ENTERED, int(Phase.WAIT)) for mark in range(EVENT)]
+_SPENDS = [int(Phase.WAIT) if mark & WAITS else min(mark % ENTERED, int(Phase.WAIT)) for mark in range(SERIAL)]
 
 
 class Shares:
-    """What the ranks' time goes to, in seconds by phase, waiting among them. See Note [The launcher's clock].
+    """What the ranks' time goes to, in seconds by phase; waiting counts as a phase. See Note [The launcher's clock].
 
     Args:
         ranks: how many.
@@ -82,7 +82,7 @@ class Shares:
         to what either look has found."""
         half = passed / 2
         for rank, mark in enumerate(marks):
-            spends, seconds = _SPENDS[mark % EVENT], self.seconds[rank]
+            spends, seconds = _SPENDS[mark % SERIAL], self.seconds[rank]
             seconds[self._spent[rank]] += half
             seconds[spends] += half
             self._spent[rank] = spends
@@ -280,7 +280,7 @@ class Doing(enum.Enum):
 def settle(verdict: Verdict, doing: Mapping[int, Doing]) -> Verdict | None:
     """Return the verdict once the stacks of all ranks are known; None: no rank holds up another.
 
-    A rank that waits in a process group of its own says nothing of it in its page, but its stack does.
+    A rank that waits in a process group that its program made says nothing of it in its page, but its stack does.
     """
     if verdict.kind is Kind.APART:
         return verdict

@@ -7,9 +7,10 @@ A page belongs to one rank, which alone writes to it: whole, aligned 8-byte numb
 lock is needed that a killed rank could leave locked. A rank may die at any instruction, and the page of one that is
 stopped stays readable.
 
-What changes from event to event is one number, the *mark*: the phase, the last phase that has a name of its own,
-whether the rank waits, and how many events there were. So these four always fit each other. Texts are written before
-the mark that goes with them; a reader that finds the same mark before and behind the texts has texts that fit, but for
+What changes from event to event is one number, the *mark*: the phase, the last phase that was not the user's own code,
+whether the rank waits, and a serial number that makes the mark differ from the one before it. So these four always fit
+each other. Texts are written before
+the mark that goes with them; a reader that finds the same mark before and after the texts has texts that fit, but for
 processors that reorder stores, and nothing is decided on one look.
 """
 
@@ -107,8 +108,8 @@ class Text(enum.Enum):
     STEPPED_AT = (1280, 256)
 
 
-#: Of a mark: the last phase with a name of its own, whether the rank waits, and one event.
-ENTERED, WAITS, EVENT = 1 << 4, 1 << 8, 1 << 9
+#: The units of a mark's parts: the phase counts ones; the last phase that was not own code; waiting; the serial number.
+ENTERED, WAITS, SERIAL = 1 << 4, 1 << 8, 1 << 9
 
 
 @dataclass(frozen=True)
@@ -120,13 +121,13 @@ class Mark:
     entered: Phase
     #: Whether the rank waits for others.
     waiting: bool
-    #: Grows with every event.
-    events: int
+    #: Another one than that of the mark before; 0: there was no event yet.
+    serial: int
 
     @classmethod
     def of(cls, number: int) -> Mark:
         phase, entered = number % ENTERED, number // ENTERED % 16
-        return cls(Phase(phase), Phase(entered), bool(number & WAITS), number // EVENT)
+        return cls(Phase(phase), Phase(entered), bool(number & WAITS), number // SERIAL)
 
     @property
     def spends(self) -> Phase:
@@ -147,7 +148,9 @@ class Look:
 
 
 class Pages:
-    """The pages of all ranks of a job, by rank. The file (0600) is made by whoever comes first; all agree on its size.
+    """The pages of all ranks of a job, by rank.
+
+    The first process that needs the file (0600) makes it; all agree on its size.
 
     Args:
         folder: the job's.

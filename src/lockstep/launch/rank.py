@@ -24,6 +24,7 @@ from lockstep import knobs, tracebacks
 from lockstep.identity import Identity, place
 from lockstep.job import flight
 from lockstep.job.files import FailureRecord
+from lockstep.job.page import Phase
 from lockstep.job.stop import interrupt_once
 from lockstep.launch import preload, processes
 from lockstep.launch.processes import SAVE, STOPPING
@@ -218,7 +219,7 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))  # blocked since before the fork
         program()
-        flight.current.leave()
+        flight.current.enter(Phase.LEAVING)
     except SystemExit as stop:
         code = _exit_code(stop)
         if os.getpid() != this_process or code == 0:

@@ -396,7 +396,7 @@ def _late(known: Known, now: float | None) -> list[str]:
     lines = [f"  rank {known.rank} (process {known.pid}){state}"]
     if look.mark.waiting:
         lines.append(f"  it waits in {_waits_in(known)}{_steps(look)}")
-    elif not look.mark.events:
+    elif not look.mark.serial:
         lines.append("  it has not reported yet")
     else:
         lines.append(f"  in {_doing(known, now)}{_steps(look)}")

@@ -11,8 +11,8 @@ file, nothing in /dev/shm; one descriptor per peer process while a group is open
 
 *Memory*: taken when first written. Per rank of a group: three stages (512 KiB each; ``LOCKSTEP_SHM_CHUNK``) once it
 moves large tensors, a few pages otherwise; and two more of that size per ordered pair of ranks that send to each other.
-Tensors from ``allocate_tensor`` are counted by who asks for them. All of it is given back when the group is destroyed
-and the last tensor on it is gone, and in any case when the processes end.
+Tensors from ``allocate_tensor`` are counted by the rank that asks for them. All of it is given back when the group is
+destroyed and the last tensor on it is gone, and in any case when the processes end.
 
 *Limits*: a group over "shm" carries CPU tensors only (``"cpu:shm,cuda:nccl"`` can't be one group: torch hands the whole
 group to a backend written in Python). Integer averages and reductions of 8-bit floats are refused, as over gloo.

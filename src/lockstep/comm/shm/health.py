@@ -1,4 +1,4 @@
-"""Whether a group can go on: the error that ended it, the ranks that are gone, and where each rank was last seen.
+"""Tell whether a group still works: what ended it, which ranks are gone, and where each rank was last seen.
 
 The first rank that finds an error writes it down for the group, and every rank raises the same. Whether the other
 ranks' processes live is asked only by a rank that has waited for a while.
@@ -155,7 +155,7 @@ class Health:
 
     def waits_in(self, text: str) -> None:
         """Tell the others that this rank waits in ``text``, a send or a receive."""
-        offset = self._layout.errand(self._rank)
+        offset = self._layout.last_wait(self._rank)
         self._segment.view[offset : offset + HEADER] = text.encode()[:HEADER].ljust(HEADER, b"\0")
 
     def _lines(self, ranks: Iterable[int]) -> str:
@@ -168,8 +168,8 @@ class Health:
         pid = self._where[rank].pid if rank in self._where else os.getpid()
         headers = [self._text(self._layout.header(rank, buffer)) for buffer in range(BUFFERS)]
         newest = max(headers, key=lambda header: int.from_bytes(header[:8], "little"))
-        errand = self._text(self._layout.errand(rank)).rstrip(b"\0").decode(errors="replace")
-        waited = f"; last waited in {errand}" if errand else ""
+        last_wait = self._text(self._layout.last_wait(rank)).rstrip(b"\0").decode(errors="replace")
+        waited = f"; last waited in {last_wait}" if last_wait else ""
         return f"  rank {rank} (process {pid}): last seen at {describe(newest)}{waited}"
 
     def _text(self, offset: int) -> bytes:

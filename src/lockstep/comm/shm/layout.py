@@ -6,9 +6,9 @@
     failure         claim, one notice per rank, kind, text                one page and a bit
     presence        one word per rank: 0 = in the group, 1 = left it
     tokens          world_size x world_size semaphores: [from][to]
-    mail            world_size x world_size x 2 semaphores: [from][to] full and free; one bell per rank
+    mail            world_size x world_size x 2 semaphores: [from][to] full and free; one wake-up per rank
     headers         world_size x BUFFERS fingerprints
-    errands         world_size texts: the last send or receive that the rank waited in
+    last_waits      world_size texts: the last send or receive that the rank waited in
     stages          world_size x BUFFERS x chunk bytes                    for collectives
     boxes           world_size x world_size x MAIL_SLOTS x mail bytes     for send and recv
 
@@ -98,22 +98,22 @@ class Layout:
     def mail_free(self, source: int, destination: int) -> int:
         return self.mail_full(source, destination) + SEMAPHORE
 
-    def bell(self, rank: int) -> int:
+    def wakeup(self, rank: int) -> int:
         return self._mail + SEMAPHORE * (2 * self.world_size**2 + rank)
 
     @property
     def _headers(self) -> int:
-        return _page(self.bell(self.world_size))
+        return _page(self.wakeup(self.world_size))
 
     def header(self, rank: int, buffer: int) -> int:
         return self._headers + HEADER * (rank * BUFFERS + buffer)
 
-    def errand(self, rank: int) -> int:
+    def last_wait(self, rank: int) -> int:
         return self.header(self.world_size, 0) + HEADER * rank
 
     @cached_property
     def _stages(self) -> int:
-        return _page(self.errand(self.world_size))
+        return _page(self.last_wait(self.world_size))
 
     def stage(self, rank: int, buffer: int) -> int:
         return self._stages + self._stage_bytes * (rank * BUFFERS + buffer)
@@ -142,7 +142,7 @@ class Layout:
         yield self.failure_claim, 1
         for rank in everyone:
             yield self.failure_notice(rank), 0
-            yield self.bell(rank), 0
+            yield self.wakeup(rank), 0
         for source in everyone:
             for destination in everyone:
                 yield self.token(source, destination), 0

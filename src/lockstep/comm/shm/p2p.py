@@ -36,7 +36,7 @@ from lockstep.job import flight
 
 #: Seconds the group's thread leaves to a caller who may be about to wait.
 _GRACE = 2e-3
-#: Polls of the bell before a waiting rank sleeps.
+#: Polls of the wake-up before a waiting rank sleeps.
 _POLLS = 100
 #: Tag, bytes of the message, code of its dtype; then where it was sent from, as text.
 _HEADER = struct.Struct("<qqq")
@@ -65,8 +65,8 @@ class Box:
         self._bodies = [segment.bytes[offset + MAIL_HEADER :][: layout.chunk] for offset in offsets]
         self._free = segment.address + layout.mail_free(source, destination)
         self._full = segment.address + layout.mail_full(source, destination)
-        self._source_bell = segment.address + layout.bell(source)
-        self._destination_bell = segment.address + layout.bell(destination)
+        self._source_wakeup = segment.address + layout.wakeup(source)
+        self._destination_wakeup = segment.address + layout.wakeup(destination)
         #: Fragments put, or taken, so far.
         self._count = 0
 
@@ -80,7 +80,7 @@ class Box:
         piece = content[sent : sent + body.numel()]
         body[: piece.numel()].copy_(piece)
         semaphore.post(self._full)
-        semaphore.post(self._destination_bell)
+        semaphore.post(self._destination_wakeup)
         return sent + piece.numel()
 
     def take(self) -> tuple[Envelope, torch.Tensor] | None:
@@ -95,7 +95,7 @@ class Box:
     def give_back(self) -> None:
         """Let the slot be written again: the fragment is copied."""
         semaphore.post(self._free)
-        semaphore.post(self._source_bell)
+        semaphore.post(self._source_wakeup)
 
     def _next(self) -> tuple[memoryview, torch.Tensor]:
         slot = self._count % MAIL_SLOTS
@@ -115,7 +115,7 @@ class MessageWork(ShmWork):
         self._shm_messages = messages
         #: The line of the program that issued it.
         self.shm_place = place()
-        #: Seconds that whoever waits for it may wait ...
+        #: Seconds that a thread may wait for it ...
         self.shm_limit = timeout
         #: ... and when they have passed: a receive that nobody waits for yet may be for a message to come much later.
         self.shm_deadline: float | None = None
@@ -334,7 +334,7 @@ class Matching:
         )
 
 
-# --- who does the work -----------------------------------------------------------------------------------------------
+# --- which thread moves the fragments --------------------------------------------------------------------------------
 
 
 class Messages:
@@ -343,11 +343,11 @@ class Messages:
     def __init__(self, segment: Segment, layout: Layout, *, rank: int, health: Health) -> None:
         self._rank = rank
         self._others = [peer for peer in range(layout.world_size) if peer != rank]
-        self._bell = segment.address + layout.bell(rank)
+        self._wakeup = segment.address + layout.wakeup(rank)
         self._health = health
         self._matching = Matching(segment, layout, rank=rank, health=health)
         self._condition = threading.Condition(threading.RLock())
-        #: Some thread moves fragments, and sleeps on the bell between.
+        #: Some thread moves fragments, and sleeps until the next wake-up.
         self._driven = False
         #: Complete, with futures whose callbacks are still to run; see _flush.
         self._finished: deque[MessageWork] = deque()
@@ -369,7 +369,7 @@ class Messages:
         return work
 
     def receive(self, tensor: torch.Tensor, *, source: int | None, tag: int, timeout: float) -> MessageWork:
-        """Begin to receive into ``tensor``, from ``source`` or (None) whoever sends first."""
+        """Begin to receive into ``tensor``, from ``source`` or (None) the rank that sends first."""
         whom = "any rank" if source is None else f"rank {source}"
         work = MessageWork(self, f"recv from {whom} (tag {tag})", timeout, [tensor])
         flat = tensors.target(tensor)
@@ -397,7 +397,7 @@ class Messages:
             self._drive(work, until)
 
     def completed(self, work: MessageWork) -> None:
-        """Let whoever waits for ``work`` while another thread drives go on: it is complete."""
+        """Wake up the thread that waits for ``work`` while another one drives: it is complete."""
         self._finished.append(work)
         self._condition.notify_all()
 
@@ -440,18 +440,18 @@ class Messages:
             self._drive(None, time.monotonic() + SLICE)
 
     def _drive(self, work: MessageWork | None, until: float | None) -> None:
-        """Move fragments and sleep on the bell between, until ``work`` or any other is complete, or it is ``until``.
+        """Move fragments and sleep until the next wake-up, until ``work`` or any other is complete, or it is ``until``.
 
-        Any other: its callbacks run before the work goes on, for ``work`` may depend on what they do. The caller has
+        Any other, because its callbacks run first: ``work`` may depend on what they do. The caller has
         set ``_driven``.
         """
         try:
             while self._step(work):
                 for _ in range(_POLLS):
-                    if semaphore.trywait(self._bell) == 0:
+                    if semaphore.trywait(self._wakeup) == 0:
                         break
                 else:
-                    semaphore.wait(self._bell, SLICE)
+                    semaphore.wait(self._wakeup, SLICE)
                 now = time.monotonic()
                 if now - self._looked >= SLICE:
                     self._looked = now
@@ -465,7 +465,7 @@ class Messages:
             self._flush()
 
     def _step(self, work: MessageWork | None) -> bool:
-        """Move what can be moved; False if whoever drives has something else to do now."""
+        """Move what can be moved; False if the thread that drives has something else to do now."""
         with self._condition:
             self._move()
             if self._finished or (work is not None and work.shm_ready()):
@@ -474,11 +474,11 @@ class Messages:
 
     def _progress(self) -> None:
         self._move()
-        if self._driven:  # it may sleep, for a bell that was heard here
-            semaphore.post(self._bell)
+        if self._driven:  # it may sleep, although its wake-up was taken here
+            semaphore.post(self._wakeup)
 
     def _move(self) -> None:
-        while semaphore.trywait(self._bell) == 0:  # what the bell rang for is seen below
+        while semaphore.trywait(self._wakeup) == 0:  # what it was posted for is found below
             pass
         self._matching.progress()
 

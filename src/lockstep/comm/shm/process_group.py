@@ -58,7 +58,7 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
         self._shm_size = group.size
         self._shm_reductions: dict[tuple[int, torch.dtype], Reduction] = {}
 
-    # --- who this is -----------------------------------------------------------------------------------------------
+    # --- identity --------------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return "shm"
@@ -114,7 +114,7 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Complete what was issued, then let go of everything. destroy_process_group calls this."""
+        """Complete what was issued, then release everything. destroy_process_group calls this."""
         self._shm_group.close()
 
     def abort(self) -> None:

@@ -1,4 +1,4 @@
-"""Make ``torch.distributed.init_process_group("shm")`` work, whoever opens the group.
+"""Make ``torch.distributed.init_process_group("shm")`` work, whichever library opens the group.
 
 torch calls :func:`register` at the end of its import: pyproject.toml names it among the entry points of the group
 ``torch.backends``. So a program that never imports lockstep has the backend as soon as lockstep is installed. Where it

@@ -44,7 +44,7 @@ from lockstep.job import flight
 SLICE = 0.05
 #: Polls before a rank offers its core, where every rank can have a core of its own (about 20 microseconds) ...
 _POLLS = 40
-#: ... and seconds it goes on offering it before it sleeps.
+#: ... and seconds it keeps offering it before it sleeps.
 _YIELDING = 300e-6
 _YIELDING_CROWDED = 2e-3
 

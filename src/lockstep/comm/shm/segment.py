@@ -95,7 +95,7 @@ class Segment:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        #: Every byte, uint8; whoever holds a view of it keeps the mapping alive.
+        #: Every byte, uint8; a view of it keeps the mapping alive.
         self.bytes: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8)
         #: For headers and words.
         self.view = memoryview(memory).cast("B")
@@ -165,7 +165,7 @@ def _map(descriptor: int, size: int) -> Memory:
     """Map the first ``size`` bytes of the file, to be read and written together with other processes.
 
     Raises:
-        OSError: the file is shorter (to touch what lies behind its end would kill the process), or can't be mapped.
+        OSError: the file is shorter (touching memory beyond its end would kill the process), or can't be mapped.
     """
     there = os.fstat(descriptor).st_size
     if there < size:

@@ -27,11 +27,11 @@ stages                 each rank -> all                    the round's token; re
 reduced part of stage  its owner -> all                    the next round's token
 failure record         the rank that claimed it -> all     the claim (a semaphore of value 1) makes one writer;
                                                            notice[to] hands over the text
-message boxes          sender -> receiver, and back        full[from][to], free[from][to]; the bell only wakes up
+message boxes          sender -> receiver, and back        full[from][to], free[from][to]; the wake-up only ends a sleep
 identity page          rank 0 -> all                       the rendezvous store: written before the segment's name is
                                                            published there, read after the name was read
-presence words         each rank -> all                    nothing: one aligned word, 0 or 1, read with no data behind
-                                                           it, that can only make a waiting rank give up
+presence words         each rank -> all                    nothing: one aligned word, 0 or 1, which no data
+                                                           goes with: it can only make a waiting rank give up
 =====================  ==================================  ============================================================
 
 A rank that runs ahead may have written the next header while a late rank builds an error message from the last one:

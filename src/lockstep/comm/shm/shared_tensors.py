@@ -1,6 +1,6 @@
 """Tensors whose memory all ranks of a group can reach, so that reducing them copies nothing in or out.
 
-``allocate_tensor`` is collective: each rank makes a segment of its own, publishes where it is, and maps those of all
+``allocate_tensor`` is collective: each rank makes its own segment, publishes where it is, and maps those of all
 others. The tensors look ordinary; an all-reduce recognises them by their address and works in place: each rank combines
 the part that it owns over all ranks' memory, and writes the result into all ranks' memory.
 
@@ -9,7 +9,7 @@ Note [Lifetime of shared tensors]
 The group does not keep a tensor alive. Its memory is a mapping that nothing but the tensor's storage refers to, and
 the group holds a weak reference to that. When the last tensor on it is gone, this rank lets go of the other ranks'
 memory for the same allocation too, at its next all-reduce. The kernel frees each rank's part when every rank has let
-go, or has ended. A rank that goes on using its tensor while another has dropped its own gets a mismatch at its next
+go, or has ended. A rank that keeps using its tensor while another has dropped its own gets a mismatch at its next
 all-reduce, as it should.
 
 A storage may end in any thread, or in the midst of a collection of garbage. So what is called then does no more than

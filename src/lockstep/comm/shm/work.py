@@ -7,7 +7,7 @@ works off; it is started when first needed. Groups share nothing, so one that wa
 Note [Callbacks]
 ~~~~~~~~~~~~~~~~
 The callbacks of a future may issue collectives of the same group, and wait for them (PowerSGD's do), while the thread
-that added them goes on issuing others. When the callbacks run depends on the timing of each rank, so the order of issue
+that added them issues others. When the callbacks run depends on the timing of each rank, so the order of issue
 would differ from rank to rank. Therefore what a callback issues comes right after the work that the callback follows,
 before everything else that was issued since: the group's thread keeps its turn while it runs the callbacks of a work,
 and what they issue, on that thread, runs then and there. Nobody who issues a collective waits for that. It takes a
@@ -33,7 +33,7 @@ from lockstep.job import flight
 
 #: Seconds to wait at the end for callers' callbacks, which may do anything.
 _PARTING = 10.0
-#: Guards the futures of all works: taken for moments, and only by who asks for a future or completes one.
+#: Guards the futures of all works: taken briefly, to ask for a future or to complete one.
 _lock = threading.Lock()
 
 
@@ -68,11 +68,11 @@ class ShmWork(dist.Work):
             self._shm_done = threading.Event()
 
     def shm_execute(self) -> None:
-        """Run it and wake up whoever waits, who gets its error too. Call :meth:`shm_fulfil` afterwards."""
+        """Run it and wake up the threads that wait for it, also if it failed. :meth:`shm_fulfil` must follow."""
         assert self._shm_run is not None  # (for the type checker)
         try:
             self._shm_run()
-        except BaseException as error:  # noqa: BLE001  (whoever waits raises it)
+        except BaseException as error:  # noqa: BLE001  (wait() raises it)
             self.shm_finish(error)
         else:
             self.shm_finish(None)
@@ -82,7 +82,7 @@ class ShmWork(dist.Work):
         assert self._shm_done is not None  # (for the type checker)
         with _lock:
             self._shm_error = error
-            self._shm_run = None  # lets go of the tensors
+            self._shm_run = None  # releases the tensors
             self._shm_done.set()
 
     def shm_fulfil(self) -> None:
@@ -105,13 +105,13 @@ class ShmWork(dist.Work):
 
         Raises:
             LockstepError: it failed; the message says on which rank and where.
-            CollectiveTimeout: ``timeout`` passed first. The operation goes on.
+            CollectiveTimeout: ``timeout`` passed first. The operation continues.
         """
         if self._shm_done is not None and not self._shm_done.is_set():
             seconds = timeout.total_seconds() if timeout is not None else 0.0
             if not self._shm_sleep(seconds if seconds > 0 else None):
                 raise CollectiveTimeout(
-                    f"{self.shm_name} was not complete after {seconds:g} s; it goes on in the background"
+                    f"{self.shm_name} was not complete after {seconds:g} s; it continues in the background"
                 )
         if self._shm_error is not None:
             if isinstance(self._shm_error, LockstepError):
@@ -164,7 +164,8 @@ class Turns:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        #: Held by whoever runs a collective, or its callbacks. Tried by who issues one, if the queue is empty.
+        #: Held by the thread that runs a collective or its callbacks. A thread that issues one while the queue is empty
+        #: tries to take it.
         self.lock = threading.Lock()
         #: Works that wait; the group's thread takes one out when it has the lock.
         self.queue: deque[ShmWork] = deque()

@@ -54,7 +54,7 @@ class _Asked:
 
 
 class HangWatch:
-    """The watcher's eyes on one start of the ranks of this machine. See Note [The launcher's clock].
+    """The launcher's eyes on one start of the ranks of this machine. See Note [The launcher's clock].
 
     Args:
         files: the private folder of this start.

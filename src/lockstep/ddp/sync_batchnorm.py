@@ -49,10 +49,10 @@ class SyncBatchNorm(_BatchNorm):
     """Batch normalisation whose training statistics are those of the global batch.
 
     **Collective** in training: one exchange of 2 C + 1 float64 numbers in forward and one of 2 C in backward, for C
-    channels. **Local** in evaluation, and where no process group is open. Takes inputs [batch, C, ...] of any floating
-    dtype, statistics in float32 or better. N ranks train the same model as one process with ``torch.nn.BatchNorm2d``
-    and the global batch, also when the ranks' slices are unequal or empty (Note [Synchronised statistics]), and the
-    running statistics come out the same on every rank.
+    channels. Sends nothing in evaluation, and where no process group is open. Takes inputs [batch, C, ...] of any
+    floating dtype, statistics in float32 or better. N ranks train the same model as one process with
+    ``torch.nn.BatchNorm2d`` and the global batch, also when the ranks' slices are unequal or empty (Note [Synchronised
+    statistics]), and the running statistics come out the same on every rank.
 
     The names in its ``state_dict`` are those of torch's batch norms. Second derivatives are refused.
 

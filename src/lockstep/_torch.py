@@ -205,7 +205,7 @@ COMPILED_PREFIX = "_orig_mod."
 
 
 def original_of(module: nn.Module) -> nn.Module | None:
-    """Return the module that ``torch.compile(module)`` has wrapped, or None if this is no such wrapper.
+    """Return the module that ``torch.compile(module)`` has wrapped, or None if this is not such a wrapper.
 
     The wrapper's class is private as well; its state dict carries this name.
     """

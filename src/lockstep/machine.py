@@ -52,7 +52,7 @@ def gpus(env: Mapping[str, str] = os.environ) -> int:
 
 
 def _cgroup_quota() -> float | None:
-    """CPU quota in cores, or None if there is none."""
+    """Return the CPU quota in cores, or None if there is none."""
     try:
         quota, period = _CGROUP_V2_QUOTA.read_text().split()
     except (OSError, ValueError):

@@ -21,7 +21,7 @@ import click
     metavar="N|auto|gpu|cpu",
     help="Ranks; auto: one per GPU, else per two cores; gpu, cpu: one for each.",
 )
-@click.option("--standalone", is_flag=True, hidden=True, help="As for torchrun; so it is in any case.")
+@click.option("--standalone", is_flag=True, hidden=True, help="Accepted as by torchrun; changes nothing.")
 @click.option("--nnodes", default="1", metavar="N", help="Machines of the job: start this on each.")
 @click.option("--node-rank", "--node_rank", default=0, metavar="N", help="Which of them this is, from 0.")
 @click.option("--master-addr", "--master_addr", metavar="HOST", help="Machine 0; 127.0.0.1 unless given.")
@@ -59,12 +59,12 @@ def run(
 ) -> None:
     """Run PROGRAM on N ranks of this machine, or of each of several machines.
 
-    What follows PROGRAM goes to it as it is. Rank 0 has the terminal; the others write to a log each. If a rank fails,
-    it is named and the others are stopped; the exit code is that rank's. With --max-restarts all ranks start again, and
-    a Checkpointer resumes from its newest good checkpoint.
+    What follows PROGRAM is passed to it unchanged. Rank 0 has the terminal; each other rank writes to a log. If a rank
+    fails, it is named and the others are stopped; the exit code is that rank's. With --max-restarts all ranks start
+    again, and a Checkpointer resumes from its newest complete checkpoint.
 
     SIGTERM or Ctrl-C: a training with a Checkpointer finishes its step, saves, and ends with exit code 75; run the same
-    command again to resume. Once more: stop at once. SIGUSR1: save and continue.
+    command again to resume. A second signal stops at once. SIGUSR1: save and continue.
     """
     from lockstep import machine
     from lockstep.errors import LockstepError

@@ -67,11 +67,11 @@ class State:
         self.optimizer.step()
 
     def dicts(self) -> dict[str, Any]:
-        """**Local.** The state dicts."""
+        """The state dicts."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def tensors(self) -> list[torch.Tensor]:
-        """**Local.** All of it."""
+        """All of it."""
         moments = [value for entry in self.optimizer.state.values() for value in entry.values()]
         return [*self.model.parameters(), *moments]
 

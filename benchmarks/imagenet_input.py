@@ -43,7 +43,7 @@ Pass = Callable[[], Iterator[Tensor]]
 
 
 def make_pictures(folder: Path, count: int) -> None:
-    """**Local.** JPEGs of the usual size of ImageNet's, of smooth colours with some noise."""
+    """JPEGs of the usual size of ImageNet's, of smooth colours with some noise."""
     generator = np.random.default_rng(0)
     (folder / "made").mkdir(parents=True)
     for number in range(count):
@@ -54,7 +54,7 @@ def make_pictures(folder: Path, count: int) -> None:
 
 
 def repeat_pictures(folder: Path, count: int) -> None:
-    """**Local.** Links to the pictures there, until there are ``count``: a pass must be long against its beginning."""
+    """Links to the pictures there, until there are ``count``: a pass must be long against its beginning."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for number in range(max(0, count - len(files))):
         original = files[number % len(files)]
@@ -73,7 +73,7 @@ def ours(folder: Path, size: int, workers: int) -> Pass:
 
 
 def plain(folder: Path, size: int, workers: int) -> Pass:
-    """**Local.** What one writes without the recipe."""
+    """What one writes without the recipe."""
     v2, folders = require("torchvision.transforms.v2"), require("torchvision.datasets")
     transform = v2.Compose(
         [
@@ -92,7 +92,7 @@ def plain(folder: Path, size: int, workers: int) -> Pass:
 
 
 def rate(begin: Pass) -> float:
-    """**Local.** Pictures per second of a pass."""
+    """Pictures per second of a pass."""
     begun = time.perf_counter()
     pictures = sum(len(images) for images in begin())
     return pictures / (time.perf_counter() - begun)

@@ -10,7 +10,7 @@ from lockstep import machine
 
 
 def machine_name() -> str:
-    """**Local.** Processor, cores, system and versions, without loading torch."""
+    """Processor, cores, system and versions, without loading torch."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -9,7 +9,7 @@ _RESULTS = Path(__file__).parent / "results"
 
 
 def publish(report: str, *, name: str, write: bool) -> None:
-    """**Local.** Show ``report`` (Markdown); with ``write`` also keep it as ``results/<date>-<name>.md``."""
+    """Show ``report`` (Markdown); with ``write`` also keep it as ``results/<date>-<name>.md``."""
     print(report)
     if write:
         _RESULTS.mkdir(exist_ok=True)

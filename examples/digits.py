@@ -64,7 +64,7 @@ class Shifted(Dataset[tuple[Tensor, Tensor]]):
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
-    """**Local.** The training and the test set; images [n, 1, 8, 8] float32 in 0..1, labels [n] int64."""
+    """Return the training and the test set; images [n, 1, 8, 8] float32 in 0..1, labels [n] int64."""
     try:
         from sklearn.datasets import load_digits as load
         from sklearn.model_selection import train_test_split
@@ -114,7 +114,7 @@ def train(world: lockstep.World, options: argparse.Namespace) -> None:
 
 
 def check_alone(folder: Path, test_set: TensorDataset, expected: float, device: torch.device) -> None:
-    """**Local.** Load the newest checkpoint into a fresh model, as a single device would, and test it again."""
+    """Load the newest checkpoint into a fresh model, as a single device would, and test it again."""
     model = DigitNet().to(device)
     lockstep.load_weights(folder, model)
     images, labels = test_set.tensors
@@ -130,7 +130,8 @@ def check_alone(folder: Path, test_set: TensorDataset, expected: float, device: 
 
 
 def evaluate(world: lockstep.World, model: nn.Module, test_set: TensorDataset) -> float:
-    """**Collective.** The accuracy over all ranks; every picture is counted once, however many ranks there are."""
+    """**Collective.** Return the accuracy over all ranks; every picture is counted once, however many ranks there
+    are."""
     loader = lockstep.shard(DataLoader(test_set, batch_size=max(256, world.world_size)))
     correct = seen = 0
     for images, labels in loader:
@@ -144,14 +145,14 @@ def evaluate(world: lockstep.World, model: nn.Module, test_set: TensorDataset) -
 
 @torch.no_grad()
 def predict(model: nn.Module, images: Tensor) -> Tensor:
-    """**Local.** The most likely digit of each image: [n, 1, 8, 8] -> [n] int64."""
+    """Return the most likely digit of each image: [n, 1, 8, 8] -> [n] int64."""
     model.eval()
     scores: Tensor = model(images)
     return scores.argmax(dim=1)
 
 
 def choose_run(world: lockstep.World, parent: Path, *, new: bool) -> Path:
-    """**Collective.** A run folder under ``parent``: the next free number, or the newest one that is there."""
+    """**Collective.** Return a run folder under ``parent``: the next free number, or the newest one that is there."""
     newest = 0
     with world.main_first():
         if world.is_main:
@@ -167,14 +168,14 @@ def choose_run(world: lockstep.World, parent: Path, *, new: bool) -> Path:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """**Local.** A curve in one line of text."""
+    """Return a curve in one line of text."""
     low, high = min(values), max(values)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((value - low) * scale)] for value in values)
 
 
 def draw(images: Tensor, labels: Tensor, guesses: Tensor) -> str:
-    """**Local.** Digits side by side as text, two pixels in a character: [n, 1, 8, 8] in 0..1."""
+    """Return digits side by side as text, two pixels in a character: [n, 1, 8, 8] in 0..1."""
     shades = " ░▒▓█"
     rows = [
         "   ".join("".join(shades[round(float(pixel) * 4)] * 2 for pixel in image[0, y]) for image in images)
@@ -185,7 +186,7 @@ def draw(images: Tensor, labels: Tensor, guesses: Tensor) -> str:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """**Local.** The options of the command line."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         prog="lockstep run -n 2 -m examples.digits", description="Train on handwritten digits, in lockstep."
     )
@@ -195,7 +196,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--backend", help="see lockstep.init (default: what the machine suggests)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and order (default: 0)")
     parser.add_argument("--folder", type=Path, default=Path("runs/digits"), help="(default: runs/digits)")
-    parser.add_argument("--resume", action="store_true", help="go on with the newest run instead of a new one")
+    parser.add_argument("--resume", action="store_true", help="resume the newest run instead of starting a new one")
     parser.add_argument("--evaluate", action="store_true", help="only test the newest run's newest checkpoint")
     accept_local_rank(parser)
     options = parser.parse_args(arguments)

@@ -12,7 +12,7 @@ import lockstep
 
 
 def accept_local_rank(parser: argparse.ArgumentParser) -> None:
-    """**Local.** Take the ``--local_rank=K`` that torch.distributed.launch and lockstep.launch pass, and ignore it:
+    """Take the ``--local_rank=K`` that torch.distributed.launch and lockstep.launch pass, and ignore it:
     lockstep.init() reads the same from the environment."""
     hidden = argparse.SUPPRESS
     parser.add_argument("--local_rank", "--local-rank", action=_Ignored, type=int, default=hidden, help=hidden)
@@ -24,19 +24,21 @@ class _Ignored(argparse.Action):
 
 
 def read_devices(parser: argparse.ArgumentParser, text: str | None) -> tuple[str, ...]:
-    """**Local.** The devices of --mode dp; by default all CUDA devices, or else two replicas on the CPU."""
+    """Return the devices of --mode dp; by default all CUDA devices, or else two replicas on the CPU."""
     if text is None:
         return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count())) or ("cpu", "cpu")
     names = [name.strip() for name in text.split(",")]
     names = [f"cuda:{int(name)}" if name.isdecimal() else name for name in names]
     for name in names:
         if name != "cpu" and not (name.startswith("cuda:") and name[5:].isdecimal()):
-            parser.error(f"--gpus {text}: {name!r} is no device: expected numbers of GPUs or cpu, as in 0,1 or cpu,cpu")
+            parser.error(
+                f"--gpus {text}: {name!r} is not a device: expected numbers of GPUs or cpu, as in 0,1 or cpu,cpu"
+            )
     return tuple(names)
 
 
 def refuse_in(world: lockstep.World, *, devices: Sequence[str], batch_size: int) -> None:
-    """**Local.** End the program with a message if the world has not what the options ask for; on every rank.
+    """End the program with a message if the world has not what the options ask for; on every rank.
 
     Args:
         world: where the options are to be followed.

@@ -50,7 +50,7 @@ def demo_checkpoint(rank: int, world_size: int, folder: str) -> None:
     optimizer = optim.SGD(model.parameters(), lr=0.001)
     step(model, optimizer, world.device)
 
-    lockstep.Checkpointer(folder, model=model, optimizer=optimizer).save()  # every rank calls it; it is whole or absent
+    lockstep.Checkpointer(folder, model=model, optimizer=optimizer).save()  # called by every rank; complete or absent
 
     fresh = ToyModel().to(world.device)
     lockstep.load_weights(folder, fresh)  # each rank onto its own device

@@ -17,7 +17,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 loader = lockstep.shard(DataLoader(train_set, batch_size=64, shuffle=True))  # 64 is the global batch
 saved = lockstep.Checkpointer("runs/train", model=model, optimizer=optimizer, loader=loader)
 
-for epoch in saved.epochs(3):  # goes on where the last run stopped
+for epoch in saved.epochs(3):  # resumes where the last run stopped
     for images, labels in lockstep.track(loader, f"epoch {epoch}"):
         loss = nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()

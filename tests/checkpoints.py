@@ -14,7 +14,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.plan import Layout, Outline, share_out
+from lockstep.checkpoint.plan import Outline, StateLayout, plan_writes
 from lockstep.checkpoint.read import find_damage, read_manifest
 from lockstep.checkpoint.retention import Retention, prune
 from lockstep.checkpoint.save import write
@@ -111,13 +111,13 @@ def save(
     def rank_saves(rank: int, peers: Peers) -> Path | BaseException:
         state = states[rank]
         named = frozenset(state.model) if state.parameters is None else state.parameters
-        layout = Layout.of(state.model, state.parts, parameters=named, is_main=rank == 0)
+        layout = StateLayout.of(state.model, state.parts, parameters=named, is_main=rank == 0)
         outlines = [Outline.from_json(record) for record in peers.gather(layout.outline().to_json())]
-        share = share_out(layout, outlines, rank=rank, texts=state.texts)
+        plan = plan_writes(layout, outlines, rank=rank, texts=state.texts)
         storage = storages[rank]
         try:
             return write(
-                root, share, where, peers=peers, tidy=lambda new: prune(root, new, rule, on=storage), on=storage
+                root, plan, where, peers=peers, tidy=lambda new: prune(root, new, rule, on=storage), on=storage
             )
         except BaseException as error:  # noqa: BLE001  (handed to the test)
             return error

@@ -98,7 +98,7 @@ class Running:
         return Finished(self.process.wait(), out, err)
 
     def tree(self) -> list[int]:
-        """Every process of the job but the watcher."""
+        """Every process of the job but the launcher."""
         return descendants(self.pid)
 
 

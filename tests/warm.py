@@ -3,9 +3,9 @@
 A test of a job costs what its fresh interpreters import, three to four seconds, and a hundredth of that for what it is
 about. Here one server, started once per session of the tests, forks for each program a process that becomes what
 ``python -m module`` or ``python script.py`` would be, and beside it the one that is to be the program's zygote. From
-there on everything is as it is for users: a watcher, a zygote below it, ranks that are forked from the zygote. Tests of
-what only a cold start shows (``-X`` flags, what imports what, orphans of a start that fails) start their interpreters
-themselves. The ranks that harness.py calls functions on are forked from the same server.
+there on everything is as it is for users: a launcher, a zygote below it, ranks that are forked from the zygote. Tests
+of what only a cold start shows (``-X`` flags, what imports what, orphans of a start that fails) start their
+interpreters themselves. The ranks that harness.py calls functions on are forked from the same server.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _PRELOAD = [
     "lockstep.comm.shm.process_group",
     "lockstep.data_parallel.api",
     "lockstep.ddp.wrapper",
-    "lockstep.launch.supervisor",
+    "lockstep.launch.run",
     "lockstep.launch.spawn",
     "lockstep.progress",
     "lockstep.data.loader",
@@ -143,7 +143,7 @@ class Zygote(_Forked):
     """A zygote for who calls ``lockstep.spawn`` in the tests' own process.
 
     Args:
-        argv, control, env: as ``lockstep.launch.handle.start`` gets them.
+        argv, control, env: as ``lockstep.launch.channel.start_zygote`` gets them.
     """
 
     def __init__(self, argv: Sequence[str], control: int, env: Mapping[str, str]) -> None:
@@ -422,7 +422,8 @@ def _open_streams() -> None:
 
 def _fork_zygote() -> tuple[dict[str, Any], list[int]] | None:
     """Fork what is to be this program's zygote, for when it asks for one. In that process: what it asked."""
-    from lockstep.launch import handle, processes
+    from lockstep.launch import channel as zygotes
+    from lockstep.launch import processes
 
     ours, theirs = socket.socketpair()
     program = os.getpid()
@@ -439,20 +440,20 @@ def _fork_zygote() -> tuple[dict[str, Any], list[int]] | None:
         except EOFError:
             os._exit(0)  # the program has ended, or has its zygote from elsewhere
         channel.close()
-        processes._prctl(processes._PR_SET_PDEATHSIG, 0)  # a zygote outlives its watcher, to end what it started
+        processes._prctl(processes._PR_SET_PDEATHSIG, 0)  # a zygote outlives its launcher, to end what it started
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return asked[0]
     theirs.close()
     channel = Channel(ours)
-    cold = handle.start
+    cold = zygotes.start_zygote
 
     def start(argv: list[str], control: int, env: dict[str, str]) -> int:
-        handle.start = cold  # there is one; what a program spawns later starts as users have it
+        zygotes.start_zygote = cold  # there is one; what a program spawns later starts as users have it
         channel.send(_order(argv, env), [control])
         channel.close()
         return pid
 
-    handle.start = start
+    zygotes.start_zygote = start
     return None
 
 
@@ -509,7 +510,7 @@ def _live(request: dict[str, Any]) -> None:
 
 
 def _order(argv: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """What a zygote is to know, of what a fresh interpreter would be started with; see handle.py."""
+    """What a zygote is to know, of what a fresh interpreter would be started with; see channel.py."""
     _, folder, modules, _ = argv[-4:]
     return {"folder": folder, "modules": modules, "env": dict(env), "cwd": os.getcwd()}
 

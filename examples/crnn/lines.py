@@ -3,7 +3,7 @@
 Note [Seeded lines]
 ~~~~~~~~~~~~~~~~~~~
 Everything about a line (how many digits, which pictures, slant, size, spacing, height, strength of the ink) is drawn
-from a generator of its own, seeded by (seed, split, index). So a line is the same on every rank, in any order, in any
+from its own generator, seeded by (seed, split, index). So a line is the same on every rank, in any order, in any
 worker and after a resume, and nothing has to be rendered before training begins. The 1,797 pictures are split into
 those to train on and those to test on before any line is composed: no picture is in lines of both kinds.
 """
@@ -75,7 +75,7 @@ class Lines(Dataset[tuple[Tensor, Tensor]]):
 
 
 def compose(pictures: Floats, draw: np.random.Generator) -> Floats:
-    """**Local.** Write padded pictures [n, 10, 10] side by side: [12, width], width a multiple of 2."""
+    """Write padded pictures [n, 10, 10] side by side: [12, width], width a multiple of 2."""
     n = len(pictures)
     scale = draw.uniform(0.9, 1.2) * draw.uniform(0.95, 1.05, n)
     slant = draw.uniform(-0.35, 0.35) + draw.uniform(-0.08, 0.08, n)
@@ -134,7 +134,7 @@ class Batch(NamedTuple):
 
 
 def collate(lines: list[tuple[Tensor, Tensor]]) -> Batch:
-    """**Local.** Lines of different widths and lengths as one batch."""
+    """Return lines of different widths and lengths as one batch."""
     widths = torch.tensor([image.shape[-1] for image, _ in lines])
     lengths = torch.tensor([len(digits) for _, digits in lines])
     images = torch.zeros(len(lines), 1, HEIGHT, int(widths.max()))

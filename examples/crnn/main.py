@@ -64,7 +64,7 @@ def load_and_test(world: lockstep.World, options: Options, folder: Path) -> CRNN
 
 @torch.no_grad()
 def draw_some(path: Path, model: CRNN, lines: Lines) -> None:
-    """**Local.** A picture of the first test lines, and of the first few that are misread."""
+    """A picture of the first test lines, and of the first few that are misread."""
     model.eval()
     device = next(model.parameters()).device
     batch = collate([lines[index] for index in range(min(500, len(lines)))])

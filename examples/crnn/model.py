@@ -3,7 +3,7 @@
 Note [Padding]
 ~~~~~~~~~~~~~~
 How far a line is padded depends on the longest line beside it, so on how the global batch was cut into slices. What the
-model makes of a line must not: behind every convolution the columns that don't belong to the line are zeroed again, as
+model makes of a line must not: after every convolution the columns that don't belong to the line are zeroed again, as
 if it ended at the edge of its image, and the backward LSTM begins at the line's last column. What is normalised is each
 step of time by itself, without batch statistics. So a line's scores and loss are the same alone and in any batch, and
 any number of replicas trains the same model as one.
@@ -35,7 +35,7 @@ class CRNN(nn.Module):
 
     def __init__(self, hidden: int = 64) -> None:
         super().__init__()
-        #: Each with what shrinks the maps behind it: the height from 12 to 6, to 3, to 1; the width by half, once.
+        #: Each with what shrinks the maps after it: the height from 12 to 6, to 3, to 1; the width by half, once.
         self.convolutions = nn.ModuleList(
             [
                 nn.Conv2d(1, 16, 3, padding=1),
@@ -82,12 +82,12 @@ class Bidirectional(nn.Module):
 
 
 def reordered(sequence: Tensor, order: Tensor) -> Tensor:
-    """**Local.** Steps of time in another order for each line: [time, lines, features], order [time, lines]."""
+    """Return steps of time in another order for each line: [time, lines, features], order [time, lines]."""
     return sequence.gather(0, order[:, :, None].expand_as(sequence))
 
 
 def ctc(scores: Tensor, widths: Tensor, digits: Tensor, lengths: Tensor) -> Tensor:
-    """**Local.** The CTC loss in nats, the mean over lines: each line counts the same, whatever its length.
+    """Return the CTC loss in nats, the mean over lines: each line counts the same, whatever its length.
 
     Args:
         scores: [time, lines, 11], not normalised.

@@ -30,7 +30,7 @@ class Computing:
 
 
 def prepare(world: lockstep.World, options: Options) -> Computing:
-    """**Collective.** A new model, on the devices of the mode."""
+    """**Collective.** Return a new model, on the devices of the mode."""
     if options.mode == "dp":
         return _in_threads(CRNN().to(options.devices[0]), options.devices)
     model = CRNN().to(world.device)
@@ -41,7 +41,7 @@ def prepare(world: lockstep.World, options: Options) -> Computing:
 
 
 def _plain(model: CRNN, words: str) -> Computing:
-    """The model computes; if it is a replica, its gradients are averaged in backward."""
+    """Compute with the model itself; if it is a replica, its gradients are averaged in backward."""
 
     def scores(batch: Batch) -> Tensor:
         read: Tensor = model(batch.images, batch.widths)
@@ -51,7 +51,7 @@ def _plain(model: CRNN, words: str) -> Computing:
 
 
 def _in_threads(model: CRNN, devices: tuple[str, ...]) -> Computing:
-    """A replica on each device computes scores and loss of its part of the batch."""
+    """Compute with a replica on each device: scores and loss of its part of the batch."""
     on_cpu = devices.count("cpu")
     if on_cpu > 1 and "OMP_NUM_THREADS" not in os.environ:
         # The replicas work side by side, and each would use all cores: a third of the step is lost on two cores.
@@ -71,5 +71,5 @@ def _in_threads(model: CRNN, devices: tuple[str, ...]) -> Computing:
 
 
 def loss_of(scores: Tensor, batch: Batch) -> Tensor:
-    """**Local.** The mean CTC loss over the lines of a batch, from their scores."""
+    """Return the mean CTC loss over the lines of a batch, from their scores."""
     return ctc(scores, batch.widths, batch.digits, batch.lengths)

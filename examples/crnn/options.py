@@ -39,7 +39,7 @@ class Options:
     picture: Path | None
 
     def refuse_in(self, world: lockstep.World) -> None:
-        """**Local.** End the program with a message if the mode and the number of processes make no sense together."""
+        """End the program with a message if the mode and the number of processes make no sense together."""
         if self.mode != "ddp" and world.world_size > 1:
             raise SystemExit(
                 f"--mode {self.mode} is one process, and this is rank {world.rank} of {world.world_size}: "
@@ -55,11 +55,11 @@ class Kept:
         self._options = {name: getattr(options, name) for name in _KEPT}
 
     def state_dict(self) -> dict[str, Any]:
-        """**Local.** The options by name."""
+        """Return the options by name."""
         return dict(self._options)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """**Local.** Compare with the options of the run that is resumed.
+        """Compare with the options of the run that is resumed.
 
         Raises:
             lockstep.CheckpointMismatch: one differs.
@@ -76,7 +76,7 @@ class Kept:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """**Local.** Read the command line; what makes no sense ends the program with a message."""
+    """Read the command line; what makes no sense ends the program with a message."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.crnn",
         description="Train a text recogniser on lines of handwritten digits, in lockstep.",
@@ -96,9 +96,9 @@ def parse(arguments: Sequence[str]) -> Options:
     add("--gpus", "--devices", dest="devices", help="for --mode dp: 0,1 or cpu,cpu (default: all GPUs, else cpu,cpu)")
     add("--folder", type=Path, default=Path("runs/crnn"), help="(default: runs/crnn)")
     add("--save-every", type=int, default=0, help="steps between checkpoints within an epoch (default: 0, none)")
-    add("--resume", action="store_true", help="go on with the newest run instead of a new one")
+    add("--resume", action="store_true", help="resume the newest run instead of starting a new one")
     add("--evaluate", action="store_true", help="only test the newest run's newest checkpoint")
-    add("--picture", type=Path, help="write a PNG of a few test lines with what the model read, in the end")
+    add("--picture", type=Path, help="at the end, write a PNG of a few test lines with what the model read")
     accept_local_rank(parser)
     options = parser.parse_args(arguments)
     for name in ("epochs", "batch_size", "lr", "lines", "test_lines", "longest"):

@@ -30,7 +30,7 @@ _TRUTH = (130, 130, 130)
 
 
 def draw(path: Path, images: Sequence[Tensor], readings: Sequence[Reading], truths: Sequence[Reading]) -> None:
-    """**Local.** Write a PNG: lines [1, 12, width] one under the other, and beside each what was read.
+    """Write a PNG: lines [1, 12, width] one under the other, and beside each what was read.
 
     Green if that is right; red, with what is written there in grey, if it is not.
     """
@@ -57,7 +57,7 @@ def _strip(paper: npt.NDArray[np.float32], reading: Reading, truth: Reading) -> 
 
 
 def _text(digits: Reading, colour: tuple[int, int, int]) -> Pixels:
-    """Digits as a picture: 5 dots high, 4 wide each, and 4 more behind the last."""
+    """Return digits as a picture: 5 dots high, 4 wide each, and 4 more after the last."""
     dots = np.zeros((5, 4 * len(digits) + 4), bool)
     for place, digit in enumerate(digits):
         rows = _FONT[digit].split("|")
@@ -71,7 +71,7 @@ def _paste(page: Pixels, part: Pixels, top: int, left: int) -> None:
 
 
 def save(path: Path, pixels: Pixels) -> None:
-    """**Local.** Write [height, width, 3] as an 8-bit RGB PNG (ISO/IEC 15948), readable by its owner."""
+    """Write [height, width, 3] as an 8-bit RGB PNG (ISO/IEC 15948), readable by its owner."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -15,12 +15,12 @@ Reading = tuple[int, ...]
 
 
 def decode(scores: Tensor, widths: Tensor) -> list[Reading]:
-    """**Local.** The digits of each line by best-path decoding: the likeliest class of each step of time, repetitions
+    """Return the digits of each line by best-path decoding: the likeliest class of each step of time, repetitions
     as one, blanks left out (Graves et al. 2006, section 3.2).
 
     Args:
         scores: [time, lines, 11].
-        widths: [lines], in pixels; what lies behind is not read.
+        widths: [lines], in pixels; what lies beyond is not read.
     """
     best = scores.argmax(dim=2).T.cpu()
     ends = (widths // STEP).tolist()
@@ -28,13 +28,13 @@ def decode(scores: Tensor, widths: Tensor) -> list[Reading]:
 
 
 def collapse(path: Sequence[int]) -> Reading:
-    """**Local.** The digits that a path of classes spells."""
+    """Return the digits that a path of classes spells."""
     starts = (cls for cls, before in zip(path, [BLANK, *path], strict=False) if cls != before)
     return tuple(cls - 1 for cls in starts if cls != BLANK)
 
 
 def edit_distance(one: Sequence[int], other: Sequence[int]) -> int:
-    """**Local.** The fewest insertions, deletions and substitutions that turn one sequence into the other.
+    """Return the fewest insertions, deletions and substitutions that turn one sequence into the other.
 
     Row by row, after R. Wagner and M. Fischer, "The String-to-String Correction Problem", Journal of the ACM, 1974.
     """
@@ -63,11 +63,11 @@ class Score:
 
     @classmethod
     def of(cls, counts: Tensor) -> Score:
-        """**Local.** From four counts, int64 of shape (4,)."""
+        """Make one from four counts, int64 of shape (4,)."""
         return cls(*(int(count) for count in counts))
 
     def counts(self) -> Tensor:
-        """**Local.** int64 of shape (4,)."""
+        """Return it as int64 of shape (4,)."""
         return torch.tensor([self.lines, self.right, self.edits, self.digits])
 
     @property
@@ -88,13 +88,13 @@ class Score:
 
 
 def written(batch: Batch) -> list[Reading]:
-    """**Local.** What is written on each line."""
+    """Return what is written on each line."""
     rows = zip(batch.digits.tolist(), batch.lengths.tolist(), strict=True)
     return [tuple(digits[:length]) for digits, length in rows]
 
 
 def score(readings: Sequence[Reading], truths: Sequence[Reading]) -> Score:
-    """**Local.** Compare what was read with what is written."""
+    """Compare what was read with what is written."""
     pairs = list(zip(readings, truths, strict=True))
     return Score(
         lines=len(pairs),

@@ -47,7 +47,7 @@ class Run:
 
 
 def lines_of(options: Options) -> tuple[Lines, Lines]:
-    """**Local.** The lines to train on and the lines to test on; no digit is in both."""
+    """Return the lines to train on and the lines to test on; no digit is in both."""
     train, test = load_digits()
     return (
         Lines(train, split="train", count=options.lines, seed=options.seed, longest=options.longest),
@@ -120,7 +120,7 @@ def train_epoch(run: Run, title: str) -> None:
         if save_every and run.saved.step % save_every == 0:
             run.saved.save()
         begun = time.perf_counter()
-    if sums:  # as many on every rank; none if the run was saved behind the last step of an epoch
+    if sums:  # as many on every rank; none if the run was saved after the last step of an epoch
         losses = run.world.all_reduce(torch.stack(sums).cpu()) / run.world.all_reduce(torch.tensor(counts))
         run.losses += losses.tolist()
 

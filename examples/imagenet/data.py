@@ -62,7 +62,7 @@ def _compare(world: lockstep.World, found: Folders) -> None:
 def shared(
     options: Options, listing: Listing, transform: Transform, *, shuffle: bool, at_least: int
 ) -> lockstep.ShardedLoader:
-    """**Collective.** A loader of this rank's slices of ``--batch-size`` pictures."""
+    """**Collective.** Return a loader of this rank's slices of ``--batch-size`` pictures."""
     batches: DataLoader[Batch] = DataLoader(
         Pictures(listing, transform),  # type: ignore[arg-type]  # the collate_fn makes batches of its samples
         batch_size=max(options.batch_size, at_least),

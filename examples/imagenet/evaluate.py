@@ -62,7 +62,7 @@ def evaluate(
 
 
 def counted(scores: Tensor, labels: Tensor) -> Tensor:
-    """**Local.** Sum of losses, hits among the first and the first five, pictures: float64 [4], on the CPU."""
+    """Return the sum of losses, hits among the first and the first five, pictures: float64 [4], on the CPU."""
     labels = labels.to(scores.device)
     best = scores.topk(min(5, scores.shape[1]), dim=1).indices == labels.unsqueeze(1)
     loss = nn.functional.cross_entropy(scores.float(), labels, reduction="sum")

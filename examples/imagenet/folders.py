@@ -29,11 +29,11 @@ class Listing:
         return len(self.labels)
 
     def name(self, index: int) -> str:
-        """**Local.** The path below ``root`` of a picture."""
+        """Return the path below ``root`` of a picture."""
         return os.fsdecode(bytes(self.names[index]))
 
     def chosen(self, mask: np.ndarray) -> Listing:
-        """**Local.** The pictures where ``mask`` (bool [n]) is true."""
+        """Return the pictures where ``mask`` (bool [n]) is true."""
         return Listing(self.root, self.names[mask], self.labels[mask])
 
 
@@ -47,7 +47,7 @@ class Folders:
     val: Listing
 
     def digest(self) -> int:
-        """**Local.** A number below 2^63 that two sets of folders share only if they have the same names in them."""
+        """Return a number below 2^63 that two sets of folders share only if they have the same names in them."""
         found = hashlib.blake2b(repr(self.classes).encode(errors="surrogateescape"), digest_size=7)
         for listing in (self.val, self.train):
             if listing is not None:
@@ -57,7 +57,7 @@ class Folders:
 
 
 def find(data: Path, *, val_split: float, only_val: bool) -> Folders:
-    """**Local.** The pictures under ``data``, the same on every rank that sees the same files.
+    """Return the pictures under ``data``, the same on every rank that sees the same files.
 
     Args:
         data: has ``train/<class>/`` and ``val/<class>/`` (or ``test/<class>/``). With a split, ``val/`` is not looked
@@ -119,7 +119,7 @@ def _listing(root: Path, classes: Sequence[str]) -> Listing:
 
 
 def _training(root: Path, classes: Sequence[str]) -> Listing:
-    """A listing that something can be learnt from."""
+    """List pictures to train on, some of each class."""
     listing = _listing(root, classes)
     counts = np.bincount(listing.labels, minlength=len(classes))
     empty = [name for name, count in zip(classes, counts, strict=True) if not count]
@@ -132,8 +132,8 @@ def _training(root: Path, classes: Sequence[str]) -> Listing:
 
 
 def _held_out(listing: Listing, fraction: float) -> np.ndarray:
-    """The pictures with the smallest digests of their names: the same ones in every run, on every rank, with any seed,
-    and nearly the same ones after pictures are added."""
+    """Return the pictures with the smallest digests of their names: the same ones in every run, on every rank, with any
+    seed, and nearly the same ones after pictures are added."""
     count = round(len(listing) * fraction)
     if not 0 < count < len(listing):
         raise SystemExit(f"--val-split {fraction}: of {len(listing)} pictures that leaves {count} to test on")

@@ -25,28 +25,29 @@ class Losses:
         self._epoch = (0.0, 0)
 
     def add(self, loss: Tensor, pictures: float) -> None:
-        """**Local.** A mean over so many pictures of this rank. Does not wait for the device."""
+        """A mean over so many pictures of this rank. Does not wait for the device."""
         if pictures:  # the mean over none is NaN
             self._mine[0] += loss.detach().to(self._mine.device) * pictures
             self._mine[1] += pictures
 
     def window(self) -> tuple[float, int]:
-        """**Collective.** The mean since the last call, over all ranks, and of how many pictures (0: no mean)."""
+        """**Collective.** Return the mean since the last call, over all ranks, and of how many pictures (0: no
+        mean)."""
         total, count = self._world.all_reduce(self._mine).tolist()
         self._mine.zero_()
         self._epoch = (self._epoch[0] + total, self._epoch[1] + int(count))
         return (total / count if count else float("nan")), int(count)
 
     def epoch(self) -> tuple[float, int]:
-        """**Local.** The same of the epoch up to the last window; the next epoch begins with nothing."""
+        """Return the same of the epoch up to the last window; the next epoch begins with nothing."""
         total, count = self._epoch
         self._epoch = (0.0, 0)
         return (total / count if count else float("nan")), count
 
     def state_dict(self) -> dict[str, Any]:
-        """**Local.** The epoch so far."""
+        """Return the epoch so far."""
         return {"sum": self._epoch[0], "pictures": self._epoch[1]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """**Local.** Go on within an epoch."""
+        """Resume within an epoch."""
         self._epoch = (float(state["sum"]), int(state["pictures"]))

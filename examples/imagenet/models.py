@@ -18,7 +18,7 @@ _GROUP = 16
 
 
 def build(arch: str, num_classes: int, norm: str) -> nn.Module:
-    """**Local.** A new model with random weights, on the CPU.
+    """Return a new model with random weights, on the CPU.
 
     Args:
         arch: "resnet20-cifar", or torchvision's name of a classification model.
@@ -43,7 +43,7 @@ def _torchvision(arch: str, num_classes: int) -> nn.Module:
         )
     arguments: dict[str, Any] = {"num_classes": num_classes}
     if arch in ("googlenet", "inception_v3"):
-        # In training these give scores of auxiliary classifiers as well, for a loss of their own.
+        # In training these give scores of auxiliary classifiers as well, for their own loss.
         arguments |= {"aux_logits": False, "init_weights": True}
     model: nn.Module = models.get_model(arch, weights=None, **arguments)
     return model
@@ -64,7 +64,7 @@ def _groups(channels: int) -> int:
 
 
 def load_pretrained(world: lockstep.World, path: Path, model: nn.Module, *, strict: bool) -> None:
-    """**Local.** Load a weight file; its names may begin with ``module.``, the model's do not.
+    """Load a weight file; its names may begin with ``module.``, the model's do not.
 
     Args:
         world: says on rank 0 what was left out.
@@ -88,7 +88,7 @@ def load_pretrained(world: lockstep.World, path: Path, model: nn.Module, *, stri
 
 
 def _last_layer(model: nn.Module) -> set[str]:
-    """The names of the parameters of the last linear or convolutional layer."""
+    """Return the names of the parameters of the last linear or convolutional layer."""
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]
     name, layer = layers[-1]
     return {f"{name}.{parameter}" for parameter, _ in layer.named_parameters()}

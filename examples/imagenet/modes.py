@@ -22,7 +22,7 @@ _AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def start(options: Options, main: Main) -> None:
-    """**Collective.** Call ``main(options)`` on every rank of the mode: here, or in processes of its own."""
+    """**Collective.** Call ``main(options)`` on every rank of the mode: here, or in new processes."""
     if options.mode != "spawn":
         if options.address is not None:
             _meet(options.address, rank=options.rank, world_size=options.world_size, local_rank=0, local_world_size=1)
@@ -50,7 +50,7 @@ def _spawned(local_rank: int, options: Options, main: Main) -> None:
 
 
 def _meet(address: tuple[str, int], *, node_rank: int | None = None, **place: int) -> None:
-    """**Local.** Describe this rank's place among several machines to lockstep.init(), as a launcher does."""
+    """Describe this rank's place among several machines to lockstep.init(), as a launcher does."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address[0], str(address[1])
     place["group_rank"] = place["rank"] if node_rank is None else node_rank
     os.environ.update({name.upper(): str(number) for name, number in place.items()})
@@ -98,7 +98,7 @@ def prepare(world: lockstep.World, options: Options, model: nn.Module) -> Comput
 
 
 def from_bytes(model: nn.Module, options: Options, device: torch.device) -> FromBytes:
-    """**Local.** The model as it computes: compiled, in half precision, in the layout, as the options say."""
+    """Return the model as it computes: compiled, in half precision, in the layout, as the options say."""
     if options.compile is not None:
         compiled: Any = torch.compile(model, backend=options.compile)
         model = compiled

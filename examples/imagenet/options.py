@@ -77,7 +77,7 @@ class Options:
     seed: int
 
     def refuse_in(self, world: lockstep.World) -> None:
-        """**Local.** End the program with a message if the options make no sense in this world."""
+        """End the program with a message if the options make no sense in this world."""
         refuse_in(world, devices=self.devices, batch_size=world.world_size if self.evaluate else self.batch_size)
         if self.amp == "fp16" and self.device_type(world) != "cuda":
             raise SystemExit(
@@ -85,7 +85,7 @@ class Options:
             )
 
     def device_type(self, world: lockstep.World) -> str:
-        """**Local.** Where the model is: "cpu" or "cuda"."""
+        """Return where the model is: "cpu" or "cuda"."""
         return torch.device(self.devices[0]).type if self.devices else world.device.type
 
 
@@ -97,11 +97,11 @@ class Kept:
         self._classes = list(classes)
 
     def state_dict(self) -> dict[str, Any]:
-        """**Local.** The options by name, and the names of the classes."""
+        """Return the options by name, and the names of the classes."""
         return {**self._options, "classes": self._classes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """**Local.** Compare with the options of the run that is resumed.
+        """Compare with the options of the run that is resumed.
 
         Raises:
             lockstep.CheckpointMismatch: one differs, or the classes do.
@@ -118,7 +118,7 @@ class Kept:
             json.dump(self.state_dict(), file, indent=1)
 
     def refuse_other(self, folder: Path, *, testing: bool) -> None:
-        """**Local.** Compare with the note in ``folder``, if there is one, before anything is loaded.
+        """Compare with the note in ``folder``, if there is one, before anything is loaded.
 
         Args:
             folder: of a run.
@@ -155,7 +155,7 @@ class Kept:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """**Local.** The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.imagenet",
         description="Train an image classifier on folders of pictures, in lockstep.",
@@ -220,7 +220,7 @@ def _add_training(add: Any) -> None:
 
 def _add_run(add: Any) -> None:
     add("--folder", type=Path, default=Path("runs/imagenet"), help="each run gets a numbered folder in it")
-    add("--resume", action="store_true", help="go on with the newest run instead of a new one")
+    add("--resume", action="store_true", help="resume the newest run instead of starting a new one")
     add("-e", "--evaluate", action="store_true", help="only test: the newest checkpoint, or --pretrained")
     add("--save-every", type=int, default=0, metavar="STEPS", help="save within epochs too; 0: at their ends only")
     add("--keep", type=int, default=3, help="checkpoints to keep")
@@ -230,7 +230,7 @@ def _add_run(add: Any) -> None:
 
 
 def parse(arguments: Sequence[str], *, launched: bool) -> Options:
-    """**Local.** Read the command line; what makes no sense ends the program with a message.
+    """Read the command line; what makes no sense ends the program with a message.
 
     Args:
         arguments: without the program's name.

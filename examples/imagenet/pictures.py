@@ -57,7 +57,7 @@ class Pictures(Dataset[Sample]):
 
 
 def decode(path: str) -> tuple[Any | None, str]:
-    """**Local.** The picture in a file as a PIL image in RGB, or None and the reason why not."""
+    """Return the picture in a file as a PIL image in RGB, or None and the reason why not."""
     image = require("PIL.Image")
     try:
         with open(path, "rb") as file:
@@ -75,7 +75,7 @@ class Collate:
         self._size = image_size
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
-        """**Local.** Stack the pictures that are there; there may be none."""
+        """Stack the pictures that are there; there may be none."""
         views = [sample.image for sample in samples if sample.image is not None]
         # In a worker torch's own function stacks them where the main process can read them, without another copy.
         images = default_collate(views) if views else torch.empty(0, 3, self._size, self._size, dtype=torch.uint8)

@@ -37,13 +37,13 @@ class Table:
         os.replace(beside, path)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """**Local.** Append a row; what it lacks stays empty."""
+        """Append a row; what it lacks stays empty."""
         with open(self._path, "a", newline="") as file:
             csv.DictWriter(file, self._columns, restval="").writerow(row)
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
-    """**Local.** The whole rows of a table; none if there is no such file."""
+    """Return the complete rows of a table; none if there is no such file."""
     if not path.exists():
         return []
     with open(path, newline="") as file:
@@ -62,11 +62,11 @@ class Records:
             self._tables[name] = Table(folder / f"{name}.csv", columns, up_to_step=step)
         if tensorboard:
             events = require("torch.utils.tensorboard")
-            # Events behind the step are those of steps that will be repeated.
+            # Events after the step are those of steps that will be repeated.
             self._events = events.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def add(self, name: str, row: Mapping[str, Any]) -> None:
-        """**Local.** Add a row, with its ``step``, to the table "steps" or "epochs"."""
+        """Add a row, with its ``step``, to the table "steps" or "epochs"."""
         table = self._tables.get(name)
         if table is None:
             return

@@ -12,7 +12,7 @@ _REFERENCE = 256
 
 
 def scaled_rate(options: Options) -> tuple[float, str]:
-    """**Local.** The learning rate of the global batch, and how it came about, for people.
+    """Return the learning rate of the global batch, and how it came about, for people.
 
     The linear scaling rule: a batch k times as large takes steps k times as long (P. Goyal et al., "Accurate, Large
     Minibatch SGD: Training ImageNet in 1 Hour", 2017, arXiv:1706.02677, section 2.1).
@@ -27,7 +27,7 @@ def scaled_rate(options: Options) -> tuple[float, str]:
 
 
 def factors(options: Options, steps_per_epoch: int) -> Callable[[int], float]:
-    """**Local.** The factor of the learning rate at each step, from 0.
+    """Return the factor of the learning rate at each step, from 0.
 
     It grows linearly to 1 over the warm-up (section 2.2 of the same paper); then it falls along a cosine to 0 at the
     end (I. Loshchilov and F. Hutter, "SGDR", 2016, arXiv:1608.03983) or drops by ``gamma`` every ``step_size`` epochs.

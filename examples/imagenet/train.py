@@ -75,7 +75,7 @@ def begin(world: lockstep.World, options: Options, data: Data) -> Run:
         "unreadable": unreadable,
         **({} if ema is None else {"ema": ema}),
     }
-    # Last, so that no empty run is left behind, and then resumed, where something above makes no sense.
+    # Last, so that no empty run is left over, to be resumed later, if something above is wrong.
     folder = choose_run(world, options.folder, new=not options.resume)
     if options.resume:
         kept.refuse_other(folder, testing=False)
@@ -147,7 +147,8 @@ def train_epoch(run: Run, records: Records, epoch: int) -> None:
 
 
 def train_step(run: Run, batch: Batch) -> torch.Tensor | None:
-    """**Collective.** A step on a global batch; this rank's loss. No step and None if none of it could be read."""
+    """**Collective.** Take a step on a global batch and return this rank's loss; None, without a step, if none of it
+    could be read."""
     share = run.unreadable.what_remains(batch)
     if not share.global_samples:
         return None
@@ -180,7 +181,7 @@ def test_averaged(run: Run) -> Score:
 
 
 def averaged_scores(run: Run) -> Callable[[torch.Tensor], torch.Tensor]:
-    """**Local.** What computes with the averaged weights: on one device of this rank, in every mode."""
+    """Return what computes with the averaged weights: on one device of this rank, in every mode."""
     if run.ema is None:
         raise ValueError("this run averages no weights")
     run.ema.module.eval()
@@ -188,7 +189,7 @@ def averaged_scores(run: Run) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def save(run: Run, *, epoch_done: bool) -> None:
-    """**Collective.** A checkpoint, and beside it the averaged weights as a file of their own."""
+    """**Collective.** A checkpoint, and beside it the averaged weights in a separate file."""
     if run.ema is not None:
         _write_averaged(run, run.ema.module)
     run.saved.save(epoch_done=epoch_done)
@@ -217,6 +218,6 @@ def _write_averaged(run: Run, model: nn.Module) -> None:
 
 
 def _rate(run: Run) -> float:
-    """The learning rate of the step taken last; the scheduler itself is one ahead."""
+    """Return the learning rate of the step taken last; the scheduler itself is one ahead."""
     schedule = run.scheduler
     return float(schedule.base_lrs[0] * schedule.lr_lambdas[0](max(0, schedule.last_epoch - 1)))

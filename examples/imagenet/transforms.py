@@ -18,7 +18,7 @@ _CROP = 224 / 256
 
 
 def training(kind: str, size: int) -> Transform:
-    """**Local.** A random view of a picture: uint8 [3, size, size].
+    """Return a random view of a picture: uint8 [3, size, size].
 
     Args:
         kind: "imagenet": a random part of 8 to 100 % of the area, resized (C. Szegedy et al., "Going deeper with
@@ -37,7 +37,7 @@ def training(kind: str, size: int) -> Transform:
 
 
 def testing(kind: str, size: int) -> Transform:
-    """**Local.** The view of a picture that is tested: its middle, or all of it for ``kind`` "cifar"."""
+    """Return the view of a picture that is tested: its middle, or all of it for ``kind`` "cifar"."""
     v2 = require("torchvision.transforms.v2")
     view = [v2.Resize((size, size))] if kind == "cifar" else [v2.Resize(round(size / _CROP)), v2.CenterCrop(size)]
     return cast(Transform, v2.Compose([*view, v2.PILToTensor()]))

@@ -35,15 +35,15 @@ class Unreadable:
         return len(self._reasons)
 
     def state_dict(self) -> dict[str, Any]:
-        """**Local.** Their names and the reasons."""
+        """Their names and the reasons."""
         return {"reasons": dict(self._reasons)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """**Local.** Go on from what :meth:`state_dict` gave."""
+        """Resume from what :meth:`state_dict` gave."""
         self._reasons = dict(state["reasons"])
 
     def what_remains(self, batch: Batch) -> lockstep.BatchShare:
-        """**Collective.** This rank's share of the global batch, without what could not be read.
+        """**Collective.** Return this rank's share of the global batch, without what could not be read.
 
         Raises:
             SystemExit: on every rank, if there are too many such pictures by now.
@@ -73,7 +73,8 @@ class Unreadable:
             )
 
     def _everyones(self, mine: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """All ranks' records, in order of rank: each writes its own into a row of zeros, and the rows are added up."""
+        """Return all ranks' records, in order of rank: each writes its own into a row of zeros, and the rows are added
+        up."""
         world = self._world
         # A label of the model or of a file system may be no valid text; JSON then escapes it.
         record = torch.frombuffer(bytearray(json.dumps(list(mine)).encode()), dtype=torch.uint8)

@@ -10,7 +10,7 @@ _REMEDY = "pip install 'torch-lockstep[vision]'"
 
 
 def require_installed(*, tensorboard: bool) -> None:
-    """**Local.** End the program with a message if something is not installed; nothing is imported yet."""
+    """End the program with a message if something is not installed; nothing is imported yet."""
     wanted = {"torchvision": "torchvision", "PIL": "pillow", **({"tensorboard": "tensorboard"} if tensorboard else {})}
     missing = [name for module, name in wanted.items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -19,7 +19,7 @@ def require_installed(*, tensorboard: bool) -> None:
 
 
 def require(name: str) -> Any:
-    """**Local.** Import a module of the ``vision`` extra; if it can't be used, end the program with the remedy."""
+    """Import a module of the ``vision`` extra; if it can't be used, end the program with the remedy."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -27,7 +27,7 @@ class Stat:
 
 
 def read(pid: int, name: str) -> str:
-    """A file of ``/proc/<pid>``; empty if the process is gone or may not be asked."""
+    """Read a file of ``/proc/<pid>``; empty if the process is gone or may not be asked."""
     try:
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
     except OSError:
@@ -35,12 +35,12 @@ def read(pid: int, name: str) -> str:
 
 
 def stat(pid: int) -> Stat | None:
-    """What a process is doing, or None if there is none of this number."""
+    """Return what a process is doing, or None if there is none of this number."""
     return _parse(read(pid, "stat"))
 
 
 def started(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if it is gone or a zombie.
+    """Return when a process started, in clock ticks since boot; None if it is gone or a zombie.
 
     A process id is used again; the pair of it and this number is not.
 
@@ -55,7 +55,7 @@ def started(pid: int) -> int | None:
 
 
 def boot_id() -> str:
-    """What tells one start of this machine from another; empty if the kernel does not say."""
+    """Return what tells one start of this machine from another; empty if the kernel does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -63,7 +63,7 @@ def boot_id() -> str:
 
 
 def pid_namespace() -> str:
-    """Which set of process ids this process sees, as ``pid:[4026531836]``; empty if the kernel does not say."""
+    """Return which set of process ids this process sees, as ``pid:[4026531836]``; empty if the kernel does not say."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -71,7 +71,7 @@ def pid_namespace() -> str:
 
 
 def threads(pid: int) -> list[int]:
-    """The threads of a process; none if it is gone."""
+    """Return the threads of a process; none if it is gone."""
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
@@ -79,7 +79,7 @@ def threads(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Every process below ``pid`` that is not a zombie, parents before children."""
+    """Return every process below ``pid`` that is not a zombie, parents before children."""
     found: list[int] = []
     level = children(pid)
     while level:
@@ -89,12 +89,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that the threads of a process have started and not reaped."""
+    """Return the processes that the threads of a process have started and not reaped."""
     return [int(word) for thread in threads(pid) for word in read(pid, f"task/{thread}/children").split()]
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Whether a process has a handler of its own for a signal; one that has none may be ended by it."""
+    """Return whether a process has its own handler for a signal; one that has none may be ended by it."""
     for line in read(pid, "status").splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (signum - 1) & 1)

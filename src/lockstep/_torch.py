@@ -1,7 +1,7 @@
 """Every private name of torch that lockstep uses: one function each, with why there is no public way.
 
 torch changes private names without notice, so each is looked up here and nowhere else, and ``tests/unit/test_torch.py``
-has one test for each. Nothing here imports torch when this module is imported: the watching process reads it as well.
+has one test for each. Nothing here imports torch when this module is imported: the launcher reads it as well.
 A function whose caller is in a hot path returns torch's own function, for the caller to bind once.
 
 Two kinds of names a function would only hide, so they stand in tables: attributes that the code reads from torch's
@@ -205,7 +205,7 @@ COMPILED_PREFIX = "_orig_mod."
 
 
 def original_of(module: nn.Module) -> nn.Module | None:
-    """Return the module that ``torch.compile(module)`` has wrapped, or None if this is no such wrapper.
+    """Return the module that ``torch.compile(module)`` has wrapped, or None if this is not such a wrapper.
 
     The wrapper's class is private as well; its state dict carries this name.
     """

@@ -21,6 +21,8 @@ Wrong arguments are ``ValueError`` or ``TypeError``, as everywhere in Python.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class LockstepError(RuntimeError):
     """Anything lockstep itself reports."""
@@ -82,5 +84,11 @@ class CheckpointMismatch(CheckpointError):
     """A checkpoint is of another model, optimizer or world."""
 
 
-for _error in [each for each in vars().values() if isinstance(each, type)]:
+def listed(items: Sequence[str], *, most: int = 8, between: str = ", ") -> str:
+    """Join ``items`` for a message: the first ``most`` of them, and how many more there are."""
+    shown = between.join(items[:most])
+    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+
+
+for _error in [each for each in vars().values() if isinstance(each, type) and issubclass(each, LockstepError)]:
     _error.__module__ = "lockstep"  # the name that users import it by, in every traceback

@@ -118,7 +118,8 @@ def place(env: Mapping[str, str] = os.environ) -> str:
 def tasks_of_step(env: Mapping[str, str] = os.environ) -> int:
     """Return how many processes srun started as one step, this one among them; 1 outside of such a step.
 
-    A batch script and a shell of salloc have ``SLURM_PROCID`` and ``SLURM_NTASKS`` as well, but are no task of a step.
+    A batch script and a shell of salloc have ``SLURM_PROCID`` and ``SLURM_NTASKS`` as well, but are not a task of a
+    step.
     """
     step, tasks = env.get("SLURM_STEP_ID", ""), env.get("SLURM_STEP_NUM_TASKS", "")
     is_task = "SLURM_PROCID" in env and step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP

@@ -69,12 +69,12 @@ def job_dir(env: Mapping[str, str] = os.environ) -> str | None:
 
 
 def rank_process(env: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """Return the process that lockstep's launcher started as this rank, and its place, or None."""
+    """Return the process that lockstep's launcher started as this rank, and the rank's identity, or None."""
     return _process(env, RANK_PROCESS)
 
 
 def joined(env: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """Return the process that is this rank in a world, and its place there; None: no process is."""
+    """Return the process that is this rank in a world, and its identity there; None: no process is."""
     return _process(env, JOINED)
 
 

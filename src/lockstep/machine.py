@@ -36,7 +36,7 @@ def share_of_cores(ranks: int) -> int:
 def gpus(env: Mapping[str, str] = os.environ) -> int:
     """Count the NVIDIA GPUs this process may use, from the driver's device files and ``CUDA_VISIBLE_DEVICES``.
 
-    Counted without opening the driver, so that it costs nothing in the process that starts the ranks.
+    Counted without opening the driver, so that it costs nothing in the launcher.
     """
     present = len([name for name in _listdir("/dev") if re.fullmatch(r"nvidia\d+", name)])
     visible = env.get("CUDA_VISIBLE_DEVICES")
@@ -52,7 +52,7 @@ def gpus(env: Mapping[str, str] = os.environ) -> int:
 
 
 def _cgroup_quota() -> float | None:
-    """CPU quota in cores, or None if there is none."""
+    """Return the CPU quota in cores, or None if there is none."""
     try:
         quota, period = _CGROUP_V2_QUOTA.read_text().split()
     except (OSError, ValueError):

@@ -97,7 +97,7 @@ class Track(Generic[Item]):
 
 
 class _Bar:
-    """A bar on a terminal, redrawn in place by the loop itself: no thread of its own."""
+    """A bar on a terminal, redrawn in place by the loop itself, without a thread."""
 
     every = _REDRAW_EVERY
 

@@ -22,7 +22,7 @@ in a backward. They are those that had come since the last one when a forward wi
 that comes between the forward and its backward has no part in it), less
 
 - those in whose hands a loop over another began: a pass that is asked for while a batch of another loader is out runs
-  inside that loader's. Unless that one hands out its next batch while the inner pass goes on: then the two are read
+  inside that loader's. Unless that one hands out its next batch during the inner pass: then the two are read
   side by side, and are remembered as such;
 - those that a forward without gradients has had, once another loader hands out a batch: an evaluation between two steps
   (``model(next(validation))`` under ``torch.no_grad``) is over then.
@@ -57,7 +57,7 @@ class BatchShare:
         return self.local_samples * world_size / self.global_samples
 
     def words(self) -> str:
-        """Say it: ``3 of 7 samples``."""
+        """Say it in words: ``3 of 7 samples``."""
         return f"{self.local_samples} of {self.global_samples} samples"
 
 
@@ -87,7 +87,7 @@ class BatchesInHand:
         return next(reversed(self._held.values())) if self._held else self._base
 
     def say(self, share: BatchShare | None) -> None:
-        """Put ``share`` in the place of that of the batch in hand, until its loader goes on."""
+        """Put ``share`` in the place of that of the batch in hand, until its loader continues."""
         if self._held:
             self._held[next(reversed(self._held))] = share
             self.used()
@@ -128,7 +128,7 @@ class BatchesInHand:
         self._around.pop(loader, None)
 
     def contested(self, *, of_backward: bool = False) -> list[tuple[object, BatchShare]]:
-        """The batches that meet in one mean although they weigh differently: empty, or two and more. The same on every
+        """Return the batches that meet in one mean with different weights: empty, or at least two. The same on every
         rank.
 
         Args:

@@ -32,7 +32,7 @@ def fold(error: BaseException) -> None:
 
 
 def _is_users(tb: TracebackType | None) -> bool:
-    """Whether the innermost frame is the user's."""
+    """Return whether the innermost frame is the user's."""
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
     return tb is not None and not callsite.is_library(tb.tb_frame.f_code.co_filename)

@@ -54,7 +54,7 @@ def rebuilt(tree: Any, parts: dict[Any, Any]) -> Any:
 
 
 def _copied_mapping(tree: MutableMapping[Any, Any], parts: dict[Any, Any]) -> MutableMapping[Any, Any]:
-    """With what a subclass carries beside its items, and with its items' attributes, if it has such."""
+    """Copy a mapping with what a subclass carries beside its items, and with its items' attributes, if it has such."""
     clone = copy.copy(tree)
     for key, value in parts.items():
         clone[key] = value  # not update(), which some classes of outputs refuse

@@ -32,7 +32,7 @@ finally:
         ("lockstep.launch.__main__", ["--nproc_per_node=2", "train.py"]),
     ],
 )
-def test_the_watcher_loads_no_torch(tmp_path: Path, module: str, arguments: list[str]) -> None:
+def test_the_launcher_loads_no_torch(tmp_path: Path, module: str, arguments: list[str]) -> None:
     (tmp_path / "train.py").write_text("import os; print('rank', os.environ['RANK'])")
     done = subprocess.run(
         [sys.executable, "-c", _PROBE.format(module=module, arguments=arguments)],

@@ -21,8 +21,8 @@ JOB_FAULTS = [
     ),
     Fault(
         "a failure that repeats is tried again",
-        "launch/restarts.py",
-        "        if last is not None and _same(last, failure):",
+        "launch/policy.py",
+        "        if last is not None and failure.repeats(last):",
         "        if False:",
         ("tests/unit/test_restarts.py",),
     ),

@@ -1,4 +1,4 @@
-"""The watcher killed, or everything at once: no process, no shared memory, no port and no folder stays."""
+"""The launcher killed, or everything at once: no process, no shared memory, no port and no folder stays."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _listening(pids: set[int]) -> list[str]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.campaign)])
-def test_the_watcher_killed_with_workers_alive(tmp_path: Path, temporary: Path, kills: int) -> None:
+def test_the_launcher_killed_with_workers_alive(tmp_path: Path, temporary: Path, kills: int) -> None:
     chance = random.Random(kills)
     workers = 0
     for number in range(kills):
@@ -61,8 +61,8 @@ def test_the_watcher_killed_with_workers_alive(tmp_path: Path, temporary: Path, 
                 assert gone_within(everyone, 2.0) == []
         assert _job_folders(temporary) == []
         assert jobs.left_in_shared_memory(everyone) == []
-    assert workers >= kills, "DataLoader workers were alive when their watcher was killed"
-    print(f"\n{kills} SIGKILLs of the watcher, {workers} DataLoader workers alive: nothing left")
+    assert workers >= kills, "DataLoader workers were alive when their launcher was killed"
+    print(f"\n{kills} SIGKILLs of the launcher, {workers} DataLoader workers alive: nothing left")
 
 
 @pytest.mark.timeout(1800)

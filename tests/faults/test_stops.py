@@ -33,7 +33,7 @@ def test_sigterm_in_every_phase(tmp_path: Path, calm: jobs.Calm, stops: int) -> 
     for life in range(stops):
         phase = _PHASES[life % len(_PHASES)]
         rank = 0 if phase == "commit" else life // len(_PHASES) % jobs.RANKS
-        whom = chance.choice(("watcher", "rank", "peer"))  # a notice to the job, or one that reaches a single rank
+        whom = chance.choice(("launcher", "rank", "peer"))  # a notice to the job, or one that reaches a single rank
         taken = 0 if phase in ("restore", "started") else chance.randrange(5)
         strike = {"life": life, "rank": rank, "point": phase, "taken": taken, "signal": signal.SIGTERM, "whom": whom}
         workers = str(life % 2 * jobs.RANKS)

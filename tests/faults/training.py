@@ -6,7 +6,7 @@ writes down which samples each step used, and at the end the digests of what it 
 
 ``--plan`` names a file of faults: ``[{"life": 0, "rank": 1, "point": "backward", "taken": 2, "signal": 9}, …]``. A
 life is one start of the ranks: ``--life`` plus the restarts so far; ``taken`` counts the steps of this life. The signal
-goes to the rank itself unless ``whom`` is ``"peer"`` (the next rank), ``"watcher"`` or ``"group"`` (all there are).
+goes to the rank itself unless ``whom`` is ``"peer"`` (the next rank), ``"launcher"`` or ``"group"`` (all there are).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Faults:
             elif whom == "group":
                 os.killpg(os.getpgrp(), entry["signal"])
             else:
-                os.kill(os.getpid() if whom == "rank" else _watcher(), entry["signal"])
+                os.kill(os.getpid() if whom == "rank" else _launcher(), entry["signal"])
 
     def plant(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Make the places known that the loop below does not see."""
@@ -104,8 +104,8 @@ class Faults:
         self.at("optimizer")
 
 
-def _watcher() -> int:
-    """The grandparent: rank, zygote, watcher."""
+def _launcher() -> int:
+    """The grandparent: rank, zygote, launcher."""
     status = Path(f"/proc/{os.getppid()}/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("PPid:"))
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint.plan import Share
+from lockstep.checkpoint.plan import WritePlan
 from lockstep.checkpoint.read import read
 from lockstep.checkpoint.storage import Storage
 from tests.backends import EACH_BACKEND, OVER_BOTH
@@ -183,15 +183,15 @@ def _cannot_copy(folder: str) -> str:
     world = lockstep.init()
     model, optimizer, saved = _bench(folder, Gate())
     _step(model, optimizer)
-    copied = Share.copied
+    copied = WritePlan.copied
 
     def no_memory(*_: Any) -> Any:
         raise MemoryError("no more")
 
     if world.rank == 1:
-        Share.copied = no_memory  # type: ignore[method-assign, assignment]
+        WritePlan.copied = no_memory  # type: ignore[method-assign, assignment]
     saved.async_save()
-    Share.copied = copied  # type: ignore[method-assign]
+    WritePlan.copied = copied  # type: ignore[method-assign]
     with pytest.raises(lockstep.CheckpointError) as caught:
         saved.wait()
     saved.async_save()

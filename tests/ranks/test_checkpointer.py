@@ -172,7 +172,7 @@ def test_a_damaged_checkpoint_is_skipped_by_name_or_refused(tmp_path: Path, what
     for outcome in collect_outcomes(_resume, 2, str(tmp_path)):
         assert outcome.error == "CheckpointCorrupt"
         assert outcome.message is not None
-        assert "no checkpoint there is whole" in outcome.message
+        assert "no checkpoint there is complete" in outcome.message
 
 
 def _resume_other(folder: str, case: str) -> None:
@@ -546,7 +546,7 @@ def _saves_behind_damaged_ones(folder: str) -> list[str]:
         saved.save()
     for step in (2, 3):
         _damage(Path(folder) / f"step-0000000{step}", "flip")
-    with pytest.raises(lockstep.CheckpointCorrupt, match="no checkpoint there is whole"):
+    with pytest.raises(lockstep.CheckpointCorrupt, match="no checkpoint there is complete"):
         saved.restore()
     _step(model, optimizer)
     saved.save()

@@ -31,9 +31,7 @@ def test_a_worker_that_dies_is_told_with_its_sample(tmp_path: Path) -> None:
     assert done.code == 1
     told = [line for line in done.err.splitlines() if line.startswith("a DataLoader worker of rank 1 (process ")]
     assert len(told) == 1, done.err
-    assert told[0].endswith("died of Killed while it fetched sample 22"), (
-        "of the global batch 20 to 23, the second half"
-    )
+    assert told[0].endswith("died of Killed while fetching sample 22"), "of the global batch 20 to 23, the second half"
 
 
 def test_open_files_that_run_out_are_told(tmp_path: Path) -> None:
@@ -48,7 +46,7 @@ def test_open_files_that_run_out_are_told(tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 1
-    assert "a process may have 64 files open, and rank 0 wanted more" in done.stderr
+    assert "rank 0 has too many files open: the limit is 64 a process" in done.stderr
     assert "ulimit -n" in done.stderr
 
 

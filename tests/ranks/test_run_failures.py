@@ -136,7 +136,7 @@ def test_a_killed_rank_is_named_and_everyone_is_gone_within_a_second(tmp_path: P
     with start(["lockstep", "run", "-n", "3", "train.py"], tmp_path) as job:
         pids = _pids_when_ready(tmp_path, 3)
         everyone = [job.pid, *job.tree()]
-        assert len(everyone) == 8  # watcher, zygote, three ranks and a child of each
+        assert len(everyone) == 8  # launcher, zygote, three ranks and a child of each
         os.kill(pids[1], signal.SIGKILL)
         # 0.5 s to leave by themselves, 0.3 s for what ranks left behind, and then nobody asks any more
         left = gone_within([pid for pid in everyone if pid != job.pid], 1.0)

@@ -46,7 +46,7 @@ def _write(tmp_path: Path, hang: str) -> int:
 
 
 def _report(job: Running) -> list[str]:
-    """The watcher's next message on a late rank, line by line; nothing else may come before it."""
+    """The launcher's next message on a late rank, line by line; nothing else may come before it."""
     assert job.process.stderr is not None
     lines = [job.process.stderr.readline().rstrip("\n")]
     while lines[-1] and not lines[-1].startswith("Nothing was stopped"):
@@ -90,7 +90,7 @@ with open({str(fifo)!r}, "rb", buffering=0) as file:
     waits = next(line for line in report if line.startswith("  rank 0 waits in "))
     assert f"at {tmp_path}/train.py:{_WAIT_LINE + longer} in <module>" in waits
     assert done.code == 0, done
-    assert re.fullmatch(r"lockstep: rank 1 has gone on, after \d+ s\n", over)
+    assert re.fullmatch(r"lockstep: rank 1 has moved on after \d+ s\n", over)
     assert "held up" not in done.err, "one message is enough"
 
 
@@ -104,7 +104,7 @@ def test_the_error_at_the_timeout_says_it_again(tmp_path: Path) -> None:
     for text in (before, after):
         assert "rank 1 of 2 has held up the others for " in text
         assert "is stopped by a signal" in text
-    assert "gone on" not in done.err
+    assert "moved on" not in done.err
 
 
 def test_a_collective_that_one_rank_leaves_out_is_named_with_both_places(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""No process left behind: watcher or zygote killed in mid-training, with loader workers and a program of its own."""
+"""No process left behind: launcher or zygote killed in mid-training, with loader workers and a program of its own."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _PROCESSES = 1 + 2 + 2 * 5
 
 #: Some of the kills in every run of the tests, all twenty in ``make faults``.
 _VICTIMS = [
-    "watcher",
-    "watcher again",
+    "launcher",
+    "launcher again",
     "zygote",
-    *[pytest.param(f"watcher, kill {number}", marks=pytest.mark.campaign) for number in range(3, 21)],
+    *[pytest.param(f"launcher, kill {number}", marks=pytest.mark.campaign) for number in range(3, 21)],
 ]
 
 
@@ -59,7 +59,7 @@ def test_nobody_outlives_a_killed_launcher(tmp_path: Path, temporary: Path, vict
         done = job.finish()
     if victim == "zygote":
         assert done.code == 128 + signal.SIGKILL
-        assert "the process that starts the ranks" in done.err
+        assert "the process that forks the ranks" in done.err
         assert "killed by signal 9 (SIGKILL); all ranks were stopped" in done.err
     assert [path.name for path in temporary.iterdir() if path.name.startswith("lockstep-")] == []
 

@@ -38,7 +38,7 @@ def _stop(tmp_path: Path, whom: str, signum: int, says: str) -> None:
 @pytest.mark.parametrize(
     ("whom", "signum", "says"),
     [
-        ("watcher", signal.SIGTERM, "SIGTERM"),
+        ("launcher", signal.SIGTERM, "SIGTERM"),
         ("group", signal.SIGINT, "SIGINT"),  # workers, zygote and all, as a terminal does
     ],
 )
@@ -57,7 +57,7 @@ def test_a_signal_to_one_rank_stops_them_all(tmp_path: Path) -> None:
 
 
 def test_sigusr1_saves_and_goes_on(tmp_path: Path, calm: jobs.Calm) -> None:
-    done = jobs.run_job(tmp_path, "--save-every", "1000", plan=[_strike("watcher", signal.SIGUSR1)])
+    done = jobs.run_job(tmp_path, "--save-every", "1000", plan=[_strike("launcher", signal.SIGUSR1)])
     assert done.code == 0, done
     said = [line for line in done.err.splitlines() if line.startswith("lockstep: saved at step ")]
     assert len(said) == 1
@@ -91,7 +91,7 @@ def test_who_does_not_finish_the_step_within_the_grace_period_is_killed(tmp_path
         os.kill(job.pid, signal.SIGTERM)
         done = job.finish(limit=10)
     assert done.code == 128 + signal.SIGTERM
-    assert "did not leave in time (--grace) and was killed" in done.err
+    assert "did not leave in time (--grace) and were killed" in done.err
 
 
 _OTHER_LOOPS = """

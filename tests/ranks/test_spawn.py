@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep import knobs
-from lockstep.launch import handle
+from lockstep.launch import channel
 from tests import warm
 from tests.launching import LIMIT, gone_within, wait_for
 from tests.ranks import functions
@@ -40,7 +40,7 @@ def warm_zygote(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         started.append(warm.Zygote(argv, control, env))
         return started[-1].pid
 
-    monkeypatch.setattr(handle, "start", start)
+    monkeypatch.setattr(channel, "start_zygote", start)
     yield
     for zygote in started:
         assert zygote.wait(LIMIT) == 0
@@ -201,7 +201,7 @@ def test_a_rank_that_holds_up_the_others_is_named_and_the_callers_signals_stay_i
     assert "lockstep: rank 1 of 2 has held up the others for " in said
     assert "is stopped by a signal" in said
     assert "rank 0 waits in " in said
-    assert "lockstep: rank 1 has gone on" in said
+    assert "lockstep: rank 1 has moved on" in said
     assert before == {signum: signal.getsignal(signum) for signum in before}
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
@@ -212,7 +212,7 @@ def test_a_dead_zygote_is_an_error() -> None:
     assert ranks is not None
     (pid,) = ranks.pids()
     os.kill(ranks._launcher.zygote.pid, signal.SIGKILL)
-    with pytest.raises(lockstep.LaunchError, match="the process that starts the ranks"):
+    with pytest.raises(lockstep.LaunchError, match="the process that forks the ranks"):
         ranks.join()
     assert gone_within([pid], 1.0) == []
 
@@ -256,7 +256,8 @@ def test_a_program_on_standard_input_is_refused_with_a_reason(tmp_path: Path) ->
     )
     assert done.returncode == 1
     assert (
-        "LaunchError: the ranks of lockstep.spawn import the main program again, and <stdin> is no file" in done.stderr
+        "LaunchError: the ranks of lockstep.spawn import the main program again, and <stdin> is not a file"
+        in done.stderr
     )
 
 

@@ -188,7 +188,7 @@ def test_broadcast_hands_one_ranks_value_to_all() -> None:
 
 def _gathers_what_json_cannot_say() -> None:
     w = lockstep.init(timeout=20)
-    with pytest.raises(TypeError, match=r"gather\(\) takes tensors and what JSON can say .*by pickle"):
+    with pytest.raises(TypeError, match=r"gather\(\) takes tensors and what JSON can hold .*by pickle"):
         w.gather(object() if w.rank == 1 else 1)
     with pytest.raises(TypeError, match=r"broadcast\(\) takes dense tensors, not one of layout torch.sparse_coo"):
         w.broadcast(torch.eye(2).to_sparse())

@@ -11,12 +11,12 @@ import pytest
 
 from lockstep.job.files import FailureRecord
 from lockstep.job.workers import AtWork, Fetching, find
-from lockstep.launch.evidence import MemoryGroup, machine_memory, memory_group
-from lockstep.launch.policy import RankState
-from lockstep.launch.report import Ending, Facts, explain
+from lockstep.launch.evidence import MachineFacts, MemoryGroup, machine_memory, memory_group
+from lockstep.launch.policy import Ending, RankState
+from lockstep.launch.report import explain, out_of_memory
 
 _GIB = 1 << 30
-_QUIET = Facts(
+_QUIET = MachineFacts(
     memory_kills=0, memory_limit=4 * _GIB, machine=16 * _GIB, shared=(64 << 20, 0), files=1024, worker=lambda _: None
 )
 
@@ -31,17 +31,17 @@ def _raised(message: str, kind: str = "RuntimeError") -> Ending:
 
 def test_a_rank_that_the_kernel_killed_for_memory() -> None:
     facts = replace(_QUIET, memory_kills=1)
-    assert facts.out_of_memory(_killed())
+    assert out_of_memory(_killed(), facts)
     assert explain(_killed(), facts)[0] == ("out of memory: the kernel killed rank 1 (limit 4.0 GiB, its peak 3.9 GiB)")
     unlimited = replace(facts, memory_limit=None)
     assert "(the machine has 16.0 GiB, its peak 3.9 GiB)" in explain(_killed(), unlimited)[0]
-    assert not facts.out_of_memory(_killed(signal.SIGSEGV))
-    assert not facts.out_of_memory(_raised("an error at the same time"))
+    assert not out_of_memory(_killed(signal.SIGSEGV), facts)
+    assert not out_of_memory(_raised("an error at the same time"), facts)
 
 
 def test_a_rank_that_somebody_killed() -> None:
     assert explain(_killed(), _QUIET) == [
-        "  (somebody sent it: the kernel's out-of-memory killer has killed nobody here since the start)"
+        "  (sent by somebody: the kernel's out-of-memory killer has killed nothing here since the start)"
     ]
     (line,) = explain(_killed(), replace(_QUIET, memory_kills=None))
     assert "see dmesg" in line
@@ -50,10 +50,13 @@ def test_a_rank_that_somebody_killed() -> None:
 @pytest.mark.parametrize(
     ("message", "says"),
     [
-        ("DataLoader worker (pid 77) is killed by signal: Killed. ", "died of Killed while it fetched sample 17"),
-        ("DataLoader worker (pid(s) 77) exited unexpectedly", "died without a word while it fetched sample 17"),
-        ("DataLoader worker (pid(s) 77, 78) exited unexpectedly", "died without a word while it fetched sample 17"),
-        ("DataLoader worker (pid 78) is killed by signal: Killed. ", "which left no word of the sample it had"),
+        ("DataLoader worker (pid 77) is killed by signal: Killed. ", "died of Killed while fetching sample 17"),
+        ("DataLoader worker (pid(s) 77) exited unexpectedly", "died without an error message while fetching sample 17"),
+        (
+            "DataLoader worker (pid(s) 77, 78) exited unexpectedly",
+            "died without an error message while fetching sample 17",
+        ),
+        ("DataLoader worker (pid 78) is killed by signal: Killed. ", "which sample it was fetching is not known"),
         ("DataLoader worker (pid 79) is killed by signal: Killed. ", "died of Killed before its first sample"),
     ],
 )
@@ -74,11 +77,14 @@ def test_a_worker_that_the_kernel_killed_for_memory() -> None:
     [
         (_raised("unable to write to file </torch_9_1_0>: No space left on device (28)"), "/dev/shm (64 MiB, of which"),
         (_raised("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible"), "/dev/shm (64 MiB"),
-        (_killed(signal.SIGBUS), "memory behind a mapped file was gone"),
-        (_raised("[Errno 24] Too many open files: 'a'", "OSError"), "a process may have 1024 files open"),
-        (_raised("received 0 items of ancdata"), "a process may have 1024 files open"),
-        (_killed(signal.SIGSEGV), "it reached for memory that is not its own"),
-        (_killed(signal.SIGABRT), "compiled code gave up"),
+        (_killed(signal.SIGBUS), "a mapped file lost its memory"),
+        (
+            _raised("[Errno 24] Too many open files: 'a'", "OSError"),
+            "rank 1 has too many files open: the limit is 1024 a process",
+        ),
+        (_raised("received 0 items of ancdata"), "rank 1 has too many files open: the limit is 1024 a process"),
+        (_killed(signal.SIGSEGV), "it accessed memory that is not mapped, or not its own"),
+        (_killed(signal.SIGABRT), "compiled code called abort()"),
     ],
 )
 def test_limits_and_crashes_are_told(ending: Ending, says: str) -> None:

@@ -72,7 +72,7 @@ def test_ls_shows_what_there_is_newest_first(run: Path) -> None:
     assert [line.split()[-1] for line in lines[1:5]] == [f"step-0000000{step}" for step in (3, 2, 1, 0)]
     assert "damaged" in lines[3]
     assert lines[5].startswith("damaged: ")
-    assert "step-00000001/manifest.json: not a whole manifest" in lines[5]
+    assert "step-00000001/manifest.json: not a valid manifest" in lines[5]
     assert lines[6] == f"unfinished: step-00000009.tmp-{'a' * 16}"
     assert lines[7].startswith(f"the folder belongs to process {os.getpid()} on ")
 
@@ -90,20 +90,20 @@ def test_show_tells_a_checkpoints_place_files_and_tensors(run: Path) -> None:
     _flip(run / "step-00000003" / MANIFEST)
     failed = _run("show", run)
     assert failed.exit_code == 2
-    assert "not a whole manifest" in failed.output
+    assert "not a valid manifest" in failed.output
 
 
 def test_verify_reads_every_byte_and_names_the_tensor(run: Path) -> None:
     done = _run("verify", run)
-    assert (done.exit_code, done.output.count("whole")) == (0, 4)
+    assert (done.exit_code, done.output.count("complete")) == (0, 4)
     _flip(run / "step-00000002" / "optimizer.safetensors")
     (run / "step-00000000" / MODEL).unlink()
     done = _run("verify", run)
     assert done.exit_code == 1
     lines = done.output.splitlines()
-    assert lines[:2] == ["step-00000003: whole", "step-00000002: damaged"]
+    assert lines[:2] == ["step-00000003: complete", "step-00000002: damaged"]
     assert "tensor optimizer.state.0.momentum: its content has changed" in lines[2]
-    assert lines[3:5] == ["step-00000001: whole", "step-00000000: damaged"]
+    assert lines[3:5] == ["step-00000001: complete", "step-00000000: damaged"]
     assert "model.safetensors: No such file" in lines[5]
     assert _run("verify", run, "--step", 3).exit_code == 0
     assert _run("verify", run / "step-00000002").exit_code == 1
@@ -136,7 +136,7 @@ def test_prune_never_removes_the_last_good_one(run: Path) -> None:
     _flip(run / "step-00000001" / MODEL)
     failed = _run("prune", run, "--last", 0)
     assert (failed.exit_code, _left(run)) == (2, [1, 2, 3])
-    assert "no checkpoint there is whole, so nothing is removed" in failed.output
+    assert "no checkpoint there is complete, so nothing is removed" in failed.output
 
 
 def test_prune_works_beside_a_job_and_needs_to_be_told_what_to_keep(run: Path) -> None:
@@ -184,7 +184,7 @@ def test_export_skips_damaged_ones_unless_one_is_named(run: Path, tmp_path: Path
     [
         (("model.xyz",), "which format? Name the file .safetensors or .pt, or give --format"),
         (("there.pt",), "is there already"),
-        (("a.pt", "--step", "7"), "no checkpoint there of step 7; there are those of the steps 3, 2, 1, 0"),
+        (("a.pt", "--step", "7"), "no checkpoint there of step 7; there are checkpoints of the steps 3, 2, 1, 0"),
         (("a.pt", "--extra", "nothing"), "no extra object 'nothing' was saved; it has 'ema', 'odd'"),
         (("a.pt", "--extra", "odd"), "extra 'odd' is a list, not a dict of tensors"),
         (("nowhere/a.pt",), "No such file or directory"),
@@ -204,7 +204,7 @@ def test_exports_that_make_no_sense_are_refused(run: Path, arguments: tuple[str,
 def test_export_refuses_what_a_format_cannot_hold(tmp_path: Path) -> None:
     folder = _save(tmp_path / "run", 1, model={"names": ["a", "b"], "threshold": 0.5})
     refused = _run("export", folder, tmp_path / "a.safetensors")
-    assert "names, threshold: no tensors, which is all that safetensors holds" in refused.output
+    assert "names, threshold: not tensors, and safetensors holds nothing else" in refused.output
     assert _run("export", folder, tmp_path / "a.pt").exit_code == 0
     assert torch.load(tmp_path / "a.pt", weights_only=True)["names"] == ["a", "b"]
     counted = {"rng.json": b"[]", "extra.json": text(encode({"seen": {"by class": Counter(a=2)}}, None, where="extra"))}

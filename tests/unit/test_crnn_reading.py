@@ -89,7 +89,7 @@ def test_scores_are_counts_that_add_up() -> None:
         (["--lines", "-1"], "--lines -1: expected a positive number"),
         (["--lr", "nan"], "--lr nan: expected a positive number"),
         (["--save-every", "-2"], "--save-every -2: expected 0 or more"),
-        (["--mode", "dp", "--gpus", "cpu,x"], "'x' is no device"),
+        (["--mode", "dp", "--gpus", "cpu,x"], "'x' is not a device"),
         (["--mode", "both"], "invalid choice: 'both'"),
         (["--mode", "single", "--gpus", "0,1"], "--gpus 0,1: --mode single does not choose devices"),
     ],

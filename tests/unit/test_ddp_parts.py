@@ -118,7 +118,7 @@ def test_options_are_checked() -> None:
         ReplicaOptions(bucket_cap_mb_list=(1, 0))
     assert ReplicaOptions(bucket_cap_mb=0.5).bucket_caps == [512 * 1024] * 2
     assert ReplicaOptions(bucket_cap_mb_list=(0.25, 1, 0.5)).bucket_caps == [n * 256 * 1024 for n in (1, 4, 2, 4)]
-    assert "find_unused_parameters" not in ReplicaOptions().agreement()
+    assert "find_unused_parameters" not in ReplicaOptions().must_match()
 
 
 def test_a_bucket_keeps_shapes_and_strides() -> None:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep import DataParallel
-from lockstep.data_parallel import contents
+from lockstep.data_parallel import copies as contents
+from lockstep.data_parallel.copies import Copier, Slot, transfer
 from lockstep.data_parallel.devices import capacity_of, resolve_devices
-from lockstep.data_parallel.lend import brought
-from lockstep.data_parallel.store import Slot, Store, transfer
+from lockstep.data_parallel.replicas import brought
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,14 +82,14 @@ def test_a_store_copies_to_another_device_what_has_changed_and_counts_it(
         Slot(torch.eye(5, device=first).to_sparse(), 2, is_buffer=True),
         Slot(torch.eye(5, device=first).to_sparse_csr(), 2, is_buffer=True),
     ]
-    store = Store([first, second], check_contents=True)
-    store.renew(slots, [1])
-    copied = store.count.bytes
-    store.renew(slots, [1])
-    assert store.count.bytes == copied
+    copier = Copier([first, second], check_contents=True)
+    copier.renew(slots, [1])
+    copied = copier.count.bytes
+    copier.renew(slots, [1])
+    assert copier.count.bytes == copied
     dense.data[7, 7] = 9.0
-    store.renew(slots, [1])
-    assert copied + dense.nbytes <= store.count.bytes <= 2 * copied  # one fingerprint stands for neighbours as well
+    copier.renew(slots, [1])
+    assert copied + dense.nbytes <= copier.count.bytes <= 2 * copied  # one fingerprint stands for neighbours as well
     for slot in slots:
         assert slot.copy(1).device == second
         torch.testing.assert_close(slot.copy(1).to_dense().cpu(), slot.source.to_dense().cpu())

@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 from lockstep import DataParallel
-from lockstep.data_parallel import contents
-from lockstep.data_parallel.cut import Piece, checked_chunk_sizes, cut
+from lockstep.data_parallel import copies as contents
+from lockstep.data_parallel.copies import send_together
 from lockstep.data_parallel.devices import Capacity, as_device, imbalance, refuse_shared, resolve_devices, suggest_split
 from lockstep.data_parallel.gather import Gatherer, checked_output_dim, fitting_dims
-from lockstep.data_parallel.lend import brought
-from lockstep.data_parallel.scatter import batch_size, scatter
-from lockstep.data_parallel.store import send_together
+from lockstep.data_parallel.replicas import brought
+from lockstep.data_parallel.scatter import Piece, batch_size, checked_chunk_sizes, cut, scatter
 from lockstep.identity import Identity
 
 pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too

@@ -97,10 +97,10 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "aliases that are a list": (_header(__metadata__={"lockstep.aliases": "[]"}), "metadata do not fit"),
     "complex but not in pairs": (_header(__metadata__={"lockstep.complex": '["b"]'}), "metadata do not fit"),
     "complex and not there": (_header(__metadata__={"lockstep.complex": '["q"]'}), "metadata do not fit"),
-    "nested deep": (b"[" * 100_000, "nested too deep|not a whole safetensors file"),
-    "a list": (b"[]", "no object"),
-    "not a number": (_header()[:-1] + b', "c": NaN}', "NaN is no JSON"),
-    "not text": (b'{"\xff\xfe": 3}', "not a whole safetensors file"),
+    "nested deep": (b"[" * 100_000, "nested too deep|not a valid safetensors file"),
+    "a list": (b"[]", "not an object"),
+    "not a number": (_header()[:-1] + b', "c": NaN}', "NaN is not JSON"),
+    "not text": (b'{"\xff\xfe": 3}', "not a valid safetensors file"),
 }  # fmt: skip
 
 
@@ -174,8 +174,8 @@ MANIFESTS: dict[str, tuple[str, Any, str]] = {
     "no step": ("step", ..., ""),
     "one field more": ("other", 1, ""),
     "no model": (f"files/{MODEL}", ..., "lists no model"),
-    "a file elsewhere": ("files/..%evil", {"size": 0, "digest": "", "parts": []}, "is no name for a file"),
-    "itself": (f"files/{MANIFEST}", {"size": 0, "digest": "", "parts": []}, "is no name for a file"),
+    "a file elsewhere": ("files/..%evil", {"size": 0, "digest": "", "parts": []}, "is not a valid name for a file"),
+    "itself": (f"files/{MANIFEST}", {"size": 0, "digest": "", "parts": []}, "is not a valid name for a file"),
     "parts with a gap": (f"{_PARTS}/1/start", 1, "gaps or overlap"),
     "a part that ends early": (f"{_PARTS}/1/stop", 1, "malformed|gaps or overlap"),
     "a part of petabytes": (f"{_PARTS}/2/stop", 2**60, "digests of b are malformed"),
@@ -201,7 +201,7 @@ def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path, case: str) ->
     if "%" in path:
         body["files"] = {name.replace("%", "/"): entry for name, entry in body["files"].items()}
     file.write_text(json.dumps({**body, "digest": _digest_of(body)}))
-    with pytest.raises(lockstep.CheckpointCorrupt, match=rf"manifest\.json: not a whole manifest: .*({message})"):
+    with pytest.raises(lockstep.CheckpointCorrupt, match=rf"manifest\.json: not a valid manifest: .*({message})"):
         read(file.parent)
 
 
@@ -336,7 +336,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "another user's folder": (lambda folder: os.chown(folder, 12345, -1), "belongs to user 12345"),
     "another user's manifest": (lambda folder: os.chown(folder / MANIFEST, 12345, -1), "belongs to user 12345"),
     "another user's file": (lambda folder: os.chown(folder / MODEL, 12345, -1), "belongs to user 12345"),
-    "no random number generators": (_bad_rng, "no states of random number generators"),
+    "no random number generators": (_bad_rng, "not the states of random number generators"),
 }
 
 

@@ -11,7 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 
 from lockstep.job import stop
 from lockstep.job.page import Pages
-from lockstep.job.stop import Agreement, Board, Kind, PageBoard, Proposal, StoreBoard
+from lockstep.job.stop import Action, Agreement, Board, PageBoard, Proposal, StoreBoard
 
 Boards = Callable[[int], list[Board]]
 
@@ -39,42 +39,42 @@ def boards(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Boards]:
 def test_the_smallest_proposal_of_a_round_counts(boards: Boards) -> None:
     first, second = boards(2)
     assert first.smallest(1) is None
-    first.propose(1, Proposal(12, Kind.SAVE))
-    assert second.smallest(1) == Proposal(12, Kind.SAVE)
+    first.propose(1, Proposal(12, Action.SAVE))
+    assert second.smallest(1) == Proposal(12, Action.SAVE)
     assert second.smallest(2) is None
-    second.propose(2, Proposal(15, Kind.STOP))
-    assert first.smallest(2) == Proposal(15, Kind.STOP)
+    second.propose(2, Proposal(15, Action.STOP))
+    assert first.smallest(2) == Proposal(15, Action.STOP)
 
 
 def test_a_page_board_takes_the_smallest_of_two_that_were_written_at_once(tmp_path: Path) -> None:
     pages = Pages(tmp_path, 2)
     first, second = PageBoard(pages, rank=0), PageBoard(pages, rank=1)
-    first.propose(1, Proposal(13, Kind.STOP))
-    second.propose(1, Proposal(12, Kind.SAVE))
-    assert first.smallest(1) == second.smallest(1) == Proposal(12, Kind.SAVE)
-    first.propose(1, Proposal(12, Kind.STOP))
-    assert second.smallest(1) == Proposal(12, Kind.STOP), "leaving saves, too"
+    first.propose(1, Proposal(13, Action.STOP))
+    second.propose(1, Proposal(12, Action.SAVE))
+    assert first.smallest(1) == second.smallest(1) == Proposal(12, Action.SAVE)
+    first.propose(1, Proposal(12, Action.STOP))
+    assert second.smallest(1) == Proposal(12, Action.STOP), "leaving saves, too"
     pages.close()
 
 
 def test_a_lone_rank_acts_at_once(boards: Boards) -> None:
     agreement = Agreement(boards(1)[0], world_size=1)
     assert agreement.due(7, wanted=None) is None
-    assert agreement.due(7, wanted=Kind.SAVE) is Kind.SAVE
+    assert agreement.due(7, wanted=Action.SAVE) is Action.SAVE
     assert agreement.due(8, wanted=None) is None
-    assert agreement.due(9, wanted=Kind.STOP) is Kind.STOP
+    assert agreement.due(9, wanted=Action.STOP) is Action.STOP
 
 
 class _Rank:
     """Takes a step as soon as all ranks have contributed to it, and asks at each boundary what is due."""
 
-    def __init__(self, board: Board, world_size: int, asks: list[tuple[int, Kind]]) -> None:
+    def __init__(self, board: Board, world_size: int, asks: list[tuple[int, Action]]) -> None:
         self.agreement = Agreement(board, world_size=world_size)
         #: What it is asked for, once it has so many steps done.
         self.asks = asks
         self.done = 0
         self.contributed = 0
-        self.acts: list[tuple[int, Kind]] = []
+        self.acts: list[tuple[int, Action]] = []
 
     def boundary(self) -> bool:
         """True when it leaves."""
@@ -83,7 +83,7 @@ class _Rank:
         if due is not None:
             self.acts.append((self.done, due))
             self.asks = [(step, kind) for step, kind in self.asks if step > self.done or kind is not due]
-        return due is Kind.STOP
+        return due is Action.STOP
 
 
 def _run(ranks: list[_Rank], chance: random.Random, *, steps: int) -> None:
@@ -96,7 +96,7 @@ def _run(ranks: list[_Rank], chance: random.Random, *, steps: int) -> None:
             waits_for_step = rank.contributed > rank.done and min(r.contributed for r in ranks) < rank.contributed
             # A save is collective: nobody goes on from one that another rank has not come to.
             waits_for_save = len(rank.acts) > min(len(r.acts) for r in ranks)
-            stopped = bool(rank.acts) and rank.acts[-1][1] is Kind.STOP
+            stopped = bool(rank.acts) and rank.acts[-1][1] is Action.STOP
             if rank.done < steps and not (waits_for_step or waits_for_save or stopped):
                 able.append(rank)
         if not able:
@@ -114,9 +114,9 @@ def _random_job(boards: Boards, seed: int) -> list[_Rank]:
     world_size = chance.randint(2, 4)
     ranks = []
     for board in boards(world_size):
-        asks = [(chance.randint(0, 8), Kind.SAVE) for _ in range(chance.randint(0, 2))]
+        asks = [(chance.randint(0, 8), Action.SAVE) for _ in range(chance.randint(0, 2))]
         if chance.random() < 0.7:
-            asks.append((chance.randint(0, 8), Kind.STOP))
+            asks.append((chance.randint(0, 8), Action.STOP))
         ranks.append(_Rank(board, world_size, asks))
     _run(ranks, chance, steps=30)
     return ranks
@@ -128,9 +128,9 @@ def test_ranks_act_together_in_any_order_of_events(boards: Boards) -> None:
         ranks = _random_job(boards, seed)
         acts = ranks[0].acts
         assert all(rank.acts == acts for rank in ranks), f"seed {seed}: {[rank.acts for rank in ranks]}"
-        wants_stop = any(kind is Kind.STOP for rank in ranks for _, kind in rank.asks)
-        assert not wants_stop or (acts and acts[-1][1] is Kind.STOP), f"seed {seed}: nobody stopped"
-        stopped += bool(acts) and acts[-1][1] is Kind.STOP
+        wants_stop = any(kind is Action.STOP for rank in ranks for _, kind in rank.asks)
+        assert not wants_stop or (acts and acts[-1][1] is Action.STOP), f"seed {seed}: nobody stopped"
+        stopped += bool(acts) and acts[-1][1] is Action.STOP
     assert stopped > 200
 
 

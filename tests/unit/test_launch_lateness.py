@@ -80,7 +80,7 @@ def test_a_blocked_read_names_its_file_and_a_stopped_process_is_stopped(tmp_path
     with _running(code, str(fifo)) as pid:
         wait_for(lambda: f"sleeping in read of {fifo}" in _describe(pid), "the read")
         os.kill(pid, signal.SIGSTOP)
-        wait_for(lambda: _describe(pid) == "stopped by a signal (SIGCONT lets it go on)", "the stop")
+        wait_for(lambda: _describe(pid) == "stopped by a signal (SIGCONT resumes it)", "the stop")
     assert evidence.facts(pid) is None
 
 
@@ -173,7 +173,7 @@ def test_the_report_names_the_late_rank_its_place_and_where_the_others_wait() ->
     late = _known(
         1,
         look=_look(entered=Phase.OPTIMIZER),
-        facts=evidence.Facts("S", 1.0, "read of /data/7", "pipe_read"),
+        facts=evidence.ProcessFacts("S", 1.0, "read of /data/7", "pipe_read"),
         stack=evidence.parse_stack(_DUMP),
     )
     waits = _known(0, look=_look(waiting=True, waits_in="all_reduce #12 at train.py:30 in step"))

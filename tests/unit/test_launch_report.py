@@ -6,10 +6,13 @@ from pathlib import Path
 from signal import SIGKILL, SIGSEGV, SIGTERM
 
 from lockstep.job.files import FailureRecord
-from lockstep.launch.policy import RankState
-from lockstep.launch.report import Ending, Facts, Outcome, describe
+from lockstep.launch.evidence import MachineFacts
+from lockstep.launch.policy import Ending, RankState
+from lockstep.launch.report import Outcome, describe
 
-_NOT_KNOWN = Facts(memory_kills=None, memory_limit=None, machine=None, shared=None, files=1024, worker=lambda _: None)
+_NOT_KNOWN = MachineFacts(
+    memory_kills=None, memory_limit=None, machine=None, shared=None, files=1024, worker=lambda _: None
+)
 
 
 def _outcome(*endings: Ending, world_size: int = 2) -> Outcome:

@@ -195,7 +195,7 @@ def test_a_damaged_checkpoint_is_skipped_or_refused(tmp_path: Path) -> None:
     with pytest.raises(lockstep.CheckpointCorrupt, match="has changed"):
         lockstep.load_weights(damaged, model)
     _flip(whole / "model.safetensors")
-    with pytest.raises(lockstep.CheckpointCorrupt, match="no checkpoint there is whole"):
+    with pytest.raises(lockstep.CheckpointCorrupt, match="no checkpoint there is complete"):
         lockstep.load_weights(tmp_path, model)
 
 
@@ -209,8 +209,8 @@ class Evil:
     [
         ("code", lockstep.CheckpointError, "would need to run code"),
         ("module", lockstep.CheckpointError, "would need to run code"),
-        ("truncated", lockstep.CheckpointCorrupt, "not a whole file of torch.save"),
-        ("text", lockstep.CheckpointCorrupt, "not a whole file of torch.save"),
+        ("truncated", lockstep.CheckpointCorrupt, "not a valid file of torch.save"),
+        ("text", lockstep.CheckpointCorrupt, "not a valid file of torch.save"),
         ("list", lockstep.CheckpointError, "no state dict in it.*found a list"),
         ("other dict", lockstep.CheckpointError, "no state dict in it.*'epoch', 'weights'"),
         ("empty folder", lockstep.CheckpointError, "no checkpoint there"),

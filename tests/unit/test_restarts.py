@@ -9,9 +9,8 @@ import pytest
 from lockstep.job.files import FailureRecord
 from lockstep.job.flight import Flight
 from lockstep.job.page import Cell, Pages
-from lockstep.launch.policy import RankState
-from lockstep.launch.report import Ending
-from lockstep.launch.restarts import Failure, Restarts
+from lockstep.launch.policy import Ending, Failure, RankState, Restarts
+from lockstep.launch.report import not_restarted
 
 
 def _raised(kind: str = "ValueError", message: str = "bad batch", *, rank: int = 1, code: int = 1) -> Ending:
@@ -27,31 +26,37 @@ def _failure(ending: Ending, *, step: int | None = 5, taken: int | None = 2, out
     return Failure.of(ending, step=step, taken=taken, out_of_memory=out_of_memory)
 
 
+def _refusal(restarts: Restarts, failure: Failure) -> str | None:
+    """What is said of why the job does not start again, or None: it does."""
+    why = restarts.refusal(failure)
+    return None if why is None else not_restarted(why, failure, limit=restarts.limit)
+
+
 def test_restarts_are_counted() -> None:
     restarts = Restarts(2)
-    assert [restarts.refusal(_failure(_died(signal.SIGKILL), step=step)) for step in (1, 2)] == [None, None]
+    assert [_refusal(restarts, _failure(_died(signal.SIGKILL), step=step)) for step in (1, 2)] == [None, None]
     assert restarts.used == 2
-    assert restarts.refusal(_failure(_died(signal.SIGKILL), step=3)) == (
+    assert _refusal(restarts, _failure(_died(signal.SIGKILL), step=3)) == (
         "not restarted: all 2 restarts are used up (--max-restarts)"
     )
     assert restarts.used == 2
 
 
 def test_without_restarts_nothing_is_said_of_them() -> None:
-    assert Restarts(0).refusal(_failure(_raised(), taken=0)) == ""
+    assert _refusal(Restarts(0), _failure(_raised(), taken=0)) == ""
 
 
 @pytest.mark.parametrize("ending", [_raised(), _raised("SystemExit", "", code=2)])
 def test_a_users_error_before_the_first_step_is_final(ending: Ending) -> None:
-    refusal = Restarts(5).refusal(_failure(ending, step=40, taken=0))
+    refusal = _refusal(Restarts(5), _failure(ending, step=40, taken=0))
     assert refusal == "not restarted: it failed before its first step, as it would again"
-    assert Restarts(5).refusal(_failure(ending, taken=1)) is None
-    assert Restarts(5).refusal(_failure(ending, taken=None)) is None, "nobody counted"
+    assert _refusal(Restarts(5), _failure(ending, taken=1)) is None
+    assert _refusal(Restarts(5), _failure(ending, taken=None)) is None, "nobody counted"
 
 
 @pytest.mark.parametrize("ending", [_died(signal.SIGKILL), _died(signal.SIGSEGV), _raised("lockstep.errors.PeerLost")])
 def test_what_is_no_error_of_the_user_is_worth_a_restart_at_any_time(ending: Ending) -> None:
-    assert Restarts(5).refusal(_failure(ending, taken=0)) is None
+    assert _refusal(Restarts(5), _failure(ending, taken=0)) is None
 
 
 @pytest.mark.parametrize(
@@ -64,8 +69,8 @@ def test_what_is_no_error_of_the_user_is_worth_a_restart_at_any_time(ending: End
 )
 def test_the_same_failure_twice_is_final(one: Ending, other: Ending) -> None:
     restarts = Restarts(5)
-    assert restarts.refusal(_failure(one)) is None
-    assert restarts.refusal(_failure(other)) == (
+    assert _refusal(restarts, _failure(one)) is None
+    assert _refusal(restarts, _failure(other)) == (
         "not restarted: the same failure came twice, on rank 1 at step 5, and would come again"
     )
 
@@ -82,17 +87,17 @@ def test_the_same_failure_twice_is_final(one: Ending, other: Ending) -> None:
 )
 def test_another_step_rank_or_error_is_another_failure(other: Failure) -> None:
     restarts = Restarts(5)
-    assert restarts.refusal(_failure(_raised())) is None
-    assert restarts.refusal(other) is None
-    assert restarts.refusal(_failure(_raised())) is None, "not twice in a row"
+    assert _refusal(restarts, _failure(_raised())) is None
+    assert _refusal(restarts, other) is None
+    assert _refusal(restarts, _failure(_raised())) is None, "not twice in a row"
 
 
 def test_a_kill_from_outside_is_never_the_same_unless_memory_was_out() -> None:
     restarts = Restarts(5)
     for _ in range(3):
-        assert restarts.refusal(_failure(_died(signal.SIGKILL))) is None
-    assert restarts.refusal(_failure(_died(signal.SIGKILL), out_of_memory=True)) is None
-    refusal = restarts.refusal(_failure(_died(signal.SIGKILL), out_of_memory=True))
+        assert _refusal(restarts, _failure(_died(signal.SIGKILL))) is None
+    assert _refusal(restarts, _failure(_died(signal.SIGKILL), out_of_memory=True)) is None
+    refusal = _refusal(restarts, _failure(_died(signal.SIGKILL), out_of_memory=True))
     assert refusal is not None
     assert "came twice" in refusal
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from lockstep.data.seeding import can_be_random, preserved_generators, seed_generators
+from lockstep.data.contents import can_be_random
+from lockstep.data.seeding import preserved_generators, seed_generators
 
 
 def _draw() -> tuple[float, float, float, float]:

@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 import lockstep
 from lockstep.checkpoint import blocks
 from lockstep.checkpoint.blocks import Part, count_blocks, cut, divide
-from lockstep.checkpoint.plan import Layout, share_out
+from lockstep.checkpoint.plan import StateLayout, plan_writes
 from lockstep.checkpoint.read import read
 from lockstep.checkpoint.state import Moment
 from lockstep.comm.peers import OverStore
@@ -77,16 +77,16 @@ def test_the_folder_is_the_same_whatever_the_world_size(tmp_path: Path) -> None:
 def test_every_rank_writes_about_as_much() -> None:
     states = _states(3)
     layouts = [
-        Layout.of(state.model, state.parts, parameters=state.parameters or frozenset(), is_main=rank == 0)
+        StateLayout.of(state.model, state.parts, parameters=state.parameters or frozenset(), is_main=rank == 0)
         for rank, state in enumerate(states)
     ]
     outlines = [one.outline() for one in layouts]
-    shares = [share_out(one, outlines, rank=rank, texts={}) for rank, one in enumerate(layouts)]
-    assert max(share.nbytes for share in shares) - min(share.nbytes for share in shares) < 2 * blocks.BLOCK
-    assert not shares[0].apart
-    buffer = torch.empty(shares[1].nbytes, dtype=torch.uint8)
-    copied = shares[1].copied(buffer)
-    expected = [(name, offset, bytes(data)) for name, offset, data in shares[1].contents()]
+    plans = [plan_writes(one, outlines, rank=rank, texts={}) for rank, one in enumerate(layouts)]
+    assert max(plan.nbytes for plan in plans) - min(plan.nbytes for plan in plans) < 2 * blocks.BLOCK
+    assert not plans[0].apart
+    buffer = torch.empty(plans[1].nbytes, dtype=torch.uint8)
+    copied = plans[1].copied(buffer)
+    expected = [(name, offset, bytes(data)) for name, offset, data in plans[1].contents()]
     for state in states:
         for tensor in state.model.values():
             tensor.zero_()
@@ -107,11 +107,13 @@ def test_where_replicas_differ_rank_0_writes_alone(tmp_path: Path, difference: s
     assert made == [tmp_path / "step-00000001"] * 2
     for name, tensor in load_file(tmp_path / "step-00000001" / "model.safetensors").items():
         assert torch.equal(tensor, ours[name])
-    layouts = [Layout.of(state, {}, parameters=frozenset(state), is_main=state is ours) for state in (ours, theirs)]
+    layouts = [
+        StateLayout.of(state, {}, parameters=frozenset(state), is_main=state is ours) for state in (ours, theirs)
+    ]
     outlines = [one.outline() for one in layouts]
-    shares = [share_out(one, outlines, rank=rank, texts={}) for rank, one in enumerate(layouts)]
-    assert [dict(share.apart) for share in shares] == [{"model.safetensors": (1,)}] * 2
-    assert shares[1].writes == ()
+    plans = [plan_writes(one, outlines, rank=rank, texts={}) for rank, one in enumerate(layouts)]
+    assert [dict(plan.apart) for plan in plans] == [{"model.safetensors": (1,)}] * 2
+    assert plans[1].writes == ()
 
 
 def test_any_strides_are_shared_out(tmp_path: Path) -> None:
@@ -150,8 +152,8 @@ def test_a_file_that_rank_0_does_not_have_is_written_by_nobody(tmp_path: Path) -
     contents = read(tmp_path / "step-00000001")
     assert all(torch.equal(contents.model[name], tensor) for name, tensor in ours.items())
     layouts = [
-        Layout.of(ours, parts, parameters=frozenset(ours), is_main=parts is not theirs) for parts in (none, theirs)
+        StateLayout.of(ours, parts, parameters=frozenset(ours), is_main=parts is not theirs) for parts in (none, theirs)
     ]
     outlines = [one.outline() for one in layouts]
-    shares = [share_out(one, outlines, rank=rank, texts={}) for rank, one in enumerate(layouts)]
-    assert [dict(share.apart) for share in shares] == [{"optimizer.safetensors": (1,)}] * 2
+    plans = [plan_writes(one, outlines, rank=rank, texts={}) for rank, one in enumerate(layouts)]
+    assert [dict(plan.apart) for plan in plans] == [{"optimizer.safetensors": (1,)}] * 2

@@ -1,4 +1,4 @@
-"""Checkpoint folders: whole or absent, verified, and safe against what someone else put there."""
+"""Checkpoint folders: complete or absent, verified, and safe against what someone else put there."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def test_folders_are_listed_newest_first_and_never_overwritten(tmp_path: Path) -
         (MODEL, "flip", r"model\.safetensors: .*: its content has changed: digest \w+ found, \w+ expected"),
         (MODEL, "delete", r"model\.safetensors: No such file"),
         (MODEL, "link", r"model\.safetensors: a link, expected a plain file"),
-        (MODEL, "pipe", r"model\.safetensors: no plain file"),
+        (MODEL, "pipe", r"model\.safetensors: not a plain file"),
         ("rng.json", "flip", r"rng\.json: .*its content has changed"),
-        (MANIFEST, "truncate", r"manifest\.json: not a whole manifest"),
-        (MANIFEST, "flip", r"manifest\.json: not a whole manifest"),
+        (MANIFEST, "truncate", r"manifest\.json: not a valid manifest"),
+        (MANIFEST, "flip", r"manifest\.json: not a valid manifest"),
         (MANIFEST, "delete", r"manifest\.json: No such file"),
         (MANIFEST, "link", r"manifest\.json: a link"),
         (MANIFEST, "huge", r"manifest\.json: larger than"),
@@ -117,13 +117,13 @@ def test_damage_is_named(tmp_path: Path, name: str, damage: str, message: str) -
 def test_a_manifest_can_only_name_files_of_its_folder(name: str) -> None:
     entry = _entry(1)
     content = _manifest({MODEL: entry, name: entry}).to_json()
-    with pytest.raises(lockstep.CheckpointCorrupt, match="is no name for a file of a checkpoint"):
+    with pytest.raises(lockstep.CheckpointCorrupt, match="is not a valid name for a file of a checkpoint"):
         Manifest.from_json(content, where="x")
 
 
 @pytest.mark.parametrize("changes", [{"files": {}}, {"files": {MODEL: FileEntry(-1, "0" * 32, ())}}])
 def test_a_manifest_must_make_sense(changes: dict[str, Any]) -> None:
-    with pytest.raises(lockstep.CheckpointCorrupt, match="not a whole manifest"):
+    with pytest.raises(lockstep.CheckpointCorrupt, match="not a valid manifest"):
         Manifest.from_json(_manifest(**{"files": {}, **changes}).to_json(), where="x")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from lockstep import _torch
-from lockstep.comm.streams import Streams
+from lockstep.comm.streams import RandomStreams
 
 
 class Holder:
@@ -19,9 +19,9 @@ class Holder:
 
 
 @pytest.fixture
-def streams() -> Iterator[Streams]:
+def streams() -> Iterator[RandomStreams]:
     torch.manual_seed(4)
-    of_rank_1 = Streams(rank=1, world_size=2)
+    of_rank_1 = RandomStreams(rank=1, world_size=2)
     yield of_rank_1
     of_rank_1.leave_all()
 
@@ -30,7 +30,7 @@ def _next() -> float:
     return torch.rand(()).item()
 
 
-def test_a_stretch_ends_where_the_common_stream_stands(streams: Streams) -> None:
+def test_a_stretch_ends_where_the_common_stream_stands(streams: RandomStreams) -> None:
     torch.empty((), dtype=torch.int64).random_()  # what a stretch takes
     after_one = _next()
     torch.manual_seed(4)
@@ -54,7 +54,7 @@ def test_a_stretch_ends_where_the_common_stream_stands(streams: Streams) -> None
     assert _next() == after_one
 
 
-def test_who_goes_without_a_word_holds_nothing(streams: Streams) -> None:
+def test_who_goes_without_a_word_holds_nothing(streams: RandomStreams) -> None:
     lost, loader = Holder(), Holder()
     streams.enter(lost, draws=True)
     del lost
@@ -74,7 +74,7 @@ def test_who_goes_without_a_word_holds_nothing(streams: Streams) -> None:
     assert torch.equal(torch.get_rng_state(), common)
 
 
-def test_the_outermost_call_of_a_module_ends_its_stretch(streams: Streams) -> None:
+def test_the_outermost_call_of_a_module_ends_its_stretch(streams: RandomStreams) -> None:
     module = Holder()
     before = torch.get_rng_state()
     streams.enter(module, draws=False)
@@ -89,7 +89,7 @@ def test_the_outermost_call_of_a_module_ends_its_stretch(streams: Streams) -> No
     assert torch.equal(torch.get_rng_state(), common)
 
 
-def test_where_nothing_is_drawn_no_stretch_begins(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_is_drawn_no_stretch_begins(streams: RandomStreams, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # fake tensors set it if it is not there
     plain = _torch.runs_plainly()
     seen = []
@@ -118,7 +118,7 @@ def _in_a_thread(call: Callable[[], None]) -> None:
     thread.join()
 
 
-def test_of_several_threads_the_one_that_began_a_stretch_ends_it(streams: Streams) -> None:
+def test_of_several_threads_the_one_that_began_a_stretch_ends_it(streams: RandomStreams) -> None:
     module = Holder()
 
     def forward() -> None:
@@ -133,7 +133,7 @@ def test_of_several_threads_the_one_that_began_a_stretch_ends_it(streams: Stream
     assert torch.equal(torch.get_rng_state(), common)
 
 
-def test_threads_that_enter_at_once_begin_one_stretch(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_enter_at_once_begin_one_stretch(streams: RandomStreams, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is let in while the first is about to begin."""
     module, begin, common = Holder(), streams._begin, torch.get_rng_state()
     second = threading.Thread(target=lambda: streams.enter(module, draws=True))
@@ -156,7 +156,7 @@ def test_threads_that_enter_at_once_begin_one_stretch(streams: Streams, monkeypa
     assert torch.equal(torch.get_rng_state(), streams.state)
 
 
-def test_a_forward_that_was_interrupted_ends_with_the_next_batch(streams: Streams) -> None:
+def test_a_forward_that_was_interrupted_ends_with_the_next_batch(streams: RandomStreams) -> None:
     module, loader = Holder(), Holder()
     streams.enter(module, draws=True)  # and a KeyboardInterrupt
     streams.renew(loader)

@@ -99,7 +99,7 @@ def test_damaged_files_are_refused(tmp_path: Path, damage: str) -> None:
     path = _write(tmp_path / "t.safetensors", {"w": torch.arange(100.0)})
     content = path.read_bytes()
     path.write_bytes({"truncated": content[:-8], "header": b"\xff" * 8 + content[8:], "empty": b""}[damage])
-    with pytest.raises(lockstep.CheckpointCorrupt, match=r"t\.safetensors: not a whole safetensors file"):
+    with pytest.raises(lockstep.CheckpointCorrupt, match=r"t\.safetensors: not a valid safetensors file"):
         read_tensors(path)
 
 

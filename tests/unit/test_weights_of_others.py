@@ -144,7 +144,7 @@ def test_the_position_in_a_file_is_said_by_key(tmp_path: Path) -> None:
         lockstep.load_weights(path, Net(), key="nett")
     with pytest.raises(lockstep.CheckpointError, match=r"no state dict in it.*found a float"):
         lockstep.load_weights(path, Net(), key="acc")
-    with pytest.raises(lockstep.CheckpointError, match=r"key='net' is of no use here.*prefix="):
+    with pytest.raises(lockstep.CheckpointError, match=r"key='net' has no meaning here.*prefix="):
         lockstep.load_weights(_one(tmp_path / "model.safetensors", state) / "model.safetensors", Net(), key="net")
 
 
@@ -335,31 +335,33 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "a name twice": (
         lambda at: _index(at, lambda _: '{"weight_map": {"a": "x.bin", "a": "y.bin"}}'),
         "CheckpointCorrupt",
-        "no index of shards: the key 'a' occurs twice",
+        "not an index of shards: the key 'a' occurs twice",
     ),
     "a way out of the folder": (
         lambda at: _index(at, lambda places: places.update({"head.bias": "../../etc/passwd"})),
         "CheckpointCorrupt",
-        r"'head.bias' is said to be in '../../etc/passwd', which is no file beside the index",
+        r"'head.bias' is said to be in '../../etc/passwd', which is not a file beside the index",
     ),
     "an absolute path": (
         lambda at: _index(at, lambda places: places.update({"head.bias": "/etc/passwd"})),
         "CheckpointCorrupt",
-        "no file beside the index",
+        "not a file beside the index",
     ),
     "the folder above": (
-        lambda at: _index(at, lambda places: places.update({"head.bias": ".."})), "CheckpointCorrupt", "no file beside",
+        lambda at: _index(at, lambda places: places.update({"head.bias": ".."})),
+        "CheckpointCorrupt",
+        "not a file beside",
     ),
     "an index of an index": (
         lambda at: _index(at, lambda places: places.update({"head.bias": "model.safetensors.index.json"})),
         "CheckpointCorrupt",
-        "no file beside the index",
+        "not a file beside the index",
     ),
     "no weight map": (lambda at: _index(at, lambda _: "[1]"), "CheckpointCorrupt", "expected {.weight_map"),
     "no file names": (
         lambda at: _index(at, lambda _: '{"weight_map": {"a": 3}}'), "CheckpointCorrupt", "expected {.weight_map",
     ),
-    "no JSON": (lambda at: _index(at, lambda _: "{"), "CheckpointCorrupt", "no index of shards"),
+    "no JSON": (lambda at: _index(at, lambda _: "{"), "CheckpointCorrupt", "not an index of shards"),
     "deep JSON": (lambda at: _index(at, lambda _: "[" * 10**6), "CheckpointCorrupt", "nested too deep"),
     "a terabyte of JSON": (_sparse_file, "CheckpointCorrupt", "no index has more than"),
     "several models": (
@@ -376,7 +378,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     ),
     "TensorFlow's": (lambda at: _empty(at, "tf_model.h5", "config.json"), "CheckpointError", "found config.json, tf_m"),
     "TorchScript": (_script, "CheckpointError", "a TorchScript archive"),
-    "a pipe": (_fifo, "CheckpointError", "no plain file"),
+    "a pipe": (_fifo, "CheckpointError", "not a plain file"),
 }  # fmt: skip
 
 

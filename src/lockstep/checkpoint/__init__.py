@@ -1,1 +1,1 @@
-"""Training on disk: whole checkpoints or none, in formats that hold data and never code."""
+"""Training on disk: complete checkpoints or none, in formats that hold data and never code."""

@@ -1,4 +1,4 @@
-"""Checkpointer: save a training run, find it again, and go on as if nothing had happened."""
+"""Checkpointer: save a training run, find it again, and resume it as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lockstep.checkpoint import folders
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
 from lockstep.checkpoint.locks import RunLock
-from lockstep.checkpoint.plan import Share
-from lockstep.checkpoint.read import none_whole
+from lockstep.checkpoint.plan import WritePlan
+from lockstep.checkpoint.read import none_complete
 from lockstep.checkpoint.restore import Restored, find, load, load_generators, restored, words_on_differences
 from lockstep.checkpoint.retention import Retention, prune
 from lockstep.checkpoint.save import prepare, words_on_drift, write
@@ -35,10 +35,10 @@ from lockstep.job.page import Phase
 class Checkpointer:
     """**Collective.** The checkpoints of a run, in one folder: ``step-00000042/`` and so on.
 
-    Each is a folder that appears whole or not at all: ``model.safetensors`` (which any tool opens), the optimizer, the
-    scheduler, the loader's position, every rank's random number generators, and a manifest with a digest of each file.
-    Nothing is pickled. A run that is interrupted and resumed at the same world size ends with the same bits as one
-    that is not.
+    Each is a folder that appears complete or not at all: ``model.safetensors`` (which any tool opens), the optimizer,
+    the scheduler, the loader's position, every rank's random number generators, and a manifest with a digest of each
+    file. Nothing is pickled. A run that is interrupted and resumed at the same world size ends with the same bits as
+    one that is not.
 
     All ranks share the writing, and all read, so they must see the same folder.
 
@@ -53,7 +53,7 @@ class Checkpointer:
         keep: how many checkpoints to keep; None keeps all. A :class:`lockstep.Retention` says more: every n-th, the
             best. Checkpoints that someone is reading are left for the next save to remove.
 
-    The folder belongs to this job until its ranks have ended, or rank 0 has let go of every Checkpointer of the folder:
+    The folder belongs to this job until its ranks have ended, or rank 0 has dropped every Checkpointer of the folder:
     another job that makes a Checkpointer of it is refused. See Note [Run lock] in ``checkpoint/locks.py``.
 
     Raises:
@@ -88,14 +88,14 @@ class Checkpointer:
         self.folder = Path(folder).absolute()
         self._position = Position()
         self._said_apart = False
-        #: True once this run owns the folder: it went on from what is there, or has saved.
+        #: True once this run owns the folder: it has resumed what is there, or has saved.
         self._owns_folder = False
         #: The names of checkpoints that restore() found damaged.
         self._damaged: set[str] = set()
         _, shorts = together(world, self._refuse_unsavable, lambda short: short)
         refuse_parts(shorts)
         (self._lock, _), owners = together(world, self._claim_folder, lambda claimed: claimed[1])
-        #: The users whose checkpoints are taken: this one, and as whom the file system makes its files.
+        #: The users whose checkpoints are read: this one, and the owner that the file system gives to its files.
         self._owners = (os.geteuid(), int(owners[0]))
         self._background = Background(world)
         if optimizer is not None:
@@ -117,12 +117,12 @@ class Checkpointer:
         self._position.step = step
 
     def _refuse_unsavable(self) -> tuple[str, str]:
-        """Look at what this rank holds; its model's parameters in short."""
+        """Refuse what can't be saved. Return the model's parameters in short."""
         self._run.refuse_unsavable()
         return parameters_in_short(self._run.model)
 
     def _claim_folder(self) -> tuple[RunLock | None, int]:
-        """Make the folder on rank 0 and take it for this job; the user whom new files there belong to."""
+        """Make the folder on rank 0 and take it for this job. Return the lock and the owner of new files."""
         if not self._world.is_main:
             return None, os.geteuid()
         owner = folders.prepare_root(self.folder, on=self._storage)
@@ -136,7 +136,7 @@ class Checkpointer:
         loop counts as done.
 
         Args:
-            count: epochs of the whole run, those before the interruption included.
+            count: epochs of the entire run, those before the interruption included.
             resume: False: begin anew, in a folder that must hold no checkpoints.
 
         Raises:
@@ -180,14 +180,14 @@ class Checkpointer:
 
     @flight.phase(Phase.SAVE)
     def save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> Path:
-        """**Collective.** Write a checkpoint to the disk itself; its folder. Older ones are pruned after it.
+        """**Collective.** Write a checkpoint to the disk itself and return its folder. Older ones are pruned after it.
 
-        If it fails, the checkpoints before it are as they were, and training may go on.
+        If it fails, the checkpoints before it are as they were, and training may continue.
 
         Args:
             metric: a number by which the best checkpoints are kept, if ``keep`` says so; the same on all ranks
                 (rank 0's counts). NaN and infinities never are the best.
-            epoch_done: within :meth:`epochs`: whether a resumed run goes on with the next epoch, or with this one.
+            epoch_done: within :meth:`epochs`: whether a resumed run begins with the next epoch, or resumes in this one.
                 None: with the next one, unless the loader is in the middle of its pass. What your loop does *after*
                 a save that follows the loader's loop is not done again.
 
@@ -200,8 +200,8 @@ class Checkpointer:
             self.wait()
         except CheckpointError as error:
             earlier = error
-        share, moment = self._prepare(metric, epoch_done)
-        folder = self._write(share, moment, OverGroup(self._world))
+        plan, moment = self._prepare(metric, epoch_done)
+        folder = self._write(plan, moment, OverGroup(self._world))
         self._owns_folder = True
         self._position.last_saved = moment.step
         if earlier is not None and self._world.is_main:
@@ -210,7 +210,7 @@ class Checkpointer:
 
     @flight.phase(Phase.SAVE)
     def async_save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> None:
-        """**Collective.** Do as :meth:`save`, but let training go on as soon as the state is copied in memory.
+        """**Collective.** Do as :meth:`save`, but let training continue as soon as the state is copied in memory.
 
         A thread writes the copy. At most one save is under way: the next one waits for it. Memory: each rank keeps one
         buffer as large as what it writes, about the size of the state divided by the number of ranks (pinned on a
@@ -230,14 +230,14 @@ class Checkpointer:
                 is written. The same on every rank.
         """
         self.wait()
-        share, moment = self._prepare(metric, epoch_done)
+        plan, moment = self._prepare(metric, epoch_done)
         self._background.forget_records()  # all ranks have waited, or they would not have met in the line above
-        self._background.begin(share, step=moment.step, write=lambda copied, peers: self._write(copied, moment, peers))
+        self._background.begin(plan, step=moment.step, write=lambda copied, peers: self._write(copied, moment, peers))
         self._position.last_saved = moment.step
 
     @flight.phase(Phase.SAVE)
     def wait(self) -> Path | None:
-        """Wait until the :meth:`async_save` that is under way is on the disk: its folder; None if there is none.
+        """Wait until the :meth:`async_save` under way is on the disk. Return its folder, or None if there is none.
 
         Raises:
             CheckpointError: it failed; the same on every rank, and raised once.
@@ -246,27 +246,27 @@ class Checkpointer:
         self._owns_folder |= folder is not None
         return folder
 
-    def _write(self, share: Share, moment: Moment, peers: Peers) -> Path:
+    def _write(self, plan: WritePlan, moment: Moment, peers: Peers) -> Path:
         return write(
             self.folder,
-            share,
+            plan,
             moment,
             peers=peers,
             tidy=lambda newest: prune(self.folder, newest, self._rule, damaged=self._damaged, on=self._storage),
             on=self._storage,
         )
 
-    def _prepare(self, metric: float | None, epoch_done: bool | None) -> tuple[Share, Moment]:
+    def _prepare(self, metric: float | None, epoch_done: bool | None) -> tuple[WritePlan, Moment]:
         """**Collective.** Decide what this rank writes, copied nowhere yet, and say where the run is."""
         run, position = self._run, self._position
         if run.optimizer is None and position.step == position.last_saved:
             position.step += 1
-        share = prepare(run, self._world, step=position.step, before=self._refuse_foreign_folder)
-        drift = words_on_drift(share)
+        plan = prepare(run, self._world, step=position.step, before=self._refuse_foreign_folder)
+        drift = words_on_drift(plan)
         if drift and self._world.is_main and not self._said_apart:
             self._said_apart = True
             callsite.warn(drift, RuntimeWarning)
-        return share, position.moment(run.loader, epoch_done=epoch_done, metric=_finite(metric))
+        return plan, position.moment(run.loader, epoch_done=epoch_done, metric=_finite(metric))
 
     def _refuse_foreign_folder(self) -> None:
         """Refuse, on rank 0, checkpoints that this run has nothing to do with."""
@@ -276,14 +276,14 @@ class Checkpointer:
         if there:
             raise CheckpointError(
                 f"{self.folder} holds the checkpoints of an earlier run (the newest is {there[0].name}), which this "
-                "run has not gone on from: call restore() or epochs() first to go on from it, or choose another folder"
+                "run has not resumed: call restore() or epochs() first to resume it, or choose another folder"
             )
 
     # Restoring.
 
     @flight.phase(Phase.RESTORE)
     def restore(self, *, strict: bool = False) -> Restored | None:
-        """**Collective.** Go on from the newest whole checkpoint; None if there is none.
+        """**Collective.** Resume from the newest complete checkpoint; None if there is none.
 
         Everything is verified and compared on every rank before anything is changed on any. Damaged checkpoints are
         skipped with a warning on rank 0.
@@ -292,7 +292,7 @@ class Checkpointer:
             strict: refuse a damaged checkpoint instead of skipping it.
 
         Raises:
-            CheckpointCorrupt: no checkpoint there is whole (with ``strict``: the newest is not).
+            CheckpointCorrupt: no checkpoint there is complete (with ``strict``: the newest is not).
             CheckpointMismatch: the checkpoint is of another model, optimizer, scheduler or dataset.
             CheckpointError: the ranks do not see the same folder.
         """
@@ -302,12 +302,12 @@ class Checkpointer:
         )
         self._damaged.update(folder.name for folder in damaged)
         if contents is None and damaged:
-            raise none_whole(damaged)
+            raise none_complete(damaged)
         if contents is None:
             self._owns_folder = True
             return None
         load(contents, self._run, self._world)
-        self._position.go_on_from(contents.manifest)
+        self._position.resume_from(contents.manifest)
         self._owns_folder = True
         load_generators(contents, self._world)
         differences = words_on_differences(contents, damaged, self._run, self._world)

@@ -2,15 +2,15 @@
 
 Note [Saving in the background]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-What all ranks must agree on (the step, who writes which bytes) is agreed on before training goes on, by the training's
-process group; so is the copy made. From there on everything is the thread's: the copy, the records that the ranks
-exchange (over the store: Note [Records in the background]), the files. The state may change meanwhile.
+What all ranks must agree on (the step, who writes which bytes) is agreed on before training continues, by the
+training's process group; so is the copy made. From there on everything is the thread's: the copy, the records that the
+ranks exchange (over the store: Note [Records in the background]), the files. The state may change meanwhile.
 
 Each rank copies only what it writes, so the ranks together hold the state once more, whatever their number. The buffer
 is kept for the next save: fresh memory costs more than the copy itself, in page faults.
 
-At most one save is under way. All ranks hear of the same failure, for they write together; a rank raises it when it
-is asked for the next save, or waits. The thread is no daemon: a process that ends waits for it, and if it failed and
+At most one save is under way. All ranks get the same failure, for they write together; a rank raises it when it
+is asked for the next save, or waits. The thread is not a daemon: a process that ends waits for it, and if it failed and
 nobody was told, ends with exit code 1.
 """
 
@@ -28,14 +28,14 @@ from pathlib import Path
 import torch
 
 from lockstep import _torch
-from lockstep.checkpoint.plan import Share
+from lockstep.checkpoint.plan import WritePlan
 from lockstep.checkpoint.together import together
 from lockstep.comm.peers import OverStore, Peers
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
 
-#: Writes a share with these peers, and returns the checkpoint's folder.
-Writer = Callable[[Share, Peers], Path]
+#: Carries out a plan with these peers, and returns the checkpoint's folder.
+Writer = Callable[[WritePlan, Peers], Path]
 
 #: Conversations begun in this process, the same number on every rank.
 _conversations = 0
@@ -47,7 +47,7 @@ _registered_in: int | None = None
 class Background:
     """One rank's saves in the background, of which one at most is under way. See Note [Saving in the background]."""
 
-    #: uint8, CPU, one dimension; pinned on a CUDA rank. Ours; grows to the largest share so far.
+    #: uint8, CPU, one dimension; pinned on a CUDA rank. Ours; grows to the largest plan so far.
     _buffer: torch.Tensor
 
     def __init__(self, world: World) -> None:
@@ -60,16 +60,16 @@ class Background:
         self._error: BaseException | None = None
         self._pid = os.getpid()
 
-    def begin(self, share: Share, *, step: int, write: Writer) -> None:
+    def begin(self, plan: WritePlan, *, step: int, write: Writer) -> None:
         """**Collective.** Copy what this rank is to write, and begin to write the copy.
 
-        Nothing may be under way: :meth:`wait` first. Training may go on when this returns.
+        Nothing may be under way: :meth:`wait` first. Training may continue when this returns.
         """
         peers = self._peers = self._new_peers()
         try:
-            copied = self._copy(share)
+            copied = self._copy(plan)
             task = partial(write, copied, peers)
-        except Exception as error:  # noqa: BLE001  (the other ranks' threads wait: they must hear of it)
+        except Exception as error:  # noqa: BLE001  (the other ranks' threads wait: they must get the error)
             task = partial(_fail_together, error, peers)
         self._step, self._folder, self._error = step, None, None
         self._thread = threading.Thread(
@@ -79,7 +79,7 @@ class Background:
         self._thread.start()
 
     def wait(self) -> Path | None:
-        """Wait for the save that is under way: its folder, or None if there is none.
+        """Wait for the save that is under way. Return its folder, or None if there is none.
 
         Raises:
             CheckpointError: it failed; raised once.
@@ -99,11 +99,11 @@ class Background:
             self._peers.forget()
             self._peers = None
 
-    def _copy(self, share: Share) -> Share:
-        if self._buffer.numel() < share.nbytes:
+    def _copy(self, plan: WritePlan) -> WritePlan:
+        if self._buffer.numel() < plan.nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-            self._buffer = torch.empty(share.nbytes, dtype=torch.uint8, pin_memory=self._world.device.type == "cuda")
-        copied = share.copied(self._buffer)
+            self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, pin_memory=self._world.device.type == "cuda")
+        copied = plan.copied(self._buffer)
         if self._world.device.type == "cuda":
             torch.cuda.current_stream(self._world.device).synchronize()
         return copied
@@ -127,10 +127,10 @@ class Background:
             if self._world.is_main:  # now, because that call may be hours away
                 print(f"lockstep: saving step {self._step} in the background failed: {error}", file=sys.stderr)
         finally:
-            peers.part()
+            peers.leave()
 
     def failed_unheard(self) -> bool:
-        """Wait, and say whether the last save failed without anybody having been told."""
+        """Wait. Return whether the last save failed and the error was raised nowhere."""
         if self._pid != os.getpid() or self._thread is None:
             return False
         self._thread.join()

@@ -1,4 +1,4 @@
-"""Between two steps: has somebody asked to save, or to save and leave?
+"""Between two steps: save, or save and leave, if a signal asked for it.
 
 Note [Stopping between steps]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -22,11 +22,11 @@ from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
 from lockstep.job import flight
 from lockstep.job.files import EXIT_SAVED, StopNote
-from lockstep.job.stop import Agreement, Board, Kind, PageBoard, Requests, StoreBoard
+from lockstep.job.stop import Action, Agreement, Board, PageBoard, Requests, StoreBoard
 
 
 class Saver(Protocol):
-    """Whose run it is: a Checkpointer."""
+    """The Checkpointer whose run it is."""
 
     step: int
 
@@ -62,24 +62,24 @@ class StepBoundary:
             self._requests.listen()
 
     def close(self) -> None:
-        """Take signals as requests no longer."""
+        """Stop taking signals as requests."""
         asked, left = self._requests.stop, self._requests.leaving
         self._requests.close()
         if asked is not None and not left:
             print(
                 f"lockstep: rank {self._world.rank}: {asked.name} came, but the training loop was left before the "
-                "ranks had saved; a second one stops this process",
+                "ranks had saved; a second signal stops this process",
                 file=sys.stderr,
                 flush=True,
             )
 
     def between_steps(self, *, epoch_done: bool | None) -> None:
-        """**Collective.** Note that a loop of the user's own is between two steps."""
+        """**Collective.** Note that the user's own loop is between two steps."""
         self._watched = True
         self.reached(epoch_done=epoch_done)
 
     def reached(self, *, epoch_done: bool | None = None, last: bool = False) -> None:
-        """**Collective**, though nothing is sent as long as nobody asks. This is a moment between two steps.
+        """**Collective**, though nothing is sent unless a rank was asked. Note a moment between two steps.
 
         Args:
             epoch_done: as for ``save``.
@@ -100,20 +100,20 @@ class StepBoundary:
         due = self._agreement.due(step, wanted=self._requests.wanted)
         if last and due is None:
             due = self._due_at_last()
-        if due is Kind.SAVE:
-            self._save_and_go_on(saver, epoch_done)
-        elif due is Kind.STOP:
+        if due is Action.SAVE:
+            self._save_and_continue(saver, epoch_done)
+        elif due is Action.STOP:
             self._save_and_leave(saver, epoch_done)
 
-    def _due_at_last(self) -> Kind | None:
-        """Find the most urgent thing that any rank was asked for; for once it pays to ask all."""
+    def _due_at_last(self) -> Action | None:
+        """Find the most urgent request to any rank, by asking all."""
         assert self._agreement is not None, "made at the first boundary"
         wishes = [wish for wish in (self._requests.wanted, self._agreement.pending()) if wish is not None]
         wanted = [int(wish) for wish in wishes]
         everyones = [wish for wishes in all_gather_records(wanted, self._world.group) for wish in wishes]
-        return Kind(min(everyones)) if everyones else None
+        return Action(min(everyones)) if everyones else None
 
-    def _save_and_go_on(self, saver: Saver, epoch_done: bool | None) -> None:
+    def _save_and_continue(self, saver: Saver, epoch_done: bool | None) -> None:
         self._requests.save = False
         try:
             folder = saver.save(epoch_done=epoch_done)
@@ -131,7 +131,7 @@ class StepBoundary:
         raise SystemExit(EXIT_SAVED)
 
     def _leave_word(self, step: int, folder: Path) -> None:
-        """Tell the watcher, from rank 0, where the run goes on or, where there is none, the user."""
+        """**Rank 0.** Tell the launcher where the run can resume; without a launcher, tell the user."""
         if not self._world.is_main:
             return
         job_folder = knobs.job_dir()
@@ -143,7 +143,7 @@ class StepBoundary:
 
 
 def _board(world: World) -> Board:
-    """Shared memory where one launcher of ours started all ranks, else the process group's store."""
+    """Return a board in shared memory where one launcher of ours started all ranks, else in the group's store."""
     pages = flight.current.pages
     if pages is not None and knobs.store() is not None:
         return PageBoard(pages, rank=world.rank)

@@ -41,7 +41,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 def encode(tree: Any, tensors: dict[str, torch.Tensor] | None, *, where: str) -> Any:
-    """Return ``tree`` as JSON can say it.
+    """Return ``tree`` in JSON types.
 
     Args:
         tree: dicts, lists, tuples, None, bool, int, float, str, bytes, NumPy arrays and scalars, and tensors.
@@ -174,7 +174,7 @@ def strict_json(content: bytes) -> Any:
     """Read JSON that says one thing only: no key twice in an object, no NaN, no infinity.
 
     Raises:
-        ValueError: it is no such JSON.
+        ValueError: it is not such JSON.
     """
     try:
         return json.loads(content, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
@@ -191,4 +191,4 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

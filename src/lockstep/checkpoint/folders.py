@@ -1,4 +1,4 @@
-"""The folder of a run, and the checkpoints in it: their names, their order, what is whole and what is left over."""
+"""The folder of a run, and the checkpoints in it: names, order, which are complete, leftovers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lockstep.checkpoint.storage import POSIX, Storage
 #: The file that says what else is in a checkpoint.
 MANIFEST = "manifest.json"
 
-_WHOLE = re.compile(r"step-(\d{8,18})(?:-r(\d{1,9}))?")
-_DRAFT = re.compile(_WHOLE.pattern + r"\.tmp-[0-9a-f]{16}")
+_COMPLETE = re.compile(r"step-(\d{8,18})(?:-r(\d{1,9}))?")
+_DRAFT = re.compile(_COMPLETE.pattern + r"\.tmp-[0-9a-f]{16}")
 
 
 def prepare_root(root: Path, *, on: Storage = POSIX) -> int:
-    """Make the folder of a run, and prove that it can be written; the user whom new files there belong to.
+    """Make the folder of a run, and prove that it can be written; return the user that owns new files there.
 
-    That may be another than this process's: a file server can map root, and all others, to whom it likes.
+    That may be another than this process's: a file server can map root, and every other user, to another one.
 
     Raises:
         OSError: it can't.
@@ -46,8 +46,8 @@ def prepare_root(root: Path, *, on: Storage = POSIX) -> int:
 
 
 def checkpoints(root: Path, *, on: Storage = POSIX) -> list[Path]:
-    """List the folders of checkpoints in ``root``, newest first, whether whole or damaged."""
-    return sorted((root / name for name in on.folders(root) if _WHOLE.fullmatch(name)), key=age, reverse=True)
+    """List the folders of checkpoints in ``root``, newest first, complete or damaged."""
+    return sorted((root / name for name in on.folders(root) if _COMPLETE.fullmatch(name)), key=age, reverse=True)
 
 
 def step_of(folder: Path) -> int:
@@ -56,8 +56,8 @@ def step_of(folder: Path) -> int:
 
 
 def step_in(name: str) -> int | None:
-    """Return the step in a folder's name, or None if it is no checkpoint's."""
-    matched = _WHOLE.fullmatch(name)
+    """Return the step in a folder's name, or None if it is not a checkpoint's."""
+    matched = _COMPLETE.fullmatch(name)
     return None if matched is None else int(matched[1])
 
 
@@ -74,9 +74,9 @@ def draft_name(name: str) -> str:
 
 def age(folder: Path) -> tuple[int, int]:
     """Return the step in the name of a checkpoint's folder, and which save of that step it is, from 1."""
-    matched = _WHOLE.fullmatch(folder.name)
+    matched = _COMPLETE.fullmatch(folder.name)
     if matched is None:
-        raise ValueError(f"{folder.name} is no name of a checkpoint")
+        raise ValueError(f"{folder.name} is not the name of a checkpoint")
     return int(matched[1]), int(matched[2] or 1)
 
 
@@ -108,7 +108,7 @@ def remove_tree(folder: Path, *, on: Storage = POSIX) -> None:
 
 
 def sweep(root: Path, *, on: Storage = POSIX) -> None:
-    """Remove what dead saves left behind: drafts of this user, in this folder, that no one is writing."""
+    """Remove what dead saves left over: drafts of this user, in this folder, that nobody is writing."""
     for name in on.folders(root):
         if not _DRAFT.fullmatch(name):
             continue

@@ -1,4 +1,4 @@
-"""A run's checkpoints from outside: what there is, whether it is whole, what may go, a model as one file.
+"""A run's checkpoints from outside: what there is, whether it is complete, what may go, a model as one file.
 
 What ``lockstep checkpoint`` does; needs no world.
 """
@@ -19,9 +19,9 @@ import torch
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.read import find_damage, newest_whole, none_whole, read, read_manifest, read_model
+from lockstep.checkpoint.read import find_damage, newest_complete, none_complete, read, read_manifest, read_model
 from lockstep.checkpoint.retention import Entry, Retention, entries, superfluous
-from lockstep.errors import CheckpointCorrupt, CheckpointError
+from lockstep.errors import CheckpointCorrupt, CheckpointError, listed
 
 Format = Literal["torch", "safetensors"]
 
@@ -33,7 +33,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 @dataclass(frozen=True)
-class Seen:
+class Summary:
     """A checkpoint at first sight: its manifest, or what is wrong with that."""
 
     folder: Path
@@ -62,8 +62,8 @@ def find(path: Path, *, step: int | None = None) -> list[Path]:
     found = [path] if _is_checkpoint(path) else folders.checkpoints(path)
     wanted = [folder for folder in found if step is None or folders.step_of(folder) == step]
     if not wanted:
-        steps = ", ".join(str(folders.step_of(folder)) for folder in found[:8]) + (" …" if len(found) > 8 else "")
-        others = f"; there are those of the steps {steps}" if found else ""
+        steps = listed([str(folders.step_of(folder)) for folder in found])
+        others = f"; there are checkpoints of the steps {steps}" if found else ""
         raise CheckpointError(f"{path}: no checkpoint there{'' if step is None else f' of step {step}'}{others}")
     return wanted
 
@@ -73,23 +73,23 @@ def _is_checkpoint(path: Path) -> bool:
     return is_named_so and (not folders.checkpoints(path) or (path / MANIFEST).exists())
 
 
-def glance(folder: Path) -> Seen:
+def glance(folder: Path) -> Summary:
     """Read the manifest of a checkpoint, and nothing else.
 
     Raises:
         CheckpointGone: it has just been removed.
     """
     try:
-        return Seen(folder, read_manifest(folder))
+        return Summary(folder, read_manifest(folder))
     except CheckpointCorrupt as error:
-        return Seen(folder, None, str(error))
+        return Summary(folder, None, str(error))
 
 
 @dataclass(frozen=True)
 class PruningPlan:
     """What a pruning is going to do."""
 
-    #: The newest checkpoint that is whole, which stays whatever the rule says.
+    #: The newest checkpoint that is complete, which stays whatever the rule says.
     newest: Path
     #: Newer ones, which are damaged and stay as well: what is wrong with each.
     damaged: tuple[str, ...]
@@ -99,10 +99,10 @@ class PruningPlan:
 
 
 def plan_pruning(root: Path, rule: Retention) -> PruningPlan:
-    """Plan what may go, once the newest whole checkpoint has been found by reading every byte of it.
+    """Plan what may go, once the newest complete checkpoint has been found by reading every byte of it.
 
     Raises:
-        CheckpointError: there are no checkpoints, or none is whole, so that nothing may go.
+        CheckpointError: there are no checkpoints, or none is complete, so that nothing may go.
     """
 
     def refuse_damage(folder: Path) -> None:
@@ -110,10 +110,10 @@ def plan_pruning(root: Path, rule: Retention) -> PruningPlan:
         if found:
             raise CheckpointCorrupt("; ".join(found))
 
-    newest, damaged = newest_whole(lambda: find(root), refuse_damage)
+    newest, damaged = newest_complete(lambda: find(root), refuse_damage)
     wrong = tuple(damaged.values())
     if newest is None:
-        raise CheckpointError(f"{root}: no checkpoint there is whole, so nothing is removed: {'; '.join(wrong)}")
+        raise CheckpointError(f"{root}: no checkpoint there is complete, so nothing is removed: {'; '.join(wrong)}")
     folder = newest[0]
     listed = entries(folder.parent, good=(folder.name,), damaged=[other.name for other in damaged])
     gone = superfluous(listed, rule)
@@ -157,7 +157,7 @@ def export(
     extra: str | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Write the model of the newest whole checkpoint into one file, which appears whole or not at all.
+    """Write the model of the newest complete checkpoint into one file, which appears complete or not at all.
 
     Tensors keep their dtypes. Tied ones, which the checkpoint holds once, are in a safetensors file under each name.
 
@@ -170,7 +170,7 @@ def export(
         overwrite: replace a file that is there.
 
     Raises:
-        CheckpointCorrupt: none of them is whole.
+        CheckpointCorrupt: none of them is complete.
         CheckpointError: there are no checkpoints; there is such a file; there is no such object; or its state does not
             fit the format.
         OSError: the file can't be written.
@@ -181,16 +181,16 @@ def export(
     def read_state(folder: Path) -> Mapping[str, Any]:
         return read_model(folder) if extra is None else _extra(folder, extra)
 
-    found, damaged = newest_whole(lambda: find(path, step=step), read_state)
+    found, damaged = newest_complete(lambda: find(path, step=step), read_state)
     if found is None:
-        raise none_whole(damaged)
+        raise none_complete(damaged)
     source, state = found[0], dict(found[1])
     _refuse_what_needs_code(state, f"{source.name}: {'the model' if extra is None else f'extra {extra!r}'}")
     if format == "safetensors":
         others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
         if others:
             raise CheckpointError(
-                f"{source.name}: {', '.join(others[:8])}: no tensors, which is all that safetensors holds; export to "
+                f"{source.name}: {listed(others)}: not tensors, and safetensors holds nothing else; export to "
                 "a torch file (.pt)"
             )
     _write_whole(output, lambda path: _write(state, path, format))

@@ -9,7 +9,7 @@ forked processes: a DataLoader's worker that outlives a killed rank by a moment 
 process closes *any* descriptor of that file, so a process that holds a lock does not open the file again: a second
 Checkpointer of the same process shares the first one's lock.
 
-The file says who the owner is, for the one who is refused. It is removed when the lock is let go, while it is still
+The file says who the owner is, for the job that is refused. It is removed when the lock is released, while it is still
 held; whoever opened it before that finds, once it has the lock, that the name leads elsewhere, and begins anew.
 
 Where the file system has no locks, the record itself is the lock: it counts until its owner is known to be gone, which
@@ -21,8 +21,8 @@ Whoever reads a checkpoint holds a shared lock (``flock``) on its manifest; whoe
 exclusively first, without waiting, and leaves the checkpoint to the next pruning if it can't have it. The lock belongs
 to the file and not to its name, so between opening the manifest and locking it the folder may have been renamed away:
 a reader looks once more whether the name still leads to the file that it holds, and else raises
-:class:`CheckpointGone`. After that look nothing can be removed before the reader lets go. The kernel lets go for a
-reader that dies.
+:class:`CheckpointGone`. After that look nothing can be removed before the reader releases it. The kernel releases it
+for a reader that dies.
 
 The manifest is locked and not the folder, because only files can be locked from several hosts over NFS, and because a
 folder's own lock says that somebody writes it (Note [Commit] in ``save.py``).
@@ -141,7 +141,7 @@ def _open_manifest(folder: Path, mode: int) -> int | None:
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a run's folder."""
+    """The process that holds a run's folder."""
 
     host: str
     pid: int
@@ -196,7 +196,7 @@ class Owner:
 
 
 class RunLock:
-    """One job's hold on a run's folder. :meth:`release` it, or let go of the object. See Note [Run lock].
+    """One job's hold on a run's folder. :meth:`release` it, or drop the object. See Note [Run lock].
 
     Raises:
         CheckpointError: another job has the folder; the message says which.
@@ -204,7 +204,7 @@ class RunLock:
     """
 
     def __init__(self, root: Path) -> None:
-        self._held = _Held.share(root)
+        self._held = _Held.shared(root)
         self._release = weakref.finalize(self, _Held.let_go, self._held, os.getpid())
 
     def release(self) -> None:
@@ -229,7 +229,7 @@ class _Held:
         return held if held is not None and held._pid == os.getpid() else None  # a forked process inherits the table
 
     @classmethod
-    def share(cls, root: Path) -> _Held:
+    def shared(cls, root: Path) -> _Held:
         with cls._guard:
             held = cls.here(root)
             if held is None:
@@ -254,7 +254,7 @@ def _key_of(root: Path) -> tuple[int, int]:
 
 
 def _take(path: Path) -> int | None:
-    """Take the lock; its descriptor, or None where the file system has none, and the record alone counts."""
+    """Take the lock. Return its descriptor, or None where the file system has none, and the record alone counts."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -272,7 +272,7 @@ def _take(path: Path) -> int | None:
         if _is_named(fd, path):
             _write_record(fd)
             return fd
-        os.close(fd)  # its owner has just let go of it
+        os.close(fd)  # its owner has just released it
 
 
 def _let_go(path: Path, fd: int | None) -> None:
@@ -300,7 +300,7 @@ def _take_by_record(path: Path, fd: int) -> None:
 
 
 def owner_of(root: Path) -> Owner | None:
-    """Find out who holds the folder of a run now, as far as can be known; None if nobody does. Takes nothing."""
+    """Find out which job holds the folder of a run now, as far as can be known; None if none does. Takes no lock."""
     try:
         if _Held.here(root):
             return Owner.this_process()
@@ -320,7 +320,7 @@ def owner_of(root: Path) -> Owner | None:
 
 
 def _refusal(path: Path, owner: Owner | None, *, by_record: bool = False) -> CheckpointError:
-    who = "a job that has not said who it is" if owner is None else str(owner)
+    who = "a job that left no record of itself" if owner is None else str(owner)
     advice = "wait for it, stop it, or choose another folder"
     if by_record:
         advice += f". If it is gone, remove {path}: this file system has no locks that would tell"

@@ -47,7 +47,7 @@ class Manifest:
 
     #: Optimizer steps taken.
     step: int
-    #: The epoch to go on with, and whether some of it is done.
+    #: The epoch to resume in, and whether some of it is done.
     epoch: int
     in_epoch: bool
     #: Ranks of the job that wrote it.
@@ -89,7 +89,7 @@ class Manifest:
             manifest = cls(**body, files=files)
             _refuse_nonsense(manifest)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointCorrupt(f"{where}: not a whole manifest: {error}") from None
+            raise CheckpointCorrupt(f"{where}: not a valid manifest: {error}") from None
         return manifest
 
 
@@ -105,7 +105,7 @@ def _refuse_nonsense(manifest: Manifest) -> None:
 
 def _entry(name: str, entry: Any) -> FileEntry:
     if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
-        raise ValueError(f"{name!r} is no name for a file of a checkpoint")
+        raise ValueError(f"{name!r} is not a valid name for a file of a checkpoint")
     parts = tuple(_part(name, part) for part in entry["parts"])
     read = FileEntry(entry["size"], entry["digest"], parts)
     end = 0

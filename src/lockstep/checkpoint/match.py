@@ -22,14 +22,13 @@ from torch import nn
 
 from lockstep import _torch
 from lockstep.checkpoint.safetensors import unsavable
-from lockstep.errors import CheckpointMismatch
+from lockstep.errors import CheckpointMismatch, listed
 
-#: Classes that hold the user's model in their attribute ``module``; by name, since not all are at hand to import.
+#: Classes that hold the user's model in their attribute ``module``; by name, since not all can be imported.
 _WRAPPERS = {"DistributedDataParallel", "DataParallel"}
 #: torch.compile(module) holds it under this name; its class is private.
 _COMPILED = _torch.COMPILED_PREFIX.rstrip(".")
 _WORDS = ("module", _COMPILED)
-_SHOWN = 8
 
 # Names.
 
@@ -162,7 +161,7 @@ class Match:
             ("the checkpoint has, the model lacks", self.unexpected),
             ("in both, but different", self.mismatched),
         ]
-        lines = [f"  {title} ({len(names)}): {_first(names)}" for title, names in kinds if names]
+        lines = [f"  {title} ({len(names)}): {listed(names, between='; ')}" for title, names in kinds if names]
         if lines:
             raise CheckpointMismatch(f"{source} is a checkpoint of another model:\n" + "\n".join(lines))
 
@@ -223,11 +222,6 @@ def _memory(value: Any) -> tuple[object, ...] | None:
     if not isinstance(value, torch.Tensor) or unsavable(value) is not None or not value.numel():
         return None
     return value.device, value.data_ptr(), value.shape, value.stride()
-
-
-def _first(names: tuple[str, ...]) -> str:
-    shown = "; ".join(names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown}; and {len(names) - _SHOWN} more"
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

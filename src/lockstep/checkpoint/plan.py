@@ -1,6 +1,6 @@
 """What goes into a checkpoint, on each rank: which files and tensors, and which of their bytes this rank writes.
 
-Nothing is copied here. A save that returns at once copies its :class:`Share`, and writes the copy in the background.
+Nothing is copied here. A save that returns at once copies its :class:`WritePlan`, and writes the copy in a thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.checkpoint.safetensors import TensorFile, lay_out
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """The state of a run on this rank, laid out in files."""
 
     #: On rank 0 all files of tensors; on the others those that all ranks have.
@@ -30,7 +30,7 @@ class Layout:
     @classmethod
     def of(
         cls, model: Mapping[str, Any], parts: Mapping[str, Any], *, parameters: frozenset[str], is_main: bool
-    ) -> Layout:
+    ) -> StateLayout:
         """Lay a run's state out in files.
 
         ``model.safetensors`` holds the tensors of the model, ``model.json`` what else its state dict has. Every other
@@ -93,7 +93,7 @@ class Outline:
     alone: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the outline as JSON can say it."""
+        """Return the outline in JSON types."""
         return dict(vars(self))
 
     @classmethod
@@ -120,7 +120,7 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Share:
+class WritePlan:
     """What one rank writes of a checkpoint."""
 
     #: In the order of the files and of their bytes.
@@ -143,8 +143,8 @@ class Share:
                 block = source[one.offset + start - one.start : one.offset + stop - one.start]
                 yield one.file, start, block if isinstance(block, memoryview) else block.cpu().numpy().data
 
-    def copied(self, into: torch.Tensor) -> Share:
-        """Return the same share, its tensors' bytes copied into a buffer, which must outlive it.
+    def copied(self, into: torch.Tensor) -> WritePlan:
+        """Return the same plan, its tensors' bytes copied into a buffer, which must outlive it.
 
         Args:
             into: uint8 on the CPU, one dimension, at least :attr:`nbytes` long; may be pinned. Copies from a GPU are
@@ -185,8 +185,10 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def share_out(layout: Layout, outlines: Sequence[Outline], *, rank: int, texts: Mapping[str, bytes]) -> Share:
-    """Return this rank's share of the writing; every rank comes to the same division.
+def plan_writes(
+    layout: StateLayout, outlines: Sequence[Outline], *, rank: int, texts: Mapping[str, bytes]
+) -> WritePlan:
+    """Plan what this rank writes; every rank comes to the same division.
 
     A file whose layout, or the beginning of whose tensors, is not the same on all ranks is written by rank 0 alone:
     otherwise the checkpoint would be a mix of replicas that have drifted apart.
@@ -217,8 +219,8 @@ def share_out(layout: Layout, outlines: Sequence[Outline], *, rank: int, texts: 
         if start < stop:
             writes.append(Write(file.name, start, stop, file.source(part.name), start - part.start))
     if rank:
-        return Share(tuple(writes), apart, None)
+        return WritePlan(tuple(writes), apart, None)
     for name, content in {**layout.texts, **texts}.items():
         files[name] = [Part("", 0, len(content)).written_by(0)]
         writes.append(Write(name, 0, len(content), content, 0))
-    return Share(tuple(writes), apart, {name: tuple(those) for name, those in files.items()})
+    return WritePlan(tuple(writes), apart, {name: tuple(those) for name, those in files.items()})

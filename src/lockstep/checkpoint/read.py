@@ -5,7 +5,8 @@ Whoever reads a checkpoint holds it (Note [Readers and pruning] in ``locks.py``)
 Note [Read once]
 ~~~~~~~~~~~~~~~~
 A tensor's bytes are read into memory of their own and hashed there, and what was hashed is what is used: a file that
-changes behind the check can't matter. Nothing is mapped, so a file that is cut off meanwhile is an error and no SIGBUS.
+changes after the check can't matter. Nothing is mapped, so a file that is cut off meanwhile is an error and not a
+SIGBUS.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lockstep.checkpoint.encoding import PIECE, decode, new_digest, strict_json
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.locks import CheckpointGone, reading
 from lockstep.checkpoint.manifest import MAX_BYTES, MODEL, FileEntry, Manifest
-from lockstep.checkpoint.safetensors import LENGTH, Header, TensorPlace, header_length, parse_header
+from lockstep.checkpoint.safetensors import LENGTH, Header, TensorSpan, header_length, parse_header
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.errors import CheckpointCorrupt
 
@@ -51,7 +52,7 @@ class Contents:
 
 
 def read(folder: Path, *, owners: Sequence[int] | None = None, on: Storage = POSIX) -> Contents:
-    """Read a whole checkpoint, verifying every byte.
+    """Read a complete checkpoint, verifying every byte.
 
     Args:
         folder: the checkpoint's folder, which must not be a link.
@@ -59,8 +60,8 @@ def read(folder: Path, *, owners: Sequence[int] | None = None, on: Storage = POS
         on: the file system.
 
     Raises:
-        CheckpointCorrupt: a file is missing, is no plain file, belongs to another user, or has another size or digest;
-            the message names the file and the tensor, what was expected and what was found.
+        CheckpointCorrupt: a file is missing, is not a plain file, belongs to another user, or has another size or
+            digest; the message names the file and the tensor, what was expected and what was found.
         CheckpointGone: it has just been removed.
     """
     with _opened(folder, owners, on) as reader:
@@ -85,13 +86,13 @@ def read_manifest(folder: Path, *, on: Storage = POSIX) -> Manifest:
     """Read what a checkpoint says of itself; nothing else is verified.
 
     Raises:
-        CheckpointCorrupt: there is no whole manifest.
+        CheckpointCorrupt: there is no valid manifest.
     """
     with _opened(folder.resolve(), None, on) as reader:
         return reader.manifest
 
 
-def read_header(folder: Path, *, on: Storage = POSIX) -> tuple[TensorPlace, ...]:
+def read_header(folder: Path, *, on: Storage = POSIX) -> tuple[TensorSpan, ...]:
     """Read and verify the header of a checkpoint's model: its tensors in the order of their bytes, complex ones as the
     pairs of reals that they are saved as.
 
@@ -103,7 +104,7 @@ def read_header(folder: Path, *, on: Storage = POSIX) -> tuple[TensorPlace, ...]
 
 
 def find_damage(folder: Path, *, on: Storage = POSIX) -> list[str]:
-    """Read every byte of a checkpoint; a line for each file or tensor that is damaged, none if it is whole.
+    """Read every byte of a checkpoint; return a line for each damaged file or tensor, none if it is complete.
 
     Raises:
         CheckpointGone: it has just been removed.
@@ -137,7 +138,7 @@ def read_tensors(path: Path, *, on: Storage = POSIX) -> dict[str, torch.Tensor]:
 Damage = dict[Path, str]
 
 
-def newest_whole(
+def newest_complete(
     listing: Callable[[], Sequence[Path]], read: Callable[[Path], Result]
 ) -> tuple[tuple[Path, Result] | None, Damage]:
     """Find the newest checkpoint that can be read, and skip the damaged ones.
@@ -155,13 +156,15 @@ def newest_whole(
     """
     for _ in range(_LISTINGS - 1):
         try:
-            return _first_whole(listing(), read)
+            return _first_complete(listing(), read)
         except CheckpointGone:
             continue
-    return _first_whole(listing(), read)
+    return _first_complete(listing(), read)
 
 
-def _first_whole(listed: Sequence[Path], read: Callable[[Path], Result]) -> tuple[tuple[Path, Result] | None, Damage]:
+def _first_complete(
+    listed: Sequence[Path], read: Callable[[Path], Result]
+) -> tuple[tuple[Path, Result] | None, Damage]:
     damaged: Damage = {}
     for folder in listed:
         try:
@@ -171,9 +174,9 @@ def _first_whole(listed: Sequence[Path], read: Callable[[Path], Result]) -> tupl
     return None, damaged
 
 
-def none_whole(damaged: Damage) -> CheckpointCorrupt:
+def none_complete(damaged: Damage) -> CheckpointCorrupt:
     """Make the error that all checkpoints are damaged."""
-    return CheckpointCorrupt(f"no checkpoint there is whole: {'; '.join(damaged.values())}")
+    return CheckpointCorrupt(f"no checkpoint there is complete: {'; '.join(damaged.values())}")
 
 
 @contextmanager
@@ -206,7 +209,7 @@ class _Reader:
         self._refuse_foreign(opened, folder)
         with self._file(MANIFEST, None) as file:
             if file.size > MAX_BYTES:
-                raise CheckpointCorrupt(f"{file.path}: larger than {MAX_BYTES} bytes, so it is no manifest")
+                raise CheckpointCorrupt(f"{file.path}: larger than {MAX_BYTES} bytes, so it is not a manifest")
             self.manifest = Manifest.from_json(bytes(file.content(0, file.size)), where=str(file.path))
 
     def refuse_other_step(self) -> None:
@@ -219,8 +222,8 @@ class _Reader:
         owner = self._on.owner(opened)
         if self._owners is not None and owner not in self._owners:
             raise CheckpointCorrupt(
-                f"{path}: belongs to user {owner}, who is not the one that runs this job ({self._owners[0]}): copy "
-                "it, if you trust it"
+                f"{path}: belongs to user {owner}, and this job runs as user {self._owners[0]}: if you trust it, "
+                "copy it"
             )
 
     @contextmanager
@@ -244,7 +247,7 @@ class _Reader:
             state.update(self._tree("model", {}))
         return state
 
-    def header(self) -> tuple[TensorPlace, ...]:
+    def header(self) -> tuple[TensorSpan, ...]:
         """Say where the model's tensors are."""
         with self._file(MODEL, self.manifest.files[MODEL]) as file:
             return file.header().tensors
@@ -326,13 +329,13 @@ class _File:
 
     @contextmanager
     def _sense(self) -> Iterator[None]:
-        """Take what makes no sense as damage."""
+        """Raise what makes no sense as damage."""
         try:
             yield
         except (ValueError, RuntimeError) as error:
             if isinstance(error, CheckpointCorrupt):
                 raise
-            raise CheckpointCorrupt(f"{self.path}: not a whole safetensors file ({error})") from error
+            raise CheckpointCorrupt(f"{self.path}: not a valid safetensors file ({error})") from error
 
     def _header(self) -> bytes:
         start = bytearray(LENGTH)
@@ -344,7 +347,7 @@ class _File:
             raise ValueError(_DISAGREE)
         return header
 
-    def _tensor(self, described: TensorPlace) -> torch.Tensor:
+    def _tensor(self, described: TensorSpan) -> torch.Tensor:
         tensor = torch.empty(described.shape, dtype=described.dtype)
         if described.stop > described.start:
             self._fill(tensor.reshape(-1).view(torch.uint8).numpy().data, described.start, described.name)

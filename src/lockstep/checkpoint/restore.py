@@ -1,4 +1,4 @@
-"""A run goes on from its newest whole checkpoint: found, compared and loaded by all ranks together, or by none."""
+"""Resume a run from its newest complete checkpoint: found, compared and loaded by all ranks together, or by none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint import folders, state
-from lockstep.checkpoint.read import Contents, Damage, newest_whole, read
+from lockstep.checkpoint.read import Contents, Damage, newest_complete, read
 from lockstep.checkpoint.state import RunState
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.together import together
@@ -17,13 +17,13 @@ from lockstep.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Restored:
-    """The checkpoint that training goes on from."""
+    """The checkpoint that training resumes from."""
 
     #: Its folder.
     folder: Path
     #: Optimizer steps taken.
     step: int
-    #: The epoch to go on with, and whether some of it is done.
+    #: The epoch to resume in, and whether some of it is done.
     epoch: int
     in_epoch: bool
     #: Ranks of the job that wrote it.
@@ -48,7 +48,7 @@ def restored(contents: Contents, damaged: Damage) -> Restored:
 def find(
     root: Path, run: RunState, world: World, *, owners: Sequence[int], strict: bool, on: Storage
 ) -> tuple[Contents | None, Damage]:
-    """**Collective.** Read the newest whole checkpoint that ``run`` can go on from. Changes nothing.
+    """**Collective.** Read the newest complete checkpoint that ``run`` can resume from. Changes nothing.
 
     Args:
         owners: the users whose checkpoints are taken.
@@ -87,7 +87,7 @@ def find(
 
     if strict:
         return next((read_together(folder) for folder in listing()), None), {}
-    found, damaged = newest_whole(listing, read_together)
+    found, damaged = newest_complete(listing, read_together)
     return None if found is None else found[1], damaged
 
 
@@ -112,13 +112,13 @@ def load(contents: Contents, run: RunState, world: World) -> None:
 
 
 def load_generators(contents: Contents, world: World) -> None:
-    """Let this rank's random numbers go on as they were, if there are as many ranks as there were."""
+    """Restore this rank's random number generators, if the number of ranks is unchanged."""
     if contents.manifest.world_size == world.world_size:
         state.restore_rng(contents.parts["rng"][world.rank], world.device)
 
 
 def words_on_differences(contents: Contents, damaged: Damage, run: RunState, world: World) -> str:
-    """Return what to tell of a run that does not go on quite as it was; empty if it does."""
+    """Return what to tell of a run that does not resume exactly as it was; empty if it does."""
     words = []
     if damaged:
         words.append(f"skipped damaged checkpoints: {'; '.join(damaged.values())}")
@@ -133,4 +133,4 @@ def words_on_differences(contents: Contents, damaged: Damage, run: RunState, wor
     unused = run.unused(contents)
     if unused:
         words.append(f"it also holds {', '.join(unused)}, for which nothing was given here")
-    return f"going on from {contents.folder}: {'; '.join(words)}" if words else ""
+    return f"resuming from {contents.folder}: {'; '.join(words)}" if words else ""

@@ -59,7 +59,7 @@ class Entry:
     revision: int = 1
     #: What it was saved with. None, or a number that is not finite: it never is the best.
     metric: float | None = None
-    #: Whether it is whole; None: nobody has looked.
+    #: Whether it is complete; None: not checked.
     good: bool | None = None
 
 
@@ -184,7 +184,7 @@ def prune(root: Path, newest: Path, rule: Retention, *, damaged: Collection[str]
         there = entries(root, good=(newest.name,), damaged=damaged, metrics=rule.best > 0, on=on)
         gone = remove(root, superfluous(there, rule), on=on)
     except OSError as error:
-        callsite.warn(f"could not look through the old checkpoints in {root}: {describe(error)}", RuntimeWarning)
+        callsite.warn(f"could not list the old checkpoints in {root}: {describe(error)}", RuntimeWarning)
         return
     for folder, why in gone.failed:
         callsite.warn(f"could not remove the old checkpoint {folder}: {why}", RuntimeWarning)

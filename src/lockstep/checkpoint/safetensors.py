@@ -63,8 +63,8 @@ USE_DCP = (
 
 
 @dataclass(frozen=True)
-class TensorPlace:
-    """A tensor's place in a file, as its header says it."""
+class TensorSpan:
+    """Where a tensor lies in a file, as its header says it."""
 
     name: str
     dtype: torch.dtype
@@ -82,7 +82,7 @@ class TensorFile:
     #: Its length and the header itself.
     header: bytes
     #: In the order of their bytes, without gaps.
-    places: tuple[TensorPlace, ...]
+    spans: tuple[TensorSpan, ...]
     #: By name, in the same order. Any strides, any device; real.
     tensors: Mapping[str, torch.Tensor]
     #: The names of those that every rank holds with the same bits.
@@ -91,16 +91,16 @@ class TensorFile:
     @property
     def size(self) -> int:
         """Bytes of the whole file."""
-        return self.places[-1].stop if self.places else len(self.header)
+        return self.spans[-1].stop if self.spans else len(self.header)
 
     @property
     def size_alike(self) -> int:
         """Bytes that every rank should hold alike."""
-        return sum(one.stop - one.start for one in self.places if one.name in self.alike)
+        return sum(one.stop - one.start for one in self.spans if one.name in self.alike)
 
     def parts(self) -> list[Part]:
         """Return what the file consists of, in order: the header is rank 0's, and so is what the ranks don't share."""
-        tensors = [Part(one.name, one.start, one.stop) for one in self.places]
+        tensors = [Part(one.name, one.start, one.stop) for one in self.spans]
         return [
             Part("", 0, len(self.header)).written_by(0),
             *(part if part.name in self.alike else part.written_by(0) for part in tensors),
@@ -115,7 +115,7 @@ class TensorFile:
         digest = new_digest()
         digest.update(self.header)
         elsewhere: dict[torch.device, list[torch.Tensor]] = {}
-        for one in self.places:
+        for one in self.spans:
             tensor = self.tensors[one.name]
             if one.name not in self.alike or one.start == one.stop:
                 continue
@@ -165,11 +165,11 @@ def lay_out(
     # Largest elements first, so that each tensor starts at a multiple of its element size.
     written = {key: written[key] for key in sorted(written, key=lambda key: (-written[key].element_size(), key))}
     header = _header(written, aliases, complex_names)
-    places, end = [], len(header)
+    spans, end = [], len(header)
     for key, tensor in written.items():
         start, end = end, end + tensor.nbytes
-        places.append(TensorPlace(key, tensor.dtype, tuple(tensor.shape), start, end))
-    return TensorFile(name, header, tuple(places), written, frozenset(written if alike is None else alike))
+        spans.append(TensorSpan(key, tensor.dtype, tuple(tensor.shape), start, end))
+    return TensorFile(name, header, tuple(spans), written, frozenset(written if alike is None else alike))
 
 
 def _header(tensors: Mapping[str, torch.Tensor], aliases: dict[str, str], complex_names: list[str]) -> bytes:
@@ -234,7 +234,7 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
         return False
     try:
         tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # torch has no other answer to who asks for memory that is not there
+    except RuntimeError:  # torch has no other answer to a request for memory that is not there
         return not tensor.is_meta
     return hasattr(tensor, "__tensor_flatten__")
 
@@ -251,7 +251,7 @@ def _refuse_what_has_no_bytes(name: str, tensor: torch.Tensor, where: str) -> No
 class Header:
     """What a safetensors file says is in it."""
 
-    tensors: tuple[TensorPlace, ...]
+    tensors: tuple[TensorSpan, ...]
     _aliases: dict[str, str]
     _complex: list[str]
 
@@ -297,15 +297,15 @@ def parse_header(header: bytes, size: int) -> Header:
         size: the file's size.
 
     Raises:
-        ValueError: it is no header, names a tensor twice, or its tensors have an unknown dtype, a size other than
+        ValueError: it is not a header, names a tensor twice, or its tensors have an unknown dtype, a size other than
             that of their shape, overlap, leave gaps or do not end where the file does.
     """
     body = strict_json(header[LENGTH:])
     if type(body) is not dict:
-        raise ValueError("its header is no object")
+        raise ValueError("its header is not an object")
     metadata = body.pop("__metadata__", {})
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
-        raise ValueError("its metadata are no strings by name")
+        raise ValueError("its metadata is not a dict of strings")
     described = sorted((_describe(name, entry, len(header)) for name, entry in body.items()), key=_position)
     end = len(header)
     for one in described:
@@ -321,11 +321,11 @@ def parse_header(header: bytes, size: int) -> Header:
     return Header(tuple(described), aliases, names)
 
 
-def _position(one: TensorPlace) -> tuple[int, int]:
+def _position(one: TensorSpan) -> tuple[int, int]:
     return one.start, one.stop
 
 
-def _describe(name: str, entry: Any, data: int) -> TensorPlace:
+def _describe(name: str, entry: Any, data: int) -> TensorSpan:
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
@@ -338,4 +338,4 @@ def _describe(name: str, entry: Any, data: int) -> TensorPlace:
         raise ValueError(f"{name!r} has {stop - start} bytes, which is not {dtype} of shape {shape}")
     if len(shape) > 64 or math.prod(max(n, 1) for n in shape) >= 2**62:
         raise ValueError(f"{name!r} has the shape {shape}")
-    return TensorPlace(name, _DTYPES[dtype], tuple(shape), data + start, data + stop)
+    return TensorSpan(name, _DTYPES[dtype], tuple(shape), data + start, data + stop)

@@ -5,7 +5,7 @@ Note [Commit]
 A checkpoint is written into ``step-N.tmp-<random>``. Rank 0 makes the folder and the files; every rank writes its
 blocks into them (``plan.py`` says which) and fsyncs each file that it wrote to. When all ranks have said so, the
 manifest is written and fsynced, then the folder is fsynced, renamed to ``step-N``, and the parent is fsynced. Up to
-the rename there is no checkpoint; after it there is a whole one, and after the last fsync it survives a power cut.
+the rename there is no checkpoint; after it there is a complete one, and after the last fsync it survives a power cut.
 Only then are older ones removed. A checkpoint is never overwritten: a second save at the same step is ``step-N-r2``,
 and the first is removed after it.
 
@@ -30,7 +30,7 @@ from lockstep.checkpoint.encoding import PIECE, encode, new_digest
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.manifest import MAX_BYTES, FileEntry, Manifest
 from lockstep.checkpoint.match import bare, plain_names, under_plain_names
-from lockstep.checkpoint.plan import Layout, Outline, Share, share_out, text
+from lockstep.checkpoint.plan import Outline, StateLayout, WritePlan, plan_writes, text
 from lockstep.checkpoint.state import Moment, RunState
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
@@ -54,7 +54,7 @@ class Announcement:
     outline: Outline
 
     def to_json(self) -> dict[str, Any]:
-        """Return the announcement as JSON can say it."""
+        """Return the announcement in JSON types."""
         return {**vars(self), "outline": self.outline.to_json()}
 
     @classmethod
@@ -63,7 +63,7 @@ class Announcement:
         return cls(**{**record, "outline": Outline.from_json(record["outline"])})
 
 
-def prepare(run: RunState, world: World, *, step: int, before: Callable[[], None]) -> Share:
+def prepare(run: RunState, world: World, *, step: int, before: Callable[[], None]) -> WritePlan:
     """**Collective.** Decide what this rank is to write of a checkpoint at ``step``; nothing is copied yet.
 
     ``before`` is run on each rank first; what it raises is raised on all.
@@ -72,7 +72,7 @@ def prepare(run: RunState, world: World, *, step: int, before: Callable[[], None
         CheckpointError: a rank's state can't be written down, or the ranks are not at the same step.
     """
 
-    def announce() -> tuple[Layout, Announcement]:
+    def announce() -> tuple[StateLayout, Announcement]:
         before()
         layout = _lay_out(run, is_main=world.is_main)
         loader = None if run.loader is None else encode(run.loader.state_dict(), None, where="loader")
@@ -91,24 +91,24 @@ def prepare(run: RunState, world: World, *, step: int, before: Callable[[], None
         if run.loader is not None:  # kept once if they are all the same
             loaders = [rank.loader for rank in ranks]
             texts["loader.json"] = text(loaders[:1] if all(one == loaders[0] for one in loaders) else loaders)
-    return share_out(layout, [rank.outline for rank in ranks], rank=world.rank, texts=texts)
+    return plan_writes(layout, [rank.outline for rank in ranks], rank=world.rank, texts=texts)
 
 
-def _lay_out(run: RunState, *, is_main: bool) -> Layout:
+def _lay_out(run: RunState, *, is_main: bool) -> StateLayout:
     model = bare(run.model)
     plain = plain_names(model)
     parameters = frozenset(plain(name) for name, _ in model.named_parameters(remove_duplicate=False))
     parts = run.trees() if is_main else run.common_trees()
-    return Layout.of(under_plain_names(model, model.state_dict()), parts, parameters=parameters, is_main=is_main)
+    return StateLayout.of(under_plain_names(model, model.state_dict()), parts, parameters=parameters, is_main=is_main)
 
 
-def words_on_drift(share: Share) -> str:
+def words_on_drift(plan: WritePlan) -> str:
     """Return what to tell of replicas that differ; empty if they do not."""
-    if not share.apart:
+    if not plan.apart:
         return ""
     return (
         "the replicas have drifted apart: other ranks hold other values, or other tensors, than rank 0, so rank 0's "
-        f"are saved, and a resumed run will not repeat this one bit for bit; files and ranks: {share.apart}"
+        f"are saved, and a resumed run will not repeat this one bit for bit; files and ranks: {plan.apart}"
     )
 
 
@@ -116,11 +116,11 @@ def words_on_drift(share: Share) -> str:
 
 
 def write(
-    root: Path, share: Share, moment: Moment, *, peers: Peers, tidy: Callable[[Path], None], on: Storage = POSIX
+    root: Path, plan: WritePlan, moment: Moment, *, peers: Peers, tidy: Callable[[Path], None], on: Storage = POSIX
 ) -> Path:
-    """**Collective.** Write a checkpoint into ``root``, wholly or not at all; its folder.
+    """**Collective.** Write a checkpoint into ``root``, completely or not at all, and return its folder.
 
-    It talks to the other ranks by ``peers`` alone and touches no live state if ``share`` was copied, so that it may
+    It talks to the other ranks by ``peers`` alone and touches no live state if ``plan`` was copied, so that it may
     run in a thread beside training. When the checkpoint is safe, rank 0 calls ``tidy`` to remove older ones.
 
     Raises:
@@ -130,33 +130,33 @@ def write(
 
     def begin() -> str:
         nonlocal draft
-        if share.files is None:
+        if plan.files is None:
             return ""
         folders.sweep(root, on=on)
         draft = Draft(root, moment.step, on=on)
-        for name in share.files:
+        for name in plan.files:
             draft.create(name)
         return draft.path.name
 
     def finish(digests: Sequence[Sequence[str]]) -> str:
         if draft is None:
             return ""
-        path = draft.commit(_manifest(moment, peers.world_size, share.entries(digests)))
+        path = draft.commit(_manifest(moment, peers.world_size, plan.entries(digests)))
         tidy(path)
         return path.name
 
     try:
         _, drafts = together(peers, begin, lambda name: name)
         _, digests = together(
-            peers, lambda: write_blocks(root / str(drafts[0]), share.contents(), on=on), lambda own: own
+            peers, lambda: write_blocks(root / str(drafts[0]), plan.contents(), on=on), lambda own: own
         )
         _, names = together(peers, lambda: finish(digests), lambda name: name)
-    except CheckpointError:  # on every rank: none goes on, and looks at the folder, before rank 0 has cleaned up
+    except CheckpointError:  # on every rank: none continues, and looks at the folder, before rank 0 has cleaned up
         if draft is not None:
             draft.discard()
         peers.gather(None)
         raise
-    except BaseException:  # an interrupt as well must not leave a draft behind
+    except BaseException:  # an interrupt must not leave a draft either
         if draft is not None:
             draft.discard()
         raise
@@ -207,7 +207,7 @@ class Draft:
             self._on.close(self._on.create(self._folder, name))
 
     def commit(self, manifest: Manifest) -> Path:
-        """**Rank 0.** Publish the draft atomically; the checkpoint's path."""
+        """**Rank 0.** Publish the draft atomically and return the checkpoint's path."""
         content = manifest.to_json()
         if len(content) > MAX_BYTES:
             raise CheckpointError(f"{self.path}: the manifest would have {len(content)} bytes, at most {MAX_BYTES} fit")
@@ -219,7 +219,7 @@ class Draft:
         try:
             with named(self._root):
                 folders.sync_folder(self._root, on=self._on)
-        except OSError:  # a save that fails leaves no checkpoint; if this fails too, it leaves a whole one
+        except OSError:  # a save that fails leaves no checkpoint; if this fails too, it leaves a complete one
             self._on.rename(whole, self.path)
             raise
         self._on.close(self._folder)
@@ -242,13 +242,13 @@ class Draft:
         try:
             folders.remove_tree(self.path, on=self._on)
         except OSError:
-            pass  # the failure that led here is the one to report, and a draft is no checkpoint
+            pass  # the failure that led here is the one to report, and a draft is not a checkpoint
         finally:
             self._on.close(self._folder)
 
 
 def write_blocks(folder: Path, blocks: Iterable[tuple[str, int, memoryview]], *, on: Storage = POSIX) -> list[str]:
-    """Write blocks (file, offset and content, one file after the other) to the disk itself; their digests.
+    """Write blocks (file, offset and content, one file after the other) to the disk itself. Return their digests.
 
     Raises:
         OSError: it could not be written.

@@ -126,7 +126,7 @@ class RunState:
         if self.loader is not None and len(parts["loader"]) not in (1, world_size):
             raise CheckpointMismatch(
                 f"{folder}: its {len(parts['loader'])} ranks had loaders in different states, which {world_size} "
-                "ranks can't go on from; lockstep.shard resumes at any world size"
+                "ranks can't resume from; lockstep.shard resumes at any world size"
             )
 
     def unused(self, contents: Contents) -> list[str]:
@@ -267,7 +267,7 @@ def _refuse_tensors(module: nn.Module, name: str) -> None:
 
 
 def _is_a(thing: object, name: str) -> bool:
-    """Say whether it is of a class of torch's of this name, whose module is slow to import, or can't be everywhere."""
+    """Return whether it is of torch's class of this name, whose module is slow to import, or can't be everywhere."""
     return any(cls.__name__ == name and cls.__module__.startswith("torch.") for cls in type(thing).__mro__)
 
 
@@ -280,7 +280,7 @@ class Moment:
 
     #: Optimizer steps taken.
     step: int
-    #: The epoch to go on with, and whether some of it is done.
+    #: The epoch to resume in, and whether some of it is done.
     epoch: int
     in_epoch: bool
     #: By which the best are kept.
@@ -293,9 +293,9 @@ class Position:
     def __init__(self) -> None:
         #: Optimizer steps taken.
         self.step = 0
-        #: The step of the newest checkpoint that this run has written or gone on from.
+        #: The step of the newest checkpoint that this run has written or resumed from.
         self.last_saved: int | None = None
-        #: The epoch to go on with, between epochs; within the body of epochs(), the one under way.
+        #: The epoch to resume in, between epochs; within the body of epochs(), the one under way.
         self.epoch = 0
         #: Whether the body of epochs() is running.
         self.in_body = False
@@ -313,7 +313,7 @@ class Position:
         optimizer.register_step_post_hook(took_step)
 
     def moment(self, loader: object, *, epoch_done: bool | None, metric: float | None) -> Moment:
-        """Say where a run that is resumed from here goes on.
+        """Describe where a run resumes from here.
 
         Args:
             loader: the training loader, which may know.
@@ -326,8 +326,8 @@ class Position:
         epoch = getattr(loader, "epoch", None)  # the user counts epochs; a sharded loader knows which one it is in
         return Moment(self.step, epoch if isinstance(epoch, int) else self.epoch, in_epoch, metric)
 
-    def go_on_from(self, manifest: Manifest) -> None:
-        """Be where this checkpoint was made."""
+    def resume_from(self, manifest: Manifest) -> None:
+        """Take over the position at which a checkpoint was made."""
         self.step = self.last_saved = manifest.step
         self.epoch = manifest.epoch
         self._tell()
@@ -341,7 +341,7 @@ class Position:
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
-    """Return the state of each of a rank's generators, as JSON can say it.
+    """Return the state of each of a rank's generators, in JSON types.
 
     Of torch's on the CPU it is the stream that the ranks have in common, also in the middle of a step: what a rank
     draws of its own follows from that one, see Note [Random numbers of a rank] in ``comm/streams.py``.
@@ -372,7 +372,7 @@ def refuse_malformed_rng(states: Any, *, count: int, where: str) -> None:
             if state["cuda"] is not None:
                 _bytes(state["cuda"])
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise CheckpointCorrupt(f"{where}: no states of random number generators: {error}") from None
+        raise CheckpointCorrupt(f"{where}: not the states of random number generators: {error}") from None
 
 
 def restore_rng(state: dict[str, Any], device: torch.device) -> None:

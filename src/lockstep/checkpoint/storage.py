@@ -35,7 +35,7 @@ class Storage:
         os.mkdir(path, 0o700)
 
     def open_folder(self, path: Path) -> int:
-        """Open a folder, which must not be a link; its descriptor."""
+        """Open a folder, which must not be a link. Return its descriptor."""
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def folders(self, path: Path) -> list[str]:
@@ -48,23 +48,23 @@ class Storage:
         return os.listdir(folder)
 
     def create(self, folder: int, name: str) -> int:
-        """Make a file (0600) that is not there yet; a descriptor to write it."""
+        """Make a file (0600) that is not there yet. Return a descriptor to write it."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=folder)
 
     def open(self, folder: int, name: str, *, write: bool = False) -> int:
-        """Open a plain file that is there; its descriptor. Raises NotPlain if it is something else."""
+        """Open an existing plain file. Return its descriptor. Raises NotPlain if it is something else."""
         access = os.O_WRONLY if write else os.O_RDONLY
         try:  # non-blocking: opening a pipe would wait for its other end
             file = os.open(name, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-                what = "a link" if error.errno == errno.ELOOP else "no plain file"
+                what = "a link" if error.errno == errno.ELOOP else "not a plain file"
                 raise NotPlain(error.errno, f"{what}, expected a plain file", name) from None
             raise
         if not stat.S_ISREG(os.fstat(file).st_mode):
             os.close(file)
-            raise NotPlain(errno.EINVAL, "no plain file, expected a plain file", name)
+            raise NotPlain(errno.EINVAL, "not a plain file, expected one", name)
         return file
 
     def size(self, file: int) -> int:
@@ -72,7 +72,7 @@ class Storage:
         return os.fstat(file).st_size
 
     def owner(self, opened: int) -> int:
-        """Return the user whom an open file or folder belongs to."""
+        """Return the user that owns an open file or folder."""
         return os.fstat(opened).st_uid
 
     def write(self, file: int, data: bytes | memoryview, offset: int) -> None:
@@ -83,7 +83,7 @@ class Storage:
             rest, offset = rest[written:], offset + written
 
     def read(self, file: int, into: memoryview, offset: int) -> int:
-        """Fill ``into`` from ``offset`` on; the bytes read, fewer only at the end of the file."""
+        """Fill ``into`` from ``offset`` on. Return the number of bytes read, fewer only at the end of the file."""
         filled = 0
         while filled < len(into):
             count = os.preadv(file, [into[filled:]], offset + filled)

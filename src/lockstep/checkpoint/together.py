@@ -30,14 +30,15 @@ _ADVICE = {
 
 
 def together(
-    peers: World | Peers, attempt: Callable[[], Result], share: Callable[[Result], Any]
+    peers: World | Peers, attempt: Callable[[], Result], tell: Callable[[Result], Any]
 ) -> tuple[Result, list[Any]]:
-    """**Collective.** As :func:`lockstep.comm.together.together`, with every error as a CheckpointError that advises.
+    """**Collective.** Do as :func:`lockstep.comm.together.together`, with every error as a CheckpointError that
+    advises.
 
     Args:
         peers: the ranks, and how they talk; a World's process group if it is a World.
         attempt: what this rank does.
-        share: what the others are told of its result, as JSON can say it.
+        tell: what the others are told of its result, in JSON types.
 
     Raises:
         CheckpointError: ``attempt`` failed on a rank: the error of the first such rank, of the same class on all.
@@ -52,7 +53,7 @@ def together(
 
     if isinstance(peers, World):
         peers = OverGroup(peers)
-    return comm.together(peers, advised, share, what="the checkpoint")
+    return comm.together(peers, advised, tell, what="the checkpoint")
 
 
 def describe(error: Exception) -> str:
@@ -61,6 +62,6 @@ def describe(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError) and error.errno is not None:
         advice = _ADVICE.get(error.errno)
-        place = f"{os.fspath(error.filename)}: " if isinstance(error.filename, (str, os.PathLike)) else ""
-        return f"{place}{os.strerror(error.errno)}" + (f"; {advice}" if advice else "")
+        where = f"{os.fspath(error.filename)}: " if isinstance(error.filename, (str, os.PathLike)) else ""
+        return f"{where}{os.strerror(error.errno)}" + (f"; {advice}" if advice else "")
     return f"{type(error).__name__}: {error}"

@@ -21,9 +21,9 @@ from lockstep.checkpoint import folders
 from lockstep.checkpoint.encoding import strict_json
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.match import bare, compare, without_prefixes
-from lockstep.checkpoint.read import newest_whole, none_whole, read_model, read_tensors
+from lockstep.checkpoint.read import newest_complete, none_complete, read_model, read_tensors
 from lockstep.checkpoint.state import refuse_unreplicated
-from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
+from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, listed
 
 #: Where training scripts put the state dict in the files they save.
 _INNER_KEYS = ("model_state_dict", "state_dict", "model")
@@ -33,7 +33,6 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.
 _OTHER_WEIGHTS = ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json")
 #: An index that is larger is not read. Those of the largest models have a few megabytes.
 _MAX_INDEX = 64 * 2**20
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def load_weights(
     before or within them) makes no difference, neither in the file nor in the model.
 
     Args:
-        path: the folder of a run (its newest whole checkpoint is taken), the folder of one checkpoint, a
+        path: the folder of a run (its newest complete checkpoint is taken), the folder of one checkpoint, a
             ``.safetensors`` file, or a file from ``torch.save`` of a state dict, or of a dict that has one under
             ``model_state_dict``, ``state_dict`` or ``model``. Or a folder that Hugging Face's libraries wrote (a
             model's, a snapshot in their cache, one of accelerate's ``save_state``): ``model.safetensors`` goes before
@@ -149,7 +148,7 @@ def _in_folder(folder: Path, key: str | None) -> tuple[Path, Mapping[str, Any]]:
 
 def _in_file(path: Path, key: str | None) -> Mapping[str, Any]:
     if not path.is_file():
-        raise CheckpointError(f"{path}: {'no plain file' if path.exists() else 'no such file or folder'}")
+        raise CheckpointError(f"{path}: {'not a plain file' if path.exists() else 'no such file or folder'}")
     with open(path, "rb") as file:
         start = file.read(9)
     if path.suffix == ".json":
@@ -164,13 +163,15 @@ def _in_file(path: Path, key: str | None) -> Mapping[str, Any]:
 
 def _refuse_key(key: str | None, path: Path, why: str) -> None:
     if key is not None:
-        raise CheckpointError(f"{path}: key={key!r} is of no use here: {why}")
+        raise CheckpointError(f"{path}: key={key!r} has no meaning here: {why}")
 
 
 def _newest(folder: Path) -> tuple[Path, Mapping[str, Any]]:
-    found, damaged = newest_whole(lambda: folders.checkpoints(folder), read_model)
+    found, damaged = newest_complete(lambda: folders.checkpoints(folder), read_model)
     if found is None:
-        raise none_whole(damaged) if damaged else CheckpointError(f"{folder}: its checkpoints have just been removed")
+        if damaged:
+            raise none_complete(damaged)
+        raise CheckpointError(f"{folder}: its checkpoints have just been removed")
     if damaged:
         callsite.warn(f"{found[0]} is loaded; skipped: {'; '.join(damaged.values())}", RuntimeWarning)
     return found
@@ -183,8 +184,8 @@ def _weights_in(folder: Path) -> Path:
     """Find the file that holds a folder's weights, or the index of those that do."""
     several = sorted(folder.glob("model_[0-9]*.safetensors")) + sorted(folder.glob("pytorch_model_[0-9]*.bin"))
     if several:  # accelerate's save_state of more than one model
-        names = ", ".join(path.name for path in several[:_SHOWN])
-        raise CheckpointError(f"{folder} holds the weights of several models ({names}, …): give the path of one file")
+        names = listed([path.name for path in several])
+        raise CheckpointError(f"{folder} holds the weights of several models ({names}): give the path of one file")
     for name in _WEIGHTS:
         if (folder / name).exists():
             return folder / name
@@ -193,9 +194,9 @@ def _weights_in(folder: Path) -> Path:
         if len(found) == 1:
             return found[0]
         if found:
-            names = ", ".join(path.name for path in found[:_SHOWN])
+            names = listed([path.name for path in found])
             raise CheckpointError(
-                f"{folder}: {len(found)} files and none that is the model for sure ({names}): give the path of one, "
+                f"{folder}: {len(found)} files, and none of them is clearly the model ({names}): give the path of one, "
                 "or, if these are shards, add their index (….safetensors.index.json)"
             )
     raise CheckpointError(
@@ -212,10 +213,9 @@ def _what_else_is_in(folder: Path) -> str:
             f"torch.distributed.checkpoint.format_utils dcp_to_torch {folder} weights.pt makes one file of them"
         )
     if {"blobs", "snapshots"} <= set(names):
-        revisions = ", ".join(sorted(path.name for path in (folder / "snapshots").iterdir())[:_SHOWN])
+        revisions = listed(sorted(path.name for path in (folder / "snapshots").iterdir()))
         return f"it is a model's folder in Hugging Face's cache: give one of its snapshots ({revisions})"
-    inside = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-    return f"found {inside}" if names else "it is empty"
+    return f"found {listed(names)}" if names else "it is empty"
 
 
 def _in_shards(index: Path, key: str | None) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def _in_shards(index: Path, key: str | None) -> dict[str, Any]:
     missing = [name for name in shards if not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{index}: {len(missing)} of its {len(shards)} shards are not there: {', '.join(missing[:_SHOWN])}; "
+            f"{index}: {len(missing)} of its {len(shards)} shards are not there: {listed(missing)}; "
             "fetch them again, into the same folder"
         )
     state: dict[str, Any] = {}
@@ -235,8 +235,7 @@ def _in_shards(index: Path, key: str | None) -> dict[str, Any]:
         absent = [name for name in names if name not in there]
         if absent:
             raise CheckpointCorrupt(
-                f"{path}: {index.name} says that it has {', '.join(absent[:_SHOWN])}, which it has not: are they of "
-                "one download?"
+                f"{path}: {index.name} says that it has {listed(absent)}, which it has not: are they of one download?"
             )
         state.update((name, there[name]) for name in names)
     return state
@@ -249,18 +248,22 @@ def _shards_of(index: Path) -> dict[str, list[str]]:
         raise CheckpointCorrupt(f"{index}: {size} bytes, and no index has more than {_MAX_INDEX}")
     try:
         content = strict_json(index.read_bytes())
-        places = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(places, dict) or not places or not all(isinstance(shard, str) for shard in places.values()):
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(shard, str) for shard in weight_map.values())
+        ):
             raise ValueError('expected {"weight_map": {name of a tensor: name of a file}}')
     except ValueError as error:
-        raise CheckpointCorrupt(f"{index}: no index of shards: {error}") from None
+        raise CheckpointCorrupt(f"{index}: not an index of shards: {error}") from None
     shards: dict[str, list[str]] = {}
-    for name, shard in places.items():
-        # It is looked for where the index lies and nowhere else, and is no index itself.
+    for name, shard in weight_map.items():
+        # It is looked for where the index lies and nowhere else, and is not an index itself.
         leads_away = shard in ("", "..") or shard != Path(shard).name or "\\" in shard or "\0" in shard
         if leads_away or shard.endswith(".json"):
             raise CheckpointCorrupt(
-                f"{index}: {name!a} is said to be in {shard[:200]!a}, which is no file beside the index"
+                f"{index}: {name!a} is said to be in {shard[:200]!a}, which is not a file beside the index"
             )
         shards.setdefault(shard, []).append(name)
     return shards
@@ -271,18 +274,18 @@ def _shards_of(index: Path) -> dict[str, list[str]]:
 
 def _read_torch_file(path: Path) -> Any:
     try:
-        # Old files (before torch 1.6) are no zip archives and can't be mapped.
+        # Old files (before torch 1.6) are not zip archives and can't be mapped.
         is_zip = zipfile.is_zipfile(path)
         is_script = is_zip and _is_torchscript(path)
         loaded = None if is_script else torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path}: loading this file would need to run code from it, or it is no file of torch.save. Where it is "
+            f"{path}: loading this file would need to run code from it, or it is not a file of torch.save. Where it is "
             "trusted: let torch.serialization.add_safe_globals([…]) allow the class before you load, or save a "
             f"state_dict() alone and load that. torch says:\n{error}"
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise CheckpointCorrupt(f"{path}: not a whole file of torch.save ({type(error).__name__}: {error})") from error
+        raise CheckpointCorrupt(f"{path}: not a valid file of torch.save ({type(error).__name__}: {error})") from error
     if is_script:
         raise CheckpointError(
             f"{path}: a TorchScript archive, which holds code: where it is trusted, save "
@@ -297,7 +300,7 @@ def _is_torchscript(path: Path) -> bool:
 
 
 def _is_state_dict(value: Any) -> bool:
-    """Tensors by name; a value beside them may be anything (a module's extra state)."""
+    """Return whether this is tensors by name; a value beside them may be anything (a module's extra state)."""
     return (
         isinstance(value, Mapping)
         and all(isinstance(name, str) for name in value)
@@ -313,7 +316,7 @@ def _state_dict_in(loaded: Any, path: Path) -> Mapping[str, Any]:
         if _is_state_dict(loaded):
             return loaded
     elsewhere = _state_dicts(loaded)
-    advice = f"; choose one: {' or '.join(f'key={found!r}' for found in elsewhere[:_SHOWN])}" if elsewhere else ""
+    advice = f"; choose one: {listed([f'key={found!r}' for found in elsewhere], between=' or ')}" if elsewhere else ""
     raise CheckpointError(
         f"{path}: no state dict in it: expected tensors by name, or such a dict under {', '.join(_INNER_KEYS)}; "
         f"found {_outline(loaded)}{advice}"
@@ -323,7 +326,7 @@ def _state_dict_in(loaded: Any, path: Path) -> Mapping[str, Any]:
 def _state_dict_under(key: str, loaded: Any, path: Path) -> Mapping[str, Any]:
     found = _under(key, loaded)
     if found is None:
-        elsewhere = ", ".join(map(repr, _state_dicts(loaded)[:_SHOWN])) or "none"
+        elsewhere = listed([*map(repr, _state_dicts(loaded))]) or "none"
         raise CheckpointError(
             f"{path}: nothing under key={key!r}: found {_outline(loaded)}; state dicts are under: {elsewhere}"
         )
@@ -356,5 +359,5 @@ def _state_dicts(loaded: Any, depth: int = 3) -> list[str]:
 
 def _outline(loaded: Any) -> str:
     if isinstance(loaded, Mapping):
-        return "a dict with the keys " + ", ".join(repr(key) for key in list(loaded)[:_SHOWN])
+        return "a dict with the keys " + listed([repr(key) for key in loaded])
     return f"a {type(loaded).__name__}"

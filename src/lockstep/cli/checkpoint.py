@@ -13,7 +13,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lockstep.checkpoint.inspect import Seen
+    from lockstep.checkpoint.inspect import Summary
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 _STEP = click.option("--step", type=click.IntRange(min=0), help="The checkpoint of this step; the newest if not given.")
@@ -43,13 +43,13 @@ def ls(folder: Path) -> None:
         for column in table.columns[:5]:
             column.justify = "right"
         found = [inspect.glance(each) for each in inspect.find(folder)]
-        for seen in found:
-            table.add_row(*_row(seen))
+        for summary in found:
+            table.add_row(*_row(summary))
         console = _console()
         console.print(table)
-        for seen in found:
-            if seen.damage is not None:
-                console.print(f"damaged: {seen.damage}", markup=False)
+        for summary in found:
+            if summary.damage is not None:
+                console.print(f"damaged: {summary.damage}", markup=False)
         for path in inspect.leftovers(folder):
             console.print(f"unfinished: {path.name}", markup=False)
         owner = owner_of(folder)
@@ -57,15 +57,15 @@ def ls(folder: Path) -> None:
             console.print(f"the folder belongs to {owner}", markup=False)
 
 
-def _row(seen: Seen) -> list[str]:
-    manifest = seen.manifest
+def _row(summary: Summary) -> list[str]:
+    manifest = summary.manifest
     if manifest is None:
-        return ["?", "?", "", "?", "?", "damaged", seen.folder.name]
+        return ["?", "?", "", "?", "?", "damaged", summary.folder.name]
     epoch = f"in {manifest.epoch}" if manifest.in_epoch else str(manifest.epoch)
     metric = "" if manifest.metric is None else f"{manifest.metric:.6g}"
     return [
-        str(manifest.step), epoch, metric, str(manifest.world_size), _bytes(seen.size), manifest.written,
-        seen.folder.name,
+        str(manifest.step), epoch, metric, str(manifest.world_size), _bytes(summary.size), manifest.written,
+        summary.folder.name,
     ]  # fmt: skip
 
 
@@ -80,19 +80,19 @@ def show(folder: Path, step: int | None) -> None:
         from lockstep.checkpoint import inspect
         from lockstep.checkpoint.read import read_header
 
-        seen = inspect.glance(inspect.find(folder, step=step)[0])
-        if seen.manifest is None:
-            raise _damage(seen.damage or "")
-        manifest, console = seen.manifest, _console()
-        facts = Table(box=None, pad_edge=False, show_header=False)
-        place = f"{manifest.epoch}, some of it done" if manifest.in_epoch else f"{manifest.epoch}"
-        facts.add_row("folder", str(seen.folder))
-        facts.add_row("step", str(manifest.step))
-        facts.add_row("goes on with epoch", place)
-        facts.add_row("metric", "none" if manifest.metric is None else repr(manifest.metric))
-        facts.add_row("saved", f"{manifest.written} by {manifest.world_size} rank(s)")
-        facts.add_row("with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
-        console.print(facts)
+        summary = inspect.glance(inspect.find(folder, step=step)[0])
+        if summary.manifest is None:
+            raise _damage(summary.damage or "")
+        manifest, console = summary.manifest, _console()
+        table = Table(box=None, pad_edge=False, show_header=False)
+        epoch = f"{manifest.epoch}, some of it done" if manifest.in_epoch else f"{manifest.epoch}"
+        table.add_row("folder", str(summary.folder))
+        table.add_row("step", str(manifest.step))
+        table.add_row("resumes in epoch", epoch)
+        table.add_row("metric", "none" if manifest.metric is None else repr(manifest.metric))
+        table.add_row("saved", f"{manifest.written} by {manifest.world_size} rank(s)")
+        table.add_row("with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+        console.print(table)
         console.print()
         files = Table("file", "size", box=None, pad_edge=False)
         files.columns[1].justify = "right"
@@ -102,7 +102,7 @@ def show(folder: Path, step: int | None) -> None:
         console.print()
         tensors = Table("tensor of the model", "dtype", "shape", "size", box=None, pad_edge=False)
         tensors.columns[3].justify = "right"
-        for tensor in read_header(seen.folder):
+        for tensor in read_header(summary.folder):
             shape = " × ".join(map(str, tensor.shape)) or "a number"
             dtype = str(tensor.dtype).removeprefix("torch.")
             tensors.add_row(tensor.name, dtype, shape, _bytes(tensor.stop - tensor.start))
@@ -122,7 +122,7 @@ def verify(folder: Path, step: int | None) -> None:
         for each in inspect.find(folder, step=step):
             wrong = find_damage(each)
             damaged += bool(wrong)
-            console.print(f"{each.name}: {'damaged' if wrong else 'whole'}", markup=False)
+            console.print(f"{each.name}: {'damaged' if wrong else 'complete'}", markup=False)
             for line in wrong:
                 console.print(f"  {line}", markup=False)
     sys.exit(1 if damaged else 0)
@@ -130,15 +130,15 @@ def verify(folder: Path, step: int | None) -> None:
 
 @checkpoint.command()
 @_FOLDER
-@click.option("--last", type=click.IntRange(min=0), required=True, help="Keep those of the last so many steps.")
+@click.option("--last", type=click.IntRange(min=0), required=True, help="Keep those of this many most recent steps.")
 @click.option("--every", type=click.IntRange(min=1), help="Keep those whose step is a multiple of this.")
-@click.option("--best", type=click.IntRange(min=0), default=0, help="Keep so many of the best by their metric.")
+@click.option("--best", type=click.IntRange(min=0), default=0, help="Keep this many of the best by their metric.")
 @click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="Which is best.")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
 def prune(folder: Path, last: int, every: int | None, best: int, mode: Literal["min", "max"], dry_run: bool) -> None:
     """Remove the checkpoints of a run that no option keeps.
 
-    The newest whole one always stays, and so do damaged ones that are newer; a checkpoint that someone is reading is
+    The newest complete one always stays, and so do damaged ones that are newer; a checkpoint that someone is reading is
     left. A job may be training in the folder meanwhile.
     """
     with _errors("prune"):
@@ -192,7 +192,7 @@ def export(folder: Path, output: Path, step: int | None, format_: Any, extra: st
 
 @contextmanager
 def _errors(command: str) -> Iterator[None]:
-    """Errors as one line and exit code 2."""
+    """Show errors as one line, with exit code 2."""
     from lockstep.errors import LockstepError
 
     try:

@@ -21,7 +21,7 @@ import click
     metavar="N|auto|gpu|cpu",
     help="Ranks; auto: one per GPU, else per two cores; gpu, cpu: one for each.",
 )
-@click.option("--standalone", is_flag=True, hidden=True, help="As for torchrun; so it is in any case.")
+@click.option("--standalone", is_flag=True, hidden=True, help="Accepted as by torchrun; changes nothing.")
 @click.option("--nnodes", default="1", metavar="N", help="Machines of the job: start this on each.")
 @click.option("--node-rank", "--node_rank", default=0, metavar="N", help="Which of them this is, from 0.")
 @click.option("--master-addr", "--master_addr", metavar="HOST", help="Machine 0; 127.0.0.1 unless given.")
@@ -59,18 +59,18 @@ def run(
 ) -> None:
     """Run PROGRAM on N ranks of this machine, or of each of several machines.
 
-    What follows PROGRAM goes to it as it is. Rank 0 has the terminal; the others write to a log each. If a rank fails,
-    it is named and the others are stopped; the exit code is that rank's. With --max-restarts all ranks start again, and
-    a Checkpointer goes on from its newest good checkpoint.
+    What follows PROGRAM is passed to it unchanged. Rank 0 has the terminal; each other rank writes to a log. If a rank
+    fails, it is named and the others are stopped; the exit code is that rank's. With --max-restarts all ranks start
+    again, and a Checkpointer resumes from its newest complete checkpoint.
 
     SIGTERM or Ctrl-C: a training with a Checkpointer finishes its step, saves, and ends with exit code 75; run the same
-    command again to go on. Once more: stop at once. SIGUSR1: save and go on.
+    command again to resume. A second signal stops at once. SIGUSR1: save and continue.
     """
     from lockstep import machine
     from lockstep.errors import LockstepError
 
     try:
-        from lockstep.launch import supervisor  # refuses other systems than Linux
+        from lockstep.launch.run import run as run_job  # refuses other systems than Linux
         from lockstep.launch.spec import JobSpec, Output, Program, parse_nodes, parse_ranks
 
         spec = JobSpec(
@@ -85,7 +85,7 @@ def run(
             grace=grace,
             max_restarts=max_restarts,
         )
-        sys.exit(supervisor.run(spec))
+        sys.exit(run_job(spec))
     except (ValueError, LockstepError) as error:
         click.echo(f"lockstep run: {error}", err=True)
         sys.exit(2)

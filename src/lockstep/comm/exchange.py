@@ -44,7 +44,7 @@ def all_gather_tensors(
     """
     device = group_device(group)
     mine = None if tensor is None else tensor.detach().to(device).contiguous()
-    kinds = [_Kind.loads(record) for record in all_gather_records(_Kind.dumps(mine), group)]
+    kinds = [_TensorSpec.loads(record) for record in all_gather_records(_TensorSpec.dumps(mine), group)]
     padded = torch.zeros(max(0 if kind is None else kind.nbytes for kind in kinds), dtype=torch.uint8, device=device)
     if mine is not None:
         padded[: mine.nbytes] = mine.reshape(-1).view(torch.uint8)
@@ -70,7 +70,7 @@ def broadcast_tensor(tensor: torch.Tensor | None, source: int, group: dist.Proce
     """
     device = group_device(group)
     mine = None if tensor is None else tensor.detach().to(device).contiguous()
-    kind = _Kind.loads(all_gather_records(_Kind.dumps(mine), group)[source])
+    kind = _TensorSpec.loads(all_gather_records(_TensorSpec.dumps(mine), group)[source])
     assert kind is not None  # rank ``source`` has it
     result = torch.empty(kind.shape, dtype=kind.dtype, device=device) if mine is None else mine.clone()
     message = result.reshape(-1).view(torch.uint8)
@@ -79,7 +79,7 @@ def broadcast_tensor(tensor: torch.Tensor | None, source: int, group: dist.Proce
     return result
 
 
-class _Kind(NamedTuple):
+class _TensorSpec(NamedTuple):
     """What a rank must know of a tensor before it comes."""
 
     dtype: torch.dtype
@@ -94,7 +94,7 @@ class _Kind(NamedTuple):
         return None if tensor is None else [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
     @classmethod
-    def loads(cls, record: list[Any] | None) -> _Kind | None:
+    def loads(cls, record: list[Any] | None) -> _TensorSpec | None:
         return None if record is None else cls(getattr(torch, record[0]), tuple(record[1]))
 
 
@@ -106,7 +106,7 @@ def all_gather_records(record: Any, group: dist.ProcessGroup | None = None) -> l
     """**Collective.** Return every rank's ``record``, in order of rank.
 
     Args:
-        record: anything JSON can say; it may differ in length from rank to rank.
+        record: anything JSON can hold; it may differ in length from rank to rank.
         group: the process group; the default group if None.
 
     Raises:

@@ -4,7 +4,7 @@ Note [Guests]
 ~~~~~~~~~~~~~
 A process that a rank starts has ``RANK`` and the rest in its environment, and ``lockstep.init()`` in it means either of
 two things. The script is a wrapper, on all ranks alike: then its children are the ranks. Or one rank starts an
-evaluation, a spawned worker imports the training script again …: then it is a guest, whom no peer will meet. Three
+evaluation, a spawned worker imports the training script again …: then it is a guest, which no peer will meet. Three
 signs tell them apart, from the earliest on:
 
 - The process that ``init`` made a rank says so in its environment (``LOCKSTEP_JOINED``), with the place of its world.
@@ -91,6 +91,6 @@ def described_anew() -> bool:
 
 
 def _is_child() -> bool:
-    """Whether lockstep's launcher started another process as this rank, from which this one comes."""
+    """Return whether lockstep's launcher started another process as this rank, from which this one comes."""
     started = knobs.rank_process()
     return started is not None and started[0] != os.getpid() and started[1] == place()

@@ -102,7 +102,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
 
 
 def _count_steps() -> None:
-    """Tell the launcher how many steps this rank takes, if it had no torch yet to see to it itself."""
+    """Tell the launcher how many steps this rank takes, if the launcher had no torch yet to count them itself."""
     if flight.current.pages is not None and not flight.current.counts:
         flight.watch_optimizers(optimizers)
 
@@ -155,7 +155,7 @@ def _seconds(timeout: float | timedelta | None) -> float:
 
 
 def _choose_device(backend: str | None, identity: Identity) -> torch.device:
-    """The device of this rank, made current if it is a GPU."""
+    """Return the device of this rank, made current if it is a GPU."""
     names = _known_backends()
     wanted = None if backend is None else [part.split(":")[-1] for part in backend.lower().split(",")]
     for name in wanted or []:
@@ -201,7 +201,7 @@ def _divide_threads(identity: Identity) -> None:
 
 
 def _identity_of_open_group(identity: Identity) -> Identity:
-    """The place in a group that the user's own code opened; the environment must not contradict it."""
+    """Return the identity in a group that the user's own code opened; the environment must not contradict it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if identity.launched:
         if (identity.rank, identity.world_size) != (rank, world_size):
@@ -242,13 +242,13 @@ def _open_group(backend: str | None, identity: Identity, timeout: float, device:
 
 
 def _rendezvous_store(identity: Identity, timeout: timedelta) -> Store:
-    """Where the ranks meet: memory for a world of one, a file on one host, else ``MASTER_ADDR:MASTER_PORT``."""
+    """Return where the ranks meet: memory for a world of one, a file on one host, else ``MASTER_ADDR:MASTER_PORT``."""
     if not identity.launched:
         refuse_to_be_alone()
         return HashStore()
     path = knobs.store()
     if path is not None and not guests.described_anew():
-        # A file of its own for each group: torch removes the file when the last rank lets go of it, which may be after
+        # A separate file for each group: torch removes the file when the last rank closes it, which may be after
         # the first rank has come back for the next group.
         store = FileStore(f"{path}-{_groups_opened}", identity.world_size)
         store.set_timeout(timeout)
@@ -266,7 +266,7 @@ def _connect(identity: Identity, timeout: timedelta) -> Store:
     """torch's own ``env://`` rendezvous, under a limit that holds.
 
     A client of torch's TCPStore that reaches some other program's port waits for an answer without any limit, so it
-    waits in a thread of its own, which is left behind if it does not come back: the caller is told and will end.
+    waits in a separate thread, which is abandoned if it does not come back: the caller gets the error and will end.
     """
     answer: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
 

@@ -1,4 +1,4 @@
-"""Memory that a process group reduces in place: the small interface between who needs it and who has it.
+"""Memory that a process group reduces in place: the small interface between its users and the backend.
 
 torch's backends have two methods for memory of their own, ``supports_tensor_alloc(device)`` and
 ``allocate_tensor(size, dtype=, device=)`` (FSDP2 uses NCCL's). A backend that also says ``reduces_in_place`` promises
@@ -20,7 +20,7 @@ class InPlaceMemory(Protocol):
     """A backend with memory that it reduces in place."""
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """**Collective.** A 1-D tensor of ``size`` zeros."""
+        """**Collective.** Return a 1-D tensor of ``size`` zeros."""
 
 
 def in_place_memory(group: dist.ProcessGroup, device: torch.device) -> InPlaceMemory | None:

@@ -3,7 +3,7 @@
 Note [Records in the background]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Collectives of one process group must be issued in the same order on all ranks. A thread that writes a checkpoint
-while training goes on can't keep that order, so it must not use the training's group: it hands its records over
+during training can't keep that order, so it must not use the training's group: it hands its records over
 through the store that the group was opened with. Nothing there blocks: a rank looks, and looks again a little later,
 for a store may answer one question at a time and training may want to ask it something as well.
 """
@@ -37,7 +37,7 @@ class Peers(Protocol):
     def world_size(self) -> int: ...
 
     def gather(self, record: Any) -> list[Any]:
-        """**Collective.** Every rank's record, in order of rank."""
+        """**Collective.** Return every rank's record, in order of rank."""
         ...
 
 
@@ -100,7 +100,7 @@ class OverStore:
         """
         self._round += 1
         self._store.set(self._name(self._round, self.rank), json.dumps(record))
-        if self._round > 2:  # who is in this round has read all of the last but one
+        if self._round > 2:  # a rank in this round has read all of the last but one
             self._store.delete_key(self._name(self._round - 2, self.rank))
         deadline, pause = time.monotonic() + self._timeout, _FIRST_PAUSE
         names = [self._name(self._round, rank) for rank in range(self.world_size)]
@@ -117,7 +117,7 @@ class OverStore:
             pause = min(2 * pause, _LONGEST_PAUSE)
         return [json.loads(self._store.get(name)) for name in names]
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """**Collective.** End the conversation. Rank 0, which may have the store, leaves last, or after a while."""
         if self.rank:
             self._store.set(self._parting(self.rank), "")

@@ -44,7 +44,7 @@ _generator = torch.default_generator
 
 
 @dataclass(slots=True)
-class _Forward:
+class _OpenForward:
     """The forward that began a stretch."""
 
     module: ReferenceType[Any]
@@ -53,11 +53,11 @@ class _Forward:
     depth: int = 1
 
     def is_of(self, module: object) -> bool:
-        """Whether it is one of ``module``, in this thread."""
+        """Return whether it is a forward of ``module``, in this thread."""
         return self.module() is module and self.thread == threading.get_ident()
 
 
-class Streams:
+class RandomStreams:
     """Where this rank's numbers come from. A stretch costs some 7 µs alone, and more within a training step."""
 
     def __init__(self, *, rank: int, world_size: int) -> None:
@@ -67,7 +67,7 @@ class Streams:
         self._common: torch.Tensor | None = None
         #: Loaders whose batch is in hand. Weak, as the module of a forward is: one may go without saying so.
         self._loaders: WeakSet[Any] = WeakSet()
-        self._forward: _Forward | None = None
+        self._forward: _OpenForward | None = None
         #: The collector may end a loader's pass anywhere, also while this thread has it.
         self._lock = threading.RLock()
         with torch.inference_mode(False):
@@ -88,7 +88,7 @@ class Streams:
         if draws and self._common is None and not self._alone and self._plain():
             with self._lock:
                 if self._common is None:  # else another thread was faster
-                    self._forward = _Forward(ref(module), threading.get_ident())
+                    self._forward = _OpenForward(ref(module), threading.get_ident())
                     self._begin()
 
     @_torch.mark_untraced
@@ -116,7 +116,7 @@ class Streams:
             return
         with self._lock:
             self._loaders.add(loader)
-            self._forward = None  # it was interrupted, or goes on in the loader's stretch
+            self._forward = None  # it was interrupted, or continues in the loader's stretch
             if self._common is not None:
                 _generator.set_state(self._common)
             self._begin()
@@ -164,10 +164,10 @@ class Streams:
         _generator.manual_seed((seed + self._rank * _STRIDE) & _MASK)
 
 
-_current = Streams(rank=0, world_size=1)
+_current = RandomStreams(rank=0, world_size=1)
 
 
-def current() -> Streams:
+def current() -> RandomStreams:
     """Return this process's streams: those of a lone process before ``init`` and after ``shutdown``."""
     return _current
 
@@ -176,4 +176,4 @@ def begin(*, rank: int, world_size: int) -> None:
     """Begin the streams of a rank, for ``init``."""
     global _current
     _current.leave_all()
-    _current = Streams(rank=rank, world_size=world_size)
+    _current = RandomStreams(rank=rank, world_size=world_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lockstep import errors
@@ -24,14 +24,14 @@ _BY_NAME = {name: kind for kind, name in _KNOWN.items()}
 
 
 def together(
-    peers: Peers, attempt: Callable[[], Result], share: Callable[[Result], Any], *, what: str
+    peers: Peers, attempt: Callable[[], Result], tell: Callable[[Result], Any], *, what: str
 ) -> tuple[Result, list[Any]]:
-    """**Collective.** Return what ``attempt`` made on this rank, and what ``share`` told of every rank's.
+    """**Collective.** Return what ``attempt`` made on this rank, and what ``tell`` says of every rank's.
 
     Args:
         peers: the ranks, and how they talk.
         attempt: what this rank does.
-        share: what the others are told of its result, as JSON can say it.
+        tell: what the others are told of its result, in JSON types.
         what: what is being attempted, for the message.
 
     Raises:
@@ -44,8 +44,8 @@ def together(
     record: dict[str, Any]
     try:
         result = attempt()
-        record = {"shared": json.loads(json.dumps(share(result)))}
-    except Exception as error:  # noqa: BLE001  (the other ranks wait: they must hear of any failure)
+        record = {"told": json.loads(json.dumps(tell(result)))}
+    except Exception as error:  # noqa: BLE001  (the other ranks wait: they must get any failure)
         mine = error
         record = _described(error)
     records = peers.gather(record)
@@ -54,7 +54,38 @@ def together(
             if mine is not None and not isinstance(mine, LockstepError):
                 raise mine
             raise _failure(rank, other, peers, what) from mine
-    return result, [other["shared"] for other in records]
+    return result, [other["told"] for other in records]
+
+
+def agreed(
+    peers: Peers,
+    what: str,
+    check: Callable[[], Result],
+    facts: Callable[[Result], dict[str, Any]],
+    *,
+    remedies: Mapping[str, str] | None = None,
+) -> Result:
+    """**Collective.** Return the result of ``check``, once it passed on every rank with the same ``facts``.
+
+    Args:
+        peers: the ranks, and how they talk.
+        what: what is being checked, for the message.
+        check: makes the result, or raises.
+        facts: what must be the same on every rank, in JSON types.
+        remedies: what to do about a fact that differs, by its name; "" for all others.
+
+    Raises:
+        ValueError: the facts differ; the message names each rank's. Or ``check`` raised one on another rank.
+        LockstepError: it failed in another way on another rank.
+    """
+    result, told = together(peers, check, facts, what=what)
+    for name in dict.fromkeys(name for each in told for name in each):
+        values = [each.get(name, "not there") for each in told]
+        if any(value != values[0] for value in values):
+            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            remedy = (remedies or {}).get(name, (remedies or {}).get("", ""))
+            raise ValueError(f"{what}: {name} must be the same on every rank, but it is {listed}{remedy}")
+    return result
 
 
 def _described(error: Exception) -> dict[str, str]:

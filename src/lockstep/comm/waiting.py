@@ -37,7 +37,7 @@ def failure(error: RuntimeError, what: str) -> LockstepError:
     # Backends tell a late peer from a lost one only by their words: gloo "Timed out waiting", NCCL "timeout".
     text = str(error)
     for kind in (CollectiveMismatch, CollectiveTimeout, PeerLost):
-        # And a future tells what its callback raised only by its words, with the callback's stack behind them.
+        # And a future tells what its callback raised only by its words, followed by the callback's stack.
         _, raised, told = text.partition(f"error when running the callback: {kind.__name__}: ")
         if raised:
             return kind(f"{what}: {told.partition('At:')[0].rstrip()}")

@@ -222,7 +222,7 @@ class World:
 
     @_torch.mark_untraced
     def mean(self, value: float | torch.Tensor, *, samples: int | None = None) -> float:
-        """**Collective.** The mean over all samples of all ranks, of a number that is a mean on each rank.
+        """**Collective.** Return the mean over all samples of all ranks, of a number that is a mean on each rank.
 
         Args:
             value: this rank's mean (a loss, an accuracy): a number or a tensor with one element.
@@ -263,7 +263,7 @@ class World:
 
         Args:
             value: a dense tensor of any shape, dtype and device, which may differ from rank to rank; or what JSON can
-                say: None, a bool, a number, a str, or lists and dicts of them (a tuple arrives as a list, and a dict's
+                hold: None, a bool, a number, a str, or lists and dicts of them (a tuple arrives as a list, and a dict's
                 keys as strings). For other objects there is ``torch.distributed.all_gather_object``, which pickles.
 
         Returns:
@@ -271,7 +271,7 @@ class World:
             rank, without gradients.
 
         Raises:
-            TypeError: JSON can't say some rank's value, or its tensor is sparse; on every rank.
+            TypeError: JSON can't hold some rank's value, or its tensor is sparse; on every rank.
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
         values = self._shared(value, "World.gather()", range(self.world_size))
@@ -293,7 +293,7 @@ class World:
 
         Raises:
             ValueError: there is no rank ``source``.
-            TypeError: JSON can't say its value, or its tensor is sparse; on every rank.
+            TypeError: JSON can't hold its value, or its tensor is sparse; on every rank.
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
         if not 0 <= source < self.world_size:
@@ -318,7 +318,7 @@ class World:
                 json.dumps(value)
             except (TypeError, ValueError) as error:
                 raise TypeError(
-                    f"{what} takes tensors and what JSON can say ({error}); torch.distributed's object collectives "
+                    f"{what} takes tensors and what JSON can hold ({error}); torch.distributed's object collectives "
                     "send other objects, by pickle"
                 ) from error
             return ["plain", value]

@@ -1,4 +1,4 @@
-"""What a dataset holds, in words that are short enough to compare between ranks, without fetching a sample.
+"""Describe what a dataset holds, briefly enough to compare between ranks, without fetching a sample.
 
 Note [What ranks compare]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -10,20 +10,21 @@ may be slow, may be random and may have effects. Compared is what decides them, 
 - some elements of a TensorDataset's tensors, and of a list, array or tensor that is a dataset itself;
 - some rows of a Hugging Face dataset, as they are stored;
 - in a dataset of the user's own, every public attribute with one element for each sample: a list of plain values, an
-  array, a tensor, a table. A leading underscore says that an attribute is no part of the data;
+  array, a tensor, a table. A leading underscore says that an attribute is not part of the data;
 - all of that in the datasets within a dataset.
 
 Of a path only the last part counts, since machines keep data in different folders; in a table, too, whose index and
 columns are all read. Positions are spread over the whole: two random splits differ nearly everywhere.
 
 A dataset without a length, which a sampler of its own may read, says nothing of how many elements belong to its
-samples: unless it is of a kind that is named above, nothing of it is compared.
+samples: unless it is of a kind named above, nothing of it is compared.
 """
 
 from __future__ import annotations
 
 import datetime
 import decimal
+import hashlib
 import os
 import sys
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from lockstep.data.nested import fingerprint
+from lockstep.trees import leaves
 
 #: Elements of a sequence that are looked at.
 _LOOKED_AT = 64
@@ -67,7 +68,7 @@ def contents_of(dataset: Any, name: str = "dataset", *, depth: int = 0) -> dict[
 
 
 def is_hugging_face(dataset: object) -> bool:
-    """Return whether it is a ``datasets.Dataset``; that library is not imported for it."""
+    """Return whether ``dataset`` is a Hugging Face ``datasets.Dataset``, without importing that library."""
     library = sys.modules.get("datasets")
     return library is not None and type(dataset) is getattr(library, "Dataset", None)
 
@@ -90,13 +91,13 @@ def _attributes(dataset: Any, name: str, depth: int) -> dict[str, str]:
 
 
 def _is_column(value: Any, length: int) -> bool:
-    """Whether ``value`` has one plain element for each sample."""
+    """Return whether ``value`` has one plain element for each sample."""
     if isinstance(value, torch.Tensor):
         return value.dim() > 0 and len(value) == length and value.layout == torch.strided and not value.is_meta
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and len(value) == length and value.dtype.kind in "biufcSUmM"
     if isinstance(value, (list, tuple)):
-        return len(value) == length and all(_is_plain(value[place]) for place in _spread(length))
+        return len(value) == length and all(_is_plain(value[position]) for position in _spread(length))
     table = all(hasattr(value, name) for name in ("iloc", "index", "to_numpy"))  # pandas and its likes
     return table and len(value) == length
 
@@ -108,25 +109,25 @@ def _is_plain(element: Any) -> bool:
 
 
 def _spread(length: int, looks: int = _LOOKED_AT) -> list[int]:
-    """Positions over the whole length, the first and the last among them."""
+    """Return positions over the entire length, the first and the last among them."""
     if length <= looks:
         return list(range(length))
-    return [place * (length - 1) // (looks - 1) for place in range(looks)]
+    return [position * (length - 1) // (looks - 1) for position in range(looks)]
 
 
 def _some_of(values: Any) -> str:
-    places = _spread(len(values))
+    positions = _spread(len(values))
     if hasattr(values, "iloc"):
-        table = values.iloc[places]
+        table = values.iloc[positions]
         looked_at = _comparable([list(table.index), table.to_numpy().tolist()])
         return f"{len(values)} rows, digest {fingerprint(looked_at)[:8]}"
-    looked_at = [_comparable(values[place]) for place in places]
+    looked_at = [_comparable(values[position]) for position in positions]
     kind = f" of {values.dtype}" if hasattr(values, "dtype") else ""
     return f"{len(values)} elements{kind}, digest {fingerprint(looked_at)[:8]}"
 
 
 def _comparable(element: Any) -> Any:
-    """``element`` without the folders of its paths, in types that a fingerprint tells apart."""
+    """Return ``element`` without the folders of its paths, in types that a fingerprint tells apart."""
     if isinstance(element, Mapping):
         return [[key, _comparable(part)] for key, part in element.items()]
     if isinstance(element, (list, tuple)):
@@ -143,17 +144,51 @@ def _indices(indices: Any) -> str:
         indices = list(indices)
         if not all(isinstance(each, (int, np.integer)) for each in indices):  # keys of a mapping, say
             return f"{len(indices)} keys, digest {fingerprint(_comparable(indices))[:8]}"
-    places = np.asarray(indices)
-    if not places.size:
+    positions = np.asarray(indices)
+    if not positions.size:
         return "none"
-    if places.dtype.kind not in "biu":
-        return f"{places.size} keys, digest {fingerprint(_comparable(places.tolist()))[:8]}"
-    first = ", ".join(map(str, places[:3].tolist()))
-    return f"{places.size} from {first}… (digest {fingerprint(places.astype(np.int64))[:8]})"
+    if positions.dtype.kind not in "biu":
+        return f"{positions.size} keys, digest {fingerprint(_comparable(positions.tolist()))[:8]}"
+    first = ", ".join(map(str, positions[:3].tolist()))
+    return f"{positions.size} from {first}… (digest {fingerprint(positions.astype(np.int64))[:8]})"
 
 
 def _rows_of(dataset: Any) -> str:
     # As they are stored: no image is decoded and no transform called.
     stored = dataset.with_format("arrow")
-    rows = [_comparable(stored[place].to_pydict()) for place in _spread(len(dataset), _ROWS)]
+    rows = [_comparable(stored[position].to_pydict()) for position in _spread(len(dataset), _ROWS)]
     return f"{len(dataset)} rows, digest {fingerprint(rows)[:8]}"
+
+
+def fingerprint(tree: Any) -> str:
+    """Return a digest of the contents of ``tree``: equal contents have equal fingerprints on every rank."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    for leaf in leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            if leaf.numel() and leaf.layout == torch.strided:
+                digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcSU":
+            digest.update(f"{leaf.dtype.str}{leaf.shape}".encode() + leaf.tobytes())
+        elif isinstance(leaf, (bytes, str, int, float, complex, np.generic, type(None))):
+            digest.update(repr(leaf).encode())
+        else:
+            digest.update(type(leaf).__qualname__.encode())  # an address in a repr would differ from rank to rank
+    return digest.hexdigest()
+
+
+def can_be_random(dataset: object) -> bool:
+    """Return False for datasets known to give the same sample for the same index whatever the generators say."""
+    if is_hugging_face(dataset):
+        return bool(dataset.format["type"] == "custom")  # type: ignore[attr-defined]  # a transform; others convert only
+    if type(dataset) in (TensorDataset, list, tuple, range, np.ndarray, torch.Tensor):
+        return False
+    if type(dataset) is Subset:
+        return can_be_random(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return any(can_be_random(part) for part in dataset.datasets)
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
+        return any(can_be_random(part) for part in parts)
+    return True

@@ -1,4 +1,4 @@
-"""Where a loader stands: one position in the global order, the same on every rank and at every world size."""
+"""A loader's position: one position in the global order, the same on every rank and at every world size."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from lockstep.errors import CheckpointMismatch
 
 @dataclass(frozen=True)
 class Cursor:
-    """A place in the sequence of all epochs."""
+    """A position in the sequence of all epochs."""
 
     epoch: int = 0
     #: Samples of this epoch that the user's loop has been given, over all ranks.
     samples: int = 0
     #: Global batches of this epoch that the user's loop has been given.
     batches: int = 0
-    #: Whether a pass over this epoch is under way, be it behind its last batch; False between passes.
+    #: Whether a pass over this epoch is under way, even after its last batch; False between passes.
     in_epoch: bool = False
 
 
 @dataclass(frozen=True)
 class LoaderState:
-    """What is saved: the cursor, and what must hold for it to mean the same again."""
+    """The saved state: the cursor, and what must hold for it to mean the same again."""
 
     cursor: Cursor
     seed: int
@@ -36,7 +36,7 @@ class LoaderState:
     drawn: str | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON can say it."""
+        """Return it in JSON types."""
         return {"format": 1, **asdict(self)}
 
     @classmethod
@@ -44,7 +44,7 @@ class LoaderState:
         """Read back what :meth:`to_json` wrote.
 
         Raises:
-            CheckpointMismatch: it is no such thing.
+            CheckpointMismatch: ``state`` is not that of a sharded loader.
         """
         try:
             fields = dict(state)
@@ -62,10 +62,10 @@ class LoaderState:
         return restored
 
     def refuse_unless_continued_by(self, mine: LoaderState) -> None:
-        """Check that a loader with the state ``mine`` can go on from here.
+        """Check that a loader with the state ``mine`` can resume from here.
 
         Raises:
-            CheckpointMismatch: the data or its order is another, so that the position means nothing.
+            CheckpointMismatch: the data or its order differs, so that the position means nothing.
         """
         names = ["order", "length"]
         if self.cursor.in_epoch:

@@ -11,7 +11,7 @@ from lockstep.trees import leaves, to_device
 
 
 def on_device(fetched: Iterable[Fetched], device: torch.device) -> Iterator[Fetched]:
-    """Return the same batches on ``device``: each is copied on a stream of its own while the one before is used."""
+    """Return the same batches on ``device``: each is copied on a separate stream while the one before is used."""
     stream = torch.cuda.Stream(device)
     ahead: tuple[Fetched, torch.cuda.Event] | None = None
     for item in fetched:
@@ -33,7 +33,7 @@ def _send(item: Fetched, device: torch.device, stream: torch.cuda.Stream) -> tup
 
 def _receive(item: Fetched, copied: torch.cuda.Event, device: torch.device) -> Fetched:
     current = torch.cuda.current_stream(device)
-    current.wait_event(copied)  # the event, not the stream: the next copy is already queued behind it
+    current.wait_event(copied)  # the event, not the stream: the next copy is already queued after it
     for leaf in leaves(item.batch):
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
             # The memory was taken on the copying stream; without this its allocator could hand it out again while the

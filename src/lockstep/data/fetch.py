@@ -1,22 +1,34 @@
-"""What runs where samples are fetched, in a worker process or the main one: keys in, this rank's batches out."""
+"""Fetch slices, in worker processes or the main one: a DataLoader asked by key, which gives this rank's batches."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count, islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from lockstep import knobs
-from lockstep.data.nested import fingerprint, nothing_of
-from lockstep.data.order import mix, slice_bounds
+from lockstep.comm.world import World
+from lockstep.data.contents import fingerprint
+from lockstep.data.order import global_batches, mix, slice_bounds
 from lockstep.data.seeding import preserved_generators, seed_generators
+from lockstep.data.source import Shardable
 from lockstep.job.workers import AtWork
+from lockstep.trees import parts_of, rebuilt
 
 Collate = Callable[[list[Any]], Any]
 
@@ -33,7 +45,7 @@ class SliceKey(NamedTuple):
 
     #: Indices of this rank's samples; if it has none, the index of the global batch's first sample, as a pattern.
     indices: list[int]
-    #: The place of the first of them in the epoch's order.
+    #: The position of the first of them in the epoch's order.
     position: int
     #: How many of them are this rank's.
     samples: int
@@ -105,14 +117,15 @@ class StreamDataset(IterableDataset[Fetched]):
         *,
         batch_size: int,
         drop_last: bool,
-        place: tuple[int, int],
+        rank: int,
+        world_size: int,
         seeded: bool,
     ) -> None:
         self.dataset = dataset
         self._collate = collate
         self._batch_size = batch_size
         self._drop_last = drop_last
-        self._rank, self._world_size = place
+        self._rank, self._world_size = rank, world_size
         self._seeded = seeded
         #: mix(seed, epoch), int64 of shape (1,), owned here and shared with the workers: a worker that persists is
         #: told of a new epoch by nothing else.
@@ -145,7 +158,7 @@ class StreamDataset(IterableDataset[Fetched]):
             position += len(samples)
 
     def _seeding(self, stream: Iterator[Any], key: int, position: int) -> Iterator[Any]:
-        """The stream, with the generators seeded before each sample."""
+        """Return the stream, with the generators seeded before each sample."""
         while True:
             if self._seeded:
                 seed_generators(mix(key, position))
@@ -192,20 +205,6 @@ class WorkerStart:
             self._then(worker_id)
 
 
-def naming_dead_workers(slices: Iterable[Fetched]) -> Iterator[Fetched]:
-    """Yield ``slices`` as they come.
-
-    A worker that dies while it hands over a batch is at first no more than a lost connection. torch's handler for
-    SIGCHLD says which worker it was and what killed it, a moment later.
-    """
-    try:
-        yield from slices
-    except (ConnectionError, EOFError):
-        for _ in range(50):
-            time.sleep(0.01)  # the handler raises in here
-        raise
-
-
 def as_is(fetched: Fetched) -> Fetched:
     """Return the collate_fn of the inner DataLoader: a slice comes collated."""
     return fetched
@@ -225,5 +224,141 @@ def collated(samples: list[Any], collate: Collate, *, empty: bool, seed: int | N
 
 
 def _own_generators(seeded: bool) -> AbstractContextManager[None]:
-    """Leave the main process's generators alone; a worker's serve nothing else."""
+    """Preserve the main process's generators; a worker's serve nothing else."""
     return preserved_generators() if seeded and get_worker_info() is None else nullcontext()
+
+
+def nothing_of(one: Any, two: Any) -> Any:
+    """Return the batch of no samples, from the batches of one sample and of that sample twice.
+
+    What the number of samples changes is extended to none: a dimension that grew from n to n + k has size n - k, a
+    sequence of one element per sample is empty, a count of samples is 0. What it does not change stays. So any layout
+    that a ``collate_fn`` may choose comes out right, batch dimension first or not.
+    """
+    if isinstance(one, torch.Tensor):
+        return _empty_tensor(one, two)
+    if isinstance(one, np.ndarray):
+        return _empty_tensor(torch.from_numpy(one), torch.from_numpy(two)).numpy()
+    if isinstance(one, int) and not isinstance(one, bool):
+        return max(0, 2 * one - two)
+    if isinstance(one, (str, bytes)):
+        return one
+    if isinstance(one, Sequence) and len(one) != len(two):
+        return one[: max(0, 2 * len(one) - len(two))]
+    parts, doubled = parts_of(one), parts_of(two)
+    if parts is None or doubled is None:
+        return one
+    return rebuilt(one, {key: nothing_of(part, doubled[key]) for key, part in parts.items()})
+
+
+def _empty_tensor(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    for dim, (single, double) in enumerate(zip(one.shape, two.shape, strict=False)):
+        if single != double:
+            one = one.narrow(dim, 0, max(0, 2 * single - double))
+    return one
+
+
+def size_unlike(batch: Any, samples: int) -> int | None:
+    """Return the size of a batch that seems to have been made of fewer samples than ``samples``, or None.
+
+    A layout is the ``collate_fn``'s own affair, so this can only be guessed: None if anything in the batch has
+    ``samples`` elements, or each tensor has that many along its second dimension (time before batch), or all sizes are
+    multiples of ``samples`` (several views of each sample), or nothing is smaller.
+    """
+    if not samples or (isinstance(batch, (list, tuple)) and len(batch) == samples):
+        return None
+    arrays: list[Any] = []
+    sizes = _leading_sizes(batch, arrays, outermost=True)
+    if not sizes or samples in sizes or all(size and size % samples == 0 for size in sizes):
+        return None
+    if arrays and all(array.ndim > 1 and array.shape[1] == samples for array in arrays):
+        return None
+    return min((size for size in sizes if size < samples), default=None)
+
+
+def _leading_sizes(node: Any, arrays: list[Any], *, outermost: bool) -> list[int]:
+    if isinstance(node, (torch.Tensor, np.ndarray)):
+        if node.ndim == 0:
+            return []
+        arrays.append(node)
+        return [int(node.shape[0])]
+    if isinstance(node, (list, tuple)) and not hasattr(node, "_fields") and not outermost:
+        return [len(node)]
+    parts = parts_of(node)
+    return (
+        [] if parts is None else [size for p in parts.values() for size in _leading_sizes(p, arrays, outermost=False)]
+    )
+
+
+class Keys(Sampler[SliceKey]):
+    """The sampler of the inner DataLoader: the keys of the pass that is about to begin."""
+
+    def __init__(self) -> None:
+        self.keys: Iterable[SliceKey] = ()
+
+    def __iter__(self) -> Iterator[SliceKey]:
+        return iter(self.keys)
+
+
+def slice_keys(
+    order: torch.Tensor, source: Shardable, *, start: int, world: World, epoch_key: int
+) -> Iterator[SliceKey]:
+    """Return one rank's keys from global sample ``start`` on: as many on every rank."""
+    batches = global_batches(order.numel(), batch_size=source.batch_size, drop_last=source.drop_last, start=start)
+    for begin, end in batches:
+        first, last = slice_bounds(end - begin, rank=world.rank, world_size=world.world_size)
+        samples = last - first
+        position = begin + first if samples else begin
+        indices = order[position : position + max(1, samples)].tolist()
+        yield SliceKey(indices, position, samples, end - begin, epoch_key)
+
+
+def inner_loader(
+    source: Shardable, world: World, keys: Keys, generator: torch.Generator, *, pinned: bool, seeded: bool
+) -> DataLoader[Fetched]:
+    """Return a DataLoader over the same dataset, set up the same way, whose every item is one slice."""
+    given = source.loader
+    dataset: SliceDataset | StreamDataset
+    if source.order == "stream":
+        dataset = StreamDataset(
+            given.dataset,  # type: ignore[arg-type]  # an IterableDataset, or the order would be another
+            given.collate_fn,
+            batch_size=source.batch_size,
+            drop_last=source.drop_last,
+            rank=world.rank,
+            world_size=world.world_size,
+            seeded=seeded,
+        )
+        workers = given.num_workers
+    else:
+        dataset = SliceDataset(given.dataset, given.collate_fn, seeded=seeded)
+        workers = max(1, given.num_workers // world.local_world_size) if given.num_workers else 0
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=None if isinstance(dataset, IterableDataset) else keys,
+        num_workers=workers,
+        collate_fn=as_is,  # type: ignore[arg-type]  # without a batch size it gets one item
+        # Without an accelerator there is nothing to pin for, and torch would warn at each pass.
+        pin_memory=pinned or (given.pin_memory and torch.accelerator.is_available()),
+        timeout=given.timeout,
+        worker_init_fn=WorkerStart(given.worker_init_fn, rank=world.rank),
+        multiprocessing_context=given.multiprocessing_context,
+        generator=generator,
+        prefetch_factor=given.prefetch_factor,
+        persistent_workers=given.persistent_workers,
+    )
+
+
+def naming_dead_workers(slices: Iterable[Fetched]) -> Iterator[Fetched]:
+    """Yield ``slices`` as they come.
+
+    A worker that dies while it hands over a batch is at first only a lost connection. torch's handler for
+    SIGCHLD says which worker it was and what killed it, a moment later.
+    """
+    try:
+        yield from slices
+    except (ConnectionError, EOFError):
+        for _ in range(50):
+            time.sleep(0.01)  # the handler raises in here
+        raise

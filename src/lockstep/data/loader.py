@@ -26,17 +26,23 @@ from lockstep import callsite
 from lockstep.comm import streams
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.init import current_world
+from lockstep.comm.peers import OverGroup
+from lockstep.comm.together import agreed
 from lockstep.comm.world import World
-from lockstep.data.agree import agreed
+from lockstep.data.contents import can_be_random
 from lockstep.data.cursor import Cursor, LoaderState
 from lockstep.data.device import on_device
-from lockstep.data.drawn import digest_of, draw_order
-from lockstep.data.fetch import Fetched, StreamDataset, naming_dead_workers
-from lockstep.data.inner import Keys, inner_loader, slice_keys
-from lockstep.data.nested import size_unlike
-from lockstep.data.order import batch_count, epoch_order, mix
-from lockstep.data.seeding import can_be_random
-from lockstep.data.source import REMEDIES, Source, read_source
+from lockstep.data.fetch import (
+    Fetched,
+    Keys,
+    StreamDataset,
+    inner_loader,
+    naming_dead_workers,
+    size_unlike,
+    slice_keys,
+)
+from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order, mix
+from lockstep.data.source import REMEDIES, Shardable, read_source
 from lockstep.errors import CheckpointMismatch, LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
@@ -49,7 +55,7 @@ _DATA = int(Phase.DATA)
 def shard(
     loader: DataLoader[Any], *, seed: int | None = None, seed_samples: bool = True, to_device: bool = True
 ) -> ShardedLoader:
-    """**Collective.** A loader that gives this rank its slice of each batch of ``loader``.
+    """**Collective.** Return a loader that gives this rank its slice of each batch of ``loader``.
 
     The DataLoader's ``batch_size`` becomes the *global* batch size: that of all ranks together. Each global batch is
     cut into contiguous slices, sizes differing by at most one. Every sample comes exactly once per epoch, the last
@@ -80,7 +86,7 @@ def shard(
 
     Raises:
         LockstepError: ``lockstep.init()`` has not been called.
-        TypeError: ``loader`` is no DataLoader, or its dataset has no length.
+        TypeError: ``loader`` is not a DataLoader, or its dataset has no length.
         ValueError: the batch is smaller than the world; the DataLoader has its own batch sampler, a
             DistributedSampler, no batching, or in_order=False; or the ranks differ in batch size, seed, or what their
             datasets hold: Note [What ranks compare] in ``data/contents.py``. On every rank.
@@ -90,7 +96,7 @@ def shard(
     if world is None:
         raise LockstepError("lockstep.shard: no world yet; call lockstep.init() first")
     source = agreed(
-        world,
+        OverGroup(world),
         "lockstep.shard",
         lambda: read_source(loader, world_size=world.world_size, default_seed=world.seed, seed=seed),
         # One rank has nobody to compare with.
@@ -104,11 +110,11 @@ def shard(
 class ShardedLoader:
     """This rank's slices of a DataLoader's batches. Made by :func:`shard`; iterates, counts and resumes.
 
-    Each ``iter()`` is a pass over the next epoch. Leaving the loop early gives the pass up, and the next one is over
+    Each ``iter()`` is a pass over the next epoch. Leaving the loop early ends the pass, and the next one is over
     the next epoch; a state saved *before* leaving the loop continues inside the epoch.
     """
 
-    def __init__(self, source: Source, world: World, *, device: torch.device | None, seeded: bool) -> None:
+    def __init__(self, source: Shardable, world: World, *, device: torch.device | None, seeded: bool) -> None:
         self._source = source
         self._world = world
         self._device = device
@@ -165,7 +171,7 @@ class ShardedLoader:
         return self._inner.num_workers
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, the same on every rank. As in torch, an estimate for a stream with a length."""
+        """Batches of a full epoch, the same on every rank. As in torch, an estimate for a stream with a length."""
         length = self._source.length
         if length is None:
             raise TypeError(f"a stream of {type(self.dataset).__name__} has no length")
@@ -199,7 +205,7 @@ class ShardedLoader:
         return max(0, self._world.world_size - last) if last and not self.drop_last else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loop stands, as JSON can say it; the same on every rank, and good for any world size.
+        """Return the loop's position, in JSON types; the same on every rank, and good for any world size.
 
         The batch in your hands counts as done, batches fetched ahead do not. Between passes it is the beginning of
         the next epoch.
@@ -207,13 +213,13 @@ class ShardedLoader:
         return self._state().to_json()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """**Collective.** Go on from a saved state: the next pass continues its epoch behind its last batch.
+        """**Collective.** Resume from a saved state: the next pass continues its epoch after its last batch.
 
-        The seed of the state is taken over. ``len()`` stays that of a whole epoch; :attr:`batches_left` says what
+        The seed of the state is taken over. ``len()`` stays that of a full epoch; :attr:`batches_left` says what
         remains of this one. On an error this loader stays as it was.
 
         Raises:
-            CheckpointMismatch: the state is of another dataset length or kind of order, or is no state at all.
+            CheckpointMismatch: the state is of another dataset length or kind of order, or is not a loader's state.
             ValueError: the ranks loaded different states.
         """
 
@@ -222,7 +228,7 @@ class ShardedLoader:
             saved.refuse_unless_continued_by(self._state())
             return saved
 
-        saved = agreed(self._world, "ShardedLoader.load_state_dict", check, LoaderState.to_json)
+        saved = agreed(OverGroup(self._world), "ShardedLoader.load_state_dict", check, LoaderState.to_json)
         self.seed = saved.seed
         self._cursor = saved.cursor
         self._resuming = saved.cursor.in_epoch
@@ -233,7 +239,7 @@ class ShardedLoader:
         """Have ``hook`` called between two steps: when the loop is done with a batch and asks for the next.
 
         Everything that belongs to the step is over then: the optimizer's step, the schedule, averages of weights. The
-        loader's state counts the batch as done. Behind an epoch's last batch the hook is called, too; when the loop is
+        loader's state counts the batch as done. After an epoch's last batch the hook is called, too; when the loop is
         left early it is not. What the hook raises ends the loop.
 
         Returns:
@@ -284,7 +290,7 @@ class ShardedLoader:
                 if self._pass is not mine:
                     raise LockstepError(
                         f"rank {world.rank}: another pass over this loader has begun, or a state was loaded, and "
-                        "it has but one position; shard a second DataLoader to iterate over the data twice at a time"
+                        "it has only one position; shard a second DataLoader to iterate over the data twice at once"
                     )
                 rank_stream.renew(self)
                 flight.current.enter(_DATA)
@@ -318,7 +324,7 @@ class ShardedLoader:
             self._cursor = Cursor(self._cursor.epoch + 1)
 
     def _fetch(self) -> Iterable[Fetched]:
-        """This rank's slices from the cursor to the end of its epoch."""
+        """Return this rank's slices from the cursor to the end of its epoch."""
         epoch_key = mix(self.seed, self._cursor.epoch)
         self._generator.manual_seed(mix(epoch_key, self._world.rank))
         stream = self._inner.dataset
@@ -326,15 +332,14 @@ class ShardedLoader:
             stream.begin(epoch_key)
             slices: Iterable[Fetched] = self._compared(self._inner, skip=self._cursor.batches)
         else:
-            place = (self._world.rank, self._world.world_size)
             self._keys.keys = slice_keys(
-                self._order(), self._source, start=self._cursor.samples, place=place, epoch_key=epoch_key
+                self._order(), self._source, start=self._cursor.samples, world=self._world, epoch_key=epoch_key
             )
             slices = self._inner
         return slices if self._device is None else on_device(slices, self._device)
 
     def _order(self) -> torch.Tensor:
-        """The order of the cursor's epoch."""
+        """Return the order of the cursor's epoch."""
         source, epoch = self._source, self._cursor.epoch
         if source.order == "sampler":
             order = draw_order(source.loader.sampler, self._world, seed=self.seed, epoch=epoch)
@@ -354,7 +359,7 @@ class ShardedLoader:
         return torch.arange(length)
 
     def _compared(self, fetched: Iterable[Fetched], skip: int) -> Iterator[Fetched]:
-        """A stream, once its first global batch proved to be the same on every rank; without its first ``skip``."""
+        """Yield a stream without its first ``skip`` batches, once the ranks have compared its first global batch."""
         number = -1
         for number, item in enumerate(fetched):
             if number == 0:

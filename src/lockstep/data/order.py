@@ -1,4 +1,4 @@
-"""Which sample comes when, and on which rank: arithmetic alone, no ranks and no I/O.
+"""Which sample comes when, and on which rank: arithmetic, but for the order that a user's own sampler draws.
 
 Note [Global order]
 ~~~~~~~~~~~~~~~~~~~
@@ -9,9 +9,20 @@ takes the same batches with 1 rank or 64, and a position in the order means the 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from lockstep.comm.exchange import group_device
+from lockstep.comm.peers import OverGroup
+from lockstep.comm.together import together
+from lockstep.comm.world import World
+from lockstep.data.seeding import preserved_generators, seed_generators
+from lockstep.errors import LockstepError
 
 _MASK = 2**64 - 1
 
@@ -38,7 +49,7 @@ def epoch_order(length: int, *, seed: int, epoch: int) -> torch.Tensor:
 
 
 def slice_bounds(count: int, *, rank: int, world_size: int) -> tuple[int, int]:
-    """Return where rank's slice of ``count`` samples begins and ends.
+    """Return where a rank's slice of ``count`` samples begins and ends.
 
     The slices are contiguous, in order of rank, and differ in size by at most one, larger ones first.
     """
@@ -58,3 +69,56 @@ def global_batches(length: int, *, batch_size: int, drop_last: bool, start: int 
     for number in range(batch_count(length, batch_size=batch_size, drop_last=drop_last, start=start)):
         begin = start + number * batch_size
         yield begin, min(begin + batch_size, length)
+
+
+def draw_order(sampler: Any, world: World, *, seed: int, epoch: int) -> torch.Tensor:
+    """**Collective.** Return the indices that ``sampler`` gives on rank 0, on every rank: int64, as many as its length.
+
+    A weighted or custom sampler draws at random, so ranks that each asked their own could disagree. Rank 0 draws with
+    the generators (the global ones, and the sampler's ``generator`` if it has one) seeded from (seed, epoch), so that
+    an interrupted epoch is drawn again just so. A ``set_epoch`` of the sampler is called first.
+
+    Raises:
+        LockstepError: the sampler failed, or gave something else than whole numbers; on every rank.
+    """
+
+    def attempt() -> torch.Tensor | None:
+        try:
+            return _draw(sampler, seed=seed, epoch=epoch) if world.is_main else None
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise LockstepError(f"the sampler {type(sampler).__name__} could not draw epoch {epoch}: {text}") from error
+
+    order, lengths = together(
+        OverGroup(world),
+        attempt,
+        lambda drawn: None if drawn is None else drawn.numel(),
+        what="drawing an epoch's order",
+    )
+    device = group_device(world.group)
+    shared = torch.empty(lengths[0], dtype=torch.int64, device=device) if order is None else order.to(device)
+    dist.broadcast(shared, src=0, group=world.group)
+    return shared.cpu()
+
+
+def digest_of(order: torch.Tensor) -> str:
+    """Return a short digest of an order, to notice that a sampler drew another one."""
+    return hashlib.blake2b(order.numpy().data, digest_size=16).hexdigest()
+
+
+def _draw(sampler: Any, *, seed: int, epoch: int) -> torch.Tensor:
+    drawing_seed = mix(seed, epoch)
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    if isinstance(getattr(sampler, "generator", None), torch.Generator):
+        sampler.generator.manual_seed(drawing_seed)
+    length = len(sampler)
+    with preserved_generators():
+        seed_generators(drawing_seed)
+        indices = list(islice(sampler, length))  # a sampler may be endless; its length says where an epoch ends
+    if len(indices) < length:
+        raise ValueError(f"it says it has {length} samples but gave {len(indices)}")
+    for index in indices:
+        if isinstance(index, bool) or not hasattr(index, "__index__"):
+            raise TypeError(f"it gave {index!r}; lockstep.shard needs whole numbers as indices")
+    return torch.tensor([int(index) for index in indices], dtype=torch.int64)

@@ -22,7 +22,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
     Args:
         dataset: a dataset with a length.
         num_replicas: ranks that share it. None: lockstep's world, or the open process group.
-        rank: this one's place among them. None: likewise.
+        rank: this one's number among them. None: likewise.
         shuffle: shuffle anew for each (seed, epoch).
         seed: the same on all ranks.
         drop_last: drop the tail that does not divide evenly, instead of repeating samples.
@@ -50,7 +50,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         if not hasattr(dataset, "__len__"):
             raise TypeError(f"DistributedSampler needs a dataset with a length; {type(dataset).__name__} has none")
         if num_replicas is None or rank is None:
-            here, there = _place()
+            here, there = _rank_and_world_size()
             rank = here if rank is None else rank
             num_replicas = there if num_replicas is None else num_replicas
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
@@ -60,7 +60,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         indices = list(super().__iter__())
-        # A state saved after the last sample, and no set_epoch since: the next pass is a whole one.
+        # A state saved after the last sample, and no set_epoch since: the next pass is a full one.
         start = self._resume_at if self._resume_at < len(indices) else 0
         self._resume_at = 0
         self._position = start
@@ -76,7 +76,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         super().set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and this rank's position in it, as JSON can say it; the same on every rank.
+        """Return the epoch and this rank's position in it, in JSON types; the same on every rank.
 
         The position counts the samples that were *handed out*. A DataLoader asks for samples ahead of the ones it
         returns (by ``prefetch_factor * num_workers`` batches, by one batch without workers), so in the middle of an
@@ -94,9 +94,9 @@ class DistributedSampler(TorchDistributedSampler[int]):
         }
 
     def load_state_dict(self, state: dict[str, Any], *, position: int | None = None) -> None:
-        """Continue a saved epoch: the next pass begins behind the samples that were handed out.
+        """Continue a saved epoch: the next pass begins after the samples that were handed out.
 
-        ``len()`` stays that of a whole epoch. ``set_epoch`` with the same epoch keeps the position, with another one
+        ``len()`` stays that of a full epoch. ``set_epoch`` with the same epoch keeps the position, with another one
         begins it anew.
 
         Args:
@@ -126,8 +126,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
         self._resume_at = here
 
 
-def _place() -> tuple[int, int]:
-    """Rank and world size, from lockstep's world or the open process group."""
+def _rank_and_world_size() -> tuple[int, int]:
+    """Return rank and world size, from lockstep's world or the open process group."""
     world = current_world()
     if world is not None:
         return world.rank, world.world_size

@@ -1,4 +1,4 @@
-"""Seeds for single samples, so that random augmentation does not depend on who fetches a sample.
+"""Seed each sample, so that random augmentation does not depend on which process fetches it.
 
 Note [Sample seeds]
 ~~~~~~~~~~~~~~~~~~~
@@ -21,9 +21,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
-
-from lockstep.data.contents import is_hugging_face
 
 
 def seed_generators(seed: int) -> None:
@@ -45,19 +42,3 @@ def preserved_generators() -> Iterator[None]:
         torch.set_rng_state(torch_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-
-
-def can_be_random(dataset: object) -> bool:
-    """Return False for datasets known to give the same sample for the same index whatever the generators say."""
-    if is_hugging_face(dataset):
-        return bool(dataset.format["type"] == "custom")  # type: ignore[attr-defined]  # a transform; others convert only
-    if type(dataset) in (TensorDataset, list, tuple, range, np.ndarray, torch.Tensor):
-        return False
-    if type(dataset) is Subset:
-        return can_be_random(dataset.dataset)
-    if type(dataset) is ConcatDataset:
-        return any(can_be_random(part) for part in dataset.datasets)
-    if type(dataset) is StackDataset:
-        parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
-        return any(can_be_random(part) for part in parts)
-    return True

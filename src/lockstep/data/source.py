@@ -1,4 +1,4 @@
-"""What a DataLoader says about its data, read and checked in one place before anything is built from it."""
+"""Read a DataLoader's settings, and check them before anything is built from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from lockstep.data.contents import contents_of
 
-#: What to do about each of a source's facts that differs; "" for what the dataset holds.
+#: The remedy for each fact that differs between ranks; "" for what the dataset holds.
 REMEDIES = {
     **dict.fromkeys(("the kind of order", "the batch size", "drop_last", "the seed", "num_workers"), ""),
     "": (
@@ -24,7 +24,7 @@ REMEDIES = {
         "never. If it was split or shuffled at random, seed that alike on every rank: random_split(…, "
         "generator=torch.Generator().manual_seed(0)), train_test_split(…, random_state=0); lockstep.init() seeds all "
         "ranks' generators alike, unless the script seeds them by rank or draws on one rank alone. If files were "
-        "listed, sort them. An attribute that is no part of the data is left out if its name begins with an underscore"
+        "listed, sort them. An attribute that is not part of the data is left out if its name begins with an underscore"
     ),
 }
 
@@ -33,7 +33,7 @@ Order = Literal["shuffled", "sequential", "sampler", "stream"]
 
 
 @dataclass(frozen=True)
-class Source:
+class Shardable:
     """A DataLoader that can be sharded."""
 
     loader: DataLoader[Any]
@@ -55,7 +55,7 @@ class Source:
         return len(counted)  # type: ignore[arg-type]  # checked by read_source
 
     def facts(self, *, contents: bool) -> dict[str, Any]:
-        """What must be the same on every rank; with ``contents`` also what the dataset holds."""
+        """Return what must be the same on every rank; with ``contents`` also what the dataset holds."""
         settings = {
             "the kind of order": self.order,
             "the length of the dataset": self.length,
@@ -69,11 +69,11 @@ class Source:
         return settings | (contents_of(self.loader.dataset) if contents and self.order != "stream" else {})
 
 
-def read_source(loader: object, *, world_size: int, default_seed: int, seed: int | None) -> Source:
-    """Return what ``loader`` says, if it can be sharded.
+def read_source(loader: object, *, world_size: int, default_seed: int, seed: int | None) -> Shardable:
+    """Read ``loader``, if it can be sharded.
 
     Raises:
-        TypeError: it is no DataLoader, or its dataset has no length.
+        TypeError: it is not a DataLoader, or its dataset has no length.
         ValueError: it asks for something that can't be cut into slices; the message says what to do instead.
     """
     if not isinstance(loader, DataLoader):
@@ -95,7 +95,7 @@ def read_source(loader: object, *, world_size: int, default_seed: int, seed: int
         seed = given.initial_seed() if isinstance(given, torch.Generator) else default_seed
     elif not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63")
-    return Source(loader, order, batch_size, seed)
+    return Shardable(loader, order, batch_size, seed)
 
 
 def _refuse_what_cannot_be_cut(loader: DataLoader[Any]) -> None:

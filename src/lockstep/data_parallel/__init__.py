@@ -2,4 +2,4 @@
 
 from lockstep.data_parallel.api import DataParallel as DataParallel
 from lockstep.data_parallel.api import data_parallel as data_parallel
-from lockstep.data_parallel.store import Copies as Copies
+from lockstep.data_parallel.copies import Copies as Copies

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from lockstep import _torch
-from lockstep.data_parallel.cut import Piece, checked_chunk_sizes
+from lockstep.data_parallel.copies import Copier, Copies
 from lockstep.data_parallel.devices import Device, as_device, refuse_shared, resolve_devices, warn_imbalance
-from lockstep.data_parallel.draws import Draws
 from lockstep.data_parallel.gather import Gatherer, OutputDim, checked_output_dim
 from lockstep.data_parallel.replicas import Replicas
-from lockstep.data_parallel.scatter import scatter
-from lockstep.data_parallel.store import Copies, Store
-from lockstep.data_parallel.threads import Modes, Place, run_here, run_replicas
+from lockstep.data_parallel.rng import Draws
+from lockstep.data_parallel.scatter import Piece, checked_chunk_sizes, scatter
+from lockstep.data_parallel.threads import Location, Modes, run_here, run_replicas
 from lockstep.identity import Identity
 from lockstep.trees import to_device
 
@@ -98,7 +97,7 @@ class DataParallel(nn.Module):
             if isinstance(criterion, nn.Module):
                 criterion.to(self.devices[0])
         self.module = module
-        # Not as a submodule: a loss function is no part of the model's state.
+        # Not as a submodule: a loss function is not part of the model's state.
         self.__dict__["criterion"] = criterion
         warn_imbalance(self.devices, self.chunk_sizes)
         self._begin()
@@ -113,14 +112,14 @@ class DataParallel(nn.Module):
 
     def _begin(self) -> _Engine:
         before: _Engine | None = self.__dict__.get("_engine")
-        # Behind a plain attribute: replicas are no part of the module's state.
+        # In a plain attribute: replicas are not part of the module's state.
         engine = self.__dict__["_engine"] = _Engine(self._options())
         if before is not None:
-            engine.store.count = before.store.count
+            engine.copier.count = before.copier.count
         return engine
 
-    def _options(self) -> _Options:
-        return _Options(
+    def _options(self) -> _EngineOptions:
+        return _EngineOptions(
             self.module,
             self.criterion,
             self.devices,
@@ -134,12 +133,12 @@ class DataParallel(nn.Module):
 
     @property
     def copies(self) -> Copies:
-        """How much has been copied to the replicas so far. A forward that finds nothing changed adds nothing."""
+        """What has been copied to the replicas so far. A forward that finds nothing changed adds nothing."""
         engine: _Engine = self.__dict__["_engine"]
-        return engine.store.count
+        return engine.copier.count
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward on all devices.
+        """Run the module's forward on all devices.
 
         Raises:
             LockstepError: a parameter or buffer is not on ``device_ids[0]``.
@@ -165,7 +164,7 @@ def _run(engine: _Engine, inputs: tuple[Any, ...], kwargs: dict[str, Any], targe
     return engine.run(inputs, kwargs, target)
 
 
-class _Options(NamedTuple):
+class _EngineOptions(NamedTuple):
     module: nn.Module
     criterion: Criterion | None
     devices: list[torch.device]
@@ -180,7 +179,7 @@ class _Options(NamedTuple):
 class _Engine:
     """What a DataParallel keeps beside its options: replicas, what outputs have shown, random streams."""
 
-    def __init__(self, options: _Options) -> None:
+    def __init__(self, options: _EngineOptions) -> None:
         # No reference to the wrapper: it goes when the last name for it goes.
         self.options = options
         self._module, self._criterion = options.module, options.criterion
@@ -194,11 +193,11 @@ class _Engine:
         self._losses = Gatherer("mean", what="loss", remedy="Let the criterion return a mean, or one loss per sample")
         self._draws = Draws()
         self._lock = threading.RLock()
-        self.store = Store(self._devices, check_contents=options.check_contents)
+        self.copier = Copier(self._devices, check_contents=options.check_contents)
         roots = [("module", self._module)]
         if isinstance(self._criterion, nn.Module):
             roots.append(("criterion", self._criterion))
-        self._replicas = Replicas(roots, self._devices, self.store)
+        self._replicas = Replicas(roots, self._devices, self.copier)
 
     def run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         self._check_arguments(inputs, kwargs, target)
@@ -211,27 +210,27 @@ class _Engine:
             return self._put_together(outputs, pieces, has_target=target is not _NOT_GIVEN)
 
     def _outputs(self, trees: list[Any], used: list[int]) -> list[Any]:
-        """The output, or the loss, of each replica."""
+        """Return the output, or the loss, of each replica."""
         self._replicas.align(used)
         first = self._devices[0]
         if len(used) == 1:
             # The first replica is the module: nothing to copy, no thread to start.
             call = self._replica_call(0, trees[0])
-            return [self._replicas.watched(lambda: run_here(call, self._place(0)))]
+            return [self._replicas.watched(lambda: run_here(call, self._location(0)))]
         self._replicas.equip(used)
         turn = self._draws.begin(self._replicas.training_flags(), first)
         modes = Modes.of_this_thread(first.type, sharing=1 if turn.in_turn else len(used))
-        places = [self._place(replica) for replica in used]
+        locations = [self._location(replica) for replica in used]
         calls = [
             turn.wrapped(replica, self._devices[replica], self._replica_call(replica, tree))
             for replica, tree in zip(used, trees, strict=True)
         ]
-        outputs = self._replicas.watched(lambda: run_replicas(calls, places, modes, in_turn=turn.in_turn))
+        outputs = self._replicas.watched(lambda: run_replicas(calls, locations, modes, in_turn=turn.in_turn))
         self._draws.end(turn)
         return outputs
 
-    def _place(self, replica: int) -> Place:
-        return Place(replica, len(self._devices), self._devices[replica])
+    def _location(self, replica: int) -> Location:
+        return Location(replica, len(self._devices), self._devices[replica])
 
     def _replica_call(self, replica: int, tree: Any) -> Callable[[], Any]:
         module = self._replicas.module(0, replica)
@@ -262,7 +261,7 @@ class _Engine:
         return self._gatherer.gather(outputs, sizes, device)
 
     def _check_arguments(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
-        """A second positional argument is not the target: say how to pass that, where the forward can't take it."""
+        """Explain how to pass the target, where the forward does not take these arguments."""
         if self._criterion is None or target is not _NOT_GIVEN or len(inputs) < 2:
             return
         try:

@@ -6,7 +6,7 @@ Where ``output_dim`` is not given, the dimension of the samples is read off the 
 replica as that replica had samples, and all other dimensions are the same on all replicas. If one dimension fits, that
 is it. If several do (4 samples each, 4 classes), what an earlier batch of other sizes has shown for the same output
 decides; if there was none, it is an error, because a guess that is right today and wrong for another batch size is
-worse. If none fits, the output does not go by samples at all, and only the author knows what is meant.
+worse. If none fits, no dimension holds the samples, and only the author knows what is meant.
 
 What ``output_dim`` says of one output holds, whatever the sizes are: views may be stacked on samples. One number for a
 whole tree of outputs is less certain, so where it contradicts the sizes of one of them, that is an error too.
@@ -134,7 +134,7 @@ class Gatherer:
         return self._along(outputs, parts.device, path, self._read(outputs, parts, path))
 
     def _read(self, outputs: list[Tensor], parts: _Parts, path: tuple[Any, ...]) -> int:
-        """The dimension of the samples, by Note [Which dimension]."""
+        """Return the dimension of the samples, by Note [Which dimension]."""
         fits = fitting_dims([output.shape for output in outputs], parts.sizes)
         key = (path, outputs[0].dim())
         if len(fits) == 1:
@@ -150,13 +150,14 @@ class Gatherer:
                 f"{remedy}"
             )
         remedy = self._remedy or (
-            "To concatenate all the same, say along which: DataParallel(..., output_dim=0), or output_dim=(0, 1, ...) "
-            "with one entry for each output; or pass gather=False to get the replicas' outputs as they are"
+            "To concatenate them anyway, say along which dimension: DataParallel(..., output_dim=0), or "
+            "output_dim=(0, 1, ...) with one entry for each output; or pass gather=False to get the replicas' outputs "
+            "as they are"
         )
-        raise ValueError(f"{self._name(path)} does not go by samples along any dimension: {shapes}. {remedy}")
+        raise ValueError(f"{self._name(path)}: no dimension holds the samples: {shapes}. {remedy}")
 
     def _refuse_contradiction(self, outputs: list[Tensor], parts: _Parts, path: tuple[Any, ...], dim: int) -> None:
-        """One number was given for several outputs: the sizes of none of them may say otherwise."""
+        """Refuse one ``output_dim`` for several outputs where the sizes of one of them contradict it."""
         fits = fitting_dims([output.shape for output in outputs], parts.sizes)
         if fits and dim % outputs[0].dim() not in fits:
             raise ValueError(
@@ -197,13 +198,13 @@ class _Parts:
 
 
 def _agree(shapes: Sequence[Sequence[int]], dim: int) -> bool:
-    """Whether the shapes are equal but for ``dim``."""
+    """Return whether the shapes are equal but for ``dim``."""
     rests = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
     return len(rests) == 1
 
 
 def _child(dim: Any, key: Any, path: tuple[Any, ...]) -> Any:
-    """What ``output_dim`` says of one part of the outputs."""
+    """Return what ``output_dim`` says of one part of the outputs."""
     if isinstance(dim, Mapping):
         return dim.get(key)
     if isinstance(dim, Sequence) and not isinstance(dim, str):

@@ -9,11 +9,21 @@ module is compared with what it was after the last one: attributes (training fla
 another class, submodules, parameters and buffers that came or went are carried over, and nothing else is touched. So
 what a forward itself sets on its replica (a table that it builds on its device when first needed) stays there and goes
 nowhere else; a change that the first replica's forward makes is told of in a warning.
+
+Note [Lent parameters]
+~~~~~~~~~~~~~~~~~~~~~~
+A forward that records a graph lends the copies to the replicas through one autograd function: its inputs are the
+original parameters, its outputs the copies, and its backward adds the replicas' gradients up, in the order of the
+replicas. So ``backward``, ``torch.autograd.grad``, hooks on parameters and gradients of gradients mean what they mean
+without replicas. The first replica is the original module; its gradients take the ordinary way, and autograd adds the
+two, in either order the same. Autograd has a thread for each accelerator, so replicas on accelerators go backward side
+by side; on the CPU it uses the caller's thread, and they go one after the other.
 """
 
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -22,10 +32,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lockstep import _torch, callsite
-from lockstep.data_parallel.compiled import is_compiled_wrapper, leave_uncompiled, rewrapped
+from lockstep.data_parallel.copies import Copier, Slot
 from lockstep.data_parallel.devices import refuse_misplaced
-from lockstep.data_parallel.lend import lend
-from lockstep.data_parallel.store import Slot, Store
 from lockstep.errors import LockstepError
 
 #: A place where a tensor hangs: the module's dict of parameters or of buffers, and the name in it.
@@ -51,7 +59,7 @@ class _Node:
         self.children: list[tuple[str, nn.Module | None]] = []
 
     def changed(self) -> bool:
-        """Whether an attribute was set or deleted, or the class changed, since :meth:`look`."""
+        """Return whether an attribute was set or deleted, or the class changed, since :meth:`look`."""
         source = self.source
         state = source.__dict__
         return (
@@ -66,7 +74,7 @@ class _Node:
         self.kind, self.keys, self.values = type(self.source), tuple(state), tuple(state.values())
 
     def known(self) -> dict[str, Any]:
-        """The attributes as they were."""
+        """Return the attributes as they were."""
         return dict(zip(self.keys, self.values, strict=True))
 
     def carry(self, replica: int) -> None:
@@ -89,8 +97,8 @@ class _Node:
 class Replicas:
     """The replicas of one or two modules (the second a loss function) on some devices."""
 
-    def __init__(self, roots: Sequence[tuple[str, nn.Module]], devices: Sequence[torch.device], store: Store) -> None:
-        self._roots, self._devices, self._store = roots, devices, store
+    def __init__(self, roots: Sequence[tuple[str, nn.Module]], devices: Sequence[torch.device], copier: Copier) -> None:
+        self._roots, self._devices, self._copier = roots, devices, copier
         self._nodes: dict[int, _Node] = {}
         self._slots: dict[int, Slot] = {}
         self._warned: set[str] = set()
@@ -109,7 +117,7 @@ class Replicas:
         self._align_modules(modules)
         self._align_slots(modules)
         if len(used) > 1:
-            self._store.renew(list(self._slots.values()), used[1:])
+            self._copier.renew(list(self._slots.values()), used[1:])
 
     def training_flags(self) -> tuple[bool, ...]:
         """Return the training flags of all modules."""
@@ -158,7 +166,7 @@ class Replicas:
     # Modules --------------------------------------------------------------------------------------------------------
 
     def _modules(self) -> list[nn.Module]:
-        """Every module of the original, once, in an order that depends on the tree alone."""
+        """Return every module of the original, once, in an order that depends on the tree alone."""
         found: dict[int, nn.Module] = {}
         todo = [root for _, root in reversed(self._roots)]
         while todo:
@@ -316,6 +324,91 @@ def _derived_names(module: nn.Module) -> set[str]:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Whether an attribute is what it was; only plain values are looked into."""
+    """Return whether an attribute is what it was; only plain values are looked into."""
     plain = (bool, int, float, str, tuple, type(None))
     return one is other or (isinstance(one, plain) and type(one) is type(other) and repr(one) == repr(other))
+
+
+# ``torch.compile`` binds compiled code to one module object; each replica needs it bound to its own.
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Return whether ``module`` is what ``torch.compile(module)`` returned."""
+    # Looked up, not imported: importing the compiler takes a second.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def rewrapped(wrapper: Any, inner: nn.Module) -> nn.Module:
+    """Return what ``torch.compile`` with the same options makes of ``inner``."""
+    # dynamo_ctx has no underscore but is not documented; torch offers no other way to repeat a compile's options.
+    module: nn.Module = type(wrapper)(inner, wrapper.dynamo_ctx)
+    return module
+
+
+def leave_uncompiled(source: nn.Module, replica: nn.Module) -> None:
+    """Let ``replica`` run as it is if ``source`` was compiled in place: that code is of ``source`` alone."""
+    replica._compiled_call_impl = None
+    if source._compiled_call_impl is not None:
+        callsite.warn(
+            f"{type(source).__name__}.compile() compiled that one module, so its replicas run uncompiled: use "
+            "DataParallel(torch.compile(module)) instead"
+        )
+
+
+def lend(origins: Sequence[tuple[int, int]], sources: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:
+    """Return ``copies`` of ``sources`` as autograd knows them.
+
+    Args:
+        origins: for each copy, the position of its original among ``sources``, and the replica it is lent to.
+        sources: the original parameters.
+        copies: tensors like them, on the replicas' devices.
+    """
+    return list(_Lend.apply(origins, copies, *sources))  # type: ignore[no-untyped-call]
+
+
+class _Lend(torch.autograd.Function):
+    @staticmethod
+    @_torch.mark_untraced
+    def forward(
+        ctx: Any, origins: Sequence[tuple[int, int]], copies: Sequence[Tensor], *sources: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.origins, ctx.devices = origins, [source.device for source in sources]
+        ctx.set_materialize_grads(False)
+        return tuple(copy.detach() for copy in copies)
+
+    @staticmethod
+    @_torch.mark_untraced
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        totals: list[Tensor | None] = [None] * len(ctx.devices)
+        for (origin, _), grad in zip(ctx.origins, brought(ctx.origins, grads, ctx.devices), strict=True):
+            totals[origin] = _plus(totals[origin], grad)
+        return (None, None, *totals)
+
+
+def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+def brought(
+    origins: Sequence[tuple[int, int]], grads: Sequence[Tensor | None], devices: Sequence[torch.device]
+) -> list[Tensor | None]:
+    """Return the gradients on the devices of the originals; small ones from one device travel in one piece."""
+    brought = list(grads)
+    together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, ((origin, _), grad) in enumerate(zip(origins, grads, strict=True)):
+        if grad is None or grad.device == devices[origin]:
+            continue
+        if torch.is_grad_enabled() or grad.layout != torch.strided or grad.nbytes >= 2**20:
+            brought[i] = grad.to(devices[origin])
+        else:
+            together.setdefault((grad.device, grad.dtype), []).append(i)
+    for positions in together.values():
+        chosen = [grad for i in positions if (grad := grads[i]) is not None]
+        flat = torch.cat([grad.reshape(-1) for grad in chosen]).to(devices[origins[positions[0]][0]])
+        parts = flat.split([grad.numel() for grad in chosen])
+        for i, part, grad in zip(positions, parts, chosen, strict=True):
+            brought[i] = part.view(grad.shape)
+    return brought

@@ -1,4 +1,4 @@
-"""Run the replicas, each in a thread of its own, under the caller's modes; errors say which replica they come from.
+"""Run the replicas, each in its own thread, under the caller's modes; errors say which replica they come from.
 
 Note [Cores]
 ~~~~~~~~~~~~
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """A replica and where it runs."""
 
     replica: int
@@ -69,23 +69,23 @@ class Modes:
             stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self.autocast_cache))
 
 
-class Task(Generic[Result]):
-    """A function that runs in a thread of its own; its result, or its error, is there for who waits."""
+class ReplicaThread(Generic[Result]):
+    """A function that runs in its own thread; :meth:`result` returns its result or raises its error."""
 
-    def __init__(self, fn: Callable[[], Result], place: Place, modes: Modes) -> None:
-        self._fn, self._place, self._modes = fn, place, modes
+    def __init__(self, fn: Callable[[], Result], location: Location, modes: Modes) -> None:
+        self._fn, self._location, self._modes = fn, location, modes
         self._result: list[Result] = []
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._begun = self._called_off = False
         self._ended = threading.Event()
         context = contextvars.copy_context()
-        self._stream = _stream_of(place.device)
-        self._thread = threading.Thread(target=context.run, args=(self._run,), name=f"lockstep {place}")
+        self._stream = _stream_of(location.device)
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name=f"lockstep {location}")
         try:
             self._thread.start()
         except BaseException:
-            # Ctrl-C, most likely while Python waited for the thread to begin: nobody else will know of this task.
+            # Ctrl-C, most likely while Python waited for the thread to begin: no caller will know of it.
             with self._lock:
                 self._called_off = True
             if self._begun:
@@ -101,7 +101,7 @@ class Task(Generic[Result]):
             with ExitStack() as stack:
                 self._modes.enter(stack)
                 if self._stream is not None:
-                    stack.enter_context(torch.get_device_module(self._place.device).device(self._place.device))
+                    stack.enter_context(torch.get_device_module(self._location.device).device(self._location.device))
                     stack.enter_context(self._stream)
                 self._result.append(self._fn())
         except BaseException as error:  # noqa: BLE001  (it is raised where the result is waited for)
@@ -110,7 +110,7 @@ class Task(Generic[Result]):
             self._ended.set()
 
     def wait(self) -> None:
-        """Wait until it has ended, well or not. It ends when the replica's own work does, as a call would."""
+        """Wait until it has ended, with a result or an error."""
         # Not by join alone: where Ctrl-C interrupts that, Python takes the thread for ended, and waits for it no more.
         self._ended.wait()
         self._thread.join()
@@ -124,21 +124,21 @@ class Task(Generic[Result]):
         self.wait()
         if self._error is not None:
             try:
-                raise placed(self._error, self._place)
+                raise located(self._error, self._location)
             finally:
                 self._error = None  # the traceback holds this frame: no circle of references may stay
         return self._result.pop()
 
 
 def _stream_of(device: torch.device) -> Any:
-    """The caller's current stream of an accelerator, which the replica's thread uses too."""
+    """Return the caller's current stream of an accelerator, which the replica's thread uses too."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
 def run_replicas(
-    calls: Sequence[Callable[[], Result]], places: Sequence[Place], modes: Modes, *, in_turn: bool
+    calls: Sequence[Callable[[], Result]], locations: Sequence[Location], modes: Modes, *, in_turn: bool
 ) -> list[Result]:
-    """Return the results of the calls: the first runs in this thread, each other in a thread of its own.
+    """Return the results of the calls: the first runs in this thread, each other in its own thread.
 
     Args:
         in_turn: run one after the other.
@@ -147,21 +147,23 @@ def run_replicas(
         Exception: what the first call that failed raised, with the replica and its device added to its message; the
             others have ended by then.
     """
-    tasks: list[Task[Result]] = []
+    running: list[ReplicaThread[Result]] = []
     cores = Cores(None if in_turn else modes.operator_threads)
     try:
         if not in_turn:
             cores.divide()
-            tasks.extend(Task(call, place, modes) for call, place in zip(calls[1:], places[1:], strict=True))
-        first = run_here(calls[0], places[0])
+            running.extend(
+                ReplicaThread(call, location, modes) for call, location in zip(calls[1:], locations[1:], strict=True)
+            )
+        first = run_here(calls[0], locations[0])
         if in_turn:
-            for call, place in zip(calls[1:], places[1:], strict=True):
-                tasks.append(Task(call, place, modes))
-                tasks[-1].wait()
-        return [first, *(task.result() for task in tasks)]
+            for call, location in zip(calls[1:], locations[1:], strict=True):
+                running.append(ReplicaThread(call, location, modes))
+                running[-1].wait()
+        return [first, *(each.result() for each in running)]
     finally:
-        for task in tasks:
-            task.wait()
+        for each in running:
+            each.wait()
         cores.restore()
 
 
@@ -185,24 +187,24 @@ class Cores:
             self._before = None
 
 
-def run_here(call: Callable[[], Result], place: Place) -> Result:
+def run_here(call: Callable[[], Result], location: Location) -> Result:
     """Call it in this thread; errors are marked as in :func:`run_replicas`."""
     try:
-        if place.device.type == "cpu":
+        if location.device.type == "cpu":
             return call()
-        with torch.get_device_module(place.device).device(place.device):
+        with torch.get_device_module(location.device).device(location.device):
             return call()
     except Exception as error:
-        placed(error, place)
+        located(error, location)
         raise
 
 
-def placed(error: BaseException, place: Place) -> BaseException:
+def located(error: BaseException, location: Location) -> BaseException:
     """Return the same error, whose text says where it happened.
 
     The object stays the same, and so do its type, its attributes and its traceback.
     """
-    text = f"(in {place})"
+    text = f"(in {location})"
     if error.args and isinstance(error.args[0], str) and not isinstance(error, KeyError):
         error.args = (f"{error.args[0]} {text}", *error.args[1:])
     elif sys.version_info >= (3, 11):

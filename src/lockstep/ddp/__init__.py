@@ -1,5 +1,5 @@
-"""Replicas in processes: gradients averaged over the ranks while backward goes on.
+"""Replicas in processes: gradients averaged over the ranks during backward.
 
-Who calls whom: ``api`` and ``wrapper`` (what users see) -> ``replica`` (one module's place in the group) ->
+Who calls whom: ``api`` and ``wrapper`` (what users see) -> ``replica`` (one module in the group) ->
 ``hooks`` (autograd's events) -> ``reducer`` (a state machine) -> ``bucket`` (memory). ``plan`` is pure.
 """

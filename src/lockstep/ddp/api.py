@@ -24,10 +24,10 @@ from torch.distributed.algorithms.join import Join, Joinable
 from lockstep import _torch
 from lockstep.comm import streams
 from lockstep.ddp.comm_hooks import CommHook
+from lockstep.ddp.compare import why_unfit
 from lockstep.ddp.members import parameters_of
 from lockstep.ddp.options import CheckFinite, ReplicaOptions
 from lockstep.ddp.replica import Replica
-from lockstep.ddp.unfit import why_unfit
 from lockstep.errors import LockstepError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -82,7 +82,7 @@ def replicate(
         gradient_as_bucket_view: let every ``grad`` be a view of its bucket, which saves a copy of the gradients. The
             same memory is used again in the next step, unless you still hold the gradient (or a slice or a NumPy array
             of it): then it stays as it is, as in one process.
-        overlap: average a bucket as soon as it is full, while backward goes on. False: all at the end, which a graph
+        overlap: average a bucket as soon as it is full, during backward. False: all at the end, which a graph
             that changes from step to step under re-entrant checkpointing needs. None: True, but over a backend that
             reduces in its own memory ("shm") everything is one bucket for each dtype, whatever its size, that is
             averaged in place at the end; see Note [One reduction] in reducer.py.
@@ -157,7 +157,7 @@ def join(
     enable: bool = True,
     throw_on_early_termination: bool = False,
 ) -> AbstractContextManager[None]:
-    """**Collective.** A context for training loops with unequal numbers of batches on the ranks.
+    """**Collective.** Return a context for training loops with unequal numbers of batches on the ranks.
 
     A rank that has left the loop answers the collectives of the others until all have left it; then all take the
     parameters of a rank that trained to the end. (Batches from :func:`lockstep.shard` are never uneven in number.)
@@ -241,7 +241,7 @@ def _why_taken(model: nn.Module) -> str | None:
 
 
 def _release_unwrapped(model: weakref.ref[nn.Module], replica: weakref.ref[Replica]) -> None:
-    """The wrapper of a replica is gone. (Inside a backward it stays a replica, until the module goes.)"""
+    """Release a replica whose wrapper is gone. (Inside a backward it stays a replica, until the module goes.)"""
     module, attached = model(), replica()
     if module is None or attached is None or _replicas.get(module) is not attached or attached.is_in_backward:
         return
@@ -266,7 +266,7 @@ def _open_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         group = dist.group.WORLD if dist.is_initialized() else None
     if group is None:
         raise LockstepError(
-            "no process group is open, so there is nobody to be a replica of: call lockstep.init() first "
+            "no process group is open, so there are no other replicas: call lockstep.init() first "
             "(or torch.distributed.init_process_group)"
         )
     if dist.get_rank(group) < 0:
@@ -275,7 +275,7 @@ def _open_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _leave_stream(module: nn.Module, *_: Any) -> None:
-    """The way back to the common random numbers, also from a forward that failed. In a copy it does nothing."""
+    """Return to the common random numbers, also after a forward that failed. In a copy it does nothing."""
     if not torch.compiler.is_exporting():
         streams.current().leave(module)
 
@@ -317,4 +317,4 @@ def _inert_hook() -> Callable[..., None]:
 
 
 def _do_nothing(*_: Any) -> None:
-    """What is left of a replica's hooks in a copy of its module."""
+    """Do nothing: what is left of a replica's hooks in a copy of its module."""

@@ -1,16 +1,16 @@
 """One backward: which gradients have come, what was sent of them, and the averages that are handed out.
 
-Note [Launch order]
-~~~~~~~~~~~~~~~~~~~
+Note [Issue order]
+~~~~~~~~~~~~~~~~~~
 A backend pairs the ranks' collectives by the order in which each rank starts them, and gradients may arrive in another
-order on every rank. So buckets are launched strictly by index: a full bucket waits for those before it. The last bucket
-is launched at the end of backward; nothing is left to overlap it with. A comm hook may start more collectives from the
+order on every rank. So buckets are issued strictly by index: a full bucket waits for those before it. The last bucket
+is issued at the end of backward; nothing is left to overlap it with. A comm hook may start more collectives from the
 backend's threads as earlier ones end (PowerSGD does). Nothing else is started while a hook's bucket is under way, or
 the ranks' orders would differ: the next bucket waits for its future, and so do the flags and the sparse gradients.
 
 Note [Labels]
 ~~~~~~~~~~~~~
-If backward fails on one rank, which catches that and goes on, its next backward meets the others' present one. So a
+If backward fails on one rank, which catches that and continues, its next backward meets the others' present one. So a
 bucket's all-reduce is labelled with the number of the backward, for backends that compare labels (modulo a small
 number, since labels are kept).
 
@@ -133,8 +133,8 @@ class Backward:
         sync: whether gradients are averaged in it; if not, they accumulate on this rank.
         weight: this rank's gradients count this much; see Note [Exact mean]. 0 discards them.
         divisor: what the sum over ranks is divided by.
-        kept: copies of gradients, by position, that are put back if nobody used the parameter.
-        discards: its own gradients count nothing, so one that is gone at the end is no mistake.
+        kept: copies of gradients, by position, that are put back if no rank used the parameter.
+        discards: its own gradients count nothing, so one that is gone at the end is not a mistake.
         number: how many synchronised backwards have begun, this one included if it is one; see Note [Labels].
     """
 
@@ -156,7 +156,7 @@ class Backward:
         #: others; see Note [Left-out backwards].
         self.left_out = 0
         self.place = 0
-        #: Index of the bucket to launch next; see Note [Launch order].
+        #: Index of the bucket to issue next; see Note [Issue order].
         self.next = 0
         #: Whether gradients were bad, so that all ranks leave this step out.
         self.skipped = False
@@ -198,10 +198,10 @@ class Backward:
     # Sending --------------------------------------------------------------------------------------------------------
 
     def hook_is_done(self) -> bool:
-        """Whether no comm hook is at work; see Note [Launch order]."""
+        """Return whether no comm hook is at work; see Note [Issue order]."""
         return self._in_hook is None or self._in_hook.done()
 
-    def launch_next(self) -> None:
+    def issue_next(self) -> None:
         """**Collective.** Fill the next bucket and begin to reduce it; under ``no_grad``."""
         bucket = self._all.buckets[self.next]
         bucket.counted, self.next = len(bucket.arrived), self.next + 1
@@ -212,7 +212,7 @@ class Backward:
         if self._all.finite is not None:
             self._all.finite.inspect(bucket, [self._all.names[position] for position in bucket.positions])
         if self._all.comm_hook is not None:
-            self._launch_hook(*self._all.comm_hook, bucket)
+            self._issue_hook(*self._all.comm_hook, bucket)
         elif self._all.world_size > 1:
             self._all_reduce(bucket)
 
@@ -229,7 +229,7 @@ class Backward:
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
         while self.next < len(self._all.buckets):
-            self.launch_next()
+            self.issue_next()
         if not self._all.sends and self._all.finite is None:
             return self.missing()
         unused = self._collect(write=write and self._all.sends)
@@ -296,32 +296,33 @@ class Backward:
             return labelled(f"{what}, {self._all.describe(bucket)}")
         return self._all.labels[bucket.index][backward]
 
-    def _launch_hook(self, state: Any, hook: CommHook, bucket: Bucket) -> None:
+    def _issue_hook(self, state: Any, hook: CommHook, bucket: Bucket) -> None:
         if self._in_hook is not None:
             before = f"{self._all.whoami()}: averaging the bucket before bucket {bucket.index}"
             wait_for(self._in_hook.wait, lambda: before)
         future = self._in_hook = hook(state, GradBucket(bucket, is_last=bucket.index == len(self._all.buckets) - 1))
         bucket.wait, bucket.result = future.wait, future.value
 
-    def _launch_sparse(self, slot: SparseSlot) -> SparseTransfer:
+    def _issue_sparse(self, slot: SparseSlot) -> SparseTransfer:
         used = bool(slot.arrived) or slot.position in self._all.pending
-        return slot.launch(self._weight / self._divisor, used, self._all.finite)
+        return slot.issue(self._weight / self._divisor, used, self._all.finite)
 
     # Handing out ----------------------------------------------------------------------------------------------------
 
     def _collect(self, *, write: bool) -> list[int]:
-        """Wait for all that was sent; the positions of the parameters that no rank used, unless the step is skipped."""
+        """Wait for all that was sent. Return the positions of the parameters that no rank used, unless the step is
+        skipped."""
         buckets, checked = self._all.buckets, self._all.finite is not None
         hooked = self._all.comm_hook is not None and self._all.world_size > 1
         unused: list[int] = []
-        if hooked:  # see Note [Launch order]
+        if hooked:  # see Note [Issue order]
             for bucket in buckets:
                 self._wait(bucket)
             # (What the hook itself sends may come from any thread, so it goes without a label.)
             if buckets:
                 with self._label(buckets[-1]):
                     self._exchange_flags()
-        sparse = [self._launch_sparse(slot) for slot in self._all.sparse]
+        sparse = [self._issue_sparse(slot) for slot in self._all.sparse]
         for bucket in () if hooked else buckets:
             self._wait(bucket)
             if write and not checked:
@@ -343,7 +344,7 @@ class Backward:
         return [bucket.positions[slot] for bucket in self._all.buckets for slot in bucket.missing]
 
     def _write(self, bucket: Bucket) -> list[int]:
-        """Hand out the averages; the positions of the parameters that nobody used."""
+        """Hand out the averages. Return the positions of the parameters that no rank used."""
         if not bucket.missing:
             if self._all.as_view:
                 bucket.unpack_as_views()
@@ -373,7 +374,7 @@ class Backward:
                 bucket.values.copy_(tensor.view(-1))
 
     def _judge(self, sparse: Sequence[SparseTransfer], *, restore: bool) -> bool:
-        """Whether this step is skipped."""
+        """Return whether this step is skipped."""
         assert self._all.finite is not None  # (for the type checker)
         flags = [transfer.is_bad() for transfer in sparse] + [bool(bucket.bad.any()) for bucket in self._all.buckets]
         try:
@@ -384,7 +385,7 @@ class Backward:
             raise
 
     def _restore_unused(self, bucket: Bucket) -> list[int]:
-        """Leave the gradients that nobody used as they were before the reduction; their slots."""
+        """Restore the gradients that no rank used as they were before the reduction. Return their slots."""
         if not bucket.missing:
             return []
         unused = [slot for slot, used in enumerate((bucket.used.abs() > 0).tolist()) if not used]
@@ -395,7 +396,7 @@ class Backward:
         return unused
 
     def _exchange_flags(self) -> None:
-        """A comm hook sees gradients only, so the flags travel by themselves."""
+        """Exchange the flags by themselves: a comm hook sees gradients only."""
         buckets = self._all.buckets
         flags = torch.cat([bucket.tail.abs().to(torch.float32) for bucket in buckets])
         work = dist.all_reduce(flags, group=self._all.group, async_op=True)
@@ -410,7 +411,7 @@ class Backward:
         return self._find_late_portion() or (self._find_taken() if self.sync and self._versions else None)
 
     def _find_late_portion(self) -> LockstepError | None:
-        """A gradient changed after it was sent; see Note [More than one event]."""
+        """Find a gradient that changed after it was sent; see Note [More than one event]."""
         late: list[int] = []
         for bucket in self._all.buckets:
             arrived = bucket.arrived
@@ -429,7 +430,7 @@ class Backward:
         )
 
     def _find_taken(self) -> LockstepError | None:
-        """A gradient was gone before it was sent; see Note [Taken gradients]."""
+        """Find a gradient that was gone before it was sent; see Note [Taken gradients]."""
         for position in self.arrivals():
             param = self._all.params[position]
             if param.grad is None and param._version != self._versions[position]:
@@ -459,12 +460,12 @@ class Backward:
 
 
 def _count_left_out(number: int) -> str:
-    """Forwards that had no backward, in the words that :func:`explained` looks for."""
+    """Count forwards without a backward, in the words that :func:`explained` looks for."""
     return f"{number} forward{'' if number == 1 else 's'} {_LEFT_OUT}"
 
 
 def explained(error: CollectiveMismatch) -> CollectiveMismatch:
-    """Return it with what to do about it, if some rank said that it left a backward out; else the error itself."""
+    """Return ``error`` with a remedy, if some rank said that it left a backward out; else ``error`` itself."""
     if _LEFT_OUT not in str(error):
         return error
     return CollectiveMismatch(

@@ -8,7 +8,7 @@ Note [Bucket layout]
 
 ``used i`` is 1 where this rank has a gradient for parameter i since the last reduction and 0 where it has none;
 ``bad i`` (only with ``check_finite``) is 1 where that gradient is not finite. They are summed over the ranks together
-with the gradients, so that every rank can know which parameters nobody used, and which were bad, without a second
+with the gradients, so that every rank can know which parameters no rank used, and which were bad, without a second
 collective. ``places`` (only in the last bucket, over backends that know no labels) are a few flags of which each rank
 sets one, according to how far it has come: more than one that is not 0 says that the ranks are in different backwards,
 see Note [Left-out backwards]. Flags are read only when the answer matters, because reading them waits for the device.
@@ -25,7 +25,7 @@ known. (What is a parameter's still is accumulated into, and changes for everybo
 - what is held is put aside while the sums are made in its place, and put back afterwards, and those parameters get a
   copy of their average;
 - but where much of a bucket is held that lies in memory of its own (memory that the ranks share can't be changed by one
-  rank alone), it takes new memory and leaves the old to who holds it. That makes all its views anew, which costs more
+  rank alone), it takes new memory and leaves the old to its holder. That makes all its views anew, which costs more
   than to copy one gradient that a loop's variable holds still.
 """
 
@@ -143,11 +143,11 @@ class Bucket:
         #: Of the backward under way: positions of the parameters whose gradient has come, in order; more than once if
         #: it came in portions. Always the same list.
         self.arrived: list[int] = []
-        #: How many had come when the bucket was launched.
+        #: How many had come when the bucket was issued.
         self.counted = 0
         #: Slots that are packed already, before the others have come.
         self.packed: set[int] = set()
-        #: Slots for which this rank has no gradient, once it is launched.
+        #: Slots for which this rank has no gradient, once it is issued.
         self.missing: list[int] = []
         #: What waits for it, if it was sent, and what then returns a comm hook's result.
         self.wait: Callable[[], object] | None = None
@@ -205,7 +205,7 @@ class Bucket:
         ]
 
     def leave_to_holders(self) -> None:
-        """A backward begins: see to it that what others hold of the last one stays as it is."""
+        """Begin a backward: let what others hold of the last one stay as it is."""
         held = self._held()
         if not held:
             return
@@ -220,7 +220,7 @@ class Bucket:
         self.tail.copy_(self._fresh_flags[place % len(self._fresh_flags)])
 
     def put_back(self) -> None:
-        """A backward has ended: what others hold is again what it was."""
+        """End a backward: restore what others hold."""
         if not self._put_aside:
             return  # (to switch gradients off takes longer than to look)
         with torch.no_grad():
@@ -229,13 +229,13 @@ class Bucket:
         self._put_aside.clear()
 
     def leave(self) -> None:
-        """Let every gradient that is a view of the bucket be a tensor of its own."""
+        """Replace every gradient that is a view of the bucket by a separate tensor."""
         for param, view in zip(self.params, self.views, strict=True):
             if param.grad is view:
                 param.grad = view.clone()
 
     def _held(self) -> list[int]:
-        """The slots whose view is no parameter's gradient, but may be held by somebody else."""
+        """Return the slots whose view is no parameter's gradient, but may be held by somebody else."""
         aliased = _owners_of_storage(self._storage) > self._owners_alone
         if not aliased and _references_to(self.views) == self._references_alone:
             return []
@@ -265,7 +265,7 @@ class Bucket:
             _foreach_copy(views, grads)
 
     def pack_some(self, grads: Sequence[Tensor | None], scale: Tensor | None) -> None:
-        """As :meth:`pack`, with zeros where there is no gradient, and without what is packed already."""
+        """Do as :meth:`pack`, with zeros where there is no gradient, and without what is packed already."""
         for slot, grad in enumerate(grads):
             if slot in self.packed:
                 continue
@@ -319,12 +319,13 @@ class Bucket:
 
 
 def _references_to(views: Sequence[Tensor]) -> int:
-    """References from Python, and from C++ (which Python counts as one, or not at all, as torch's version has it)."""
+    """Count references from Python, and from C++ (which Python counts as one, or not at all, as torch's version has
+    it)."""
     return sum(map(sys.getrefcount, views)) + sum(map(_owners_of_tensor, views))
 
 
 def _shaped(part: Tensor, param: Parameter) -> Tensor:
-    """``part`` (1-D) as a tensor of the parameter's shape, and of its strides where they leave no gaps."""
+    """Return ``part`` (1-D) as a tensor of the parameter's shape, and of its strides where they leave no gaps."""
     if param.is_contiguous() or not _gapless(param):
         return part.view(param.shape)
     return part.as_strided(param.shape, param.stride())

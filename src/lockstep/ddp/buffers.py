@@ -3,7 +3,7 @@
 Note [Layout of a message]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 A buffer may have another size on each rank: a table of positions that grows with the longest sequence so far. A backend
-need not notice: gloo takes a message that is shorter than expected, and all that lies behind that buffer in the message
+need not notice: gloo takes a message that is shorter than expected, and all that follows that buffer in the message
 would end up shifted. So a message begins with a digest of the shapes and dtypes in it, which a rank compares with its
 own: a rank that holds others raises. (Where the message is longer than expected gloo aborts the process. On a GPU
 nothing is compared, since reading the digest would wait for the device.)
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.waiting import wait_for
-from lockstep.errors import CollectiveMismatch
+from lockstep.errors import CollectiveMismatch, listed
 
 #: Bytes sent at once: enough to be fast, not so much that the copies fill the memory.
 _CHUNK = 64 * 1024 * 1024
@@ -58,10 +58,9 @@ def broadcast_tensors(
         if not sends:
             theirs, *received = message.split_with_sizes([len(part) for part in parts])
             if len(digest) and not torch.equal(theirs, digest):
-                shown = ", ".join(f"{list(shape)} of {dtype}" for shape, dtype in layout[:10])
-                more = f" and {len(layout) - 10} more" if len(layout) > 10 else ""
+                shown = listed([f"{list(shape)} of {dtype}" for shape, dtype in layout], most=10)
                 raise CollectiveMismatch(
-                    f"{what()}: rank {source} sent tensors of other shapes or dtypes than this rank's ({shown}{more}), "
+                    f"{what()}: rank {source} sent tensors of other shapes or dtypes than this rank's ({shown}), "
                     "so nothing was taken. A buffer must have the same size on every rank; one that grows with a "
                     "rank's own data can be a plain attribute instead, or be named in "
                     "model._ddp_params_and_buffers_to_ignore"

@@ -31,7 +31,7 @@ class GradBucket:
         return self._bucket.index
 
     def is_last(self) -> bool:
-        """Return whether it is the last bucket of this backward."""
+        """Return whether this is the last bucket of this backward."""
         return self._is_last
 
     def buffer(self) -> Tensor:

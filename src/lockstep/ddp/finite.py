@@ -12,7 +12,7 @@ from lockstep import callsite
 from lockstep.comm.exchange import all_gather_records
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.options import CheckFinite
-from lockstep.errors import NonFiniteGradient
+from lockstep.errors import NonFiniteGradient, listed
 
 #: Steps skipped one after the other before training that goes nowhere is an error.
 MOST_SKIPPED = 100
@@ -48,7 +48,7 @@ class FiniteCheck:
         return True
 
     def verdict(self, *, flagged: bool, whoami: Callable[[], str]) -> bool:
-        """**Collective.** What becomes of this step; whether it is skipped.
+        """**Collective.** Decide what becomes of this step. Return whether it is skipped.
 
         Args:
             flagged: whether any rank flagged a gradient; the same on all ranks.
@@ -61,7 +61,9 @@ class FiniteCheck:
             self._skipped_in_a_row = 0
             return False
         found = {rank: names for rank, names in enumerate(all_gather_records(mine, self._group)) if names}
-        where = "; ".join(f"of {_listed(names)} on rank {rank}" for rank, names in found.items())
+        where = "; ".join(
+            f"of {listed([f'{name!r}' for name in names], most=5)} on rank {rank}" for rank, names in found.items()
+        )
         what = f"{whoami()}: infinite or NaN gradients before averaging: {where}"
         if self._policy == "raise":
             raise NonFiniteGradient(
@@ -76,16 +78,11 @@ class FiniteCheck:
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row == MOST_SKIPPED:
             raise NonFiniteGradient(
-                f"{what}. That was the {MOST_SKIPPED}th step in a row that was skipped, so training has come to an end "
-                "here: the parameters may hold such values already. Go back to a checkpoint, or lower the learning rate"
+                f"{what}. That was the {MOST_SKIPPED}th step in a row that was skipped, so training stops here: the "
+                "parameters may hold such values already. Go back to a checkpoint, or lower the learning rate"
             )
         if concerned:
             callsite.warn(
                 f"{what}. No gradient is left on any rank, so the optimizer's step changes nothing", RuntimeWarning
             )
         return True
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

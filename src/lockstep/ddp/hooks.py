@@ -8,7 +8,7 @@ has a gradient. It begins a backward of ours and asks autograd to call back when
 - a rank takes part even if none of its parameters gets a gradient;
 - a nested backward (re-entrant checkpointing) does not end it: the callback belongs to the outer one;
 - a second backward through the same graph is a backward of its own;
-- forward leaves nothing behind: an exception between forward and backward has nothing to clean up;
+- forward keeps no state: an exception between forward and backward has nothing to clean up;
 - ``torch.autograd.grad``, which accumulates nothing, is told apart and sends nothing.
 
 If forward returned no tensor that can be found (nor do we search for ever in large Python structures), or the gradients
@@ -86,7 +86,7 @@ class Forward(NamedTuple):
 
 
 class BackwardListener(Protocol):
-    """Who is told of a module's backwards; all but the last are called inside of one."""
+    """Is told of a module's backwards; all but the last method are called inside of one."""
 
     @property
     def is_in_backward(self) -> bool:
@@ -94,35 +94,35 @@ class BackwardListener(Protocol):
         ...
 
     def gradient_unannounced(self) -> None:
-        """A gradient has come although no backward has begun: none of forward's outputs was on its way."""
+        """Handle a gradient that came although no backward has begun: it passed none of forward's outputs."""
         ...
 
     def parameters_unreached(self) -> None:
-        """A backward has reached an output of forward, and will reach none of the parameters."""
+        """Handle a backward that has reached an output of forward and will reach none of the parameters."""
         ...
 
     def backward_begins(self, forward: Forward) -> None:
-        """A backward comes through ``forward``."""
+        """Begin the backward of ``forward``."""
         ...
 
     def backward_joins(self, forward: Forward) -> None:
-        """The backward that is under way comes through ``forward`` too."""
+        """Take ``forward`` into the backward that is under way."""
         ...
 
     def backward_ends(self) -> None:
-        """All its gradients have come."""
+        """End the backward: all its gradients have come."""
         ...
 
     def backward_dies(self) -> None:
-        """It ended with an error, some time ago."""
+        """Forget a backward that ended with an error, some time ago."""
         ...
 
 
 class Reached(Protocol):
-    """What wants to know when a backward has reached a forward's output."""
+    """Is told when a backward has reached a forward's output."""
 
     def reached(self) -> None:
-        """It has."""
+        """Note that it has."""
         ...
 
 
@@ -167,7 +167,7 @@ class Forwards:
         return 0 if self._has_habit else left_out
 
     def _is_whole_step(self, left_out: int) -> bool:
-        """Whether what was left out looks like a step before this backward's own; see Note [Left-out backwards]."""
+        """Return whether what was left out looks like an earlier step than this one; see Note [Left-out backwards]."""
         return (
             self._fewest is not None
             and self._fewest <= left_out <= len(self._expected) - self._fewest
@@ -211,7 +211,7 @@ class BackwardWatch:
             self.forwards.expect(forward.number)
 
     def reach(self, forward: Forward, stand_ins: Reached | None) -> None:
-        """A backward has reached an output of ``forward``."""
+        """Note that a backward has reached an output of ``forward``."""
         if self._listener.is_in_backward or accumulates(self._nodes):
             self.open(forward)
         else:
@@ -239,11 +239,11 @@ class BackwardWatch:
             _queue_callback(callback)
 
     def end(self) -> None:
-        """Watch no more; a backward that comes through an earlier forward raises."""
+        """Stop watching; a backward that comes through an earlier forward raises."""
         self._has_ended = True
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Drop the parameters."""
         self._nodes.clear()
 
     @_torch.mark_untraced
@@ -253,7 +253,7 @@ class BackwardWatch:
 
 
 class _OnOutput:
-    """What autograd calls when a backward has reached an output."""
+    """Called by autograd when a backward has reached an output."""
 
     def __init__(self, watch: BackwardWatch, forward: Forward, stand_ins: Reached | None) -> None:
         self._watch, self._forward, self._stand_ins = watch, forward, stand_ins
@@ -264,7 +264,7 @@ class _OnOutput:
 
 
 class _EndOfBackward:
-    """What autograd calls when a backward has ended. An object of its own, so that it can be held weakly."""
+    """Called by autograd when a backward has ended. A separate object, so that it can be held weakly."""
 
     def __init__(self, listener: BackwardListener) -> None:
         self._listener = listener

@@ -63,10 +63,10 @@ class ReplicaJoinHook(JoinHook):
 
     @_torch.mark_untraced
     def main_hook(self) -> None:
-        """**Collective.** One step without data."""
+        """**Collective.** Take one step without data."""
         self._replica.answer_step(divide_by_initial_world_size=self._divide_by_initial_world_size)
 
     @_torch.mark_untraced
     def post_hook(self, is_last_joiner: bool) -> None:
-        """**Collective.** Everybody has run out: take parameters and buffers from a rank that trained to the end."""
+        """**Collective.** Once every rank has run out, take the state of a rank that trained to the end."""
         self._replica.adopt_final_state(is_last_joiner=is_last_joiner)

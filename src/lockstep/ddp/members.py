@@ -1,4 +1,4 @@
-"""What of a module belongs to its replica: all parameters and buffers, but for those that the module says to ignore.
+"""The members of a module that belong to its replica: all parameters and buffers, but for those it says to ignore.
 
 The names to ignore stand in the attribute that torch's DDP reads (libraries that manage some parameters themselves set
 it, through ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model``). What is ignored is neither
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lockstep import _torch
 
 _NONE: frozenset[str] = frozenset()
-#: The place of what hangs where None was put in a module's place.
+#: The index of what hangs where None was put in a module's place.
 _NOTHING = -1
 _buffers = operator.attrgetter("_buffers")
 
@@ -59,24 +59,24 @@ class Tree:
     """The modules within a module, and whether they are still those.
 
     Held weakly, since any of them may refer to the root, which the replica must not keep alive. TorchScript's modules
-    are leaves: they let nothing be put into them, and make what hangs in them anew for who looks at it.
+    are leaves: they let nothing be put into them, and make what hangs in them anew at each look.
     """
 
     def __init__(self, module: nn.Module) -> None:
         parts: list[Any] = [module]
-        places = {id(module): 0, id(None): _NOTHING}
-        #: What hangs in the modules, one after the other: each one's place in the list of all.
+        indices = {id(module): 0, id(None): _NOTHING}
+        #: What hangs in the modules, one after the other: each one's index in the list of all.
         self._hanging: list[int] = []
         self._holding: list[int] = []
-        for place, part in enumerate(parts):
+        for index, part in enumerate(parts):
             if isinstance(part, torch.jit.ScriptModule):
                 continue
-            self._holding.append(place)
+            self._holding.append(index)
             for child in part._modules.values():
-                if id(child) not in places:
-                    places[id(child)] = len(parts)
+                if id(child) not in indices:
+                    indices[id(child)] = len(parts)
                     parts.append(child)
-                self._hanging.append(places[id(child)])
+                self._hanging.append(indices[id(child)])
         #: Whether TorchScript's are among them.
         self.is_scripted = len(self._holding) < len(parts)
         self._is_plain = not self.is_scripted and self._hanging == [*range(1, len(parts))]
@@ -90,8 +90,8 @@ class Tree:
         parts: list[Any] = [ref() for ref in self._parts]
         holding, expected = parts, parts[1:]
         if not self._is_plain:
-            holding = [parts[place] for place in self._holding]
-            expected = [None if place == _NOTHING else parts[place] for place in self._hanging]
+            holding = [parts[index] for index in self._holding]
+            expected = [None if index == _NOTHING else parts[index] for index in self._hanging]
         try:
             hanging = [child for part in holding for child in part._modules.values()]
         except AttributeError:  # one of them is gone

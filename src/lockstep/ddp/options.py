@@ -49,7 +49,7 @@ class ReplicaOptions:
         """Whether buffers are sent, at construction or later."""
         return self.broadcast_buffers or bool(self.init_sync_buffers)
 
-    def agreement(self) -> dict[str, Any]:
+    def must_match(self) -> dict[str, Any]:
         """Return what must be the same on every rank, or the ranks' collectives would not match."""
         shared = asdict(self)
         del shared["find_unused_parameters"], shared["gradient_as_bucket_view"]

@@ -82,7 +82,7 @@ class OwnParameters:
         self._adopt(module)
 
     def close(self) -> None:
-        """Let go of the parameters, and of the modules."""
+        """Drop the parameters and the modules."""
         module = self._module()
         for part in () if module is None else module.modules():
             if _owners.get(part) is self:
@@ -210,11 +210,11 @@ class _Places:
 
 
 def _find_places(module: nn.Module, known: Container[int]) -> dict[int, list[_Place]]:
-    """Where the parameters of the ids ``known`` stand, by id."""
+    """Return where the parameters of the ids ``known`` stand, by id."""
     slots: dict[int, list[_Place]] = {}
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
-            continue  # it makes its dictionaries anew for who looks at them, and lets nothing be put into them
+            continue  # it makes its dictionaries anew at each look, and lets nothing be put into them
         for name, param in part._parameters.items():
             if param is not None and id(param) in known:
                 slots.setdefault(id(param), []).append((part._parameters, name, param))

@@ -1,4 +1,4 @@
-"""The reducer: what stays from one backward to the next, and which events may launch a bucket.
+"""The reducer: what stays from one backward to the next, and which events may issue a bucket.
 
 It is a state machine driven by three events, and it never touches autograd: ``begin`` (a backward starts), the callable
 from ``ready_hook(i)`` (parameter i has its gradient), ``finish`` (the backward has ended). ``hooks`` turns autograd's
@@ -67,7 +67,7 @@ from lockstep.errors import CollectiveMismatch, LockstepError
 _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 
 
-class Outcome(NamedTuple):
+class BackwardOutcome(NamedTuple):
     """What a backward left."""
 
     #: What to raise once all ranks are through with it: a mistake that only this rank can see.
@@ -88,7 +88,7 @@ class Reducer:
         sparse: the parameters with sparse gradients.
         group: the ranks that hold replicas.
         as_view: let every grad be a view of its bucket.
-        overlap: launch buckets while backward goes on.
+        overlap: issue buckets during backward.
         at_once: an all-reduce returns when it is complete; see Note [One reduction].
         finite: looks at the gradients before they are sent.
         listener: is told of a gradient that comes while no backward is under way.
@@ -120,7 +120,7 @@ class Reducer:
         # What the buckets are laid out for: all dtypes, and devices, for which the first and the last are asked.
         self._ends = [*self.params[:1], *self.params[-1:]]
         self._dtypes, self._devices = [*map(_dtype, self.params)], [*map(_device, self._ends)]
-        #: Buckets that are launched at the end, and parameters that are packed then; see Note [More than one event].
+        #: Buckets that are issued at the end, and parameters that are packed then; see Note [More than one event].
         self._late_for_good = set() if overlap else set(range(len(buckets)))
         self._in_portions: set[int] = set() if overlap or at_once else set(range(len(params)))
         self._learned = False
@@ -208,7 +208,7 @@ class Reducer:
                 self._begin_unannounced()
             append(position)
             if len(arrived) >= expected:
-                self._launch_full_buckets()
+                self._issue_full_buckets()
 
         if param.numel() < SMALL:
             return on_gradient if self._overlap else on_gradient_at_last
@@ -227,12 +227,12 @@ class Reducer:
             ):
                 bucket.pack_early(slot, self._present().scale(bucket), as_view=self._all.as_view)
             if len(arrived) >= expected:
-                self._launch_full_buckets()
+                self._issue_full_buckets()
 
         return on_large_gradient
 
-    def finish(self, *, left_out: int = 0) -> Outcome:
-        """**Collective** if the backward is synchronised. The backward has ended: send the rest, write the averages.
+    def finish(self, *, left_out: int = 0) -> BackwardOutcome:
+        """**Collective** if the backward is synchronised. End the backward: send the rest, write the averages.
 
         Args:
             left_out: forwards to tell of that had no backward; see Note [Left-out backwards].
@@ -248,7 +248,7 @@ class Reducer:
             mistake = backward.find_mistake()
             if not backward.sync:
                 self._all.pending.update(backward.arrivals())
-                return Outcome(mistake)
+                return BackwardOutcome(mistake)
             self._left_out += left_out
             backward.left_out, backward.place = left_out, self._begun + self._left_out
             unused = backward.average_rest(write=True)
@@ -259,7 +259,7 @@ class Reducer:
             self._all.pending.clear()
             self._all.step += 1
             names = None if backward.skipped else [self._all.names[position] for position in sorted(unused)]
-            return Outcome(mistake, backward.missing(), names)
+            return BackwardOutcome(mistake, backward.missing(), names)
         except CollectiveMismatch as error:
             raise explained(error) from error
         finally:
@@ -303,7 +303,7 @@ class Reducer:
         self._weights.take_over(old._weights)
 
     def free(self) -> None:
-        """End: gradients become tensors of their own, and the buckets' memory can go."""
+        """End: gradients become separate tensors, and the buckets' memory can go."""
         for bucket in self._all.buckets:
             bucket.leave()
         self._all.buckets.clear()
@@ -344,7 +344,7 @@ class Reducer:
             finally:
                 bucket.put_back()
 
-    def _launch_full_buckets(self) -> None:
+    def _issue_full_buckets(self) -> None:
         backward = self._present()
         if not backward.sync or not self._learned:
             return
@@ -352,7 +352,7 @@ class Reducer:
         with self._lock:  # a module on several devices has a backward thread for each
             while backward.next < last and self._is_full(self._all.buckets[backward.next]) and backward.hook_is_done():
                 with torch.no_grad():
-                    backward.launch_next()
+                    backward.issue_next()
 
     def _is_full(self, bucket: Bucket) -> bool:
         arrived, expected = bucket.arrived, len(bucket)
@@ -361,7 +361,7 @@ class Reducer:
         if len(set(arrived)) < expected:
             self._stays_late(bucket)
             return False
-        # The hook of the parameter that came last runs behind ours: it is not done yet.
+        # The hook of the parameter that came last runs after ours: it is not done yet.
         return not any(_has_other_hooks(param) for param in bucket.params)
 
     def _learn(self) -> None:
@@ -456,5 +456,5 @@ class AccumulatedWeights:
 
 
 def _has_other_hooks(param: Parameter) -> bool:
-    """Whether a hook of the user's comes after ours, which is to see this rank's own gradient and may change it."""
+    """Return whether a hook of the user's follows ours: it is to see this rank's own gradient and may change it."""
     return _torch.gradient_hooks(param) > 1

@@ -1,4 +1,4 @@
-"""One module's place in a group of replicas: its reducer, its buffers, and what each forward and backward does."""
+"""One module in a group of replicas: its reducer, its buffers, and what each forward and backward does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.sparse import SparseSlot
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, listed
 from lockstep.job import flight
 from lockstep.job.page import Phase
 from lockstep.share import BatchesInHand
@@ -80,7 +80,7 @@ class Replica(Joinable, BackwardListener):
     def _compare(self, module: nn.Module, *, unfit: str | None = None) -> None:
         compare_replicas(
             module,
-            self._options.agreement(),
+            self._options.must_match(),
             self._group,
             sparse=_sparse_parameters(module),
             buffers=self._options.sends_buffers,
@@ -134,17 +134,17 @@ class Replica(Joinable, BackwardListener):
         return reducer
 
     def _choose_memory(self, params: list[nn.Parameter]) -> InPlaceMemory | None:
-        """The group's own memory, if all is to be reduced at once at the end; see Note [One reduction]."""
+        """Return the group's own memory, if all is to be reduced at once at the end; see Note [One reduction]."""
         if self._options.overlap is True or any(param.device != params[0].device for param in params):
             return None
         return in_place_memory(self._group, params[0].device) if params else None
 
     def _marks_place(self, device: torch.device) -> bool:
-        """Whether the last bucket says which backward it is of; see Note [Left-out backwards]."""
+        """Return whether the last bucket says which backward it is of; see Note [Left-out backwards]."""
         return device.type == "cpu" and not compares_labels(self._group, device)
 
     def _lay_out_again(self, module: nn.Module) -> None:
-        """Parameters that were frozen are trained now: they need a place in the buckets."""
+        """Lay the buckets out anew: parameters that were frozen are trained now."""
         self._compare(module)
         old = self._reducer
         self._remove_hooks()
@@ -200,7 +200,7 @@ class Replica(Joinable, BackwardListener):
 
     @_torch.mark_untraced
     def before_forward(self, module: nn.Module) -> None:
-        """**Collective** in training, outside no_sync, if there are buffers to send or inside join; else **Local**."""
+        """**Collective** in training, outside no_sync, if there are buffers to send or inside join."""
         if self._is_released:
             raise LockstepError(
                 f"rank {self._rank} of {self._world_size}: this {type(module).__name__} was released: lockstep.release "
@@ -209,7 +209,7 @@ class Replica(Joinable, BackwardListener):
         # (Checkpointing repeats a forward inside backward: nothing is sent twice.)
         if self._reducer.backward is None and not _transformed():
             self._prepare_forward(module)
-        # Last, since who announces the forward must leave it again, also if it fails.
+        # Last, since a forward that was announced must be left again, also if it fails.
         streams.current().enter(module, draws=module.training)
 
     def _prepare_forward(self, module: nn.Module) -> None:
@@ -250,7 +250,7 @@ class Replica(Joinable, BackwardListener):
             self._broadcast(buffers, source, "sending the buffers")
 
     def _known_last(self) -> Forward:
-        """What the last forward knew, or would know now if none came since the last backward."""
+        """Return what the last forward knew, or would know now if none came since the last backward."""
         if self._latest is not None:
             return self._latest
         module = self._module()
@@ -263,7 +263,7 @@ class Replica(Joinable, BackwardListener):
         return 1.0 if share is None else share.weight(self._world_size)
 
     def _in_hand(self) -> BatchesInHand | None:
-        """What sharded loaders have handed out; None where that is not this group's."""
+        """Return what sharded loaders have handed out; None where that is not this group's."""
         world = current_world()
         return None if world is None or world.world_size != self._world_size else world.in_hand
 
@@ -277,7 +277,7 @@ class Replica(Joinable, BackwardListener):
     # Backward -------------------------------------------------------------------------------------------------------
 
     def gradient_unannounced(self) -> None:
-        """Begin the backward that brings it."""
+        """Begin the backward that brings the gradient."""
         self._watch.open(self._known_last())
 
     def parameters_unreached(self) -> None:
@@ -302,7 +302,7 @@ class Replica(Joinable, BackwardListener):
         self._reducer.begin(sync=forward.sync, weight=forward.weight, divisor=forward.divisor)
 
     def backward_joins(self, forward: Forward) -> None:
-        """Raise if it weighs differently; average if it does."""
+        """Raise if this forward weighs differently; average if it does."""
         current = self._current
         if current is None or forward is current:
             return
@@ -336,7 +336,7 @@ class Replica(Joinable, BackwardListener):
         flight.current.leave(_BACKWARD)
 
     def backward_dies(self) -> None:
-        """Let the reducer forget it."""
+        """Let the reducer forget the backward."""
         self._current = self._latest = None
         self._reducer.abandon()
 
@@ -350,10 +350,9 @@ class Replica(Joinable, BackwardListener):
     def _warn_unused(self, names: Sequence[str]) -> None:
         if not names or self._own.has_told:
             return  # the user knows of what was used in their places
-        shown = ", ".join(f"'{name}'" for name in names[:10])
-        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+        shown = listed([*map(repr, names)], most=10)
         callsite.warn(
-            f"no rank used the parameter(s) {shown}{more} in the first backward. That is fine for the gradients of the "
+            f"no rank used the parameter(s) {shown} in the first backward. That is fine for the gradients of the "
             "others; if it is what you mean, find_unused_parameters=True ends this warning"
         )
 
@@ -461,7 +460,7 @@ def _spec(param: Tensor) -> ParameterSpec:
 
 
 def _sparse_parameters(module: nn.Module) -> set[int]:
-    """Ids of the parameters whose gradients will be sparse."""
+    """Return the ids of the parameters whose gradients will be sparse."""
     embeddings = (nn.Embedding, nn.EmbeddingBag)
     return {id(part.weight) for part in module.modules() if isinstance(part, embeddings) and part.sparse}
 
@@ -469,7 +468,7 @@ def _sparse_parameters(module: nn.Module) -> set[int]:
 def _refuse_traced_backward() -> None:
     if _torch.traces_backward():
         raise LockstepError(
-            "torch._dynamo.config.trace_autograd_ops is on: torch then leaves out, without a word, the backward of a "
-            "compiled step whose forward it could not trace as one graph, and a replica's forward it can't: switch it "
-            "off. The step's parts are compiled all the same"
+            "torch._dynamo.config.trace_autograd_ops is on: torch then silently leaves out the backward of a compiled "
+            "step whose forward it could not trace as one graph, and it can't trace a replica's: switch it off. The "
+            "step's parts are compiled all the same"
         )

@@ -30,7 +30,7 @@ class SparseSlot:
         #: Its position, as often as it got a gradient in the backward under way. Always the same list.
         self.arrived: list[int] = []
 
-    def launch(self, scale: float, used: bool, finite: FiniteCheck | None = None) -> SparseTransfer:
+    def issue(self, scale: float, used: bool, finite: FiniteCheck | None = None) -> SparseTransfer:
         """**Collective.** Begin to gather.
 
         Args:
@@ -44,7 +44,7 @@ class SparseSlot:
         return SparseTransfer(self, indices, values, count=count, bad=bad)
 
     def _contribution(self, scale: float) -> tuple[Tensor, Tensor]:
-        """Row numbers (1-D) and rows (rows x the parameter's trailing shape) of this rank's gradient."""
+        """Return row numbers (1-D) and rows (rows x the parameter's trailing shape) of this rank's gradient."""
         grad = self.param.grad
         if grad is None or scale == 0:
             rows = self.param.new_zeros((0, *self.param.shape[1:]))
@@ -70,7 +70,7 @@ class SparseTransfer:
             self._work = dist.all_gather(self._announced, mine, group=slot.group, async_op=True)
 
     def is_bad(self) -> bool:
-        """**Collective.** Whether any rank said that its rows are not finite."""
+        """**Collective.** Return whether any rank said that its rows are not finite."""
         return any(bad for _, bad in self._announcements())
 
     def complete(self, *, write: bool) -> bool:
@@ -89,7 +89,7 @@ class SparseTransfer:
         return True
 
     def _announcements(self) -> list[tuple[int, int]]:
-        """(rows, whether they are bad) of every rank."""
+        """Return (rows, whether they are bad) of every rank."""
         if self._work is not None:
             wait_for(self._work.wait, self._describe)
             self._work = None

@@ -49,10 +49,10 @@ class SyncBatchNorm(_BatchNorm):
     """Batch normalisation whose training statistics are those of the global batch.
 
     **Collective** in training: one exchange of 2 C + 1 float64 numbers in forward and one of 2 C in backward, for C
-    channels. **Local** in evaluation, and where no process group is open. Takes inputs [batch, C, ...] of any floating
-    dtype, statistics in float32 or better. N ranks train the same model as one process with ``torch.nn.BatchNorm2d``
-    and the global batch, also when the ranks' slices are unequal or empty (Note [Synchronised statistics]), and the
-    running statistics come out the same on every rank.
+    channels. Sends nothing in evaluation, and where no process group is open. Takes inputs [batch, C, ...] of any
+    floating dtype, statistics in float32 or better. N ranks train the same model as one process with
+    ``torch.nn.BatchNorm2d`` and the global batch, also when the ranks' slices are unequal or empty (Note [Synchronised
+    statistics]), and the running statistics come out the same on every rank.
 
     The names in its ``state_dict`` are those of torch's batch norms. Second derivatives are refused.
 
@@ -85,7 +85,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"SyncBatchNorm: expected [batch, {self.num_features}, ...], got {list(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise [batch, C, ...]; the same shape and dtype."""
+        """Return [batch, C, ...] normalised, of the same shape and dtype."""
         group = self._group()
         if not self.training or group is None:
             return super().forward(input)
@@ -97,17 +97,17 @@ class SyncBatchNorm(_BatchNorm):
 
     @_torch.mark_untraced
     def _synchronised(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
-        place = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}: SyncBatchNorm"
-        statistics = _gather_statistics(input.detach(), group, place)
+        whoami = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}: SyncBatchNorm"
+        statistics = _gather_statistics(input.detach(), group, whoami)
         # More than one here is more than one in all; only otherwise is it worth waiting for the device to know.
         if input.numel() <= input.shape[1] and statistics.count <= 1:
             raise ValueError(
-                f"{place}: expected more than 1 value per channel when training, got {int(statistics.count)} on all "
+                f"{whoami}: expected more than 1 value per channel when training, got {int(statistics.count)} on all "
                 f"ranks together (input of this rank: {list(input.shape)})"
             )
         self._track(statistics)
         normalised: Tensor = _SynchronisedNorm.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, statistics, self.eps, _Exchange(group, _weight(group), place)
+            input, self.weight, self.bias, statistics, self.eps, _Exchange(group, _weight(group), whoami)
         )
         return normalised
 
@@ -144,7 +144,7 @@ def convert_sync_batchnorm(module: Module, process_group: dist.ProcessGroup | No
 
 
 def _replace(module: Any, group: dist.ProcessGroup | None, done: dict[nn.Module, nn.Module]) -> Any:
-    """``done`` remembers what became of each module, for one that stands in several places."""
+    """Replace one module; ``done`` holds the new module of each old one, which may occur several times."""
     if module in done:
         return done[module]
     batch_norm = isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
@@ -195,7 +195,7 @@ class _Exchange:
     group: dist.ProcessGroup
     #: This rank's weight; see Note [Exact mean].
     weight: float
-    place: str
+    whoami: str
 
 
 def _weight(group: dist.ProcessGroup) -> float:
@@ -205,12 +205,12 @@ def _weight(group: dist.ProcessGroup) -> float:
     return world.share.weight(world.world_size)
 
 
-def _gather_statistics(values: Tensor, group: dist.ProcessGroup, place: str) -> _Statistics:
+def _gather_statistics(values: Tensor, group: dist.ProcessGroup, whoami: str) -> _Statistics:
     """**Collective.** Note [Synchronised statistics]."""
     channels = values.shape[1]
     own = _own_moments(values)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    wait_for(lambda: dist.all_gather(rows, own, group=group), lambda: f"{place}, gathering statistics")
+    wait_for(lambda: dist.all_gather(rows, own, group=group), lambda: f"{whoami}, gathering statistics")
     table = torch.stack(rows)
     counts, means, squares = table[:, :1], table[:, 1 : channels + 1], table[:, channels + 1 :]
     count = counts.sum(0)
@@ -220,7 +220,7 @@ def _gather_statistics(values: Tensor, group: dist.ProcessGroup, place: str) -> 
 
 
 def _own_moments(values: Tensor) -> Tensor:
-    """This rank's count, means and sums of squared deviations, in one tensor: float64 [1 + 2 C]."""
+    """Return this rank's count, means and sums of squared deviations, in one tensor: float64 [1 + 2 C]."""
     channels = values.shape[1]
     count = values.numel() // channels if channels else 0
     result = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=values.device)
@@ -282,12 +282,12 @@ class _SynchronisedNorm(torch.autograd.Function):
 
 
 def _means_over_ranks(sums: Tensor, count: Tensor, exchange: _Exchange) -> Tensor:
-    """**Collective.** [2, C]: what this rank's own sums become when averaged over the values of all ranks."""
+    """**Collective.** Return [2, C]: what this rank's own sums become when averaged over the values of all ranks."""
     # A rank without samples counts for nothing, and 0 * NaN would be NaN.
     total = sums.double() * exchange.weight if exchange.weight else torch.zeros_like(sums, dtype=torch.float64)
     wait_for(
         lambda: dist.all_reduce(total, group=exchange.group),
-        lambda: f"{exchange.place}, adding up gradients in backward",
+        lambda: f"{exchange.whoami}, adding up gradients in backward",
     )
     return (total / (count * exchange.weight if exchange.weight else count)).to(sums.dtype)
 
@@ -301,5 +301,5 @@ def _dims(values: Tensor) -> list[int]:
 
 
 def _as_channels(row: Tensor, like: Tensor) -> Tensor:
-    """[C] as [1, C, 1, ...]."""
+    """View [C] as [1, C, 1, ...]."""
     return row.view(1, -1, *[1] * (like.dim() - 2))

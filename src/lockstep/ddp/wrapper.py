@@ -57,7 +57,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         mixed_precision: must be None: torch.autocast computes in low precision, and
             ``register_comm_hook(None, lockstep.bf16_compress_hook)`` averages in it.
         device_mesh: a mesh of one dimension, instead of ``process_group``.
-        skip_all_reduce_unused_params: has no effect: parameters that nobody uses travel in their bucket, for nothing.
+        skip_all_reduce_unused_params: has no effect: parameters that no rank uses travel in their bucket, for nothing.
         bucket_cap_mb_list: MiB of the first bucket, the second, and so on, instead of ``bucket_cap_mb``.
         batched_grad_copy: has no effect: small gradients are always copied together.
         forward_sync_buffers: as ``broadcast_buffers``, in whose place it comes, but with False buffers are still sent
@@ -138,7 +138,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         replica = api.attach(self.module, group, self._options, wrapper=self)
         #: The ranks that hold replicas.
         self.process_group = replica.group
-        # Not as an attribute of the module: replicas are no part of its state.
+        # Not as an attribute of the module: replicas are not part of its state.
         object.__setattr__(self, "_replica", replica)
 
     _replica: Replica
@@ -146,7 +146,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     once_per_rank = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward, with its inputs on ``device_ids[0]`` if that was given."""
+        """Run the module's forward, with its inputs on ``device_ids[0]`` if that was given."""
         if self.device_ids is not None:  # first: if it fails, no forward has begun
             inputs, kwargs = to_device(inputs, self.device_ids[0]), to_device(kwargs, self.device_ids[0])
         if torch.compiler.is_exporting():  # an exported program stands for the module alone
@@ -232,7 +232,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.static_graph = True
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """No times are measured; ``benchmarks/step.py`` shows how to measure them."""
+        """Do nothing: no times are measured; ``benchmarks/step.py`` shows how to measure them."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return what torch's class logs of itself, without the times."""
@@ -340,7 +340,7 @@ def _warn_without_effect(**given: bool) -> None:
 def _resolve_devices(
     module: nn.Module, device_ids: Sequence[Device] | None, output_device: Device | Sequence[Device] | None
 ) -> tuple[list[torch.device] | None, torch.device | None]:
-    """The device of inputs and of outputs, or None where the module decides."""
+    """Return the device of inputs and of outputs, or None where the module decides."""
     if isinstance(output_device, Sequence) and not isinstance(output_device, str):
         if len(output_device) != 1:
             raise ValueError(f"output_device={list(output_device)!r}: expected one device")

@@ -33,27 +33,27 @@ class JobFiles:
 
     @property
     def late(self) -> Path:
-        """What the launcher has said of a rank that holds up the others now."""
+        """The launcher's report on the rank that holds up the others now."""
         return self.folder / "late"
 
     def failure(self, rank: int) -> Path:
-        """A rank's last words."""
+        """Return the file of a rank's failure record."""
         return self.folder / f"failure-{rank}.json"
 
     def stack(self, rank: int) -> Path:
-        """Where a rank's Python stacks go when it is asked for them."""
+        """Return the file for a rank's Python stacks, written when it is asked for them."""
         return self.folder / f"stack-{rank}"
 
     def worker(self, rank: int, name: str) -> Path:
-        """What a loader's worker has in hand; see workers.py."""
+        """Return the record of the sample that a loader's worker is fetching; see workers.py."""
         return self.folder / f"worker-{rank}-{name}"
 
     def workers(self) -> list[tuple[int, Path]]:
-        """The files of all workers, with their ranks."""
+        """Return the files of all workers, with their ranks."""
         return [(int(path.name.split("-")[1]), path) for path in self.folder.glob("worker-*")]
 
     def told(self) -> str:
-        """What the launcher has said of a rank that holds up the others now, or an empty text."""
+        """Return the launcher's report on the rank that holds up the others now; empty if there is none."""
         try:
             return self.late.read_text()
         except OSError:
@@ -74,7 +74,8 @@ class JobFiles:
 
 
 def told() -> str:
-    """What the launcher has said of a rank that holds up the others now, with a line break before it, or an empty text.
+    """Return the launcher's report on the rank that holds up the others now, after a line break, or an empty text.
+
     For errors of those that waited for it."""
     folder = knobs.job_dir()
     text = "" if folder is None else JobFiles(folder).told()
@@ -83,7 +84,7 @@ def told() -> str:
 
 @dataclass(frozen=True)
 class StopNote:
-    """Says that the ranks saved and left because they were asked to, and where the run continues."""
+    """Says that the ranks saved and left because they were asked to, and where the run can resume."""
 
     #: Optimizer steps taken.
     step: int
@@ -91,12 +92,12 @@ class StopNote:
     folder: str
 
     def write(self, job_folder: str | Path) -> None:
-        """Leave the note, whole or not at all."""
+        """Leave the note, complete or not at all."""
         write_whole(Path(job_folder, "stopped.json"), json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, job_folder: str | Path) -> StopNote | None:
-        """The note, if there is one."""
+        """Return the note, if there is one."""
         try:
             return cls(**json.loads(Path(job_folder, "stopped.json").read_text()))
         except FileNotFoundError:
@@ -123,14 +124,14 @@ class FailureRecord:
         return f"{self.type}: {first[0]}" if first else self.type
 
     def write(self, folder: str | Path) -> None:
-        """Leave the record, whole or not at all."""
+        """Leave the record, complete or not at all."""
         fields = asdict(self)
         fields["message"], fields["traceback"] = _shorten(self.message), _shorten(self.traceback)
         write_whole(JobFiles(folder).failure(self.rank), json.dumps(fields))
 
     @classmethod
     def read(cls, folder: str | Path, rank: int) -> FailureRecord | None:
-        """What ``rank`` left, or None."""
+        """Return what ``rank`` left, or None."""
         try:
             return cls(**json.loads(JobFiles(folder).failure(rank).read_text()))
         except FileNotFoundError:

@@ -11,7 +11,7 @@ others has waited for the rank's *patience* and the rank's own page has not chan
 - five minutes, while lockstep saves or restores a checkpoint there, or torch.compile compiles;
 - for ever inside ``lockstep.expect_slow``.
 
-A rank that can't continue by itself has five seconds whatever it is at, and inside ``expect_slow`` as well: one that is
+A rank that can't continue by itself has five seconds whatever it does, and inside ``expect_slow`` as well: one that is
 stopped by a signal, one that has slept for seven seconds where no signal reaches it, and one that is dead-locked (see
 :class:`Standstill`). Work may look like that for a moment, but not for so long: to compute takes processor time, and to
 write or wait for a network are system calls of their own.
@@ -27,7 +27,7 @@ If all ranks wait, none is late: they wait in different collectives, or for anot
 If none is known to wait and none moves, their stacks tell which of them wait; see :func:`settle`.
 
 Note [The launcher's clock]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A rank that read the clock at every event would pay for it in the middle of a training step. So it writes only what it
 does, and the launcher, which looks from outside, knows since when, to the time between two looks. The shares of a
 rank's time follow from many looks, each of which stands for the time since the one before. They come at irregular
@@ -59,7 +59,7 @@ _WARM = 2
 _REMEMBERED = 101
 #: Seconds between two looks: this part of the time that has passed, within these bounds.
 _LOOKS, _SHORTEST_PAUSE, _LONGEST_PAUSE = 300, 0.016, 0.03
-#: Seconds between two looks after which the watcher itself did not run in between: a Ctrl-Z, most likely.
+#: Seconds between two looks after which the launcher itself did not run in between: a Ctrl-Z, most likely.
 ASLEEP = 4.0
 #: What the time of a mark goes to, as a number, by its last bits.
 _SPENDS = [int(Phase.WAIT) if mark & WAITS else min(mark % ENTERED, int(Phase.WAIT)) for mark in range(SERIAL)]
@@ -78,7 +78,7 @@ class Shares:
         self._spent = [int(Phase.START)] * ranks
 
     def add(self, marks: Sequence[int], passed: float) -> None:
-        """A look has found these marks, one a rank, ``passed`` seconds after the look before it. Half of the time goes
+        """Add a look that found these marks, one a rank, ``passed`` seconds after the last look. Half of the time goes
         to what either look has found."""
         half = passed / 2
         for rank, mark in enumerate(marks):
@@ -88,7 +88,7 @@ class Shares:
             self._spent[rank] = spends
 
     def of(self, rank: int, phases: Iterable[Phase] = tuple(Phase)) -> dict[Phase, float]:
-        """The share of each of ``phases`` in the time that a rank has spent in them; they add up to 1, or to 0."""
+        """Return the part of a rank's time in ``phases`` that went to each; the parts add up to 1, or to 0."""
         spent = {phase: self.seconds[rank][phase] for phase in phases}
         whole = sum(spent.values()) or 1.0
         return {phase: seconds / whole for phase, seconds in spent.items()}
@@ -116,7 +116,7 @@ class Looker:
         self._draw = random.Random(0)
 
     def look(self, marks: Sequence[int], now: float) -> None:
-        """All ranks' marks of this moment."""
+        """Record all ranks' marks of this moment."""
         passed, self._looked = now - self._looked, now
         if passed > ASLEEP:
             self.moved = [now] * len(marks)
@@ -140,7 +140,7 @@ class Kind(enum.Enum):
     LATE = "late"
     #: All ranks wait, in different collectives or one that does not end.
     APART = "apart"
-    #: No rank moves, and the pages do not say who waits for whom.
+    #: No rank moves, and the pages do not say which rank waits for which.
     STILL = "still"
 
 
@@ -157,12 +157,12 @@ class Standstill(enum.Enum):
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank as the watcher has seen it."""
+    """One rank as the launcher has seen it."""
 
     rank: int
     #: Its page.
     look: Look
-    #: When its mark changed last, or when the watcher began to look without a break, if that was later.
+    #: When its mark changed last, or when the launcher began to look without a break, if that was later.
     moved: float
     #: How it ended, or None while it lives.
     exit_code: int | None = None
@@ -195,7 +195,7 @@ class StepTimes:
         self._at: float | None = None
 
     def add(self, steps: int, at: float) -> None:
-        """The slowest rank has taken ``steps`` by ``at``."""
+        """Record that the slowest rank has taken ``steps`` by ``at``."""
         if steps < _WARM or steps <= self._steps:
             return
         if self._at is not None:
@@ -231,7 +231,7 @@ def compare(
         ranks: those of this machine.
         now: this moment.
         usual: what a rank that works may hold up the others.
-        shortest: what one that can't continue may; None: the same.
+        shortest: the limit for one that can't continue; None: the same.
         whole: these are all ranks of the job; what those of other machines do is not known here.
     """
     shortest = usual if shortest is None else shortest
@@ -278,7 +278,7 @@ class Doing(enum.Enum):
 
 
 def settle(verdict: Verdict, doing: Mapping[int, Doing]) -> Verdict | None:
-    """The verdict once the stacks of all ranks are known; None: nobody holds up anybody.
+    """Return the verdict once the stacks of all ranks are known; None: no rank holds up another.
 
     A rank that waits in a process group that its program made says nothing of it in its page, but its stack does.
     """
@@ -296,7 +296,7 @@ _ORDER = (Phase.OPTIMIZER, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDU
 
 
 def odd_ones(looks: Mapping[int, Look], waits_in: Mapping[int, str]) -> tuple[int, ...]:
-    """Which ranks have left out a collective, if all wait; empty if that can't be told.
+    """Return which ranks have left out a collective, if all wait; empty if that can't be told.
 
     Who leaves out a collective gets further in the program than the others; or else is where most are not.
 
@@ -342,7 +342,7 @@ class Laggard:
     others_phase: float
 
     def describe(self) -> str:
-        """One sentence."""
+        """Describe it in one sentence."""
         return (
             f"rank {self.rank} was steadily slower than the others: {_time(self.own)} of work a step against their "
             f"{_time(self.others)}, most of the difference in {NAMES[self.phase]} ({_time(self.own_phase)} against "
@@ -369,14 +369,14 @@ class Pace:
         self._slow: dict[int, int] = {}
 
     def add(self, ranks: Mapping[int, Progress]) -> None:
-        """How far all ranks have come at a moment. Steps before the first two are not looked at."""
+        """Record how far all ranks have come at a moment. Steps before the first two are not looked at."""
         if len(ranks) < 2 or any(rank.steps < _WARM for rank in ranks.values()):
             return
         if not self._first:
             self._first = self._before = dict(ranks)
             return
         if any(now.steps == self._before[rank].steps for rank, now in ranks.items()):
-            return  # no whole step by some rank: the interval goes on
+            return  # some rank took no complete step: the interval continues
         work = {rank: sum(_per_step(self._before[rank], now, phase) for phase in _STEP) for rank, now in ranks.items()}
         self._before = self._latest = dict(ranks)
         self._intervals += 1
@@ -385,7 +385,7 @@ class Pace:
             self._slow[slowest] = self._slow.get(slowest, 0) + 1
 
     def laggard(self) -> Laggard | None:
-        """The rank that was steadily slower, if one was."""
+        """Return the rank that was steadily slower, if one was."""
         rank = max(self._slow, key=lambda rank: self._slow[rank], default=None)
         if rank is None or self._intervals < _INTERVALS or self._slow[rank] < _PART * self._intervals:
             return None

@@ -16,7 +16,7 @@ step which they did not reduce in, such as the second of two optimizers.)
 
 An agreement on saving is followed by the next round, whose number all ranks know, for they have all saved as often.
 Saving is collective, so nobody writes a proposal of the next round over that of this one before all have acted.
-A rank that sees any proposal drops a request of the same kind: it is what it would have asked for.
+A rank that sees any proposal drops a request for the same action: it is what it would have asked for.
 
 A world of one acts at this very boundary.
 """
@@ -46,7 +46,7 @@ _SAVE = signal.SIGUSR1
 _SAME_SIGNAL = 0.25
 
 
-class Kind(enum.IntEnum):
+class Action(enum.IntEnum):
     """What the ranks do together at a step; at the same step, the first goes before the others."""
 
     STOP = 0
@@ -55,10 +55,10 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, order=True)
 class Proposal:
-    """Do ``kind`` at the first boundary with at least ``step`` optimizer steps done."""
+    """Do ``action`` at the first boundary with at least ``step`` optimizer steps done."""
 
     step: int
-    kind: Kind
+    action: Action
 
 
 class Board(Protocol):
@@ -68,7 +68,7 @@ class Board(Protocol):
         """Write this rank's proposal, once a round."""
 
     def smallest(self, round_: int) -> Proposal | None:
-        """The smallest proposal of the round so far."""
+        """Return the smallest proposal of the round so far."""
 
 
 class PageBoard:
@@ -76,7 +76,7 @@ class PageBoard:
     nanoseconds."""
 
     _STEPS = 1 << 40
-    _KINDS = len(Kind)
+    _ACTIONS = len(Action)
 
     def __init__(self, pages: Pages, *, rank: int) -> None:
         self._pages = pages
@@ -84,20 +84,20 @@ class PageBoard:
 
     def propose(self, round_: int, proposal: Proposal) -> None:
         """See :class:`Board`."""
-        number = (round_ * self._STEPS + proposal.step) * self._KINDS + proposal.kind
+        number = (round_ * self._STEPS + proposal.step) * self._ACTIONS + proposal.action
         self._pages.set(self._rank, Cell.PROPOSAL, number)
 
     def smallest(self, round_: int) -> Proposal | None:
         """See :class:`Board`."""
-        first, last = (number * self._STEPS * self._KINDS for number in (round_, round_ + 1))
+        first, last = (number * self._STEPS * self._ACTIONS for number in (round_, round_ + 1))
         numbers = [number for number in self._pages.all(Cell.PROPOSAL) if first <= number < last]
         if not numbers:
             return None
         number = min(numbers)
-        return Proposal(step=number // self._KINDS % self._STEPS, kind=Kind(number % self._KINDS))
+        return Proposal(step=number // self._ACTIONS % self._STEPS, action=Action(number % self._ACTIONS))
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """What is needed of a process group's store."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
@@ -111,20 +111,20 @@ class StoreBoard:
     """On several hosts, or under another launcher: a key of the process group's store, looked up once a step. The first
     proposal of a round is the only one."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: KeyValueStore) -> None:
         self._store = store
 
     def propose(self, round_: int, proposal: Proposal) -> None:
         """See :class:`Board`."""
-        self._store.compare_set(self._key(round_), "", f"{proposal.step} {proposal.kind:d}")
+        self._store.compare_set(self._key(round_), "", f"{proposal.step} {proposal.action:d}")
 
     def smallest(self, round_: int) -> Proposal | None:
         """See :class:`Board`."""
         key = self._key(round_)
         if not self._store.check([key]):
             return None
-        step, kind = self._store.get(key).decode().split()
-        return Proposal(step=int(step), kind=Kind(int(kind)))
+        step, action = self._store.get(key).decode().split()
+        return Proposal(step=int(step), action=Action(int(action)))
 
     @staticmethod
     def _key(round_: int) -> str:
@@ -139,8 +139,8 @@ class Agreement:
         self._lead = LEAD if world_size > 1 else 0
         self._round = 1
 
-    def due(self, step: int, *, wanted: Kind | None) -> Kind | None:
-        """What to do at this boundary, if anything; the same on all ranks.
+    def due(self, step: int, *, wanted: Action | None) -> Action | None:
+        """Return what to do at this boundary, if anything; the same on all ranks.
 
         Args:
             step: optimizer steps that this rank has done.
@@ -153,12 +153,12 @@ class Agreement:
         if proposal is None or step < proposal.step:
             return None
         self._round += 1
-        return proposal.kind
+        return proposal.action
 
-    def pending(self) -> Kind | None:
-        """What has been proposed and is not done yet."""
+    def pending(self) -> Action | None:
+        """Return what has been proposed and is not done yet."""
         proposal = self._board.smallest(self._round)
-        return None if proposal is None else proposal.kind
+        return None if proposal is None else proposal.action
 
 
 def interrupt_once(_signum: int, _frame: FrameType | None) -> None:
@@ -189,11 +189,11 @@ class Requests:
         self._before: dict[signal.Signals, Any] = {}
 
     @property
-    def wanted(self) -> Kind | None:
+    def wanted(self) -> Action | None:
         """The most urgent request."""
         if self.stop is not None:
-            return Kind.STOP
-        return Kind.SAVE if self.save else None
+            return Action.STOP
+        return Action.SAVE if self.save else None
 
     @property
     def listening(self) -> bool:
@@ -211,14 +211,14 @@ class Requests:
                 signal.signal(signum, self._on_signal)
         # Not documented, but what multiprocessing's own modules and torch use to act in a forked worker.
         util.register_after_fork(self, _spare_daemons)
-        self._tell_watcher()
+        self._tell_launcher()
 
     def leave(self) -> None:
-        """The request to leave is seen to: what comes now does not hit the way out."""
+        """Note that leaving has begun: further signals are ignored."""
         self.leaving = True
 
     def close(self) -> None:
-        """Signals are again what they were, from the next one on."""
+        """Restore the earlier signal handlers."""
         if not self._before or self.leaving or self._process != os.getpid():
             return
         if threading.current_thread() is not threading.main_thread():
@@ -227,9 +227,9 @@ class Requests:
             if signal.getsignal(signum) == self._on_signal:  # else the program has taken it over meanwhile
                 signal.signal(signum, before)
         self._before.clear()
-        self._tell_watcher()
+        self._tell_launcher()
 
-    def _tell_watcher(self) -> None:
+    def _tell_launcher(self) -> None:
         flight.current.listens(any(signum in self._before for signum in _STOP))
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
@@ -242,7 +242,7 @@ class Requests:
         elif self.stop is None:
             self.stop, self._asked_at = signal.Signals(signum), time.monotonic()
         elif knobs.job_dir() is None and time.monotonic() - self._asked_at > _SAME_SIGNAL:
-            _as_by_default(signum, frame)  # asked again; where there is a watcher, it knows echoes, and kills
+            _as_by_default(signum, frame)  # asked again; where there is a launcher, it knows echoes, and kills
 
     def _of_a_failed_job(self) -> bool:
         folder = knobs.job_dir()
@@ -257,6 +257,6 @@ def _as_by_default(signum: int, frame: FrameType | None) -> None:
 
 
 def _spare_daemons(requests: Requests) -> None:
-    """In a worker that multiprocessing forked: a Ctrl-C at the terminal reaches it too, and its rank still needs it."""
+    """Ignore Ctrl-C in a worker that multiprocessing forked: its rank still needs it."""
     if requests.listening and current_process().daemon:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

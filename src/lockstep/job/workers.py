@@ -1,4 +1,4 @@
-"""Which sample each DataLoader worker has in hand: small mapped files in the job's folder, for when one dies of it."""
+"""Record the sample that each DataLoader worker fetches, in small mapped files, so that a crash can name it."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Fetching:
 
 
 def processes(folder: str | Path) -> set[int]:
-    """The process ids of a job's workers, of those that have taken each other's place the last one's."""
+    """Return the process ids of a job's workers; of workers that replaced one another, the last one's."""
     return {owner for _, owner, _ in _records(folder)}
 
 
 def find(folder: str | Path, pid: int) -> Fetching | None:
-    """What the worker with this process id was doing last, or None if it left no record."""
+    """Return what the worker with this process id was doing last, or None if it left no record."""
     for rank, owner, index in _records(folder):
         if owner == pid:
             return Fetching(rank, index if index >= 0 else None)

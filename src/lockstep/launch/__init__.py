@@ -2,12 +2,12 @@
 
 ::
 
-    watcher (no torch)  ──control socket──  zygote (imported torch once)  ──fork──  rank 0, rank 1, …
-    launcher.py                             zygote.py                               rank.py
+    launcher (no torch)  ──control socket──  zygote (imported torch once)  ──fork──  rank 0, rank 1, …
+    launcher.py             channel.py       zygote.py                               rank.py
 
-The watcher decides (policy.py): a command (supervisor.py) or a program's call (spawn.py). The zygote does: it forks
-ranks, passes signals on, and tells of deaths. Whichever of the two outlives the other ends what is left of the job
-(processes.py).
+The launcher decides (policy.py) and reports (report.py), for a command (run.py) or for a program (spawn.py). The zygote
+does: it forks ranks, passes signals on, and tells of deaths. Whichever of the two outlives the other ends what is left
+of the job (processes.py).
 """
 
 from __future__ import annotations

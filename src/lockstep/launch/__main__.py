@@ -16,7 +16,7 @@ import click
 
 from lockstep import machine
 from lockstep.errors import LockstepError
-from lockstep.launch import supervisor
+from lockstep.launch.run import run
 from lockstep.launch.spec import (
     DEFAULT_GRACE,
     JobSpec,
@@ -111,7 +111,7 @@ class _Options:
 def main(**options: Any) -> None:
     """Run PROGRAM on every rank of this machine, as torch.distributed.launch does."""
     try:
-        sys.exit(supervisor.run(_Options(**options).to_spec()))
+        sys.exit(run(_Options(**options).to_spec()))
     except (ValueError, LockstepError) as error:
         click.echo(f"lockstep.launch: {error}", err=True)
         sys.exit(2)

@@ -1,18 +1,28 @@
-"""What launcher and zygote say to each other: small records, as JSON lines over a socket, and descriptors with them."""
+"""Between the launcher and the zygote: their messages, the socket that carries them, and the launcher's end of it.
+
+The zygote's end is zygote.py, which runs in a process of its own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-#: The kernel passes at most 253 descriptors in one message (SCM_MAX_FD).
-_DESCRIPTORS_PER_MESSAGE = 250
-_CHUNK = 65536
+from lockstep import knobs, machine
+from lockstep.launch.processes import SAVE, STOPPING
+
+# Messages ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -89,14 +99,21 @@ _KINDS: dict[str, Any] = {kind.__name__: kind for kind in Message.__args__}
 
 
 def encode(message: Message) -> dict[str, Any]:
-    """A message as a JSON object: its fields, and its kind under ``"is"``."""
+    """Return a message as a JSON object: its fields, and its kind under ``"is"``."""
     return {"is": type(message).__name__, **vars(message)}
 
 
 def decode(fields: dict[str, Any]) -> Message:
-    """The message that :func:`encode` was given."""
+    """Return the message that :func:`encode` was given."""
     kind: Message = _KINDS[fields.pop("is")](**{name: value for name, value in fields.items() if name != "fds"})
     return kind
+
+
+# The socket ----------------------------------------------------------------------------------------------------------
+
+#: The kernel passes at most 253 descriptors in one message (SCM_MAX_FD).
+_DESCRIPTORS_PER_MESSAGE = 250
+_CHUNK = 65536
 
 
 class Channel:
@@ -112,7 +129,7 @@ class Channel:
         self._fds: deque[int] = deque()
 
     def fileno(self) -> int:
-        """The descriptor to wait on."""
+        """Return the descriptor to wait on."""
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
@@ -149,3 +166,156 @@ class Channel:
         self._socket.close()
         while self._fds:
             os.close(self._fds.popleft())
+
+
+# The launcher's end ---------------------------------------------------------------------------------------------------
+
+#: What every rank needs; named, not imported, because the launcher never loads torch.
+_PRELOAD = ("torch", "torch.distributed", "numpy.random", "lockstep.comm.init")
+#: What training needs soon after: a second and more, most of it for what the first optimizer of a process imports.
+_TRAINING = (
+    "torch._dynamo",
+    "torch.utils.data",
+    "lockstep.ddp.api",
+    "lockstep.data.loader",
+    "lockstep.checkpoint.api",
+)
+
+#: lockstep is imported from where it is here, which may be the current folder only; the user's folders come later, so
+#: that a random.py of theirs can't stand in for Python's.
+_BOOT = """\
+import sys
+control, folder, modules, home = sys.argv[1:]
+sys.path[: sys.path[:1] == [""]] = [home]
+import lockstep
+del sys.path[0]
+from lockstep.launch.zygote import main
+main(int(control), folder, [name for name in modules.split(",") if name])
+"""
+
+
+def _execute(argv: list[str], control: int, env: dict[str, str]) -> int:
+    """Start a process that inherits ``control``, and return its pid."""
+    return os.posix_spawn(
+        sys.executable,
+        argv,
+        env,
+        file_actions=[(os.POSIX_SPAWN_DUP2, control, control)],  # makes it inheritable
+        setsigmask=(*STOPPING, SAVE),  # until the zygote ignores them
+    )
+
+
+#: Starts the zygote's process, given its command line, its end of the control socket and its environment. The project's
+#: own tests fork it from a process that has torch already.
+start_zygote: Callable[[list[str], int, dict[str, str]], int] = _execute
+
+
+class ZygoteHandle:
+    """Start the zygote, ask it to fork ranks, hear of their deaths, and end it. Its maker must :meth:`close` it."""
+
+    def __init__(self, folder: str, *, ranks: int, restarts: bool = False) -> None:
+        """Start it.
+
+        Args:
+            folder: the job's private folder.
+            ranks: how many are to share this machine's cores.
+            restarts: ranks may be forked again, and should then be back in training as soon as possible.
+        """
+        preload = knobs.preload()
+        if preload is None:
+            preload = (*_PRELOAD, *_TRAINING) if restarts else _PRELOAD
+        ours, theirs = socket.socketpair()
+        home = str(Path(knobs.__file__).parent.parent)
+        # The interpreter's own options (-X, -W, -O …) as multiprocessing passes them on; it has no public name.
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        argv = [
+            sys.executable,
+            *flags,
+            "-c",
+            _BOOT,
+            str(theirs.fileno()),
+            folder,
+            ",".join(preload),
+            home,
+        ]
+        try:
+            self.pid = start_zygote(argv, theirs.fileno(), _environment(ranks))
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._channel = Channel(ours)
+        self._status: int | None = None
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on."""
+        return self._channel.fileno()
+
+    def fork(self, fork: Fork, fds: Sequence[int] = ()) -> None:
+        """Ask for a rank; the answer is :class:`Started`. The descriptors stay the caller's."""
+        self._send(fork, fds)
+
+    def signal(self, ranks: Iterable[int], signum: int) -> None:
+        """Have a signal sent to ranks; those that ended meanwhile are left out."""
+        self._send(Signal(list(ranks), int(signum)))
+
+    def receive(self) -> list[Answer]:
+        """Wait for answers. Raises EOFError if the zygote is gone."""
+        answers = [decode(fields) for fields, _ in self._channel.receive()]
+        return [answer for answer in answers if isinstance(answer, Answer)]
+
+    def clear(self) -> None:
+        """Ask the zygote to end what its ranks left behind; the answer is :class:`Cleared`."""
+        self._send(Clear())
+
+    def finish(self) -> None:
+        """Ask the zygote to end what its ranks left behind, and to leave."""
+        self._send(Finish())
+
+    def wait(self, limit: float) -> int | None:
+        """Return the zygote's exit code (negative: a signal), or None if it is still there after ``limit`` seconds."""
+        deadline = time.monotonic() + limit
+        while self._status is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                self._status = 0  # somebody else's waitpid(-1) took it
+                break
+            if pid:
+                self._status = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() >= deadline:
+                break
+            else:
+                time.sleep(0.002)
+        return self._status
+
+    def kill(self) -> None:
+        """Send it SIGKILL. Its ranks die with it, but not what they started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def close(self, limit: float = 3.0) -> None:
+        """End the zygote and, through it, everything below it. Does nothing the second time."""
+        self._channel.close()  # it sees the end of the stream, ends its processes and leaves
+        if self.wait(limit) is None:
+            self.kill()
+            self.wait(limit)
+
+    def _send(self, message: Request, fds: Sequence[int] = ()) -> None:
+        # If the zygote is gone, receive() says so; one place to hear of it is enough.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._channel.send(encode(message), fds)
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """Return the zygote's environment, and so the ranks': each rank's share of the cores, unless the user has said it.
+
+    What is loaded into the zygote (OpenMP, MKL, OpenBLAS) reads it there, once for all ranks, and so does what they
+    start or load later. A variable of one library's own (MKL_NUM_THREADS, OPENBLAS_NUM_THREADS) comes first for it.
+    """
+    env = dict(os.environ)
+    share = machine.share_of_cores(ranks)
+    if not env.get("OMP_NUM_THREADS") and share < machine.visible_cores():
+        env["OMP_NUM_THREADS"] = str(share)
+    return env

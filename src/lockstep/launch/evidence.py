@@ -6,12 +6,15 @@ import enum
 import os
 import platform
 import re
+import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import _proc
 from lockstep.job.files import JobFiles
 from lockstep.job.hang import Standstill
+from lockstep.job.workers import Fetching
 
 # What the kernel says of a process -----------------------------------------------------------------------------------
 
@@ -19,7 +22,7 @@ _STATES = {
     "R": "running",
     "S": "sleeping",
     "D": "sleeping in the kernel, where no signal reaches it (a disk or a network folder that does not answer?)",
-    "T": "stopped by a signal (SIGCONT lets it go on)",
+    "T": "stopped by a signal (SIGCONT resumes it)",
     "t": "stopped by a debugger",
     "Z": "dead",
     "X": "dead",
@@ -50,7 +53,7 @@ _ON_A_FILE = frozenset([
 
 
 @dataclass(frozen=True)
-class Facts:
+class ProcessFacts:
     """A process's main thread, as the kernel sees it at a moment."""
 
     #: One letter, as in /proc/<pid>/stat.
@@ -74,13 +77,13 @@ class Facts:
         return f"{_STATES.get(self.state, f'in state {self.state}')}{where}{function}"
 
 
-def facts(pid: int) -> Facts | None:
-    """What the kernel says of process ``pid``, or None if it is gone."""
+def facts(pid: int) -> ProcessFacts | None:
+    """Return what the kernel says of process ``pid``, or None if it is gone."""
     stat = _proc.stat(pid)
     if stat is None:
         return None
     function = _proc.read(pid, "wchan").strip()
-    return Facts(stat.state, stat.processor, _call(pid), "" if function == "0" else function)
+    return ProcessFacts(stat.state, stat.processor, _call(pid), "" if function == "0" else function)
 
 
 def _call(pid: int) -> str:
@@ -98,7 +101,7 @@ def _call(pid: int) -> str:
     return f"{name} of {target}"
 
 
-# Whether a process can go on -----------------------------------------------------------------------------------------
+# Whether a process can continue ---------------------------------------------------------------------------------------
 
 #: Seconds that a process must be at a standstill of each kind, and processor seconds per second that are no work.
 _SECONDS = {Standstill.STOPPED: 0.0, Standstill.UNREACHABLE: 6.5, Standstill.LOCKED: 3.0}
@@ -116,19 +119,19 @@ class _Sleep(enum.Enum):
     TIMED = "timed"
     #: An event loop, with nothing to do (gloo's, for one).
     EVENTS = "events"
-    #: Anything else: it may go on by itself.
+    #: Anything else: it may continue by itself.
     OTHER = "other"
 
 
 class Stillness:
-    """Watches one process that gives no sign of life: can it go on by itself? See Note [Late or slow] in hang.py."""
+    """Watches one process that gives no sign of life: can it continue by itself? See Note [Late or slow] in hang.py."""
 
     def __init__(self) -> None:
         self._why: Standstill | None = None
         self._since = self._processor = 0.0
 
     def look(self, pid: int, now: float, *, announced: bool) -> Standstill | None:
-        """To be called about once a second; why the process can't go on, or None: it may.
+        """Return why the process can't continue, or None: it may. To be called about once a second.
 
         Args:
             pid: the process.
@@ -147,7 +150,7 @@ class Stillness:
 
 
 def _standstill(pid: int, state: str, *, announced: bool) -> Standstill | None:
-    """What holds a process at this moment, if it is nothing that passes by itself."""
+    """Return what holds a process at this moment, if it is nothing that passes by itself."""
     if state == "T":
         return Standstill.STOPPED
     if state == "D":
@@ -179,7 +182,7 @@ def _sleep(pid: int, thread: int) -> _Sleep:
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 #: Frames of the launcher, in which every rank's program runs, and the start of the zygote.
-_RUNNERS = tuple(f"/lockstep/launch/{name}.py" for name in ("rank", "zygote", "spawned"))
+_RUNNERS = tuple(f"/lockstep/launch/{name}.py" for name in ("rank", "zygote"))
 #: Where a rank waits for others, if the frames of its stack end there. (The engine runs a backward, which is mostly
 #: work; a rank that sleeps in it waits for what its hooks have asked of other ranks.)
 _COLLECTIVES = ("/torch/distributed/", "/lockstep/comm/")
@@ -236,7 +239,7 @@ class Stack:
 
 
 def stack_size(folder: Path, rank: int) -> int:
-    """Bytes in the file of a rank's stacks; what is asked for now comes behind them."""
+    """Return the bytes in the file of a rank's stacks; what is asked for now comes after them."""
     try:
         return JobFiles(folder).stack(rank).stat().st_size
     except FileNotFoundError:
@@ -244,7 +247,7 @@ def stack_size(folder: Path, rank: int) -> int:
 
 
 def read_stack(folder: Path, rank: int, *, start: int) -> Stack | None:
-    """The stack that a rank has written behind byte ``start``, or None if it has written none."""
+    """Return the stack that a rank has written after byte ``start``, or None if it has written none."""
     try:
         with JobFiles(folder).stack(rank).open(errors="replace") as file:
             file.seek(start)
@@ -255,14 +258,14 @@ def read_stack(folder: Path, rank: int, *, start: int) -> Stack | None:
 
 
 def parse_stack(text: str) -> Stack | None:
-    """The thread that got the signal (the main one, unless the program blocks it there), or None."""
-    _, found, behind = text.partition("Current thread")
+    """Return the stack of the thread that got the signal (the main one, unless the program blocks it), or None."""
+    _, found, after = text.partition("Current thread")
     if not found:
-        _, found, behind = text.partition("Thread")
+        _, found, after = text.partition("Thread")
     if not found:
         return None
     frames = []
-    for line in behind.splitlines()[1:]:
+    for line in after.splitlines()[1:]:
         match = _FRAME.match(line)
         if match is None:
             break
@@ -271,7 +274,7 @@ def parse_stack(text: str) -> Stack | None:
     return Stack(tuple(frames[: inner[0]] if inner else frames))
 
 
-# How often the kernel killed for want of memory, by the counters of a memory cgroup (version 1 or 2) -----------------
+# How often the kernel killed because memory was out, by the counters of a memory cgroup (version 1 or 2) -------------
 
 _PROC = Path("/proc")
 #: What version 1 says for "no limit" is a little under this.
@@ -288,13 +291,13 @@ class MemoryGroup:
     version: int
 
     def kills(self) -> int | None:
-        """Processes of the group that the kernel killed because memory was out; None if it does not count
-        them."""
+        """Return how many processes of the group the kernel has killed because memory was out; None: it does not
+        count them."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
         return _counter(self.folder / name, "oom_kill")
 
     def limit(self) -> int | None:
-        """The bytes that the group may use, its ancestors' limits included; None: as many as there are."""
+        """Return the bytes that the group may use, its ancestors' limits included; None: there is no limit."""
         if self.version == 1:
             limit = _counter(self.folder / "memory.stat", "hierarchical_memory_limit")
             return limit if limit is not None and limit < _UNLIMITED else None
@@ -308,7 +311,7 @@ class MemoryGroup:
 
 
 def memory_group(proc: Path = _PROC / "self") -> MemoryGroup | None:
-    """The memory cgroup of a process, or None if it can't be seen.
+    """Return the memory cgroup of a process, or None if it can't be seen.
 
     Args:
         proc: the process's folder in /proc.
@@ -335,7 +338,7 @@ def memory_group(proc: Path = _PROC / "self") -> MemoryGroup | None:
 
 
 def machine_memory() -> int | None:
-    """The machine's memory in bytes."""
+    """Return the machine's memory in bytes."""
     total = re.search(r"^MemTotal:\s+(\d+) kB", _text(_PROC / "meminfo"), re.MULTILINE)
     return int(total[1]) * 1024 if total else None
 
@@ -358,3 +361,49 @@ def _text(file: Path) -> str:
         return file.read_text()
     except OSError:
         return ""
+
+
+# What the machine says about the time of a failure --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What the machine says about the time of a failure."""
+
+    #: Processes that the kernel killed because memory was out since the ranks were started; None: it does not say.
+    memory_kills: int | None
+    #: Bytes that the job may use; None: all that the machine has.
+    memory_limit: int | None
+    machine: int | None
+    #: Bytes of /dev/shm, and of them free; None: there is none.
+    shared: tuple[int, int] | None
+    #: Descriptors that a process may have open.
+    files: int
+    #: What a worker with this process id was doing.
+    worker: Callable[[int], Fetching | None]
+
+    @classmethod
+    def collect(
+        cls, group: MemoryGroup | None, *, kills_before: int | None, worker: Callable[[int], Fetching | None]
+    ) -> MachineFacts:
+        """Ask the machine now.
+
+        Args:
+            group: the ranks' memory cgroup.
+            kills_before: its count when they were started.
+            worker: asked for what a worker was doing.
+        """
+        kills = group.kills() if group is not None else None
+        try:
+            fs = os.statvfs("/dev/shm")
+            shared = fs.f_blocks * fs.f_frsize, fs.f_bavail * fs.f_frsize
+        except OSError:
+            shared = None
+        return cls(
+            memory_kills=None if kills is None or kills_before is None else kills - kills_before,
+            memory_limit=group.limit() if group is not None else None,
+            machine=machine_memory(),
+            shared=shared,
+            files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            worker=worker,
+        )

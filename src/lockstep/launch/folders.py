@@ -2,9 +2,9 @@
 
 Note [Abandoned folders]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-Watcher and zygote remove the folder, whichever is there in the end. If both are killed at once nobody does, so each
+Launcher and zygote remove the folder, whichever is there in the end. If both are killed at once nobody does, so each
 job looks for folders that nobody holds any more, and removes what the loader workers noted in them have left in
-/dev/shm, then the folder. A folder is held by a lock (``flock``) that goes with its owner. Whoever makes a folder looks
+/dev/shm, then the folder. A folder is held by a lock (``flock``) that goes with its owner. The maker of a folder looks
 again once it holds the lock: another job may have found it in between, and removed it.
 """
 
@@ -73,7 +73,7 @@ def _remove_abandoned(home: Path) -> None:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 if _locks(fd):
-                    # Who has one of their numbers now is another process, whose memory is its own.
+                    # A process that has one of their numbers now is another one, with memory of its own.
                     folders = [Path(path), *Path(path).glob("[0-9]*")]  # one for each start of its ranks
                     noted = {pid for each in folders for pid in workers.processes(each)}
                     gone = {pid for pid in noted if not os.path.exists(f"/proc/{pid}")}
@@ -84,7 +84,7 @@ def _remove_abandoned(home: Path) -> None:
 
 
 def _locks(fd: int) -> bool:
-    """Whether nobody else holds the folder; then it is held through ``fd``."""
+    """Take the folder's lock through ``fd``, and return whether that was possible: nobody else holds it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,7 +1,7 @@
-"""Looks at the ranks' pages, many times a second, and says so when a rank holds up the others.
+"""Look at the ranks' pages, many times a second, and say so when a rank holds up the others.
 
-It only reports. Who ends a job that hangs is the wait itself, at its time limit; its error then repeats the report,
-which it finds in the job's folder.
+It only reports. A job that hangs is ended by the wait itself, at its time limit; the wait's error then repeats the
+report, which it finds in the job's folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lockstep.job.hang import (
 )
 from lockstep.job.page import STACK_SIGNAL, Cell, Look, Mark, Pages, Phase
 from lockstep.launch import evidence, report
-from lockstep.launch.evidence import Facts, Stillness
+from lockstep.launch.evidence import ProcessFacts, Stillness
 from lockstep.launch.policy import RankState
 from lockstep.launch.report import Known
 
@@ -50,11 +50,11 @@ class _Asked:
     at: float
     #: Of each rank, where its new stack begins in its file, and what the kernel said then.
     begins: dict[int, int]
-    facts: dict[int, Facts | None]
+    facts: dict[int, ProcessFacts | None]
 
 
 class HangWatch:
-    """The watcher's eyes on one start of the ranks of this machine. See Note [The launcher's clock].
+    """The launcher's eyes on one start of the ranks of this machine. See Note [The launcher's clock].
 
     Args:
         files: the private folder of this start.
@@ -120,19 +120,17 @@ class HangWatch:
         return []
 
     def ended(self, states: Mapping[int, RankState]) -> list[str]:
-        """What is left to say when all ranks have ended: who was late has gone on, if all is well."""
-        if self._verdict is None or any(state.exit_code != 0 for state in states.values()):
-            return []
-        verdict, self._verdict, self.text = self._verdict, None, ""
-        return [report.over(verdict, now=time.monotonic())]
-
-    def laggard(self) -> str:
-        """A sentence on the rank that was steadily slower than the others, or an empty text."""
-        found = self._pace.laggard()
-        return "" if found is None else found.describe()
+        """Return what is left to say when all ranks have ended: that those who were late have moved on, if all is well,
+        and which rank was steadily slower than the others."""
+        said = []
+        if self._verdict is not None and all(state.exit_code == 0 for state in states.values()):
+            said.append(report.over(self._verdict, now=time.monotonic()))
+            self._verdict, self.text = None, ""
+        laggard = self._pace.laggard()
+        return said if laggard is None else [*said, laggard.describe()]
 
     def shares(self, rank: int) -> dict[Phase, float]:
-        """What part of its time a rank has spent in each phase, and waiting."""
+        """Return what part of its time a rank has spent in each phase, and waiting."""
         return self._looker.shares.of(rank - self._ranks.start)
 
     def _progress(self) -> dict[int, Progress]:
@@ -146,7 +144,7 @@ class HangWatch:
         return self._looker.moved[rank - self._ranks.start]
 
     def _look_at_processes(self, states: Mapping[int, RankState], now: float) -> None:
-        """Whether those that give no sign of life can go on by themselves."""
+        """Find out whether those that give no sign of life can continue by themselves."""
         for rank, state in states.items():
             look = self._looks[rank]
             quiet = state.exit_code is None and not look.mark.waiting and now - self._moved(rank) >= _QUIET
@@ -204,7 +202,7 @@ class HangWatch:
         return [self.text]
 
     def _has_gone_on(self, verdict: Verdict, states: Mapping[int, RankState], now: float) -> bool:
-        """Whether what was suspected is over before it was reported."""
+        """Return whether what was suspected is over before it was reported."""
         again = self._compare(states, now)
         return again is None or (again.kind, again.late) != (verdict.kind, verdict.late)
 
@@ -228,7 +226,7 @@ class HangWatch:
 
 
 def _is_excused(known: Known, asked: _Asked, *, held: float, now: float) -> bool:
-    """Whether a late rank is at what may take long, by its stack; see Note [Late or slow]."""
+    """Return whether a late rank is at what may take long, by its stack; see Note [Late or slow]."""
     stack, facts = known.stack, known.facts
     if stack is None or facts is None:
         return False

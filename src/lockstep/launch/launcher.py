@@ -1,25 +1,142 @@
-"""The loop that watches ranks, whoever asked for them: a command (supervisor.py) or a program (spawn.py)."""
+"""The launcher: starts the ranks of one machine, watches them, and says which of them holds up the others.
+
+It never imports torch. A command (run.py) and a program (spawn.py) each hold a :class:`Launcher`, and add what is
+theirs.
+"""
 
 from __future__ import annotations
 
+import os
 import selectors
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
-from lockstep.job.files import EXIT_SAVED
-from lockstep.launch.attempt import Attempt
-from lockstep.launch.channel import Answer, Broken, Exited, Started
-from lockstep.launch.farewell import say
-from lockstep.launch.handle import ZygoteHandle
-from lockstep.launch.policy import Order, Policy
-from lockstep.launch.spec import JobSpec
+from lockstep import knobs
+from lockstep.job import workers
+from lockstep.job.files import EXIT_SAVED, FailureRecord, JobFiles, StopNote
+from lockstep.job.page import Cell, Pages
+from lockstep.launch.channel import Answer, Broken, Exited, Started, ZygoteHandle
+from lockstep.launch.evidence import MachineFacts, memory_group
+from lockstep.launch.hangs import HangWatch
+from lockstep.launch.output import Streams
+from lockstep.launch.policy import Ending, Order, Policy
+from lockstep.launch.report import Outcome, say
+from lockstep.launch.spec import JobSpec, is_loopback, rank_environment
 
 #: Seconds between two comparisons of the ranks, and two looks for one that left a failure record but does not end.
 _HEARTBEAT = 1.0
 
 
+class Attempt:
+    """The ranks of this machine, started once: their policy, their private folder, and what they leave there.
+
+    A restart is another attempt, in a folder of its own.
+
+    Args:
+        spec: the job.
+        home: the job's private folder.
+        restart: how many attempts came before.
+    """
+
+    def __init__(self, spec: JobSpec, *, home: str, restart: int) -> None:
+        self.restart = restart
+        #: Private to this attempt, so that it meets no rendezvous and no record of an earlier one.
+        self.folder = Path(home) / str(restart)
+        self.folder.mkdir(mode=0o700)
+        self._spec = spec
+        self.local_rank = {spec.identity(k).rank: k for k in range(spec.nproc)}
+        self.policy = Policy(self.local_rank, grace=spec.grace)
+        self._files = JobFiles(self.folder)
+        self._pages = Pages(self.folder, spec.world_size)
+        #: Says which rank holds up the others.
+        self.hangs = HangWatch(
+            self._files,
+            self._pages,
+            range(spec.nproc * spec.node_rank, spec.nproc * (spec.node_rank + 1)),
+            world_size=spec.world_size,
+            shortest=knobs.late(),
+        )
+        self._memory = memory_group()
+        self._kills_before = self._memory.kills() if self._memory is not None else None
+        self._told_of_failure = False
+        self._outcome: Outcome | None = None
+
+    def environment(self, local_rank: int, master: tuple[str, int]) -> dict[str, str | None]:
+        """Return the variables that one rank of this machine sees changed.
+
+        Args:
+            local_rank: which.
+            master: address and port for scripts that open a process group themselves.
+        """
+        return rank_environment(
+            self._spec.identity(local_rank),
+            nnodes=self._spec.nnodes,
+            master=master,
+            folder=str(self.folder),
+            loopback=is_loopback(master[0]) and "GLOO_SOCKET_IFNAME" not in os.environ,
+            restart=self.restart,
+        )
+
+    def steps(self, rank: int) -> tuple[int | None, int | None]:
+        """Return the optimizer steps of the whole run, and those that ``rank`` has taken since this start; None where
+        nobody counts."""
+        taken = self._pages.get(rank, Cell.STEPS)
+        run = self._pages.get(rank, Cell.RUN_STEPS) or taken
+        return (run - 1 if run else None), (taken - 1 if taken else None)
+
+    @property
+    def listening(self) -> bool:
+        """Whether ranks save and leave by themselves when they are asked to stop."""
+        return any(self._pages.all(Cell.LISTENS))
+
+    def stop_note(self) -> StopNote | None:
+        """Return where the run continues, if its ranks were asked to stop and have saved."""
+        return StopNote.read(self.folder)
+
+    def tell_of_failure(self) -> None:
+        """Tell the ranks that the signal to stop which follows comes from a failure. Does nothing the second time."""
+        if not self._told_of_failure:
+            self._told_of_failure = True
+            self._files.mark_failed()
+
+    def record(self, rank: int) -> FailureRecord | None:
+        """Return a rank's last words."""
+        return FailureRecord.read(self.folder, rank)
+
+    def outcome(self, streams: Streams | None = None) -> Outcome:
+        """Return how this attempt has ended, as it was when first asked: records and counters are read once.
+
+        Args:
+            streams: where the ranks' output went; None: where the caller's goes.
+        """
+        if self._outcome is None:
+            endings = [
+                Ending(
+                    self.policy.states[rank],
+                    self.record(rank),
+                    log=streams.log(local_rank) if streams is not None else None,
+                    shown=streams is not None and streams.shown(local_rank),
+                )
+                for rank, local_rank in self.local_rank.items()
+            ]
+            facts = MachineFacts.collect(
+                self._memory, kills_before=self._kills_before, worker=lambda pid: workers.find(self.folder, pid)
+            )
+            self._outcome = Outcome(
+                tuple(endings), facts, self._spec.world_size, late=self.hangs.text, note=self.stop_note()
+            )
+        return self._outcome
+
+    def close(self) -> None:
+        """Unmap the ranks' pages; the folder stays until the job's is removed."""
+        self._pages.close()
+
+
 class Launcher:
-    """The zygote and its ranks on this machine: hears of them, applies the policy, and says who holds up the others.
+    """The zygote and its ranks on this machine, and the loop that hears of them and applies the policy.
+
+    Whoever holds one calls :meth:`wait`, :meth:`hear` and :meth:`act` in turn, and :meth:`close` in the end.
 
     Args:
         spec: the job.
@@ -28,13 +145,11 @@ class Launcher:
 
     def __init__(self, spec: JobSpec, *, home: str) -> None:
         self.spec = spec
-        self.home = home
+        self._home = home
         self.attempt = Attempt(spec, home=home, restart=0)
         #: The traceback of the zygote's imports, if they failed.
         self.broken: str | None = None
         self.selector = selectors.PollSelector()  # epoll refuses regular files, which standard output may be
-        #: Whether this attempt's ranks were told that one of them failed.
-        self._marked = False
         self._next_look = 0.0
         try:
             self.zygote = ZygoteHandle(home, ranks=spec.nproc, restarts=spec.max_restarts > 0)
@@ -54,38 +169,17 @@ class Launcher:
         """Whether the zygote is there, and with it what it started."""
         return self.zygote in self.selector.get_map()
 
-    def turn(self, deadline: float | None = None) -> None:
-        """Wait for something to happen, or until ``deadline`` on the monotonic clock, and see to it."""
-        ready = self._wait(deadline)
-        now = time.monotonic()
-        self._see_to(ready, now)
-        self._look(now)
-        self.apply(self.policy.tick(now))
+    def wait(self, *moments: float | None) -> set[object]:
+        """Wait until there is something to read or to do; meanwhile look at the ranks' pages.
 
-    def apply(self, orders: Iterable[Order]) -> None:
-        """Have the zygote carry out what the policy says."""
-        if self.policy.failing and not self._marked:
-            self._marked = True
-            self.attempt.mark_failed()
-        for order in orders:
-            self.zygote.signal(order.ranks, order.signum)
+        Args:
+            moments: when the caller has something to do, on the monotonic clock; None: it has not.
 
-    def renew(self, attempt: Attempt) -> None:
-        """Go on with another attempt; the one before has ended."""
-        self.attempt.close()
-        self.attempt = attempt
-        self._marked = False
-
-    def close(self) -> None:
-        """End the zygote and everything below it, and give back what was held."""
-        self.selector.close()
-        self.zygote.close()
-        self.attempt.close()
-
-    def _wait(self, deadline: float | None) -> set[object]:
-        """What is ready to be read, once something is or the time has come to act; meanwhile watch the ranks' pages."""
+        Returns:
+            what in :attr:`selector` is ready.
+        """
         hangs, select, clock = self.attempt.hangs, self.selector.select, time.monotonic
-        end = min(self._due(clock()) if deadline is None else [deadline, *self._due(clock())])
+        end = min(moment for moment in (self._next_look, self.policy.deadline, *moments) if moment is not None)
         while True:
             ready = select(max(0.0, min(end, hangs.due) - clock()))
             now = clock()
@@ -94,38 +188,55 @@ class Launcher:
             if ready or now >= end:
                 return {key.fileobj for key, _ in ready}
 
-    def _due(self, now: float) -> list[float]:  # noqa: ARG002  (for those that know seconds, not moments)
-        """When there is something to do, whatever happens until then."""
-        return [self._next_look, *([self.policy.deadline] if self.policy.deadline is not None else [])]
-
-    def _see_to(self, ready: set[object], now: float) -> None:  # noqa: ARG002  (for those that look at more)
-        """Read what has come."""
+    def hear(self, ready: set[object]) -> list[Answer]:
+        """Read what the zygote has said, act on what it says of ranks, and return it all."""
         if self.zygote not in ready:
-            return
+            return []
         try:
             answers = self.zygote.receive()
         except EOFError:
             self.selector.unregister(self.zygote)
-            return
+            return []
         for answer in answers:
-            self._hear(answer)
+            match answer:
+                case Started(rank, pid):
+                    self.policy.started(rank, pid)
+                case Exited(rank, code, at, peak):
+                    agreed = code == EXIT_SAVED and self.attempt.stop_note() is not None
+                    self.apply(self.policy.exited(rank, code, at, peak=peak, agreed=agreed))
+                case Broken(error):
+                    self.broken = error
+        return answers
 
-    def _hear(self, answer: Answer) -> None:
-        match answer:
-            case Started(rank, pid):
-                self.policy.started(rank, pid)
-            case Exited(rank, code, at, peak):
-                agreed = code == EXIT_SAVED and self.attempt.stop_note() is not None
-                self.apply(self.policy.exited(rank, code, at, peak=peak, agreed=agreed))
-            case Broken(error):
-                self.broken = error
+    def act(self, now: float) -> None:
+        """Do what is due: compare the ranks once a second, and end those whose time is up."""
+        if now >= self._next_look:
+            self._next_look = now + _HEARTBEAT
+            self._look(now)
+        self.apply(self.policy.tick(now))
+
+    def apply(self, orders: Iterable[Order]) -> None:
+        """Have the zygote carry out what the policy says."""
+        if self.policy.failing:
+            self.attempt.tell_of_failure()
+        for order in orders:
+            self.zygote.signal(order.ranks, order.signum)
+
+    def renew(self) -> Attempt:
+        """Begin another attempt; the one before has ended."""
+        self.attempt.close()
+        self.attempt = Attempt(self.spec, home=self._home, restart=self.attempt.restart + 1)
+        return self.attempt
+
+    def close(self) -> None:
+        """End the zygote and everything below it, and release what was held."""
+        self.selector.close()
+        self.zygote.close()
+        self.attempt.close()
 
     def _look(self, now: float) -> None:
-        """A rank whose exception was recorded but that can't get out, in a thread or a collective, holds up the job;
-        so does one that is late, which is only said."""
-        if now < self._next_look:
-            return
-        self._next_look = now + _HEARTBEAT
+        """Say which rank is late, and end a job that is held up by a rank whose exception was recorded: it does not get
+        out of a thread or a collective."""
         if not (self.policy.stopping or self.policy.done):
             for text in self.attempt.hangs.look(self.policy.states, now, ask=self.zygote.signal):
                 say(text)

@@ -1,7 +1,7 @@
 """Where the ranks' output goes: the terminal, a log for each rank, or both through a relay.
 
 Rank 0 has the terminal and the others write to their logs, with nobody in between. The relay is only used where the
-watcher must see the output: with ``--all-output``, and for rank 0 with an explicit ``--log-dir``. It passes lines on
+launcher must see the output: with ``--all-output``, and for rank 0 with an explicit ``--log-dir``. It passes lines on
 without losing or mixing a byte.
 """
 
@@ -42,7 +42,7 @@ class Streams:
     def open(self, local_rank: int) -> list[int]:
         """Standard input, output and error for one rank; the caller passes them on and closes them.
 
-        An empty list: the rank shares the watcher's own.
+        An empty list: the rank shares the launcher's own.
 
         Raises:
             LaunchError: a log can't be opened.
@@ -68,20 +68,28 @@ class Streams:
         self._relay.add(reading, rank=rank, sink=2, log=os.dup(log), prefix=prefix)
         return [nothing, output, error]
 
-    def logged(self, local_rank: int) -> bool:
-        """Whether this rank has a log."""
+    def log(self, local_rank: int) -> Path | None:
+        """Return this rank's log, or None if it has none."""
+        return self._logs.log(self._spec.identity(local_rank).rank) if self._logged(local_rank) else None
+
+    def shown(self, local_rank: int) -> bool:
+        """Return whether the user sees this rank's standard error."""
+        return local_rank == 0 or self._spec.output is not Output.FIRST
+
+    def unseen(self) -> list[int]:
+        """Return the ranks that have written only to a log in a folder that the user did not choose."""
+        hidden = [k for k in range(self._spec.nproc) if self._logged(k) and not self.shown(k)]
+        return self._logs.unseen(self._spec.identity(k).rank for k in hidden)
+
+    def resize(self) -> None:
+        """Give rank 0's terminal the size that the user's has now."""
+        if self._pty is not None:
+            _copy_window_size(1, self._pty)
+
+    def _logged(self, local_rank: int) -> bool:
         if local_rank == 0 or self._spec.output is Output.SHARED:
             return self._spec.log_dir is not None
         return True
-
-    def shown(self, local_rank: int) -> bool:
-        """Whether the user sees this rank's standard error."""
-        return local_rank == 0 or self._spec.output is not Output.FIRST
-
-    def resize(self) -> None:
-        """The terminal's size changed: so does that of rank 0's."""
-        if self._pty is not None:
-            _copy_window_size(1, self._pty)
 
     def _relayed(self, rank: int) -> list[int]:
         """Rank 0 through the relay: by a pseudo-terminal where the user has a terminal, else by pipes."""
@@ -99,20 +107,29 @@ class Streams:
         return [os.dup(0), output, error]
 
 
+def show_cursor() -> None:
+    """Show the terminal's cursor, which a rank that a signal ends in the middle of a progress bar leaves hidden."""
+    for fd in (2, 1):
+        if os.isatty(fd):
+            with contextlib.suppress(OSError):
+                os.write(fd, b"\x1b[?25h\n")
+            return
+
+
 def _error_sink() -> int:
-    """Where standard error goes: with standard output where both are the same file, so that lines of one rank end
-    before those of another begin."""
+    """Return where standard error goes: with standard output where both are the same file, so that lines of one rank
+    end before those of another begin."""
     return 1 if os.path.sameopenfile(1, 2) else 2
 
 
 def _open_pty() -> tuple[int, int]:
-    """Both ends of a pseudo-terminal that passes every byte on as it is."""
+    """Return both ends of a pseudo-terminal that passes every byte on as it is."""
     import pty
     import termios
 
     ours, theirs = pty.openpty()
     attributes = termios.tcgetattr(theirs)
-    attributes[1] &= ~termios.OPOST  # the user's own terminal turns \n into \r\n; twice is once too often
+    attributes[1] &= ~termios.OPOST  # the user's own terminal turns \n into \r\n; this must not be done twice
     termios.tcsetattr(theirs, termios.TCSANOW, attributes)
     _copy_window_size(1 if os.isatty(1) else 2, ours)
     return ours, theirs
@@ -138,7 +155,7 @@ _FULL = 1 << 20
 
 @dataclass(eq=False)
 class Sink:
-    """The watcher's standard output or error. Bytes wait here until poll says that they can be written."""
+    """The launcher's standard output or error. Bytes wait here until poll says that they can be written."""
 
     fd: int
     backlog: bytearray = field(default_factory=bytearray)
@@ -241,7 +258,7 @@ class Relay:
         self._watched: dict[int, int] = {}
 
     def add(self, fd: int, *, rank: int, sink: int, log: int | None, prefix: bytes = b"") -> None:
-        """Relay from ``fd`` to the watcher's own ``sink`` and to ``log``; the relay closes ``fd`` and ``log``."""
+        """Relay from ``fd`` to the launcher's own ``sink`` and to ``log``; the relay closes ``fd`` and ``log``."""
         self._sources[fd] = Source(fd, rank, self._sinks.setdefault(sink, Sink(sink)), log, prefix)
         self._watch()
 
@@ -273,7 +290,7 @@ class Relay:
         return PATIENCE / 2 if any(source.held for source in self._sources.values()) else None
 
     def close(self) -> None:
-        """Let go of everything, relayed or not."""
+        """Close everything, relayed or not."""
         for fd in self._watched:
             self._selector.unregister(fd)
         for source in self._sources.values():
@@ -282,7 +299,7 @@ class Relay:
         self._sources.clear()
 
     def _take(self, fd: int, now: float) -> None:
-        """Read once from a source; at its end let go of it."""
+        """Read once from a source; at its end close it."""
         source = self._sources[fd]
         if source.read(now):
             return
@@ -336,7 +353,7 @@ class LogFolder:
         self.restart = 0
 
     def open(self, rank: int) -> int:
-        """A new, empty log for ``rank``, open for appending; the caller closes it.
+        """Open a new, empty log for ``rank`` for appending; the caller closes it.
 
         Raises:
             LaunchError: the folder or the file can't be made.
@@ -355,7 +372,7 @@ class LogFolder:
             ) from error
 
     def log(self, rank: int, *, restart: int | None = None) -> Path:
-        """The path of a rank's log: since the last restart, or after another one."""
+        """Return the path of a rank's log: since the last restart, or after another one."""
         assert self.path is not None, "no log was opened yet"
         return self._part(self.restart if restart is None else restart) / f"rank{rank}.log"
 
@@ -364,7 +381,7 @@ class LogFolder:
         return self.path / f"restart-{restart}" if restart else self.path
 
     def unseen(self, ranks: Iterable[int]) -> list[int]:
-        """Those of ``ranks`` whose output went into a folder that the user did not choose, and is there to read."""
+        """Return those of ``ranks`` whose output is in a folder that the user did not choose."""
         if self.path is None or self._given is not None:
             return []
         return [rank for rank in ranks if any(_has_text(log) for log in self._logs(rank))]
@@ -417,8 +434,8 @@ def _has_text(log: Path) -> bool:
 
 
 def default_home(env: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder for the logs of jobs that name none, by the XDG base directory specification; None: this
-    user has no home."""
+    """Return the folder for the logs of jobs that name none, by the XDG base directory specification; None: this user
+    has no home."""
     state = env.get("XDG_STATE_HOME", "")
     if state.startswith("/"):
         return Path(state, "lockstep", "logs")
@@ -432,7 +449,7 @@ def default_home(env: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def spare_home() -> Path:
-    """The folder for logs where the home can't be written: this user's own, for temporary files.
+    """Return the folder for logs where the home can't be written: this user's own, for temporary files.
 
     Others may write there as well: a folder of that name that is another's, or open to others, is not taken.
     """

@@ -1,13 +1,34 @@
-"""What to do when a rank ends or a signal comes: decisions only, no process in sight.
+"""What to do when a rank ends or a signal comes, which rank failed first, and whether a restart can help.
 
-Time comes in as an argument and orders go out as return values, so every path is tested without a process.
+Decisions only: time comes in as an argument and orders go out as return values, so every path is tested without a
+process.
+
+Note [What only repeats]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A restart helps against what happens to a job (a kill, a machine's hiccup), not against what the job does. So a failure
+is final
+
+- if it is a Python error (or an exit code) of a rank that had not taken a step since it was started: a wrong import, a
+  wrong path, a checkpoint of another model. What other ranks' ends cause (a lost peer, a collective's timeout) is
+  not counted as one.
+- if it is the last one once more: the same rank, the same step, the same error. Numbers in a message are not compared:
+  they are process ids and losses. A signal from outside (SIGKILL, SIGTERM) is not the job's error and never the same,
+  unless the kernel sent it because memory was out.
 """
 
 from __future__ import annotations
 
+import enum
+import re
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.job.files import FailureRecord
+from lockstep.launch.processes import name
+
+# How a job ends ------------------------------------------------------------------------------------------------------
 
 #: Seconds that ranks have to leave by themselves once another rank failed.
 FAILURE_GRACE = 0.5
@@ -77,13 +98,13 @@ class Policy:
         return self.deadline is not None or self._killed
 
     def started(self, rank: int, pid: int) -> None:
-        """A rank runs."""
+        """Note that a rank runs."""
         self.states[rank].pid = pid
 
     def exited(
         self, rank: int, exit_code: int, at: float, *, peak: int | None = None, agreed: bool = False
     ) -> list[Order]:
-        """A rank ended. The first that ends with an error stops the others; one that is done early stops nobody.
+        """Note that a rank ended. The first that ends with an error stops the others; one that is done early does not.
 
         Args:
             rank: which.
@@ -102,7 +123,7 @@ class Policy:
         return self.failed(at)
 
     def failed(self, now: float) -> list[Order]:
-        """Something went wrong: everyone still alive is to stop."""
+        """Stop every rank that is alive, because one failed."""
         if self.stopping:
             return []
         self.failing = True
@@ -110,7 +131,7 @@ class Policy:
         return self._order(signal.SIGTERM, now)
 
     def signalled(self, signum: signal.Signals, *, delivered: bool, now: float) -> list[Order]:
-        """The user wants the job to end: politely the first time, at once the second.
+        """End the job for the user: politely the first time, at once the second.
 
         Args:
             signum: SIGINT, SIGTERM, SIGHUP or SIGQUIT (which is never polite).
@@ -129,7 +150,7 @@ class Policy:
         return self._kill(now)
 
     def tick(self, now: float) -> list[Order]:
-        """The deadline passed: whoever is still there is killed."""
+        """Kill the ranks that are still there when the deadline has passed."""
         if self.deadline is None or now < self.deadline:
             return []
         if self._killed:
@@ -143,7 +164,7 @@ class Policy:
         return self._order(signal.SIGKILL, now)
 
     def _to_those_not_yet_started(self, orders: list[Order]) -> list[Order]:
-        """A rank that is being forked just now was no process yet when the terminal sent the signal."""
+        """Keep the orders for ranks that are being forked: when the terminal sent the signal, they were not there."""
         for_them = [(o.signum, tuple(r for r in o.ranks if self.states[r].pid is None)) for o in orders]
         return [Order(signum, ranks) for signum, ranks in for_them if ranks]
 
@@ -152,3 +173,155 @@ class Policy:
             if self.states[rank].stopped_at is None:
                 self.states[rank].stopped_at = now
         return [Order(signum, self.alive)] if self.alive else []
+
+
+# How a rank ended ----------------------------------------------------------------------------------------------------
+
+#: A death without a record is noticed some time after it happened, a record carries the time of its exception.
+_NOTICED_LATE = 0.1
+#: How other ranks' exceptions read when a peer has gone: consequences, not causes.
+_ECHOES = ("PeerLost", "CollectiveTimeout", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one rank ended."""
+
+    state: RankState
+    record: FailureRecord | None
+    #: Its log, or None if its output went elsewhere.
+    log: Path | None = None
+    #: Whether what it wrote to standard error was seen by the user.
+    shown: bool = False
+
+    @property
+    def rank(self) -> int:
+        return self.state.rank
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell reports it; the record knows better than the signal by which we ended the rank afterwards."""
+        if self.record is not None:
+            return self.record.exit_code
+        code = self.state.exit_code
+        if code is None:
+            return 1  # it could not even be killed
+        return code if code >= 0 else 128 - code
+
+    @property
+    def failed_by_itself(self) -> bool:
+        stopped = self.state.stopped_at
+        if self.record is not None:
+            return stopped is None or self.record.at < stopped
+        return self.state.exit_code not in (None, 0) and (stopped is None or self._seen < stopped)
+
+    @property
+    def when(self) -> float:
+        """When it failed; an echo of another's failure comes after everything within the same half second."""
+        at = self.record.at if self.record is not None else self._seen - _NOTICED_LATE
+        return at + FAILURE_GRACE if self.is_echo else at
+
+    @property
+    def cause(self) -> str:
+        """One phrase: an exit code, a signal's name, or the exception."""
+        if self.record is not None and self.record.type != "SystemExit":
+            return self.record.summary
+        return self.status
+
+    @property
+    def status(self) -> str:
+        code = self.state.exit_code
+        if self.record is not None or code is None or code >= 0:
+            return f"exit code {self.exit_code}"
+        return f"killed by signal {-code} ({name(-code)})"
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether its exception reads like the consequence of another rank's end."""
+        return self.record is not None and any(
+            echo in self.record.type or echo in self.record.message for echo in _ECHOES
+        )
+
+    @property
+    def _seen(self) -> float:
+        return self.state.ended_at if self.state.ended_at is not None else float("inf")
+
+
+def first_failure(endings: Iterable[Ending]) -> Ending | None:
+    """Return how the rank ended that failed before the others, or None if none failed by itself."""
+    return min((ending for ending in endings if ending.failed_by_itself), key=lambda ending: ending.when, default=None)
+
+
+# Whether to start again ----------------------------------------------------------------------------------------------
+
+#: Signals that somebody sends; the others a process causes itself.
+_SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of one start of a job, as far as the next start is concerned."""
+
+    rank: int
+    #: The error's type and message with its numbers left out, the exit code or the signal.
+    cause: str
+    #: Whether the rank ended by an exception or an exit code of its own.
+    by_itself: bool
+    #: Whether it came from outside, or from another rank's end.
+    from_outside: bool
+    #: Optimizer steps of the whole run, and those since this start; None where nobody counted.
+    step: int | None
+    taken: int | None
+
+    @classmethod
+    def of(cls, ending: Ending, *, step: int | None, taken: int | None, out_of_memory: bool = False) -> Failure:
+        """Take from how the first rank to fail ended what the next failure is compared with."""
+        code = ending.state.exit_code
+        sent = ending.record is None and code is not None and -code in _SENT and not out_of_memory
+        text = ending.cause if ending.record is None else f"{ending.record.type}: {ending.record.message}"
+        return cls(
+            rank=ending.rank,
+            cause=re.sub(r"0x[0-9a-f]+|\d+", "#", text) if ending.record is not None else text,
+            by_itself=ending.record is not None or (code is not None and code > 0),
+            from_outside=sent or ending.is_echo,
+            step=step,
+            taken=taken,
+        )
+
+    def repeats(self, other: Failure) -> bool:
+        """Return whether it is the same failure as ``other``, and will be again."""
+        if self.from_outside or other.from_outside:
+            return False
+        return (self.rank, self.step, self.cause) == (other.rank, other.step, other.cause)
+
+
+class Refusal(enum.Enum):
+    """Why a job is not started again. See Note [What only repeats]."""
+
+    NOT_ASKED = enum.auto()
+    BEFORE_FIRST_STEP = enum.auto()
+    SAME_AGAIN = enum.auto()
+    USED_UP = enum.auto()
+
+
+class Restarts:
+    """How often a job may still start again."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._last: Failure | None = None
+
+    def refusal(self, failure: Failure) -> Refusal | None:
+        """Return why the job is not started again after ``failure``, or None: then one more restart is used."""
+        last, self._last = self._last, failure
+        if self.limit == 0:
+            return Refusal.NOT_ASKED
+        if failure.by_itself and not failure.from_outside and failure.taken == 0:
+            return Refusal.BEFORE_FIRST_STEP
+        if last is not None and failure.repeats(last):
+            return Refusal.SAME_AGAIN
+        if self.used == self.limit:
+            return Refusal.USED_UP
+        self.used += 1
+        return None

@@ -27,7 +27,7 @@ from typing import Any
 
 from lockstep import knobs, machine
 
-#: Who knows the number of threads, and from which variables: the first that is set counts.
+#: From which variables torch and OpenBLAS take the number of threads: the first that is set counts.
 _OF_TORCH = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 _OF_OPENBLAS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 
@@ -91,7 +91,7 @@ def _noting_reads() -> Iterator[None]:
 
 
 def listen() -> None:
-    """From now on heed what this process's program sets: see Note [Environment read at import]."""
+    """Apply from now on what this process's program sets: see Note [Environment read at import]."""
     if _read:
         vars(os)["putenv"] = _Listener(os.putenv)
 
@@ -133,7 +133,7 @@ class _Listener:
 
 
 def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    """The number of threads in the first of ``names`` that is set; the outermost of OpenMP's list of levels."""
+    """Return the number of threads in the first of ``names`` that is set; the outermost of OpenMP's list of levels."""
     for name in names:
         text = env.get(name, "").split(",")[0].strip()
         if text.isdecimal() and int(text) > 0:
@@ -172,7 +172,7 @@ def _warn(name: str) -> None:
 
 
 def _beyond_os(frame: FrameType | None) -> tuple[FrameType | None, int]:
-    """The innermost of ``frame`` and its callers that is not ``os.environ``'s, and how many callers it is away."""
+    """Return the innermost of ``frame`` and its callers that is not ``os.environ``'s, and how many callers away."""
     depth = 0
     while frame is not None and frame.f_code.co_filename in _BETWEEN:
         frame, depth = frame.f_back, depth + 1
@@ -180,5 +180,5 @@ def _beyond_os(frame: FrameType | None) -> tuple[FrameType | None, int]:
 
 
 def _is_standard(path: str) -> bool:
-    """Whether a file is of Python's own library."""
+    """Return whether a file is of Python's own library."""
     return path.startswith("<frozen") or (path.startswith(_STANDARD) and not any(place in path for place in _INSTALLED))

@@ -1,12 +1,12 @@
-"""No process left behind: who inherits orphans, who dies with whom, and how a whole tree is ended.
+"""Leave no process behind: inherit orphans, die with the parent, end a whole tree, read signals from a descriptor.
 
 Note [No orphans]
 ~~~~~~~~~~~~~~~~~
-Watcher and zygote are child subreapers: a process whose parent dies becomes theirs, so everything a job ever started
+Launcher and zygote are child subreapers: a process whose parent dies becomes theirs, so everything a job ever started
 stays below one of them, also what left its process group or session. Then:
 
-- The watcher dies: the zygote sees the control socket close, ends everything below itself, and leaves.
-- The zygote dies: its ranks die by the parent-death signal, the rest becomes the watcher's, which ends it.
+- The launcher dies: the zygote sees the control socket close, ends everything below itself, and leaves.
+- The zygote dies: its ranks die by the parent-death signal, the rest becomes the launcher's, which ends it.
 - Both die at once: the ranks die with the zygote, and workers that a rank's main thread forked die with the rank.
 """
 
@@ -115,7 +115,7 @@ def reap() -> list[Dead]:
 
 
 def _has_children() -> bool:
-    """Whether this process has children, dead ones included that nobody has waited for."""
+    """Return whether this process has children, dead ones included that nobody has waited for."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -137,7 +137,7 @@ def remove_shared_memory(dead: set[int]) -> None:
 
 
 def _is_tracker(pid: int) -> bool:
-    """Whether it is multiprocessing's resource tracker, or that of loky, on which joblib and scikit-learn rest."""
+    """Return whether it is multiprocessing's resource tracker, or loky's, on which joblib and scikit-learn rest."""
     return "resource_tracker import main" in _proc.read(pid, "cmdline")
 
 
@@ -151,7 +151,7 @@ def _signal_all(pids: list[int], signum: int) -> None:
 
 #: The signals that end a job.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-#: The signal that asks a job to save and go on.
+#: The signal that asks a job to save and continue.
 SAVE = signal.SIGUSR1
 
 _SFD_NONBLOCK = os.O_NONBLOCK
@@ -189,11 +189,11 @@ class SignalQueue:
             raise OSError(error, f"signalfd: {os.strerror(error)}")
 
     def fileno(self) -> int:
-        """The descriptor to wait on."""
+        """Return the descriptor to wait on."""
         return self._fd
 
     def read(self) -> list[Arrival]:
-        """The signals that arrived since the last call."""
+        """Return the signals that arrived since the last call."""
         arrivals: list[Arrival] = []
         try:
             while True:
@@ -211,12 +211,12 @@ class SignalQueue:
 
 
 def ignored(signums: Iterable[signal.Signals] = (*STOPPING, SAVE)) -> frozenset[signal.Signals]:
-    """Those of ``signums`` that this process ignores: nohup ignores SIGHUP, a shell's ``&`` SIGINT."""
+    """Return those of ``signums`` that this process ignores: nohup ignores SIGHUP, a shell's ``&`` SIGINT."""
     return frozenset(signum for signum in signums if signal.getsignal(signum) == signal.SIG_IGN)
 
 
 def name(signum: int) -> str:
-    """``9`` → ``SIGKILL``; real-time signals have only a number."""
+    """Return the name of a signal: ``9`` → ``SIGKILL``; real-time signals have only a number."""
     try:
         return signal.Signals(signum).name
     except ValueError:

@@ -1,4 +1,4 @@
-"""In a forked rank: become the process that ``python script.py`` would be, run the job, and leave as Python does."""
+"""Become, in a forked rank, the process that ``python script.py`` would be, run the job, and leave as Python does."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib.util
 import io
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import sys
@@ -88,7 +89,7 @@ def _take_streams(fds: Sequence[int]) -> None:
 
 
 def _take_page() -> None:
-    """Tell the watcher from now on what this rank does and how many steps it takes, whoever's optimizer takes them."""
+    """Tell the launcher from now on what this rank does and how many steps it takes, whoever's optimizer takes them."""
     folder, identity = knobs.job_dir(), Identity.from_environment()
     if folder is None:
         return
@@ -139,17 +140,17 @@ class _Tie:
 def _program(task: Task) -> Callable[[], None]:
     job = task.job
     if job["kind"] == "call":
-        # Only then: it needs torch.multiprocessing, and the watcher's side of it has no business in a script.
-        from lockstep.launch import spawned
-
-        return lambda: spawned.call(task.rank, task.fds[3:], shared_tracker=job["shared_tracker"])
+        return lambda: _call(task.rank, task.fds[3:], shared_tracker=job["shared_tracker"])
     if job["kind"] == "module":
         return lambda: _run_module(job["target"], job["args"])
     return lambda: _run_script(job["target"], job["args"])
 
 
+# The program: a script or a module -----------------------------------------------------------------------------------
+
+
 def _run_script(path: str, args: list[str]) -> None:
-    """``python path args…``"""
+    """Run ``python path args…``."""
     _present_as([path, *args])
     if not _safe_path():
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
@@ -163,7 +164,7 @@ def _run_script(path: str, args: list[str]) -> None:
 
 
 def _run_module(name: str, args: list[str]) -> None:
-    """``python -m name args…``"""
+    """Run ``python -m name args…``."""
     _present_as(["-m", *args])
     if not _safe_path():
         sys.path.insert(0, os.getcwd())
@@ -199,7 +200,7 @@ def _present_as(argv: list[str]) -> None:
 
 
 def _new_main(**attributes: Any) -> dict[str, Any]:
-    """A fresh ``__main__``, which stays: runpy's would be gone while atexit functions and threads still use it.
+    """Make a fresh ``__main__``, which stays: runpy's would be gone while atexit functions and threads still use it.
 
     Multiprocessing finds it by ``__spec__`` or ``__file__``, so that spawned workers can import it again.
     """
@@ -210,10 +211,62 @@ def _new_main(**attributes: Any) -> dict[str, Any]:
     return module.__dict__
 
 
+# The function of lockstep.spawn --------------------------------------------------------------------------------------
+
+#: The descriptors that travelled beside the pickled arguments, by their place there.
+_received: list[int] = []
+
+
+class SentDescriptor:
+    """Stands for a descriptor in pickled arguments; where multiprocessing's own spawn has ``DupFd``."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def detach(self) -> int:
+        """Return the descriptor in this process; the caller owns it from now on."""
+        return _received[self._place]
+
+
+def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool) -> None:
+    """Become what a process that multiprocessing spawned is, and run the function that the parent packed.
+
+    What is unpickled here comes over an inherited descriptor from the process that called ``lockstep.spawn``: never
+    from disk, never from the network.
+
+    Args:
+        rank: the function's first argument.
+        fds: the packed bytes; the resource tracker's pipe if ``shared_tracker``; the descriptors among the arguments.
+        shared_tracker: the parent has a resource tracker; using the same one keeps shared memory alive that is the
+            parent's when this rank ends.
+    """
+    from multiprocessing import process, resource_tracker, spawn  # a script's rank needs none of them
+
+    packed, *rest = fds
+    if shared_tracker:
+        # As multiprocessing's own spawn_main does it; there is no public way to hand a tracker on.
+        resource_tracker._resource_tracker._fd = rest.pop(0)  # type: ignore[attr-defined]
+    _received[:] = rest
+    with os.fdopen(packed, "rb") as file:
+        file.seek(0)
+        # multiprocessing.spawn._main does exactly this: the mark makes a script without `if __name__ == "__main__"`
+        # fail with an explanation, instead of starting ranks from ranks without end.
+        process.current_process()._inheriting = True  # type: ignore[attr-defined]
+        try:
+            spawn.prepare(pickle.load(file))  # noqa: S301  (from the parent, see above)
+            fn, args = pickle.load(file)  # noqa: S301
+        finally:
+            del process.current_process()._inheriting  # type: ignore[attr-defined]
+    fn(rank, *args)
+
+
+# Its end -------------------------------------------------------------------------------------------------------------
+
+
 def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
     """Run ``program``. On an exception: leave a record, print it as Python would, and exit as Python would.
 
-    ``silent``: the record says it all, because whoever reads it raises it as an exception.
+    ``silent``: the record says it all, because its reader raises it as an exception.
     """
     this_process = os.getpid()
     try:
@@ -231,7 +284,7 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
     except BaseException as error:  # noqa: BLE001  (Python's own top level does the same)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         if os.getpid() == this_process:  # and not a child that the program forked
-            _hear_of_no_more_workers()
+            _ignore_deaths_of_workers()
             _record(error, rank, code)
         if not silent:
             _print_exception(error)
@@ -239,7 +292,7 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
 
 
 def _exit_code(stop: SystemExit) -> int:
-    """The code that a process ends with, of which the kernel keeps eight bits: what is not 0 does not become 0."""
+    """Return the code that a process ends with. The kernel keeps eight bits of it: what is not 0 does not become 0."""
     if stop.code is None:
         return 0
     if not isinstance(stop.code, int):
@@ -247,8 +300,9 @@ def _exit_code(stop: SystemExit) -> int:
     return stop.code and (stop.code & 0xFF or 1)
 
 
-def _hear_of_no_more_workers() -> None:
-    """torch raises in whatever runs when a DataLoader worker dies: it must not be what tells of the first error."""
+def _ignore_deaths_of_workers() -> None:
+    """Turn off torch's handler, which raises in whatever runs when a DataLoader worker dies: the error that came first
+    is the one to report."""
     for _ in range(2):
         try:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -276,7 +330,7 @@ def _record(error: BaseException, rank: int, exit_code: int) -> None:
 
 
 def _text(thing: object) -> str:
-    """``str(thing)``, in the words of Python's own tracebacks if that fails."""
+    """Return ``str(thing)``, in the words of Python's own tracebacks if that fails."""
     try:
         return str(thing)
     except Exception:  # noqa: BLE001  (whatever the program's own __str__ raises, its error is the one to tell)
@@ -284,7 +338,7 @@ def _text(thing: object) -> str:
 
 
 def _print_exception(error: BaseException) -> None:
-    """What Python's top level does with an uncaught exception, without our frames."""
+    """Do what Python's top level does with an uncaught exception, without our frames."""
     _fold(error)
     tb = error.__traceback__
     # For exit functions and debuggers, which look here; last_exc is known to Python 3.12 and later.
@@ -299,17 +353,13 @@ def _print_exception(error: BaseException) -> None:
         sys.__excepthook__(type(error), error, tb)
 
 
-#: The files whose frames come before the program's first one.
-_RUNNERS = frozenset([__file__, os.path.join(os.path.dirname(__file__), "spawned.py")])
-
-
 def _fold(error: BaseException) -> None:
     error.__traceback__ = _without_own_frames(error.__traceback__)
     tracebacks.fold(error)
 
 
 def _without_own_frames(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback from the program's first frame on."""
-    while tb is not None and tb.tb_frame.f_code.co_filename in _RUNNERS:
+    """Return the traceback from the program's first frame on."""
+    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
         tb = tb.tb_next
     return tb

@@ -1,94 +1,193 @@
-"""What the launcher says of ranks that failed, and of ranks that hold up the others: pure text."""
+"""Say how a job ended, what killed the rank that failed first, and which rank holds up the others: pure text."""
 
 from __future__ import annotations
 
-import os
 import re
-import resource
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.job.files import FailureRecord
+from lockstep.job.files import EXIT_SAVED, StopNote
 from lockstep.job.hang import Kind, Verdict, odd_ones
 from lockstep.job.page import NAMES, Look, Phase
-from lockstep.job.workers import Fetching
-from lockstep.launch import evidence
-from lockstep.launch.evidence import MemoryGroup, Stack, machine_memory
-from lockstep.launch.policy import FAILURE_GRACE, RankState
+from lockstep.launch.evidence import MachineFacts, ProcessFacts, Stack
+from lockstep.launch.policy import Ending, Failure, Refusal, first_failure
 from lockstep.launch.processes import name
 
-# How a rank ended ----------------------------------------------------------------------------------------------------
+#: Ranks that are listed one by one.
+_RANKS = 16
 
-#: A death without a record is noticed some time after it happened, a record carries the time of its exception.
-_NOTICED_LATE = 0.1
-#: How other ranks' exceptions read when a peer has gone: consequences, not causes.
-_ECHOES = ("PeerLost", "CollectiveTimeout", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+def say(text: str) -> None:
+    """Print one message of lockstep's own, after everything the ranks wrote."""
+    sys.stdout.flush()
+    print(f"lockstep: {text}", file=sys.stderr, flush=True)
+
+
+# How a job ended -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How one rank ended."""
+class Outcome:
+    """How one attempt has ended, gathered once."""
 
-    state: RankState
-    record: FailureRecord | None
-    #: Its log, or None if its output went elsewhere.
-    log: Path | None = None
-    #: Whether what it wrote to standard error was seen by the user.
-    shown: bool = False
-
-    @property
-    def rank(self) -> int:
-        return self.state.rank
+    endings: tuple[Ending, ...]
+    facts: MachineFacts
+    #: Ranks of the job, those of other machines included.
+    world_size: int
+    #: What was said of ranks that hold up the others, if they still do.
+    late: str = ""
+    #: Where the run continues, if its ranks were asked to stop and have saved.
+    note: StopNote | None = None
 
     @property
-    def exit_code(self) -> int:
-        """As a shell reports it; the record knows better than the signal by which we ended the rank afterwards."""
-        if self.record is not None:
-            return self.record.exit_code
-        code = self.state.exit_code
-        if code is None:
-            return 1  # it could not even be killed
-        return code if code >= 0 else 128 - code
+    def first(self) -> Ending | None:
+        """The rank that failed before the others, or None if none failed by itself."""
+        return first_failure(self.endings)
 
     @property
-    def failed_by_itself(self) -> bool:
-        stopped = self.state.stopped_at
-        if self.record is not None:
-            return stopped is None or self.record.at < stopped
-        return self.state.exit_code not in (None, 0) and (stopped is None or self._seen < stopped)
+    def out_of_memory(self) -> bool:
+        """Whether the first failure was a kill by the kernel because memory was out."""
+        return self.first is not None and out_of_memory(self.first, self.facts)
 
     @property
-    def when(self) -> float:
-        """When it failed; an echo of another's failure comes after everything within the same half second."""
-        at = self.record.at if self.record is not None else self._seen - _NOTICED_LATE
-        return at + FAILURE_GRACE if self.is_echo else at
+    def saved(self) -> bool:
+        """Whether the ranks saved and left because they were asked to."""
+        return self.note is not None and self._all_left_with(EXIT_SAVED)
 
     @property
-    def cause(self) -> str:
-        """One phrase: an exit code, a signal's name, or the exception."""
-        if self.record is not None and self.record.type != "SystemExit":
-            return self.record.summary
-        return self.status
+    def completed(self) -> bool:
+        """Whether every rank left with exit code 0."""
+        return self._all_left_with(0)
 
-    @property
-    def status(self) -> str:
-        code = self.state.exit_code
-        if self.record is not None or code is None or code >= 0:
-            return f"exit code {self.exit_code}"
-        return f"killed by signal {-code} ({name(-code)})"
+    def _all_left_with(self, code: int) -> bool:
+        return all(ending.state.exit_code == code for ending in self.endings)
 
-    @property
-    def _seen(self) -> float:
-        return self.state.ended_at if self.state.ended_at is not None else float("inf")
 
-    @property
-    def is_echo(self) -> bool:
-        """Whether its exception reads like the consequence of another rank's end."""
-        return self.record is not None and any(
-            echo in self.record.type or echo in self.record.message for echo in _ECHOES
-        )
+def saved(note: StopNote, stopped_by: signal.Signals | None) -> str:
+    """Say where the run continues that has saved and stopped.
+
+    Args:
+        note: what rank 0 left.
+        stopped_by: the signal that the launcher passed on; None: the ranks got one themselves.
+    """
+    return f"stopped by {'a signal to the ranks' if stopped_by is None else stopped_by.name}; {_where(note)}"
+
+
+def stopped(outcome: Outcome, signum: signal.Signals) -> str:
+    """Say how a job ended that a signal stopped."""
+    words = [f"stopped by {signum.name}"]
+    killed = [ending.rank for ending in outcome.endings if ending.state.exit_code == -signal.SIGKILL]
+    if killed:
+        were = "was" if len(killed) == 1 else "were"
+        words.append(f"{_names(killed)} did not leave in time (--grace) and {were} killed")
+    if outcome.note is not None:
+        words.append(_where(outcome.note))
+    records = [ending.record for ending in outcome.endings if ending.record is not None]
+    failed = [record for record in records if record.type not in ("KeyboardInterrupt", "SystemExit")]
+    if failed:
+        words.append(f"rank {failed[0].rank} failed on the way out: {failed[0].summary}")
+    return "; ".join(words)
+
+
+def came_late(signum: signal.Signals) -> str:
+    """Say that a signal asked ranks to save that had nothing left to do."""
+    return f"{signum.name} came when training was over: all ranks ended by themselves"
+
+
+def not_started(error: str) -> str:
+    """Say that the imports of the zygote failed.
+
+    Args:
+        error: the traceback.
+    """
+    return f"the ranks could not be started:\n{error.rstrip()}"
+
+
+def lost(pid: int, code: int | None) -> str:
+    """Say that the zygote is gone, and its ranks with it.
+
+    Args:
+        pid: its process.
+        code: its exit code; negative for a signal; None: not known.
+    """
+    if code is not None and code < 0:
+        how = f"was killed by signal {-code} ({name(-code)})"
+    else:
+        how = f"ended with exit code {code or 0}"
+    return f"the process that forks the ranks (process {pid}) {how}; all ranks were stopped"
+
+
+def describe(outcome: Outcome) -> str:
+    """Report a failure: the first rank to fail in full, the others in a line each, and who was late."""
+    first = outcome.first
+    assert first is not None, "a rank failed"
+    blamed = "" if first.record is None else _blamed(first.record.message)
+    lines = [
+        f"{blamed}rank {first.rank} of {outcome.world_size} failed: {first.status}",
+        *explain(first, outcome.facts),
+    ]
+    record = first.record
+    if record is not None and record.type == "SystemExit" and record.message:
+        lines.append(f"  {record.message}")
+    elif record is not None and record.traceback:
+        lines.append(f"{record.summary} (its traceback is above)" if first.shown else record.traceback.rstrip())
+    if first.log is not None:
+        lines.append(f"rank {first.rank}'s log: {first.log}")
+    lines += [_other(ending, first) for ending in outcome.endings if ending is not first and _concerned(ending, first)]
+    if outcome.late and (record is None or outcome.late not in record.message):  # else the error says it already
+        lines.append(outcome.late)
+    return "\n".join(lines)
+
+
+def restarted(used: int, limit: int) -> str:
+    """Say, after a failure, that the job starts again."""
+    return f"restart {used} of {limit}: all ranks start again"
+
+
+def not_restarted(why: Refusal, failure: Failure, *, limit: int) -> str:
+    """Say, after a failure, why the job does not start again; nothing, if that was not asked for."""
+    if why is Refusal.NOT_ASKED:
+        return ""
+    if why is Refusal.BEFORE_FIRST_STEP:
+        return "not restarted: it failed before its first step, as it would again"
+    if why is Refusal.SAME_AGAIN:
+        at = "" if failure.step is None else f" at step {failure.step}"
+        return f"not restarted: the same failure came twice, on rank {failure.rank}{at}, and would come again"
+    times = "the one restart is" if limit == 1 else f"all {limit} restarts are"
+    return f"not restarted: {times} used up (--max-restarts)"
+
+
+def unseen(ranks: Sequence[int], folder: Path | None) -> str:
+    """Say where the output is that nobody has seen, which is else lost for not knowing where it is."""
+    return f"what {_names(ranks)} wrote is in {folder}"
+
+
+def _where(note: StopNote) -> str:
+    return f"saved at step {note.step} in {note.folder}"
+
+
+def _blamed(message: str) -> str:
+    """Return the ranks that an error waited for in vain, by its own words, to begin the report with."""
+    found = re.search(r"(ranks? [\d, ]+) did not come", message)
+    return f"{found[0]}: " if found else ""
+
+
+def _concerned(ending: Ending, first: Ending) -> bool:
+    # A rank that left with exit code 0 is of interest if the failure is that of ranks which waited for it.
+    return ending.failed_by_itself or ending.state.stopped_at is not None or first.is_echo
+
+
+def _other(ending: Ending, first: Ending) -> str:
+    if ending.state.exit_code is None:
+        return f"rank {ending.rank}: still there (process {ending.state.pid}), stuck in the kernel even after SIGKILL"
+    if ending.state.exit_code == 0:
+        return f"rank {ending.rank} had ended by itself, with exit code 0"
+    if ending.failed_by_itself:
+        return f"rank {ending.rank} failed too: {ending.cause}"
+    return f"rank {ending.rank}: stopped because rank {first.rank} failed"
 
 
 # What killed it ------------------------------------------------------------------------------------------------------
@@ -97,100 +196,58 @@ _WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pid>\d+)[^)]*\) "
     r"(?:is killed by signal: (?P<signal>[\w ]+)|exited unexpectedly(?: with exit code (?P<code>\d+))?)"
 )
-#: What a process brings upon itself, mostly in compiled code.
+#: What a process causes itself, mostly in compiled code.
 _CRASHES = {
-    signal.SIGSEGV: "it reached for memory that is not its own",
-    signal.SIGABRT: "compiled code gave up, after a message of its own perhaps",
-    signal.SIGILL: "it came to an instruction that this processor does not have: a library built for another one",
-    signal.SIGFPE: "compiled code divided a whole number by zero",
-    signal.SIGSYS: "it asked the kernel for something that this container forbids",
+    signal.SIGSEGV: "it accessed memory that is not mapped, or not its own",
+    signal.SIGABRT: "compiled code called abort(), perhaps after printing why",
+    signal.SIGILL: "it met an instruction that this processor does not have: a library was built for another one",
+    signal.SIGFPE: "compiled code divided an integer by zero",
+    signal.SIGSYS: "it made a system call that this container forbids",
 }
 _TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata", "unable to open shared memory object")
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What the machine says about the time of a failure."""
-
-    #: Processes that the kernel killed for want of memory since the ranks were started; None: it does not say.
-    memory_kills: int | None
-    #: Bytes that the job may use; None: all that the machine has.
-    memory_limit: int | None
-    machine: int | None
-    #: Bytes of /dev/shm, and of them free; None: there is none.
-    shared: tuple[int, int] | None
-    #: Descriptors that a process may have open.
-    files: int
-    #: What a worker with this process id was doing.
-    worker: Callable[[int], Fetching | None]
-
-    @classmethod
-    def collect(
-        cls, group: MemoryGroup | None, *, kills_before: int | None, worker: Callable[[int], Fetching | None]
-    ) -> Facts:
-        """Look now.
-
-        Args:
-            group: the ranks' memory cgroup.
-            kills_before: its count when they were started.
-            worker: asked for what a worker was doing.
-        """
-        kills = group.kills() if group is not None else None
-        try:
-            fs = os.statvfs("/dev/shm")
-            shared = fs.f_blocks * fs.f_frsize, fs.f_bavail * fs.f_frsize
-        except OSError:
-            shared = None
-        return cls(
-            memory_kills=None if kills is None or kills_before is None else kills - kills_before,
-            memory_limit=group.limit() if group is not None else None,
-            machine=machine_memory(),
-            shared=shared,
-            files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-            worker=worker,
-        )
-
-    def out_of_memory(self, ending: Ending) -> bool:
-        """Whether the kernel killed this rank, or a worker of it, because memory was out."""
-        return bool(self.memory_kills) and (_killed(ending) or _killed_worker(ending))
-
-
-def explain(ending: Ending, facts: Facts) -> list[str]:
-    """Lines that say what killed a rank, as far as its exit code and traceback do not."""
+def explain(ending: Ending, facts: MachineFacts) -> list[str]:
+    """Return lines that say what killed a rank, as far as its exit code and traceback do not."""
     return [*_memory(ending, facts), *_worker(ending, facts), *_shared(ending, facts), *_rest(ending, facts)]
 
 
-def _memory(ending: Ending, facts: Facts) -> Iterator[str]:
-    if facts.out_of_memory(ending):
-        whom = f"rank {ending.rank}" if _killed(ending) else f"a DataLoader worker of rank {ending.rank}"
+def out_of_memory(ending: Ending, facts: MachineFacts) -> bool:
+    """Return whether the kernel killed this rank, or a worker of it, because memory was out."""
+    return bool(facts.memory_kills) and (_killed(ending) or _killed_worker(ending))
+
+
+def _memory(ending: Ending, facts: MachineFacts) -> Iterator[str]:
+    if out_of_memory(ending, facts):
+        killed = f"rank {ending.rank}" if _killed(ending) else f"a DataLoader worker of rank {ending.rank}"
         limit = facts.memory_limit or facts.machine
         bounds = [f"{'limit' if facts.memory_limit else 'the machine has'} {_size(limit)}"] if limit else []
         if _killed(ending) and ending.state.peak is not None:
             bounds.append(f"its peak {_size(ending.state.peak)}")
-        yield f"out of memory: the kernel killed {whom} ({', '.join(bounds)})"
+        yield f"out of memory: the kernel killed {killed} ({', '.join(bounds)})"
         yield "  take a smaller batch, fewer DataLoader workers or fewer ranks, or give the job more memory"
     elif _killed(ending) and facts.memory_kills is None:
-        yield "  (unless somebody sent it, the kernel's out-of-memory killer did: see dmesg)"
+        yield "  (sent by somebody, or by the kernel's out-of-memory killer: see dmesg)"
     elif _killed(ending):
-        yield "  (somebody sent it: the kernel's out-of-memory killer has killed nobody here since the start)"
+        yield "  (sent by somebody: the kernel's out-of-memory killer has killed nothing here since the start)"
 
 
-def _worker(ending: Ending, facts: Facts) -> Iterator[str]:
+def _worker(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     found = _found_worker(ending)
     if found is None:
         return
     doing = facts.worker(int(found["pid"]))
     if doing is None:
-        where = ", which left no word of the sample it had"
+        where = "; which sample it was fetching is not known"
     elif doing.index is None:
         where = " before its first sample"
     else:
-        where = f" while it fetched sample {doing.index}"
-    how = f"of {found['signal'].strip()}" if found["signal"] else "without a word"
+        where = f" while fetching sample {doing.index}"
+    how = f"of {found['signal'].strip()}" if found["signal"] else "without an error message"
     yield f"a DataLoader worker of rank {ending.rank} (process {found['pid']}) died {how}{where}"
 
 
-def _shared(ending: Ending, facts: Facts) -> Iterator[str]:
+def _shared(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     text = _text(ending)
     full = "No space left on device" in text and ("/torch_" in text or "shm" in text)
     found = _found_worker(ending)
@@ -201,16 +258,16 @@ def _shared(ending: Ending, facts: Facts) -> Iterator[str]:
         "" if facts.shared is None else f" ({_size(facts.shared[0])}, of which {_size(facts.shared[1])} are free now)"
     )
     if full:
-        yield f"/dev/shm{size} was full, through which DataLoader workers hand over their batches"
+        yield f"/dev/shm{size} was full; DataLoader workers pass their batches through it"
     else:
-        yield f"memory behind a mapped file was gone: most often /dev/shm{size} is full,"
-        yield "  through which DataLoader workers hand over their batches"
+        yield f"a mapped file lost its memory: most often /dev/shm{size} is full,"
+        yield "  through which DataLoader workers pass their batches"
     yield "  enlarge it (docker run --shm-size=8g; mount -o remount,size=8g /dev/shm), or use fewer workers"
 
 
-def _rest(ending: Ending, facts: Facts) -> Iterator[str]:
+def _rest(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     if any(words in _text(ending) for words in _TOO_MANY_FILES):
-        yield f"a process may have {facts.files} files open, and rank {ending.rank} wanted more"
+        yield f"rank {ending.rank} has too many files open: the limit is {facts.files} a process"
         yield "  raise the limit (ulimit -n), or use fewer DataLoader workers; tensors kept from a worker hold one each"
     code = ending.state.exit_code
     if ending.record is None and code is not None and -code in _CRASHES:
@@ -240,74 +297,6 @@ def _size(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
-# The report of a failure ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How one attempt has ended, gathered once."""
-
-    endings: tuple[Ending, ...]
-    facts: Facts
-    #: Ranks of the job, those of other machines included.
-    world_size: int
-    #: What was said of ranks that hold up the others, if they still do.
-    late: str = ""
-
-    @property
-    def first(self) -> Ending | None:
-        """The rank that failed before the others, or None if none failed by itself."""
-        return min((e for e in self.endings if e.failed_by_itself), key=lambda e: e.when, default=None)
-
-    @property
-    def out_of_memory(self) -> bool:
-        """Whether the first failure was the kernel's killing for want of memory."""
-        return self.first is not None and self.facts.out_of_memory(self.first)
-
-
-def describe(outcome: Outcome) -> str:
-    """The report of a failure: the first rank to fail in full, the others in a line each, and who was late."""
-    first = outcome.first
-    assert first is not None, "a rank failed"
-    blamed = "" if first.record is None else _blamed(first.record.message)
-    lines = [
-        f"{blamed}rank {first.rank} of {outcome.world_size} failed: {first.status}",
-        *explain(first, outcome.facts),
-    ]
-    record = first.record
-    if record is not None and record.type == "SystemExit" and record.message:
-        lines.append(f"  {record.message}")
-    elif record is not None and record.traceback:
-        lines.append(f"{record.summary} (its traceback is above)" if first.shown else record.traceback.rstrip())
-    if first.log is not None:
-        lines.append(f"rank {first.rank}'s log: {first.log}")
-    lines += [_other(ending, first) for ending in outcome.endings if ending is not first and _concerned(ending, first)]
-    if outcome.late and (record is None or outcome.late not in record.message):  # else the error says it already
-        lines.append(outcome.late)
-    return "\n".join(lines)
-
-
-def _blamed(message: str) -> str:
-    """The ranks that an error waited for in vain, by its own words, to begin the report with."""
-    found = re.search(r"(ranks? [\d, ]+) did not come", message)
-    return f"{found[0]}: " if found else ""
-
-
-def _concerned(ending: Ending, first: Ending) -> bool:
-    # A rank that left with exit code 0 is of interest if the failure is that of ranks which waited for it.
-    return ending.failed_by_itself or ending.state.stopped_at is not None or first.is_echo
-
-
-def _other(ending: Ending, first: Ending) -> str:
-    if ending.state.exit_code is None:
-        return f"rank {ending.rank}: still there (process {ending.state.pid}), stuck in the kernel even after SIGKILL"
-    if ending.state.exit_code == 0:
-        return f"rank {ending.rank} had ended by itself, with exit code 0"
-    if ending.failed_by_itself:
-        return f"rank {ending.rank} failed too: {ending.cause}"
-    return f"rank {ending.rank}: stopped because rank {first.rank} failed"
-
-
 # The report of a rank that is late -----------------------------------------------------------------------------------
 
 #: What a rank has done last that is in its own code now.
@@ -322,9 +311,8 @@ _DONE = {
     Phase.COMPILE: "compiling",
     Phase.EVALUATE: "a forward in eval mode",
 }
-#: Lines of a stack that are shown, and ranks that are listed one by one.
+#: Lines of a stack that are shown.
 _FRAMES = 12
-_RANKS = 16
 
 
 @dataclass(frozen=True)
@@ -338,12 +326,12 @@ class Known:
     look: Look
     #: Since when its page is as it is, on the monotonic clock.
     since: float
-    facts: evidence.Facts | None
+    facts: ProcessFacts | None
     stack: Stack | None
 
 
 def describe_late(verdict: Verdict, ranks: Mapping[int, Known], *, now: float, world_size: int) -> str:
-    """The whole report."""
+    """Report which ranks are late, what they are doing, and where the others wait."""
     late, seconds = verdict.late, now - verdict.since
     lines: list[str]
     if verdict.kind is Kind.APART:
@@ -361,9 +349,9 @@ def describe_late(verdict: Verdict, ranks: Mapping[int, Known], *, now: float, w
 
 
 def over(verdict: Verdict, *, now: float) -> str:
-    """The ranks have moved on."""
+    """Say that the ranks which were late have moved on."""
     who = "the ranks have" if not verdict.late else f"{_names(verdict.late)} {_have(verdict.late)}"
-    return f"{who} gone on, after {now - verdict.since:.0f} s"
+    return f"{who} moved on after {now - verdict.since:.0f} s"
 
 
 def _apart(ranks: Mapping[int, Known], *, seconds: float, world_size: int) -> list[str]:
@@ -388,7 +376,7 @@ def _apart(ranks: Mapping[int, Known], *, seconds: float, world_size: int) -> li
 
 
 def _late(known: Known, now: float | None) -> list[str]:
-    """The late rank in full."""
+    """Describe a late rank in full."""
     look, stack = known.look, known.stack
     if known.exit_code is not None:
         return [f"  rank {known.rank} has ended, with exit code {known.exit_code}{_steps(look)}"]
@@ -442,7 +430,7 @@ def _waits_in(known: Known) -> str:
         return known.look.waits_in
     stack = known.stack
     if stack is None or not stack.frames:
-        return "a place that is not known"
+        return "an unknown place"
     at = stack.users
     where = f" at {at}" if at is not None else ""
     return f"{stack.frames[0].name}{where}"

@@ -12,16 +12,18 @@ import time
 from collections.abc import Callable
 from multiprocessing import context, reduction, resource_tracker
 from multiprocessing import spawn as multiprocessing_spawn
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
 from lockstep.launch import report
 from lockstep.launch.channel import Fork
-from lockstep.launch.farewell import say
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
-from lockstep.launch.spawned import SentDescriptor
+from lockstep.launch.report import say
 from lockstep.launch.spec import JobSpec, Program, free_port
+
+if TYPE_CHECKING:
+    from lockstep.launch.rank import SentDescriptor
 
 
 def spawn(
@@ -54,7 +56,7 @@ def spawn(
     Raises:
         RankFailed: a rank raised or died; the others were stopped. The message holds the rank's traceback.
         LaunchError: the ranks could not be started, or could not import ``__main__`` again.
-        EnvironmentMismatch: ``MASTER_PORT`` is set to what is no port.
+        EnvironmentMismatch: ``MASTER_PORT`` is not a port.
         ValueError: ``nprocs`` is less than 1, or ``start_method`` is another.
     """
     if nprocs < 1:
@@ -106,7 +108,7 @@ class SpawnContext:
 
         Raises:
             RankFailed: a rank failed; the others were stopped.
-            LaunchError: the process that starts the ranks died.
+            LaunchError: the process that forks the ranks died.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
@@ -117,7 +119,7 @@ class SpawnContext:
                     return False
                 else:
                     self._turn(deadline)
-        except BaseException:  # Ctrl-C above all: whoever waited for the ranks does so no more
+        except BaseException:  # Ctrl-C above all: nobody waits for the ranks any more
             self._close()
             raise
         if self._error is not None:
@@ -125,7 +127,7 @@ class SpawnContext:
         return True
 
     def pids(self) -> list[int]:
-        """The ranks' process ids, in order of rank; waits until all are started.
+        """Return the ranks' process ids, in order of rank; waits until all are started.
 
         Raises:
             LaunchError: the ranks could not be started.
@@ -148,21 +150,19 @@ class SpawnContext:
                 self._launcher.zygote.fork(fork, parcel.descriptors())
 
     def _turn(self, deadline: float | None) -> None:
-        """Wait for the zygote to say something, or for the time to act."""
+        """Wait for the zygote to say something, or for the time to act, and act on it."""
         launcher = self._launcher
-        launcher.turn(deadline)
+        launcher.hear(launcher.wait(deadline))
+        launcher.act(time.monotonic())
         if launcher.broken is not None and self._error is None:
-            self._error = LaunchError(f"the ranks could not be started:\n{launcher.broken}")
+            self._error = LaunchError(report.not_started(launcher.broken))
         if not launcher.lives:
             if self._error is None:
-                code = launcher.zygote.wait(limit=1.0)
-                self._error = LaunchError(
-                    f"the process that starts the ranks (process {launcher.zygote.pid}) ended with exit code {code}"
-                )
+                self._error = LaunchError(report.lost(launcher.zygote.pid, launcher.zygote.wait(limit=1.0)))
             self._close()
 
     def _conclude(self) -> None:
-        """All ranks have ended: how?"""
+        """Find out how the ranks have ended, and close."""
         attempt = self._launcher.attempt
         outcome = attempt.outcome()
         first = outcome.first
@@ -173,9 +173,8 @@ class SpawnContext:
                 exit_code=first.exit_code,
                 traceback=(first.record.traceback or None) if first.record is not None else None,
             )
-        for text in (*attempt.hangs.ended(attempt.policy.states), attempt.hangs.laggard()):
-            if text:
-                say(text)
+        for text in attempt.hangs.ended(attempt.policy.states):
+            say(text)
         self._close()
 
     def _close(self) -> None:
@@ -227,17 +226,20 @@ class _Parcel:
             os.close(fd)
 
     def descriptors(self) -> list[int]:
-        """The rank's standard streams, and what ``spawned.call`` takes."""
+        """Return the rank's standard streams, and what the rank's ``_call`` takes."""
         tracker = [] if self.tracker is None else [self.tracker]
         return [*self._streams, self._packed, *tracker, *self._carried]
 
     def duplicate_for_child(self, fd: int) -> int:
-        """Called by multiprocessing.reduction.DupFd: the descriptor's place among those carried."""
+        """Return a descriptor's place among those carried; called by multiprocessing.reduction.DupFd."""
         self._carried.append(os.dup(fd))
         return len(self._carried) - 1
 
-    #: Called with that place; what it returns is pickled in the descriptor's stead.
-    DupFd = SentDescriptor
+    def DupFd(self, place: int) -> SentDescriptor:
+        """Return what is pickled in place of a descriptor; called by multiprocessing.reduction.DupFd with its place."""
+        from lockstep.launch.rank import SentDescriptor  # while the zygote imports torch, so that it costs no time
+
+        return SentDescriptor(place)
 
     def _pack(self, *parts: object) -> None:
         if "torch" in sys.modules:  # else there are no tensors among the arguments
@@ -252,7 +254,7 @@ class _Parcel:
 
 
 def _master() -> tuple[str, int]:
-    """Where a function that opens torch's process group meets: as the caller set it, or any free port."""
+    """Return where a function that opens torch's process group meets: as the caller set it, or any free port."""
     if "RANK" not in os.environ and "MASTER_PORT" in os.environ:
         text = os.environ["MASTER_PORT"]
         if not (text.isdecimal() and 0 < int(text) < 65536):
@@ -262,10 +264,10 @@ def _master() -> tuple[str, int]:
 
 
 def _check_main(preparation: dict[str, Any]) -> None:
-    """Ranks import ``__main__`` again, and a program that came through a pipe is gone by then."""
+    """Refuse a program that came through a pipe: ranks import ``__main__`` again, and it is gone by then."""
     path = preparation.get("init_main_from_path")
     if path is not None and not os.path.exists(path):
         raise LaunchError(
-            f"the ranks of lockstep.spawn import the main program again, and {os.path.basename(path)} is no file that "
-            "they could read: save the program to a file and run that"
+            f"the ranks of lockstep.spawn import the main program again, and {os.path.basename(path)} is not a file "
+            "that they can read: save the program to a file and run that"
         )

@@ -92,9 +92,9 @@ class JobSpec:
         if self.max_restarts and self.nnodes > 1:
             raise ValueError(
                 f"--max-restarts={self.max_restarts} with --nnodes={self.nnodes}: only jobs on one machine are "
-                "restarted, since the launchers of several machines do not talk to each other; leave --max-restarts "
-                "away, and let what starts the launchers (a scheduler) start all of them again, or use torchrun: a "
-                "lockstep.Checkpointer goes on from the newest checkpoint either way"
+                "restarted, since the launchers of several machines do not talk to each other; drop --max-restarts, "
+                "and let what starts the launchers (a scheduler) start all of them again, or use torchrun: a "
+                "lockstep.Checkpointer resumes from the newest checkpoint either way"
             )
 
     @property
@@ -103,7 +103,7 @@ class JobSpec:
         return self.nproc * self.nnodes
 
     def identity(self, local_rank: int) -> Identity:
-        """The place of one of this node's ranks in the job."""
+        """Return the place of one of this node's ranks in the job."""
         return Identity(
             rank=self.nproc * self.node_rank + local_rank,
             world_size=self.world_size,
@@ -114,7 +114,7 @@ class JobSpec:
         )
 
     def arguments(self, local_rank: int) -> list[str]:
-        """What follows the program's name in this rank's ``sys.argv``."""
+        """Return what follows the program's name in this rank's ``sys.argv``."""
         own = [f"{self.local_rank_option}={local_rank}"] if self.local_rank_option is not None else []
         return [*own, *self.program.args]
 
@@ -122,7 +122,7 @@ class JobSpec:
 def rank_environment(
     identity: Identity, *, nnodes: int, master: tuple[str, int], folder: str, loopback: bool, restart: int = 0
 ) -> dict[str, str | None]:
-    """The variables that one rank sees changed; None means unset.
+    """Return the variables that one rank sees changed; None means unset.
 
     Args:
         identity: the rank's place.
@@ -143,7 +143,7 @@ def rank_environment(
 
 
 def parse_ranks(text: str, *, cores: int, gpus: int, option: str = "-n", auto: int | None = None) -> int:
-    """How many ranks ``option`` asks for: a number, ``gpu`` (one for each), ``cpu`` (one for each core), or ``auto``.
+    """Return how many ranks ``option`` asks for: a number, ``gpu`` or ``cpu`` (one for each), or ``auto``.
 
     Args:
         text: what the user wrote.
@@ -170,7 +170,7 @@ def parse_ranks(text: str, *, cores: int, gpus: int, option: str = "-n", auto: i
 
 
 def parse_nodes(text: str, *, standalone: bool = False) -> int:
-    """How many machines ``--nnodes`` asks for: ``N``, or torch's ``MIN:MAX`` where both are the same.
+    """Return how many machines ``--nnodes`` asks for: ``N``, or torch's ``MIN:MAX`` where both are the same.
 
     Args:
         text: what the user wrote.
@@ -185,12 +185,12 @@ def parse_nodes(text: str, *, standalone: bool = False) -> int:
             "and start the launcher on each"
         )
     if standalone and int(least) > 1:
-        raise ValueError(f"--standalone is for jobs on one machine, and --nnodes={text}: leave one away")
+        raise ValueError(f"--standalone is for jobs on one machine, and --nnodes={text}: drop one of them")
     return int(least)
 
 
 def local_rank_option(sources: Iterable[str]) -> str:
-    """The option that a program's parser knows: ``--local_rank`` (torch 1) if that is all it names, else
+    """Return the option that a program's parser knows: ``--local_rank`` (torch 1) if that is all it names, else
     ``--local-rank``, which torch passes today.
 
     Args:
@@ -214,7 +214,7 @@ def check_program(program: Program) -> None:
     """Refuse a program that is not there.
 
     Raises:
-        ValueError: the script is missing, a folder or not readable, or there is no such module.
+        ValueError: the script is missing, a folder or not readable, or the module does not exist.
     """
     if program.is_module:
         _check_module(program.target)
@@ -223,7 +223,7 @@ def check_program(program: Program) -> None:
 
 
 def sources_of(program: Program) -> Iterator[str]:
-    """The text of a program's own file, then of the Python files in its folder and below.
+    """Yield the text of a program's own file, then of the Python files in its folder and below.
 
     Files that can't be read are left out, and after some hundred files or folders it ends: it serves to guess what a
     program knows.
@@ -269,13 +269,13 @@ def _check_module(name: str) -> None:
 
 
 def _find_module(name: str) -> str | None:
-    """The file that ``-m name`` runs; None: only the ranks can tell.
+    """Return the file that ``-m name`` runs; None: only the ranks can tell.
 
     Follows the packages down without importing them: importing runs the user's code, and often torch.
     """
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise ValueError(f"-m {name}: not a module's name (for a script, leave -m away)")
+        raise ValueError(f"-m {name}: not a module's name (for a script, drop -m)")
     search: Sequence[str] | None = [os.getcwd(), *sys.path]
     spec: importlib.machinery.ModuleSpec | None = None
     for depth, part in enumerate(parts):
@@ -304,7 +304,7 @@ _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """A port that nobody uses now, below those that the kernel hands out for outgoing connections.
+    """Return a port that nobody uses now, below those that the kernel hands out for outgoing connections.
 
     It is not held, so it could be taken before it is used; outside the kernel's own range that is unlikely.
 
@@ -328,7 +328,7 @@ def _lowest_ephemeral() -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on ``port`` on every address of this machine."""
+    """Return whether a server could listen on ``port`` on every address of this machine."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -345,5 +345,5 @@ def is_free(port: int) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` can only be this machine, whatever the network."""
+    """Return whether ``host`` can only be this machine, whatever the network."""
     return host in ("localhost", "::1") or host.startswith("127.")

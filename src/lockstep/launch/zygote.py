@@ -1,4 +1,4 @@
-"""The zygote: imports torch once, then forks ranks from itself on request. Mechanism only; the watcher decides.
+"""The zygote: imports torch once, then forks ranks from itself on request. The launcher decides.
 
 It reads requests from its control socket and answers on it; channel.py has both.
 
@@ -50,11 +50,11 @@ def main(control: int, folder: str, modules: list[str]) -> None:
 
     Args:
         control: the inherited descriptor of the control socket.
-        folder: the job's private folder, removed here if the watcher is gone.
+        folder: the job's private folder, removed here if the launcher is gone.
         modules: what to import before forking.
     """
     # The signals arrive blocked, so that none can hit before this line; a signal to the whole process group is the
-    # watcher's business.
+    # launcher's business.
     shielded = ignored()
     for signum in (*STOPPING, SAVE):
         signal.signal(signum, signal.SIG_IGN)
@@ -63,7 +63,7 @@ def main(control: int, folder: str, modules: list[str]) -> None:
     channel = Channel(socket.socket(fileno=control))
     try:
         preload.load(modules)
-    except Exception:  # noqa: BLE001  (whatever an import raises, the watcher tells the user)
+    except Exception:  # noqa: BLE001  (whatever an import raises, the launcher tells the user)
         with contextlib.suppress(OSError):
             channel.send(encode(Broken(traceback.format_exc())))
         os._exit(1)
@@ -81,10 +81,10 @@ class _Zygote:
         self._ranks: dict[int, int] = {}  # pid -> rank
         self._requests: deque[tuple[Message, list[int]]] = deque()
         self._deaths = SignalQueue([signal.SIGCHLD])
-        # A process that the watcher forked meanwhile may hold the watcher's end of the socket open; this can't be held.
-        self._watcher = os.pidfd_open(os.getppid())
+        # A process that the launcher forked meanwhile may hold its end of the socket open; this can't be held.
+        self._launcher = os.pidfd_open(os.getppid())
         self._selector = selectors.DefaultSelector()
-        for source in (self._channel, self._deaths, self._watcher):
+        for source in (self._channel, self._deaths, self._launcher):
             self._selector.register(source, selectors.EVENT_READ)
 
     def serve(self) -> rank.Task | None:
@@ -106,7 +106,7 @@ class _Zygote:
                     task = self._handle(request, fds)
                     if task is not None:
                         return task
-                if self._watcher in ready and self._channel not in ready:
+                if self._launcher in ready and self._channel not in ready:
                     raise EOFError
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self._end_abandoned_job()
@@ -145,11 +145,11 @@ class _Zygote:
         return None
 
     def _leave_to_the_zygote(self) -> None:
-        """In a forked rank: let go of everything that is the zygote's, other ranks' descriptors included."""
+        """In a forked rank: close everything that is the zygote's, other ranks' descriptors included."""
         self._selector.close()
         self._deaths.close()
         self._channel.close()
-        os.close(self._watcher)
+        os.close(self._launcher)
         for _, fds in self._requests:
             for fd in fds:
                 os.close(fd)
@@ -162,7 +162,7 @@ class _Zygote:
                 self._channel.send(encode(Exited(number, dead.code, at, dead.peak)))
 
     def _end_abandoned_job(self) -> None:
-        """The watcher is gone: nobody waits for the ranks any more. See Note [No orphans]."""
+        """End what is left, since the launcher is gone and nobody waits for the ranks. See Note [No orphans]."""
         for pid in self._ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -11,7 +11,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import default_collate
 
-from lockstep.data.nested import fingerprint, nothing_of
+from lockstep.data.contents import fingerprint
+from lockstep.data.fetch import nothing_of
 from lockstep.trees import leaves, map_leaves, to_device
 
 

@@ -60,7 +60,7 @@ class Turn:
         self._root = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
 
     def seed(self, replica: int) -> int:
-        """The seed of a replica's stream."""
+        """Return the seed of a replica's stream."""
         digest = hashlib.blake2b(self._root + replica.to_bytes(4, "little"), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
@@ -95,7 +95,7 @@ class Turn:
         return restore
 
     def drew(self) -> bool:
-        """Whether any replica drew from the CPU's generator."""
+        """Return whether any replica drew from the CPU's generator."""
         return self._drew or not torch.equal(self._before, torch.get_rng_state())
 
 

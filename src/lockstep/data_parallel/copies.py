@@ -6,16 +6,25 @@ A copy is stale when the original is another tensor object than the one it was m
 moved (optimizers, ``load_state_dict``, edits in place), or when it lies in another memory (``.data = ...``,
 ``module.to(...)``). An address may be given out again, so the memory is known by a weak reference to its storage.
 Two things move none of these, edits in place through ``.data`` and the batch statistics: where all else is still, the
-contents are compared (``contents.py``). Buffers of modules in training mode are copied without a look, as torch does.
+contents are compared (Note [Same bits]). Buffers of modules in training mode are copied without a look, as torch does.
 
 A stale parameter is overwritten in place, so that memory does not grow; its version counter moves, and a backward
 through an older forward is the error that it is without replicas. Where contents alone told of the change, the
 counter rests, as it does for the original. Stale buffers get new memory, because an older forward of a batch norm may
 still need the ones it has seen.
+
+Note [Same bits]
+~~~~~~~~~~~~~~~~
+An edit in place through ``.data`` leaves no trace: torch gives ``p.data`` a version counter of its own. And the batch
+statistics are updated inside a kernel, which counts no version either. So where nothing else tells of a change, the
+contents are compared. On the CPU that is exact. Between devices nothing is sent but a fingerprint of 64 bits for each
+16 MiB: the bits, as int32, times odd random factors, summed in int64. A single changed word always changes it; any
+other change goes unnoticed with a probability of about 2^-32.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +34,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep import _torch
-from lockstep.data_parallel.contents import changed
 
 #: Tensors of fewer bytes travel to another device together.
 _SMALL = 2**20
+#: Words of 32 bits in a group that has one fingerprint.
+_GROUP = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -51,8 +61,8 @@ class _Made:
 
     copy: Tensor
     version: int | None
-    #: Where the original lay and how, see :func:`_place`.
-    place: tuple[Any, ...]
+    #: Where the original lay and how, see :func:`_memory_of`.
+    memory: tuple[Any, ...]
     #: Of each of its dense parts. While there is a reference, no other storage gets the address.
     storages: list[StorageWeakRef]
     #: The copy's own version counter: a replica may have changed it in its forward.
@@ -71,41 +81,41 @@ class Slot:
         self.lent: list[Tensor | None] = [None] * replicas
 
     def copy(self, replica: int) -> Tensor:
-        """The copy of a replica that was renewed before."""
+        """Return the copy of a replica that was renewed before."""
         made = self._made[replica]
         if made is None:
             raise AssertionError(f"replica {replica} has no copy yet")  # a mistake in this package
         return made.copy
 
     def is_stale(self, replica: int) -> bool:
-        """Whether the copy must be renewed, as far as one can tell without reading it."""
+        """Return whether the copy must be renewed, as far as one can tell without reading it."""
         made = self._made[replica]
         if made is None or (self.is_buffer and self.training):
             return True
         return (
             made.version is None
             or made.version != _version(self.source)
-            or made.place != _place(self.source)
+            or made.memory != _memory_of(self.source)
             or made.copy_version != made.copy._version
         )
 
     def destination(self, replica: int, device: torch.device, *, quietly: bool) -> Tensor:
-        """The memory that the copy goes to; see Note [When a copy is stale]."""
+        """Return the memory that the copy goes to; see Note [When a copy is stale]."""
         made = self._made[replica]
         if self.source.layout != torch.strided:
             self.lent[replica] = None
             return self.source.detach().to(device, copy=True)  # its parts may be of another size each time
-        if made is None or self.is_buffer or made.place != _place(self.source):
+        if made is None or self.is_buffer or made.memory != _memory_of(self.source):
             self.lent[replica] = None
             return torch.empty_like(self.source, device=device, requires_grad=False)
         return made.copy.data if quietly else made.copy
 
     def note(self, replica: int, destination: Tensor) -> None:
-        """The copy is made."""
+        """Record the copy that was made."""
         made = self._made[replica]
-        kept = made.copy if made is not None and _place(made.copy) == _place(destination) else destination
+        kept = made.copy if made is not None and _memory_of(made.copy) == _memory_of(destination) else destination
         storages = [StorageWeakRef(part.untyped_storage()) for part in dense_parts(self.source)]
-        self._made[replica] = _Made(kept, _version(self.source), _place(self.source), storages, kept._version)
+        self._made[replica] = _Made(kept, _version(self.source), _memory_of(self.source), storages, kept._version)
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
@@ -124,18 +134,18 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """The memory of a tensor, and how it lies in there."""
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the memory of a tensor, and how it lies in there."""
     if tensor.layout == torch.strided:
         return _torch.storage_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-    return tensor.layout, tensor.shape, *(_place(part) for part in dense_parts(tensor))
+    return tensor.layout, tensor.shape, *(_memory_of(part) for part in dense_parts(tensor))
 
 
 def _bytes(tensor: Tensor) -> int:
     return sum(part.nbytes for part in dense_parts(tensor))
 
 
-class Store:
+class Copier:
     """Renews copies and counts them."""
 
     def __init__(self, devices: Sequence[torch.device], *, check_contents: bool) -> None:
@@ -197,3 +207,95 @@ def send_together(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     flat = torch.cat([source.reshape(-1) for source in sources]).to(targets[0].device)
     for target, part in zip(targets, flat.split([source.numel() for source in sources]), strict=True):
         target.copy_(part.view(target.shape))
+
+
+def bits_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the elements of ``tensor`` in the order in which ``like`` is stored, as integers as wide as fit."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    order = sorted(range(like.dim()), key=like.stride, reverse=True)
+    octets = tensor.permute(order).contiguous().view(-1).view(torch.uint8)  # copied only if it has gaps
+    wide = next((each for each in (torch.int64, torch.int32) if octets.numel() % each.itemsize == 0), torch.uint8)
+    if octets.storage_offset() % wide.itemsize:
+        octets = octets.clone()  # a part of a larger tensor, and not on a boundary of words
+    return octets.view(wide)
+
+
+def changed(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
+    """Return the positions of pairs whose tensors differ.
+
+    The tensors of a pair have one shape and dtype, and the second has no gaps. Waits for the devices, where these are
+    no CPUs. May name a pair that does not differ, beside one that does.
+    """
+    if not pairs:
+        return []
+    if all(one.device.type == "cpu" and other.device.type == "cpu" for one, other in pairs):
+        return [i for i, (one, other) in enumerate(pairs) if not _same_memory(one, other)]
+    groups = _groups([one.nbytes // 4 + 1 for one, _ in pairs])
+    ours = fingerprints([[pairs[i] for i in group] for group in groups])
+    theirs = fingerprints([[(pairs[i][1], pairs[i][1]) for i in group] for group in groups])
+    differing = torch.nonzero(ours.cpu() != theirs.cpu()).flatten().tolist()
+    return [i for group in differing for i in groups[group]]
+
+
+# Python and torch have no comparison of bits that costs as little for the many small tensors of a model.
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors on the CPU hold the same bits; the second has no gaps."""
+    if one.stride() == other.stride() and not one.is_conj() and not one.is_neg():
+        return bool(_memcmp(one.data_ptr(), other.data_ptr(), other.nbytes) == 0)
+    return torch.equal(bits_of(one, other), bits_of(other, other))
+
+
+def fingerprints(groups: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Tensor:
+    """Return one number of 64 bits for each group of tensors, on their device; see Note [Same bits].
+
+    With each tensor comes one of the same shape, in whose order it is read.
+    """
+    return torch.stack([_fingerprint(group) for group in groups])
+
+
+def _fingerprint(tensors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    parts = [_words(bits_of(*each)) for each in tensors]
+    words = parts[0] if len(parts) == 1 else torch.cat(parts)  # a large tensor is alone, and read where it is
+    total = words.new_zeros((), dtype=torch.int64)
+    for index, chunk in enumerate(words.split(_GROUP)):
+        factors = _factors(words.device)[: chunk.numel()]
+        total = total + (2 * index + 1) * (chunk * factors).sum(dtype=torch.int64)
+    return total
+
+
+def _words(bits: Tensor) -> Tensor:
+    return bits.to(torch.int32) if bits.dtype == torch.uint8 else bits.view(torch.int32)
+
+
+_known_factors: dict[torch.device, Tensor] = {}
+
+
+def _factors(device: torch.device) -> Tensor:
+    """Odd numbers, int64, the same on every device: an odd factor loses no bit of what it multiplies.
+
+    In 32 bits the highest bit of a word, the sign of a float, would reach only the highest bit of the product, and
+    tensors whose signs differ would often have the same sum.
+    """
+    factors = _known_factors.get(device)
+    if factors is None:
+        generator = torch.Generator().manual_seed(0x10C857E9)
+        drawn = torch.randint(-(2**31), 2**31, (_GROUP,), generator=generator, dtype=torch.int64)
+        factors = _known_factors[device] = (drawn | 1).to(device)
+    return factors
+
+
+def _groups(words: Sequence[int]) -> list[list[int]]:
+    """Neighbouring tensors, together until they fill a group."""
+    groups: list[list[int]] = []
+    filled = _GROUP
+    for i, size in enumerate(words):
+        if filled + size > _GROUP:
+            groups.append([])
+            filled = 0
+        groups[-1].append(i)
+        filled += size
+    return groups

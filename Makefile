@@ -16,7 +16,7 @@ LIBRARIES := accelerate datasets lightning peft timm torchmetrics transformers w
 # The tests run two files at a time, each in a process of its own; a test that hangs ends them both. WORKERS=0: in one.
 WORKERS ?= 2
 TESTS := python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-# Of the tests with processes, some of each room; of the others all.
+# Of the tests with processes, some of each room; of the others all but the slowest one.
 QUICK := $(addprefix tests/ranks/test_,ddp_left_out.py run_signals.py ddp_wrapping.py shm_messages.py shared_writing.py) \
 	tests/unit $(addprefix tests/contracts/test_,ddp_signature.py names_of_subclasses.py public_names.py)
 
@@ -33,7 +33,7 @@ test: $(READY)  ## all tests (in two processes; WORKERS=0: in one)
 	$(BIN)/$(TESTS)
 
 quick: $(READY)  ## the tests to run after each edit: all without processes and some with
-	$(BIN)/$(TESTS) -q $(QUICK)
+	$(BIN)/$(TESTS) -q $(QUICK) --deselect tests/unit/test_torch.py::test_compile_callbacks
 
 check: $(READY)  ## ruff, mypy strict, import-linter
 	$(BIN)/ruff format --check .

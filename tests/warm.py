@@ -402,6 +402,7 @@ def _become(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    tempfile.tempdir = None  # else it would be that of the tests' own environment
     own = [entry for entry in sys.path if entry not in ("", str(_ROOT))]
     sys.path[:] = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry] + own
     _open_streams()
@@ -522,6 +523,7 @@ def _be_zygote(order: dict[str, Any], fds: list[int]) -> None:
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])
+    tempfile.tempdir = None
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal():  # OpenMP read it when this process's ancestor was started
         sys.modules["torch"].set_num_threads(min(int(threads), sys.modules["torch"].get_num_threads()))

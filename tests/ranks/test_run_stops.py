@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -15,9 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.job.files import EXIT_SAVED
+from lockstep.launch.spec import free_port
 from tests.faults import jobs
 from tests.harness import collect_outcomes
-from tests.launching import Finished, gone_within, run, start, wait_for
+from tests.launching import Finished, Running, environment, gone_within, python_path, run, start, wait_for
 
 
 def _strike(whom: str, signum: int, *, taken: int = 5, point: str = "backward", rank: int = 1) -> dict[str, Any]:
@@ -175,3 +177,74 @@ def test_ranks_agree_through_the_groups_store_under_another_launcher(tmp_path: P
     outcomes = collect_outcomes(_asked_under_another_launcher, 2, str(tmp_path / "run"))
     assert [(outcome.error, outcome.message) for outcome in outcomes] == [("SystemExit", str(EXIT_SAVED))] * 2
     assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == ["step-00000006"]
+
+
+def _start_machine(folder: Path, node: int, port: int, *options: str) -> Running:
+    """Start one of two launchers of one job with a rank each."""
+    meeting = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command = ["lockstep", "run", "-n", "1", *meeting, "--log-dir", str(folder / f"logs-{node}"), str(jobs.SCRIPT)]
+    env = environment(folder, torch=True, PYTHONPATH=python_path(jobs.SCRIPT.parents[2]))
+    return Running([*command, str(folder), *options], cwd=folder, env=env)
+
+
+def _run_machines(folder: Path, *options: str) -> list[Finished]:
+    port = free_port()
+    with _start_machine(folder, 1, port, *options) as second, _start_machine(folder, 0, port, *options) as first:
+        return [first.finish(), second.finish()]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_every_machine_of_a_run_that_was_asked_to_stop_says_that_it_saved(
+    tmp_path: Path, calm: jobs.Calm, node: int
+) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps([_strike("launcher", signal.SIGTERM, rank=node)]))
+    stopped = _run_machines(tmp_path, "--plan", str(tmp_path / "plan.json"))
+    assert [each.code for each in stopped] == [EXIT_SAVED] * 2, stopped
+    said = [each.err.partition("lockstep: stopped by ")[2].partition("\n")[0] for each in stopped]
+    assert said[node].startswith("SIGTERM; saved at step ")
+    assert said[1 - node].startswith("a signal to the ranks; saved at step ")
+    assert said[0].partition("; ")[2] == said[1].partition("; ")[2]
+    resumed = _run_machines(tmp_path, "--life", "1")
+    assert [each.code for each in resumed] == [0, 0], resumed
+    assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
+    jobs.check_audit(tmp_path)
+
+
+_SLOW_TO_LEAVE = """
+import atexit, os, time
+import torch, lockstep
+from torch.utils.data import DataLoader, TensorDataset
+
+def wait() -> None:
+    while not os.path.exists("leave"):
+        time.sleep(0.01)
+
+world = lockstep.init()
+model = lockstep.replicate(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = lockstep.shard(DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
+saver = lockstep.Checkpointer("run", model=model, optimizer=optimizer, loader=loader)
+atexit.register(wait)
+for epoch in saver.epochs(10**6):
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+    if epoch == 0 and world.is_main:
+        print(os.environ["LOCKSTEP_JOB_DIR"], flush=True)
+"""
+
+
+def test_a_second_signal_changes_nothing_once_all_have_saved(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SLOW_TO_LEAVE)
+    with start(["lockstep", "run", "-n", "2", "--grace", "30", "train.py"], tmp_path, torch=True) as job:
+        folder = Path(job.read_line())
+        os.kill(job.pid, signal.SIGTERM)
+        wait_for(lambda: list(folder.rglob("stopped.json")), "the note")
+        time.sleep(0.4)  # two signals within a quarter of a second are taken for one
+        os.kill(job.pid, signal.SIGTERM)
+        time.sleep(0.2)  # a launcher that took it for a second one would have killed the ranks by then
+        (tmp_path / "leave").touch()
+        done = job.finish()
+    assert done.code == EXIT_SAVED, done
+    assert "stopped by SIGTERM; saved at step" in done.err

@@ -126,17 +126,18 @@ class StepBoundary:
 
     def _save_and_leave(self, saver: Saver, epoch_done: bool | None) -> None:
         folder = saver.save(epoch_done=epoch_done)
-        self._leave_word(saver.step, folder)
         self._requests.leave()
+        self._leave_word(saver.step, folder)
         raise SystemExit(EXIT_SAVED)
 
     def _leave_word(self, step: int, folder: Path) -> None:
-        """**Rank 0.** Tell the launcher where the run can resume; without a launcher, tell the user."""
-        if not self._world.is_main:
-            return
+        """Tell each machine's launcher where the run can resume; without a launcher, rank 0 tells the user."""
         job_folder = knobs.job_dir()
         if job_folder is not None and flight.current.pages is not None:
-            StopNote(step, str(folder)).write(job_folder)
+            if self._world.local_rank == 0:
+                StopNote(step, str(folder)).write(job_folder)
+            return
+        if not self._world.is_main:
             return
         by = "a signal" if self._requests.stop is None else self._requests.stop.name
         print(f"lockstep: stopped by {by}; saved at step {step} in {folder}", file=sys.stderr, flush=True)

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 
 from lockstep import _proc
 from lockstep.errors import LaunchError
-from lockstep.identity import refuse_to_launch
 from lockstep.job.files import EXIT_SAVED
 from lockstep.launch import processes, report
 from lockstep.launch.channel import Answer, Cleared, Fork, Ready
@@ -41,17 +40,17 @@ def run(spec: JobSpec) -> int:
     Raises:
         ValueError: the program can't be run.
         LaunchError: the job can't be started: the port is in use, or the logs can't be written.
-        EnvironmentMismatch: srun started several of this launcher, and each would start the whole job.
     """
-    if spec.nnodes == 1:
-        refuse_to_launch()
     check_program(spec.program)
     _check_descriptors(spec.nproc)
     master = _master(spec)  # refuses a port in use before anything is started
     with ExitStack() as undo:
         _open_standard_streams()
         signals = SignalQueue(s for s in (*STOPPING, SAVE, signal.SIGWINCH) if s not in ignored())
-        undo.callback(signals.close)
+        ended_saved = False
+        # After an agreed stop signals stay blocked to the very end: a scheduler that sees one machine's launcher leave
+        # may stop the others by a second signal, which would hide that they have saved.
+        undo.callback(lambda: signals.close(unblock=not ended_saved))
         processes.become_subreaper()
         folder = JobFolder()
         undo.callback(folder.remove)
@@ -60,7 +59,9 @@ def run(spec: JobSpec) -> int:
         job = _Run(Launcher(spec, home=folder.path), logs=logs, signals=signals)
         undo.callback(job.close)
         job.prepare(master)
-        return job.watch()
+        code = job.watch()
+        ended_saved = code == EXIT_SAVED
+        return code
 
 
 def _check_descriptors(nproc: int) -> None:
@@ -205,7 +206,7 @@ class _Run:
             self._streams.resize()
         elif arrival.signum == SAVE:
             self._ask_to_save(arrival)
-        else:
+        elif self._launcher.attempt.stop_note() is None:  # else all ranks have saved, and leave by themselves
             self._announce(arrival.signum)
             orders = self._launcher.policy.signalled(arrival.signum, delivered=arrival.from_terminal, now=now)
             self._launcher.apply(orders)

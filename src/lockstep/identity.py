@@ -2,39 +2,21 @@
 
 lockstep's own launcher, torchrun and ``torch.distributed.launch`` describe a rank with the same variables:
 ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK`` (torchrun's word for the node rank),
-``MASTER_ADDR`` and ``MASTER_PORT``. Where these are not set, the variables of MPI's launchers are read, so that
-``mpirun -n 4 python train.py`` is one job of four and not four jobs of one. With none of them, the process is alone,
-unless srun started several of it: :func:`refuse_to_be_alone`.
+``MASTER_ADDR`` and ``MASTER_PORT``. Where these are not set, the variables of MPI's launchers and of Slurm are read
+(``engines/place.py``), so that ``mpirun -n 4 python train.py`` is one job of four and not four jobs of one. With none
+of them, the process is alone.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from lockstep import knobs
+from lockstep.engines import slurm
+from lockstep.engines.place import mpi_variables, rank_variables
 from lockstep.errors import EnvironmentMismatch
-
-#: What other launchers call our variables: Open MPI's mpirun, then MPICH's and Intel MPI's (hydra).
-_MPI_DIALECTS: tuple[dict[str, str], ...] = (
-    {
-        "RANK": "OMPI_COMM_WORLD_RANK",
-        "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
-        "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
-        "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
-    },
-    {
-        "RANK": "PMI_RANK",
-        "WORLD_SIZE": "PMI_SIZE",
-        "LOCAL_RANK": "MPI_LOCALRANKID",
-        "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS",
-    },
-)
-
-
-#: Slurm's own steps (the batch script, a shell of salloc …) have numbers from here on.
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
@@ -71,8 +53,8 @@ class Identity:
         Raises:
             EnvironmentMismatch: only some of the variables are there, or they contradict each other.
         """
-        if "RANK" not in env and "WORLD_SIZE" not in env:
-            env = _translate_mpi(env)
+        if _is_undescribed(env):
+            env = {**env, **rank_variables(env)}
         if "RANK" not in env and "WORLD_SIZE" not in env:
             return cls()
         for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
@@ -82,6 +64,7 @@ class Identity:
                     f"(lockstep run, torchrun); to run alone, unset {other}"
                 )
         rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
+        _refuse_leftovers(env, rank, world_size)
         if "LOCAL_RANK" not in env and world_size > 1:
             raise EnvironmentMismatch(
                 f"RANK={rank} and WORLD_SIZE={world_size} are set but LOCAL_RANK is not, so rank {rank} can't know "
@@ -115,64 +98,36 @@ def place(env: Mapping[str, str] = os.environ) -> str:
     return " ".join(env.get(name, "-") for name in names)
 
 
-def tasks_of_step(env: Mapping[str, str] = os.environ) -> int:
-    """Return how many processes srun started as one step, this one among them; 1 outside of such a step.
-
-    A batch script and a shell of salloc have ``SLURM_PROCID`` and ``SLURM_NTASKS`` as well, but are not a task of a
-    step.
-    """
-    step, tasks = env.get("SLURM_STEP_ID", ""), env.get("SLURM_STEP_NUM_TASKS", "")
-    is_task = "SLURM_PROCID" in env and step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
-    return max(1, int(tasks)) if is_task and tasks.isdecimal() else 1
-
-
-def refuse_to_be_alone(env: Mapping[str, str] = os.environ) -> None:
-    """Refuse a world of one for each of several tasks that srun started.
+def adopt(env: MutableMapping[str, str] = os.environ) -> None:
+    """Write the place that an engine gives this rank into ``env``, in our words: torch, other libraries and what this
+    process starts read it there. Does nothing where a launcher has done so.
 
     Raises:
-        EnvironmentMismatch: this process is one of them, and no launcher has described it.
+        EnvironmentMismatch: the engine's variables are incomplete or contradict each other.
     """
-    tasks = tasks_of_step(env)
-    if tasks > 1 and not {"RANK", knobs.JOB_DIR} & env.keys():
+    if _is_undescribed(env):
+        env.update(rank_variables(env))
+
+
+def _is_undescribed(env: Mapping[str, str]) -> bool:
+    """Return whether an engine's variables count: not where a launcher has described a rank, nor for what a rank
+    starts on its own, without ``RANK``."""
+    return not {"RANK", "WORLD_SIZE", knobs.JOB_DIR, knobs.JOINED} & env.keys()
+
+
+def _refuse_leftovers(env: Mapping[str, str], rank: int, world_size: int) -> None:
+    """Refuse a place that a task of srun has from somewhere else, where it can't be that of all tasks together."""
+    if {knobs.JOB_DIR, knobs.JOINED, "TORCHELASTIC_RUN_ID"} & env.keys():
+        return  # a launcher below srun has described the ranks
+    task = slurm.read(env)
+    if task is None or "LOCAL_RANK" in mpi_variables(env):
+        return
+    if world_size < task.tasks or (world_size == task.tasks and rank != task.rank):
         raise EnvironmentMismatch(
-            f"srun started {tasks} tasks, of which this is number {env['SLURM_PROCID']}, but lockstep.init() does not "
-            f"read SLURM_* variables, and {tasks} tasks would be {tasks} worlds of one. Start one task on each machine "
-            f"and let lockstep start the ranks: {_BY_SRUN}. Or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, "
-            "MASTER_ADDR and MASTER_PORT for each task. If each is to be alone: env -u SLURM_STEP_ID python …"
+            f"RANK={rank} and WORLD_SIZE={world_size} are set, but srun started {task.tasks} tasks, of which this is "
+            f"number {task.rank}: unset RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in the batch script, and "
+            "srun's variables count; if each task is to be alone: env -u SLURM_STEP_ID"
         )
-
-
-#: How to start a job under Slurm.
-_BY_SRUN = (
-    "srun -n 1 lockstep run -n RANKS train.py on one; on several, srun --ntasks-per-node=1 bash -c 'python -m "
-    "lockstep.launch --nnodes=$SLURM_NNODES --node_rank=$SLURM_NODEID --master_addr=FIRST_HOST --nproc_per_node=RANKS "
-    "--use_env train.py'"
-)
-
-
-def refuse_to_launch(env: Mapping[str, str] = os.environ) -> None:
-    """Refuse to start a job on one machine from each of several tasks that srun started.
-
-    Raises:
-        EnvironmentMismatch: this process is one of them.
-    """
-    tasks = tasks_of_step(env)
-    if tasks > 1:
-        raise EnvironmentMismatch(
-            f"srun started {tasks} tasks, of which this is number {env['SLURM_PROCID']}, and each would start a job "
-            f"of its own. Start one task on each machine: {_BY_SRUN}. If there are to be {tasks} separate jobs: "
-            "env -u SLURM_STEP_ID lockstep run …"
-        )
-
-
-def _translate_mpi(env: Mapping[str, str]) -> Mapping[str, str]:
-    """``env`` in our words, if an MPI launcher wrote it; else as it is."""
-    for dialect in _MPI_DIALECTS:
-        # Slurm's own PMI says no local rank; what to do about that is refuse_to_be_alone()'s to say.
-        by_slurm = dialect["LOCAL_RANK"] not in env and tasks_of_step(env) > 1
-        if dialect["RANK"] in env and dialect["WORLD_SIZE"] in env and not by_slurm:
-            return {ours: env[theirs] for ours, theirs in dialect.items() if theirs in env}
-    return env
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -217,12 +217,22 @@ def test_the_words_that_torchrun_takes(tmp_path: Path) -> None:
 def test_one_job_for_all_tasks_of_srun_and_any_in_a_batch_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os; print(os.environ['WORLD_SIZE'])")
     command = ["lockstep", "run", "-n", "2", "train.py"]
-    done = run(
-        command, tmp_path, SLURM_PROCID="0", SLURM_NTASKS="2", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2"
-    )  # fmt: skip
+    step: dict[str, Any] = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "n1",
+    }
+    done = run(command, tmp_path, **step)
     assert done.code == 2
-    assert done.err.startswith("lockstep run: srun started 2 tasks, of which this is number 0"), done
+    assert done.err.startswith("lockstep run: srun started 2 tasks, 2 of them on one machine"), done
     assert "Traceback" not in done.err
+    one_a_node: dict[str, Any] = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "n[1-2]"}
+    assert run(command, tmp_path, **{**step, **one_a_node}).out == "4\n"
     assert run(command, tmp_path, SLURM_PROCID="0", SLURM_NTASKS="2").out == "2\n"
 
 

@@ -24,6 +24,7 @@ import lockstep
 from lockstep import knobs, machine
 from lockstep.comm import choose
 from lockstep.identity import Identity, place
+from lockstep.launch.spec import free_port
 from tests.harness import collect_outcomes, run_ranks
 
 pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
@@ -573,19 +574,28 @@ def test_no_address_and_no_rendezvous_file_is_named() -> None:
         assert "MASTER_ADDR and MASTER_PORT not set" in str(outcome.message)
 
 
-def _init_as_task_of_srun() -> tuple[str, str]:
-    for name in ("RANK", "WORLD_SIZE"):
-        del os.environ[name]
-    os.environ |= {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+def _init_as_task_of_srun(port: int) -> tuple[str, str, float, str]:
+    rank = os.environ["RANK"]
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", knobs.STORE):
+        os.environ.pop(name, None)
+    os.environ |= {"SLURM_PROCID": rank, "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     with pytest.raises(lockstep.EnvironmentMismatch) as refused:
         lockstep.init()
-    del os.environ["SLURM_STEP_ID"], os.environ["SLURM_STEP_NUM_TASKS"]  # what is left is a batch script's
-    return str(refused.value), repr(lockstep.init())
+    os.environ |= {"SLURM_JOB_ID": "7", "SLURM_LOCALID": rank, "SLURM_NODEID": "0", "MASTER_PORT": str(port)}
+    os.environ |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "n1", "MASTER_ADDR": "127.0.0.1"}
+    world = lockstep.init()
+    found = repr(world), world.mean(float(rank))
+    lockstep.shutdown()
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):  # what is left is a batch script's
+        del os.environ[name]
+    return str(refused.value), *found, repr(lockstep.init())
 
 
-def test_tasks_of_srun_are_told_and_batch_scripts_are_alone() -> None:
-    for told, alone in run_ranks(_init_as_task_of_srun, 2):
-        assert "2 tasks would be 2 worlds of one" in told
+def test_tasks_of_srun_are_one_world_and_batch_scripts_are_alone() -> None:
+    for rank, (told, world, mean, alone) in enumerate(run_ranks(_init_as_task_of_srun, 2, free_port())):
+        assert "SLURM_STEP_ID=0 is set but SLURM_JOB_ID, SLURM_LOCALID" in told
+        assert world == f"World(rank={rank}, world_size=2, device='cpu')"
+        assert mean == 0.5
         assert alone == "World(rank=0, world_size=1, device='cpu')"
 
 

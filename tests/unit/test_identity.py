@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lockstep import EnvironmentMismatch, knobs
-from lockstep.identity import Identity, refuse_to_be_alone, refuse_to_launch
+from lockstep.engines import slurm
+from lockstep.identity import Identity, adopt
 
 
 def test_without_a_launcher_a_process_is_alone() -> None:
@@ -64,19 +65,48 @@ def test_a_broken_environment_is_named(env: dict[str, str], text: str) -> None:
         Identity.from_environment(env)
 
 
-#: As srun, sbatch and salloc set them (Slurm 22.05; 24 for salloc's interactive step).
-_TASK = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+#: As srun sets them for task 3 of 2 + 2, sbatch and salloc (Slurm 22.05; 24 for salloc's interactive step).
+_TASK = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
 _BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}
 _SHELL = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
 
 
-def test_tasks_of_srun_are_no_worlds_of_one() -> None:
-    with pytest.raises(
-        EnvironmentMismatch, match=r"srun started 2 tasks, .* number 1, .*srun -n 1 lockstep run -n RANKS"
-    ):
-        refuse_to_be_alone(_TASK)
-    with pytest.raises(EnvironmentMismatch, match=r"srun started 2 tasks, .* each would start a job of its own"):
-        refuse_to_launch(_TASK)
+def test_tasks_of_srun_are_ranks_of_one_job() -> None:
+    assert Identity.from_environment(_TASK) == Identity(3, 4, 1, 2, 1, launched=True)
+    adopted = dict(_TASK)
+    adopt(adopted)
+    assert adopted["MASTER_ADDR"] == "gpu07"
+    assert 10000 <= int(adopted["MASTER_PORT"]) < 30000
+    again = dict(adopted)
+    adopt(again)
+    assert again == adopted
+    requeued = {**_TASK, "SLURM_RESTART_COUNT": "1"}
+    adopt(requeued)
+    assert requeued["MASTER_PORT"] != adopted["MASTER_PORT"], "no restart meets what is left of the run before"
+    by_user = {**_TASK, "MASTER_ADDR": "fast0", "MASTER_PORT": "1234"}
+    adopt(by_user)
+    assert (by_user["MASTER_ADDR"], by_user["MASTER_PORT"]) == ("fast0", "1234")
+
+
+def test_ranks_that_srun_deals_out_in_turn_know_their_node() -> None:
+    cyclic = {
+        **_TASK,
+        "SLURM_PROCID": "2",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "3,1",
+        "SLURM_LOCALID": "1",
+    }
+    assert Identity.from_environment(cyclic) == Identity(2, 4, 1, 3, 0, launched=True)
 
 
 @pytest.mark.parametrize(
@@ -88,19 +118,66 @@ def test_tasks_of_srun_are_no_worlds_of_one() -> None:
         _SHELL,
         {**_TASK, "SLURM_STEP_NUM_TASKS": "1"},
         {**_SHELL, "SLURM_STEP_NUM_TASKS": "4"},
+        {**_TASK, knobs.JOB_DIR: "/job"},  # what a rank starts on its own, without RANK
+        {**_TASK, knobs.JOINED: "1 -"},
     ],
 )
 def test_batch_scripts_shells_and_single_tasks_are_alone(env: dict[str, str]) -> None:
-    refuse_to_be_alone(env)
-    refuse_to_launch(env)
     assert not Identity.from_environment(env).launched
+    before = dict(env)
+    adopt(env)
+    assert env == before
 
 
 def test_what_a_task_of_srun_may_be_nevertheless() -> None:
     ours = Identity(0, 2, 0, 2, 0, launched=True)
-    assert Identity.from_environment({**_TASK, **ours.to_environment()}) == ours, "described by a launcher or by hand"
-    refuse_to_be_alone({**_TASK, knobs.JOB_DIR: "/job"})  # what a rank starts on its own, without RANK
+    below = {**_TASK, **ours.to_environment(), knobs.JOB_DIR: "/job"}
+    assert Identity.from_environment(below) == ours, "a launcher below srun has described it"
+    by_hand = {**_TASK, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert Identity.from_environment(by_hand).rank == 3
     mpirun = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     assert Identity.from_environment({**_TASK, **mpirun}).rank == 1, "mpirun started its daemons through srun"
-    by_pmi2 = {"PMI_RANK": "1", "PMI_SIZE": "2"}
-    assert not Identity.from_environment({**_TASK, **by_pmi2}).launched, "srun --mpi=pmi2: refused as any task"
+    by_pmi2 = {"PMI_RANK": "3", "PMI_SIZE": "4"}
+    assert Identity.from_environment({**_TASK, **by_pmi2}) == Identity(3, 4, 1, 2, 1, launched=True), "srun --mpi=pmi2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"SLURM_NODEID": None}, "SLURM_NODEID is not: pass on all of srun's variables or none"),
+        ({"SLURM_STEP_NODELIST": None, "SLURM_LOCALID": ""}, "SLURM_LOCALID, SLURM_STEP_NODELIST are not"),
+        ({"SLURM_PROCID": "4"}, "srun's variables contradict each other .*SLURM_PROCID=4"),
+        ({"SLURM_LOCALID": "2"}, "contradict each other"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2"}, "contradict each other"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x2"}, "expected counts like"),
+        ({"SLURM_STEP_NODELIST": "gpu[07"}, "expected names like"),
+        ({"SLURM_STEP_NODELIST": "gpu[a-b]"}, "expected names like"),
+        ({"SLURM_NODEID": "one"}, "SLURM_NODEID='one': expected a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "RANK=0 and WORLD_SIZE=1 are set, but srun started 4"),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "of which this is number 3"),
+    ],
+)
+def test_wrong_partial_or_left_over_variables_of_srun_are_refused(changes: dict[str, str | None], text: str) -> None:
+    env = {name: value for name, value in {**_TASK, **changes}.items() if value is not None}
+    with pytest.raises(EnvironmentMismatch, match=text):
+        Identity.from_environment(env)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("gpu[07-09,12],login", ["gpu07", "gpu08", "gpu09", "gpu12", "login"]),
+        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
+        ("host-a,host-b", ["host-a", "host-b"]),
+        ("127.0.0.[1-2]", ["127.0.0.1", "127.0.0.2"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+    ],
+)
+def test_lists_of_hosts_are_expanded(nodelist: str, hosts: list[str]) -> None:
+    assert list(slurm.expand(nodelist)) == hosts
+
+
+def test_counts_of_tasks_are_expanded() -> None:
+    assert slurm.tasks_per_node("2(x3),1") == (2, 2, 2, 1)
+    assert slurm.tasks_per_node("4") == (4,)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lockstep import knobs
+from lockstep import EnvironmentMismatch, knobs
 from lockstep.identity import Identity
 from lockstep.launch.spec import (
     JobSpec,
+    NodeOptions,
+    NodePlace,
     Program,
     check_program,
     local_rank_option,
+    node_place,
     parse_nodes,
     parse_ranks,
     rank_environment,
@@ -180,3 +184,78 @@ def test_the_number_of_machines(text: str, nodes: int) -> None:
 def test_a_number_of_machines_that_makes_no_sense(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_nodes(text)
+
+
+_SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+_TRAINER = {
+    "PET_NNODES": "3",
+    "PET_NPROC_PER_NODE": "2",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "train-node-0",
+    "PET_MASTER_PORT": "29400",
+}
+_MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "place"),
+    [
+        ({}, {}, NodePlace()),
+        ({"nnodes": "2", "node_rank": 1, "master_addr": "n0"}, {}, NodePlace(2, 1, "n0")),
+        ({"nnodes": "2", "node_rank": 1, "master_addr": "n0"}, _SRUN, NodePlace(2, 1, "n0")),
+        ({}, _TRAINER, NodePlace(3, 1, "train-node-0", 29400, "2")),
+        ({}, {**_SRUN, **_TRAINER}, NodePlace(3, 1, "train-node-0", 29400, "2")),
+        ({"nnodes": "3", "master_port": 1234}, _TRAINER, NodePlace(3, 1, "train-node-0", 1234, "2")),
+        ({}, {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "gpu"}, NodePlace(1, 0, None, None, "gpu")),
+        ({"nnodes": "2", "master_addr": "j-0.s"}, {"JOB_COMPLETION_INDEX": "1"}, NodePlace(2, 1, "j-0.s")),
+        ({"nnodes": "2"}, {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "j-0.s"}, NodePlace(2, 1, "j-0.s")),
+        ({"standalone": True}, {"JOB_COMPLETION_INDEX": "1"}, NodePlace()),
+        ({"master_addr": "n0"}, {**_SRUN, **_MPIRUN}, NodePlace(2, 1, "n0")),
+    ],
+)
+def test_a_machines_place_is_the_users_or_the_engines(
+    options: dict[str, Any], env: dict[str, str], place: NodePlace
+) -> None:
+    assert node_place(NodeOptions(**options), env) == place
+
+
+def test_machines_of_a_step_of_slurm_meet_at_its_first() -> None:
+    place = node_place(NodeOptions(), _SRUN)
+    assert (place.nnodes, place.node_rank, place.master_addr) == (2, 1, "n1")
+    other = node_place(NodeOptions(), {**_SRUN, "SLURM_PROCID": "0", "SLURM_NODEID": "0"})
+    assert (other.node_rank, other.master_port) == (0, place.master_port)
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "text"),
+    [
+        ({"nnodes": "1"}, _SRUN, "a job on 1 machine, but srun started it on 2, of which this is number 1"),
+        ({"nnodes": "3"}, _SRUN, "a job on 3 machines, but srun started it on 2"),
+        ({"standalone": True}, _SRUN, "a job on 1 machine, but srun started it on 2"),
+        ({}, {**_SRUN, "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "n1",
+              "SLURM_LOCALID": "1"}, "srun started 2 tasks, 2 of them on one machine"),
+        ({}, {"PET_NNODES": "2"}, "PET_NODE_RANK is not"),
+        ({}, {"PET_NNODES": "1:4"}, "PET_NNODES=1:4: the number of machines does not change"),
+        ({}, {"JOB_COMPLETION_INDEX": "1"}, "this is machine 1 of the job, but not of how many: pass --nnodes"),
+        ({"nnodes": "2"}, {"JOB_COMPLETION_INDEX": "1"}, "machine 1 of 2, but not where they meet: pass --master-addr"),
+        ({}, {**_MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun started 2 launchers on this machine"),
+        ({}, {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}, "torchrun has started 2 of this launcher"),
+    ],
+)  # fmt: skip
+def test_a_place_that_makes_no_sense_is_refused(options: dict[str, Any], env: dict[str, str], text: str) -> None:
+    with pytest.raises(EnvironmentMismatch, match=text):
+        node_place(NodeOptions(**options), env)

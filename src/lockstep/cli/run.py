@@ -17,13 +17,12 @@ import click
     "--nproc-per-node",
     "--nproc_per_node",
     "ranks",
-    default="auto",
     metavar="N|auto|gpu|cpu",
     help="Ranks; auto: one per GPU, else per two cores; gpu, cpu: one for each.",
 )
-@click.option("--standalone", is_flag=True, hidden=True, help="Accepted as by torchrun; changes nothing.")
-@click.option("--nnodes", default="1", metavar="N", help="Machines of the job: start this on each.")
-@click.option("--node-rank", "--node_rank", default=0, metavar="N", help="Which of them this is, from 0.")
+@click.option("--standalone", is_flag=True, hidden=True, help="Accepted as by torchrun: one machine.")
+@click.option("--nnodes", metavar="N", help="Machines of the job: start this on each. Slurm and others say it, too.")
+@click.option("--node-rank", "--node_rank", type=int, metavar="N", help="Which of them this is, from 0.")
 @click.option("--master-addr", "--master_addr", metavar="HOST", help="Machine 0; 127.0.0.1 unless given.")
 @click.option("--master-port", "--master_port", type=int, help="Its port: 29500 with several machines, else any.")
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as for python -m.")
@@ -43,10 +42,10 @@ import click
 @click.argument("program")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
-    ranks: str,
+    ranks: str | None,
     standalone: bool,
-    nnodes: str,
-    node_rank: int,
+    nnodes: str | None,
+    node_rank: int | None,
     master_addr: str | None,
     master_port: int | None,
     is_module: bool,
@@ -71,15 +70,16 @@ def run(
 
     try:
         from lockstep.launch.run import run as run_job  # refuses other systems than Linux
-        from lockstep.launch.spec import JobSpec, Output, Program, parse_nodes, parse_ranks
+        from lockstep.launch.spec import JobSpec, NodeOptions, Output, Program, node_place, parse_ranks
 
+        place = node_place(NodeOptions(nnodes, node_rank, master_addr, master_port, standalone))
         spec = JobSpec(
             Program(program, args, is_module),
-            nproc=parse_ranks(ranks, cores=machine.cores(), gpus=machine.gpus()),
-            nnodes=parse_nodes(nnodes, standalone=standalone),
-            node_rank=node_rank,
-            master_addr=master_addr,
-            master_port=master_port,
+            nproc=parse_ranks(ranks or place.ranks or "auto", cores=machine.cores(), gpus=machine.gpus()),
+            nnodes=place.nnodes,
+            node_rank=place.node_rank,
+            master_addr=place.master_addr,
+            master_port=place.master_port,
             log_dir=log_dir,
             output=Output.ALL if all_output else Output.FIRST,
             grace=grace,

@@ -30,7 +30,7 @@ from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.shm.register import register
 from lockstep.comm.world import World
 from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
-from lockstep.identity import Identity, refuse_to_be_alone
+from lockstep.identity import Identity, adopt
 from lockstep.job import flight
 
 register()  # the backend "shm", where torch has not done it
@@ -64,7 +64,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
 
     Raises:
         EnvironmentMismatch: the launcher's variables are incomplete or contradict each other, there are more ranks than
-            GPUs, this process is one of several that srun started, or its parent is this rank already.
+            GPUs, or this process's parent is this rank already.
         RendezvousError: the ranks could not meet within ``timeout``, or the port is taken.
         ValueError: the backend is unknown or not available here, or the timeout is not positive.
         LockstepError: ``init`` was called before with other arguments in force.
@@ -73,6 +73,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     if _world is not None and dist.is_initialized():
         raise LockstepError("lockstep.init() was already called in this process; lockstep.world() returns its World")
     identity = Identity.from_environment()
+    adopt()
     limit = _seconds(timeout)
     backend = backend or knobs.backend()
     device = _choose_device(backend, identity)
@@ -244,7 +245,6 @@ def _open_group(backend: str | None, identity: Identity, timeout: float, device:
 def _rendezvous_store(identity: Identity, timeout: timedelta) -> Store:
     """Return where the ranks meet: memory for a world of one, a file on one host, else ``MASTER_ADDR:MASTER_PORT``."""
     if not identity.launched:
-        refuse_to_be_alone()
         return HashStore()
     path = knobs.store()
     if path is not None and not guests.described_anew():

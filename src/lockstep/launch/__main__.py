@@ -20,11 +20,12 @@ from lockstep.launch.run import run
 from lockstep.launch.spec import (
     DEFAULT_GRACE,
     JobSpec,
+    NodeOptions,
     Output,
     Program,
     check_program,
     local_rank_option,
-    parse_nodes,
+    node_place,
     parse_ranks,
     sources_of,
 )
@@ -34,9 +35,9 @@ from lockstep.launch.spec import (
 class _Options:
     """The command line, as click hands it over."""
 
-    nproc_per_node: str
-    nnodes: str
-    node_rank: int
+    nproc_per_node: str | None
+    nnodes: str | None
+    node_rank: int | None
     master_addr: str | None
     master_port: int | None
     standalone: bool
@@ -59,13 +60,17 @@ class _Options:
             )
         cores, gpus = machine.cores(), machine.gpus()
         program = Program(self.program, self.args, self.module)
+        place = node_place(
+            NodeOptions(self.nnodes, self.node_rank, self.master_addr, self.master_port, self.standalone)
+        )
+        ranks = self.nproc_per_node or place.ranks or "1"
         return JobSpec(
             program,
-            nproc=parse_ranks(self.nproc_per_node, cores=cores, gpus=gpus, option="--nproc_per_node", auto=cores),
-            nnodes=parse_nodes(self.nnodes, standalone=self.standalone),
-            node_rank=self.node_rank,
-            master_addr=self.master_addr,
-            master_port=self.master_port,
+            nproc=parse_ranks(ranks, cores=cores, gpus=gpus, option="--nproc_per_node", auto=cores),
+            nnodes=place.nnodes,
+            node_rank=place.node_rank,
+            master_addr=place.master_addr,
+            master_port=place.master_port,
             local_rank_option=None if self.use_env else self._local_rank_option(program),
             log_dir=self.log_dir,
             output=Output.ALL if self.all_output else Output.SHARED,
@@ -84,12 +89,11 @@ class _Options:
 @click.option(
     "--nproc_per_node",
     "--nproc-per-node",
-    default="1",
     metavar="N|gpu|cpu|auto",
-    help="Ranks on this machine; gpu, cpu: one for each; auto: gpu if there are any, else cpu.",
+    help="Ranks on this machine, 1 if not given; gpu, cpu: one for each; auto: gpu if there are any, else cpu.",
 )
-@click.option("--nnodes", default="1", metavar="N", help="Machines of the job.")
-@click.option("--node_rank", "--node-rank", default=0, metavar="N", help="Which of them this is, from 0.")
+@click.option("--nnodes", metavar="N", help="Machines of the job: 1, or as Slurm and others say.")
+@click.option("--node_rank", "--node-rank", type=int, metavar="N", help="Which of them this is, from 0.")
 @click.option("--master_addr", "--master-addr", metavar="HOST", help="Machine 0; 127.0.0.1 unless given.")
 @click.option("--master_port", "--master-port", type=int, help="Its port: 29500 with several machines, else any.")
 @click.option("--standalone", is_flag=True, help="On this machine alone, with any free port: so it is in any case.")

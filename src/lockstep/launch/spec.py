@@ -14,12 +14,13 @@ import random
 import re
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import knobs
-from lockstep.errors import LaunchError
+from lockstep.engines.place import node as engine_node
+from lockstep.errors import EnvironmentMismatch, LaunchError
 from lockstep.identity import Identity
 
 #: torch.distributed.launch's default, which the nodes of a job must agree on without talking to each other.
@@ -187,6 +188,80 @@ def parse_nodes(text: str, *, standalone: bool = False) -> int:
     if standalone and int(least) > 1:
         raise ValueError(f"--standalone is for jobs on one machine, and --nnodes={text}: drop one of them")
     return int(least)
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """What the user has said of this machine's place among those of the job; None: nothing."""
+
+    nnodes: str | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    #: The user has said that it is one machine.
+    standalone: bool = False
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """This machine's place among those of the job."""
+
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int | None = None
+    #: Ranks on each machine, as after ``-n``, where the engine says so.
+    ranks: str | None = None
+
+
+def node_place(options: NodeOptions, env: Mapping[str, str] = os.environ) -> NodePlace:
+    """Work out this machine's place: as the user has said, else as the engine that started this launcher says.
+
+    Raises:
+        ValueError: an option makes no sense.
+        EnvironmentMismatch: the engine's variables are incomplete, contradict each other or the options, or several
+            launchers were started where each would start the whole job.
+    """
+    nnodes = None if options.nnodes is None else parse_nodes(options.nnodes, standalone=options.standalone)
+    if options.node_rank is not None:
+        return NodePlace(nnodes or 1, options.node_rank, options.master_addr, options.master_port)
+    _refuse_below_torchrun(env)
+    found = engine_node(env)
+    if found is None:
+        return NodePlace(nnodes or 1, 0, options.master_addr, options.master_port)
+    if options.standalone:
+        nnodes = 1
+    count = found.count if nnodes is None else nnodes
+    if count is None:
+        raise EnvironmentMismatch(
+            f"{found.engine} says that this is machine {found.rank} of the job, but not of how many: pass --nnodes and "
+            "--master-addr (or say --standalone if each machine is to run a job of its own)"
+        )
+    if found.count is not None and found.count != count:
+        raise EnvironmentMismatch(
+            f"this launcher is to start a job on {count} machine{'' if count == 1 else 's'}, but {found.engine} "
+            f"started it on {found.count}, of which this is number {found.rank}: drop --nnodes (or --standalone), or "
+            "pass both --nnodes and --node-rank; for a job of its own on each machine, start it without the engine's "
+            "variables"
+        )
+    if options.standalone or count == 1:
+        return NodePlace(1, 0, options.master_addr, options.master_port, found.ranks)
+    address = options.master_addr or found.address or env.get("MASTER_ADDR")
+    if address is None:
+        raise EnvironmentMismatch(
+            f"{found.engine} says that this is machine {found.rank} of {count}, but not where they meet: pass "
+            "--master-addr, the name of machine 0"
+        )
+    return NodePlace(count, found.rank, address, options.master_port or found.port, found.ranks)
+
+
+def _refuse_below_torchrun(env: Mapping[str, str]) -> None:
+    world_size = env.get("WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in env and knobs.JOB_DIR not in env and world_size != "1":
+        raise EnvironmentMismatch(
+            f"torchrun has started {world_size} of this launcher, and each would start a job of its own: let torchrun "
+            "start the program itself, or start lockstep run without torchrun, once on each machine"
+        )
 
 
 def local_rank_option(sources: Iterable[str]) -> str:

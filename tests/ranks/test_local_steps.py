@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -355,6 +357,20 @@ def test_a_released_model_trains_alone() -> None:
     run_ranks(_released, 2)
 
 
+def _gone() -> bool:
+    lockstep.init(timeout=20)
+    model = lockstep.replicate(mlp(), sync=lockstep.LocalSteps(every=2))
+    _steps(model, 0, 0, 3, torch.optim.SGD(model.parameters(), lr=_LR))
+    replica = weakref.ref(_replica(model))
+    del model
+    gc.collect()
+    return replica() is None
+
+
+def test_a_replica_goes_with_its_module() -> None:
+    assert run_ranks(_gone, 1) == [True]
+
+
 # What is refused.
 
 
@@ -378,7 +394,7 @@ def _refused(way: str) -> None:
     elif way == "hook":
         lockstep.register_comm_hook(model, None, lockstep.bf16_compress_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=_LR)
-    _steps(model, world.rank, 0, 1, optimizer)
+    _steps(model, world.rank, 0, 2 if way == "diverged" else 1, optimizer)  # else the next step would spread it
     with torch.no_grad():
         if way == "diverged" and odd:
             model.get_parameter("2.weight")[1, 2] = torch.inf

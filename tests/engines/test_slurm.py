@@ -90,7 +90,7 @@ def test_a_job_that_slurm_stops_is_queued_again_and_ends_with_the_same_bits(
     cluster.run("scancel", "--signal=TERM", job, cwd=tmp_path)
     wait_for(lambda: "Restarts=1" in state(), "the end of the first life")
 
-    # It would wait for two minutes; but within the second of its end, slurmd still refuses the credentials of that number.
+    # It would wait for two minutes; within a second of its end, slurmd refuses the credentials of that number.
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3", cwd=tmp_path)
     wait_for(lambda: not re.search("JobState=(PENDING|CONFIGURING|RUNNING|COMPLETING)", state()), "the end", limit=90)
     assert "JobState=COMPLETED" in state(), f"{state()}\n{(tmp_path / 'out').read_text()}"

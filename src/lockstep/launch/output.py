@@ -71,8 +71,10 @@ class Streams:
         return [nothing, output, error]
 
     def log(self, local_rank: int) -> Path | None:
-        """Return this rank's log, or None if it has none."""
-        return self._logs.log(self._ranks[local_rank]) if self._logged(local_rank) else None
+        """Return this rank's log, or None if it has none, or was not started."""
+        if local_rank not in self._ranks or not self._logged(local_rank):
+            return None
+        return self._logs.log(self._ranks[local_rank])
 
     def shown(self, local_rank: int) -> bool:
         """Return whether the user sees this rank's standard error."""

@@ -188,7 +188,14 @@ class Policy:
 #: A death without a record is noticed some time after it happened, a record carries the time of its exception.
 _NOTICED_LATE = 0.1
 #: How other ranks' exceptions read when a peer has gone: consequences, not causes.
-_ECHOES = ("PeerLost", "CollectiveTimeout", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_ECHOES = (
+    "PeerLost",
+    "CollectiveTimeout",
+    "DistNetworkError",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+)
 
 
 @dataclass(frozen=True)

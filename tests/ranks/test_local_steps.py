@@ -144,6 +144,36 @@ def test_a_round_sends_a_hundredth_of_what_its_gradients_would_have(world_size: 
         assert 0 < sent < gradients / 100
 
 
+class _Slopes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(600))
+
+    def forward(self, slopes: Tensor) -> Tensor:
+        return -(self.weight * slopes).sum()
+
+
+def _learns_what_is_small() -> list[float]:
+    world = lockstep.init(timeout=20)
+    rule = lockstep.LocalSteps(every=1, outer=lambda params: torch.optim.SGD(params, lr=1.0))
+    model = lockstep.replicate(_Slopes(), sync=rule)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    slopes = torch.full((600,), 1e-3)  # beside a one in each block, it is rounded to nothing
+    slopes[::100] = 1.0
+    for _ in range(100):
+        optimizer.zero_grad()
+        differentiate(model((1 + world.rank) * slopes))
+        optimizer.step()
+    lockstep.finish_round(model)
+    return (model.weight.detach() / slopes).tolist()
+
+
+def test_what_is_too_small_for_a_byte_arrives_in_later_rounds() -> None:
+    first, second, third = run_ranks(_learns_what_is_small, 3)
+    assert first == second == third
+    assert max(abs(value - 20.0) for value in first) < 8.0, "a hundred steps of 0.1 along the mean slope of 2"
+
+
 # What a training script does besides.
 
 

@@ -114,8 +114,8 @@ class _Rank:
             return
         due = self.steps == every * (self.begun + 1)
         if self.overlap:
-            # The result of the last exchange, which all must have begun, comes half a round after it.
-            if self.steps == every * self.begun + every // 2 and any(rank.begun < self.begun for rank in ranks):
+            # The result of the last exchange, which all must have begun, comes a quarter of a round after it.
+            if self.steps == every * self.begun + every // 4 and any(rank.begun < self.begun for rank in ranks):
                 return
         elif due and not all(rank.steps >= self.steps for rank in ranks):
             return

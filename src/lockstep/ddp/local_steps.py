@@ -8,11 +8,12 @@ an outer optimizer takes this average for a gradient of the anchors. All ranks b
 Note [Overlapped rounds]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 With ``overlap`` a rank goes on training from its own parameters while the average is under way, and the result of a
-round is applied after half of the steps of the next one: always after the same step, and never when it happens to be
-there, so that a run can be repeated. By then the rank has moved on from p, the parameters that it told the others of,
-to q. It continues from a + (q - p), where a are the new anchors: its newest steps are kept, as if they had been taken
-from the anchors, and what they have brought is part of the next round's way. (Streaming DiLoCo, arXiv 2501.18512, takes
-a weighted mean of a and q; that undoes some of either, and has one more number to choose.)
+round is applied after a quarter of the steps of the next one: always after the same step, and never when it happens to
+be there, so that a run can be repeated. (Later would hide more of the exchange, but the steps until then see parameters
+that lack what the others have learned.) By then the rank has moved on from p, the parameters that it told the others
+of, to q. It continues from a + (q - p), where a are the new anchors: its newest steps are kept, as if they had been
+taken from the anchors, and what they have brought is part of the next round's way. (Streaming DiLoCo, arXiv 2501.18512,
+takes a weighted mean of a and q; that undoes some of either, and has one more number to choose.)
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class LocalSteps:
             Nesterov's momentum of 0.9 and a learning rate of 0.7.
         compress: "int8" sends a byte for each parameter, and keeps what the rounding has left out for the next round
             (see Note [Error feedback] in ``ddp/compression.py``); None sends float32.
-        overlap: train on while the average is under way. Its result comes half a round later; see Note [Overlapped
-            rounds].
+        overlap: train on while the average is under way. Its result comes a quarter of a round later; see Note
+            [Overlapped rounds].
 
     Raises:
         TypeError, ValueError: an argument is of another type, or out of range.
@@ -179,7 +180,7 @@ class LocalRounds:
         """
         if self._left is not None:
             self._exchange.advance()
-            if self.steps >= max(1, self.rule.every // 2):
+            if self.steps >= max(1, self.rule.every // 4):
                 self.apply_pending()
         if not self.is_due:
             if self.steps == 0 and self._left is None:

@@ -32,7 +32,7 @@ from lockstep.checkpoint.match import (
 from lockstep.checkpoint.read import Contents
 from lockstep.checkpoint.safetensors import USE_DCP, unsavable
 from lockstep.comm import streams
-from lockstep.comm.local_training import LocalTraining, local_training_of
+from lockstep.comm.local_training import LocalTraining, any_is_trained_apart, local_training_of
 from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 from lockstep.job import flight
 
@@ -213,7 +213,7 @@ class RunState:
 
 def _local_training_in(model: nn.Module) -> LocalTraining | None:
     """Return how the ranks train ``model``, or what it wraps, apart."""
-    return next((found for part in layers(model) if (found := local_training_of(part)) is not None), None)
+    return local_training_of(*layers(model)) if any_is_trained_apart() else None  # (asked in each step)
 
 
 def _state_of(thing: Stateful) -> Mapping[str, Any]:

@@ -79,6 +79,11 @@ def leave(module: nn.Module) -> None:
     _trained.pop(module, None)
 
 
-def local_training_of(module: nn.Module) -> LocalTraining | None:
-    """Return how the ranks train ``module`` apart; None if they don't."""
-    return _trained.get(module)
+def local_training_of(*modules: nn.Module) -> LocalTraining | None:
+    """Return how the ranks train the first of ``modules`` that they train apart; None if there is none."""
+    return next((found for module in modules if (found := _trained.get(module)) is not None), None)
+
+
+def any_is_trained_apart() -> bool:
+    """Return whether :func:`local_training_of` has anything to find."""
+    return bool(_trained)

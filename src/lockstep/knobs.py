@@ -9,6 +9,7 @@
 ``LOCKSTEP_JOINED``    the process that has joined the world as this rank, and the rank's place: set by
                        ``lockstep.init()`` for what that process starts, which can't be this rank as well.
 ``LOCKSTEP_RESTART``   how often the launcher has restarted the ranks of this job: 0 the first time.
+``LOCKSTEP_ROUND``     the job, and the number of its round, where several machines have met; set by the launcher.
 ``LOCKSTEP_PRELOAD``   modules, with commas between, that the launcher imports once before it forks
                        the ranks, in place of torch and lockstep; for programs that always need
                        more (``torch,torchvision``), or less. Empty: none.
@@ -43,6 +44,7 @@ JOB_DIR = "LOCKSTEP_JOB_DIR"
 RANK_PROCESS = "LOCKSTEP_RANK_PROCESS"
 JOINED = "LOCKSTEP_JOINED"
 RESTART = "LOCKSTEP_RESTART"
+ROUND = "LOCKSTEP_ROUND"
 PRELOAD = "LOCKSTEP_PRELOAD"
 BACKEND = "LOCKSTEP_BACKEND"
 TIMEOUT = "LOCKSTEP_TIMEOUT"
@@ -87,6 +89,12 @@ def joined(env: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
 def _process(env: Mapping[str, str], name: str) -> tuple[int, str] | None:
     process, _, place = env.get(name, "").partition(" ")
     return (int(process), place) if process.isdecimal() else None
+
+
+def round_(env: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+    """Return the job, and the number of its round, where several machines have met; None: they have not."""
+    job, _, number = env.get(ROUND, "").partition(" ")
+    return (job, int(number)) if number.isdecimal() else None
 
 
 def preload(env: Mapping[str, str] = os.environ) -> tuple[str, ...] | None:

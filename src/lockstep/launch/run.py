@@ -146,8 +146,9 @@ class _Run:
         self._relay = Relay(launcher.selector)
         self._streams = Streams(self._spec, logs, self._relay)
         self._others = None if self._spec.rendezvous is None else Rendezvous(self._spec.rendezvous)
-        #: The number of the last round; why this machine could not go on with it; why there will be none.
-        self._last_round = -1
+        #: The number of the last round, and what tells this job from others; why this machine could not go on with it;
+        #: why there will be none.
+        self._last_round, self._job = -1, ""
         self._lost = ""
         self._refused = ""
         #: Clients that were lost since the machines have met last.
@@ -347,7 +348,7 @@ class _Run:
             job, fds = others.start()
             self._launcher.selector.register(others, selectors.EVENT_READ)
             self._fork(Fork(CLIENT, {}, job), fds)
-        others.meet(Meet(self._last_round, self._restarts.history, self._lost))
+        others.meet(Meet(self._last_round, self._job, self._restarts.history, self._lost))
 
     def _hear_others(self, others: Rendezvous, ready: set[object], now: float) -> None:
         """Act on what the client says, or on its silence."""
@@ -393,7 +394,8 @@ class _Run:
 
     def _on_round(self, met: Met) -> None:
         round_ = met.place
-        self._lost_clients, self._lost, self._last_round = 0, "", round_.number
+        self._lost_clients, self._lost = 0, ""
+        self._last_round, self._job = round_.number, round_.job
         self._restarts.adopt(round_.history)
         if met.warning:
             say(met.warning)

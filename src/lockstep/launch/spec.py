@@ -136,6 +136,7 @@ def rank_environment(
     env[knobs.JOB_DIR] = folder
     env[knobs.RESTART] = env["TORCHELASTIC_RESTART_COUNT"] = str(round_.number)  # the latter is what torchrun sets
     env[knobs.STORE] = f"{folder}/store" if len(round_.ranks) == 1 else None
+    env[knobs.ROUND] = f"{round_.job} {round_.number}" if round_.job else None
     if round_.served:
         env["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torch's env:// rendezvous reads it: no rank serves the store
     if interface is not None:

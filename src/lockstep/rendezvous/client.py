@@ -200,6 +200,7 @@ class _Client:
             "ranks": self._options.ranks,
             "host": f"{socket.gethostname()}, {self._address}",
             "last": meet.last,
+            "job": meet.job,
             "history": meet.history,
             "challenge": secrets.token_hex(32),
         }
@@ -217,8 +218,9 @@ class _Client:
             if newest > counted:
                 self._base.add(self._key("rounds"), newest - counted)
             number = max(counted, newest)
-            self._store.set("round", json.dumps([number, self._address, port]))
-        number, address, port = json.loads(self._store.get("round"))
+            job = max(cards, key=lambda card: int(card["last"]))["job"] or secrets.token_hex(16)
+            self._store.set("round", json.dumps([number, self._address, port, job]))
+        number, address, port, job = json.loads(self._store.get("round"))
         clocks = self._clocks(nodes)
         known = max((card["history"] for card in cards), key=lambda history: int(history.get("used", 0)))
         round_ = Round(
@@ -227,6 +229,7 @@ class _Client:
             address=address,
             port=port,
             number=number,
+            job=job,
             hosts=tuple(card["host"] for card in cards),
             history=known,
             interface=_interface(self._address),

@@ -27,6 +27,8 @@ class Round:
     port: int
     #: How often the ranks of this job were started before, by what all machines know.
     number: int = 0
+    #: Tells this job from every other one.
+    job: str = ""
     #: What each machine is called, for messages.
     hosts: tuple[str, ...] = ()
     #: How many restarts the job has used, and its last failure; see ``Restarts`` in launch/policy.py.
@@ -137,6 +139,7 @@ class Meet:
 
     #: The number of the last round that this machine took part in, and what it knows of the job; -1: none.
     last: int = -1
+    job: str = ""
     history: dict[str, Any] = field(default_factory=dict)
     #: Why that round can't go on, if the others may not know.
     lost: str = ""

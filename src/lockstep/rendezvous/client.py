@@ -38,7 +38,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
@@ -75,6 +80,8 @@ _SKEW = 2.0
 #: Seconds to wait for more machines once there are enough.
 _LAST_CALL = 2.0
 DEFAULT_PORT = 29400
+#: What torch's handler raises in machines that wait when the job ends: for a place among the others, or as a spare.
+_OVER = (RendezvousClosedError, RendezvousGracefulExitError)
 
 
 def main(fd: int, options: dict[str, Any]) -> NoReturn:
@@ -200,7 +207,7 @@ class _Client:
         self._base.add(self._key("waiting"), 1)
         try:
             info = self._handler.next_rendezvous()
-        except RendezvousClosedError:
+        except _OVER:
             self.exit_code = int(self._base.get(self._key("result")))
             raise
         finally:
@@ -419,7 +426,7 @@ def _words(error: Exception, endpoint: str) -> str:
     """Say why the machines could not meet."""
     if isinstance(error, RendezvousTimeoutError):
         return f"too few machines came to {endpoint} in time (--join-timeout)"
-    if isinstance(error, RendezvousClosedError):
+    if isinstance(error, _OVER):
         return f"the job at {endpoint} is over, and did not need this machine any more"
     if not isinstance(error, (RendezvousError, RuntimeError, OSError, ValueError)):
         return "".join(traceback.format_exception(error))

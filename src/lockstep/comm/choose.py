@@ -18,6 +18,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 
 from lockstep import callsite, knobs
 from lockstep.comm.shm.group import Group
+from lockstep.comm.shm.memory_engine import MemoryEngine
 from lockstep.comm.shm.rendezvous import ApartError, say_and_hear
 from lockstep.errors import RendezvousError
 from lockstep.identity import Identity
@@ -49,7 +50,8 @@ def _try_shm(store: Store, identity: Identity, timeout: float) -> str | None:
     group: Group | None = None
     why: str | None = None
     try:
-        group = Group(store, rank=rank, size=size, timeout=timeout, chunk=chunk, name="world")
+        engine = MemoryEngine(store, rank=rank, size=size, timeout=timeout, chunk=chunk)
+        group = Group(engine, timeout=timeout, name="world")
         _hand_to_torch("shm", store, identity, timeout, group)
     except ApartError as error:
         return str(error)  # which all ranks have

@@ -40,20 +40,21 @@ def _create(options: Any, backend_options: Any) -> Any:
     """**Collective.** Make a group; torch calls this."""
     from lockstep import _torch, knobs
     from lockstep.comm.shm.group import Group
-    from lockstep.comm.shm.process_group import ProcessGroupShm
+    from lockstep.comm.shm.memory_engine import MemoryEngine
+    from lockstep.comm.shm.process_group import ProcessGroupLockstep
 
     _torch.leave_out_of_flight_recorder("shm")
     if isinstance(backend_options, Group):  # lockstep.init() has opened it, see Note [All ranks or none]
-        return ProcessGroupShm(options.store, backend_options, name=options.group_id)
+        return ProcessGroupLockstep(options.store, backend_options, name=options.group_id)
     if backend_options is not None:
         raise ValueError('the backend "shm" takes no pg_options')
-    group = Group(
+    engine = MemoryEngine(
         options.store,
         rank=options.group_rank,
         size=options.group_size,
         timeout=options.timeout.total_seconds(),
         chunk=knobs.shm_chunk(),
-        name=options.group_id,
         members=options.global_ranks_in_group,  # (none for the default group)
     )
-    return ProcessGroupShm(options.store, group, name=options.group_id)
+    group = Group(engine, timeout=options.timeout.total_seconds(), name=options.group_id)
+    return ProcessGroupLockstep(options.store, group, name=options.group_id)

@@ -358,7 +358,7 @@ _BREAKS: dict[str, tuple[str, str]] = {
 def _keys_of_three_worlds() -> list[int]:
     store, keys = dist.HashStore(), [0]  # type: ignore[attr-defined]
     for _ in range(3):
-        choose.open_shm_or_gloo(store, Identity(), 10.0)
+        choose.open_fastest(store, Identity(), 10.0)
         dist.destroy_process_group()
         keys.append(store.num_keys())
     return [after - before for before, after in itertools.pairwise(keys)]

@@ -60,6 +60,8 @@ class Manifest:
     files: dict[str, FileEntry]
     #: What it was saved with, for its run to keep the best; None: nothing, or no finite number.
     metric: float | None = None
+    #: The ranks by host, where the sums of each host's were added (World.hosts): their bits depend on it; else None.
+    hosts: list[list[int]] | None = None
 
     def to_json(self) -> bytes:
         """Return the manifest file, with a digest of itself."""
@@ -68,6 +70,8 @@ class Manifest:
             for name, entry in self.files.items()
         }
         body = {"format": _FORMAT, **vars(self), "files": files}
+        if self.hosts is None:  # as it was written before there was such a thing
+            del body["hosts"]
         return json.dumps({**body, "digest": _digest_of(body)}, sort_keys=True).encode() + b"\n"
 
     @classmethod
@@ -99,6 +103,9 @@ def _refuse_nonsense(manifest: Manifest) -> None:
             raise ValueError(f"{field} is {getattr(manifest, field)!r}")
     if type(manifest.in_epoch) is not bool or type(manifest.written) is not str or type(manifest.versions) is not dict:
         raise ValueError("its fields are of other types")
+    hosts = manifest.hosts
+    if hosts is not None and (type(hosts) is not list or any(type(ranks) is not list for ranks in hosts)):
+        raise ValueError("its hosts are no lists of ranks")
     if MODEL not in manifest.files:
         raise ValueError(f"it lists no {MODEL}")
 

@@ -170,6 +170,7 @@ def _manifest(moment: Moment, world_size: int, files: dict[str, FileEntry]) -> M
         in_epoch=moment.in_epoch,
         world_size=world_size,
         metric=moment.metric,
+        hosts=moment.hosts,
         written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"lockstep": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         files=dict(sorted(files.items())),

@@ -25,7 +25,7 @@ from torch.optim import optimizer as optimizers
 from lockstep import knobs, machine
 from lockstep.comm import guests, streams
 from lockstep.comm.allocator import keep_freed_memory
-from lockstep.comm.choose import open_shm_or_gloo
+from lockstep.comm.choose import open_fastest
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.shm.register import register
 from lockstep.comm.world import World
@@ -52,8 +52,9 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     Args:
         backend: any backend torch knows by name. None: ``LOCKSTEP_BACKEND``, or if that is not set: NCCL for CUDA
             tensors and gloo for CPU tensors where there is a GPU for every rank of this machine; else, on the CPU,
-            ``"shm"`` if all ranks can share memory, which they try, and gloo if not (a warning says why, unless the job
-            has several machines).
+            ``"shm"`` if all ranks can share memory, which they try; ``"hierarchical"`` if the job has several machines
+            and one of them several ranks: shared memory inside a machine, gloo between them; and else gloo (a warning
+            says why, unless each machine has one rank).
         timeout: how long a collective may wait before it is an error, in seconds or as a timedelta.
             None: ``LOCKSTEP_TIMEOUT``, or 600 s.
         seed: the seed of the job, the same on all ranks. Every rank's generators are seeded with it just as those of a
@@ -221,7 +222,7 @@ def _open_group(backend: str | None, identity: Identity, timeout: float, device:
         _groups_opened += 1
         store = _rendezvous_store(identity, limit)
         if backend is None and device.type == "cpu":
-            open_shm_or_gloo(store, identity, timeout)
+            open_fastest(store, identity, timeout)
             return
         backend = backend or "cpu:gloo,cuda:nccl"
         dist.init_process_group(
@@ -292,7 +293,7 @@ def _connect(identity: Identity, timeout: timedelta) -> Store:
 
 def _hint(error: Exception, backend: str | None) -> str:
     text = str(error)
-    if backend == "shm":
+    if backend in ("shm", "hierarchical"):
         return f'\nlockstep.init("gloo") or {knobs.BACKEND}=gloo goes through the network instead'
     if "EADDRINUSE" in text or "already in use" in text:
         return (

@@ -36,6 +36,8 @@ class Engine(ABC):
     backend = ""
     #: Whether it has memory of its own, in which an all-reduce copies nothing; see lockstep.comm.memory.
     reduces_in_place = False
+    #: The ranks by host, if those of each host are combined first; else None: the results do not depend on that.
+    grouping: tuple[tuple[int, ...], ...] | None = None
 
     def __init__(self, *, rank: int, size: int) -> None:
         self.rank = rank

@@ -101,6 +101,11 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
     def supports_coalescing(self) -> bool:
         return False
 
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...] | None:
+        """The ranks by host, where the engine adds up each host's first; None: the bits do not depend on that."""
+        return self._shm_group.engine.grouping
+
     def get_group_store(self) -> Any:
         return self._shm_store
 

@@ -81,6 +81,25 @@ class Wait:
     asked: float | None = None
 
 
+class _Failed:
+    """What gloo refused to begin, since a connection is broken: who waits for it gets the error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = RuntimeError(str(error))
+
+    def wait(self, _timeout: timedelta) -> None:
+        raise self._error
+
+
+class _Closed:
+    """In place of gloo, when the connections are closed."""
+
+    def send(self, *_: Any) -> None:
+        raise RuntimeError("the connections are closed")
+
+    recv = recv_anysource = send
+
+
 class Between:
     """What one rank sends to ranks of other hosts, and receives from them."""
 
@@ -168,7 +187,7 @@ class Between:
     def _expect_greetings(self) -> None:
         for leader in self._hosts.other_leaders:
             message = torch.empty(HEADER + EAGER, dtype=torch.uint8)
-            self._coming[leader] = message, self._gloo.recv([message], leader, _GREETING)
+            self._coming[leader] = message, self._receive(message, leader, _GREETING)
 
     # --- bytes -----------------------------------------------------------------------------------------------------
 
@@ -180,19 +199,28 @@ class Between:
     def receive(self, content: torch.Tensor, source: int) -> Any:
         """Begin to receive what :meth:`send` sends there, in the same order."""
         self._received[source] += 1
-        return self._gloo.recv([content], source, _COUNTED + self._received[source] % _COUNTS)
+        return self._receive(content, source, _COUNTED + self._received[source] % _COUNTS)
 
     def _send(self, content: torch.Tensor, to: int, tag: int) -> Any:
-        return self._gloo.send([content], to, tag)
+        try:
+            return self._gloo.send([content], to, tag)
+        except RuntimeError as error:
+            return _Failed(error)
+
+    def _receive(self, content: torch.Tensor, source: int | None, tag: int) -> Any:
+        try:
+            if source is None:
+                return self._gloo.recv_anysource([content], tag)
+            return self._gloo.recv([content], source, tag)
+        except RuntimeError as error:
+            return _Failed(error)
 
     def message(self, content: torch.Tensor, number: int, *, to: int | None = None, source: int | None = None) -> Any:
         """Begin to send bytes to a rank, or to receive them from ``source`` or (neither) any rank, by a number of the
         caller's, below :data:`MAIL`, that only messages use."""
         if to is not None:
-            return self._gloo.send([content], to, MAIL + number)
-        if source is not None:
-            return self._gloo.recv([content], source, MAIL + number)
-        return self._gloo.recv_anysource([content], MAIL + number)
+            return self._send(content, to, MAIL + number)
+        return self._receive(content, source, MAIL + number)
 
     def wait(self, works: Sequence[Any], ranks: Sequence[int], header: bytes, *, limit: float) -> None:
         """Wait for gloo's works.
@@ -346,7 +374,7 @@ class Between:
         self._broken = True
         if not self._hosts.other_leaders:
             return
-        work = self._gloo.recv([torch.empty(1, dtype=torch.uint8)], self._hosts.other_leaders[0], _NEVER)
+        work = self._receive(torch.empty(1, dtype=torch.uint8), self._hosts.other_leaders[0], _NEVER)
         with contextlib.suppress(RuntimeError):  # as intended
             work.wait(timedelta(milliseconds=1))
 
@@ -356,6 +384,6 @@ class Between:
         if self._waits:
             self._break()
         self._wake.set()
-        self._gloo = None
+        self._gloo = _Closed()
         self._coming.clear()
         self._going.clear()

@@ -81,7 +81,7 @@ def _cases(backend: str, size: int, counts: tuple[int, ...]) -> Iterator[Case]:
         yield Case("barrier", torch.float32, 0, asynchronous=asynchronous)
 
 
-def _conform(backend: str, chunk: int | None, counts: tuple[int, ...]) -> tuple[int, list[str]]:
+def conform(backend: str, chunk: int | None, counts: tuple[int, ...]) -> tuple[int, list[str]]:
     if chunk is not None:
         os.environ[knobs.SHM_CHUNK] = str(chunk)
     world = lockstep.init(backend, timeout=30)
@@ -118,7 +118,7 @@ def _on(world_size: int, backend: str, chunk: int | None, counts: tuple[int, ...
     ],
 )
 def test_every_collective(world_size: int, backend: str, chunk: int | None, counts: tuple[int, ...]) -> None:
-    for done, wrong in run_ranks(_conform, world_size, backend, chunk, counts):
+    for done, wrong in run_ranks(conform, world_size, backend, chunk, counts):
         assert not wrong, f"{len(wrong)} of {done} cases:\n" + "\n".join(wrong[:20])
         assert done > 300
 
@@ -142,7 +142,7 @@ _SPREAD = [
     ],
 )
 def test_every_collective_across_hosts(hosts: list[int], chunk: int | None, counts: tuple[int, ...]) -> None:
-    for done, wrong in run_ranks(_conform, sum(hosts), "hierarchical", chunk, counts, timeout=110, hosts=hosts):
+    for done, wrong in run_ranks(conform, sum(hosts), "hierarchical", chunk, counts, timeout=110, hosts=hosts):
         assert not wrong, f"{len(wrong)} of {done} cases:\n" + "\n".join(wrong[:20])
         assert done > 300
 

@@ -1,4 +1,4 @@
-"""Send and receive between any two ranks of a group that spans hosts: over gloo, whichever host they are on.
+"""Send and receive between any two ranks of a group, over what moves bytes by numbers: gloo between hosts, or MPI.
 
 A message goes with an envelope in front, which says its size, its dtype and where it was sent, so that one that does
 not fit is an error on both ranks before anything is written. Envelopes of a sender and tag come in the order in which
@@ -12,13 +12,14 @@ import itertools
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lockstep import _torch
-from lockstep.comm.hosts.between import MAIL, Between, Wait
+from lockstep.comm.hosts.between import MAIL, Wait
 from lockstep.comm.shm import tensors
 from lockstep.comm.shm.engine import Engine
 from lockstep.comm.shm.fingerprint import dtype_code, dtype_name, place
@@ -31,6 +32,16 @@ _ENVELOPE = struct.Struct("<qqq")
 _BYTES = 256
 #: Numbers for callers' tags; those of the contents follow.
 _TAGS = MAIL // 2
+
+
+class Transport(Protocol):
+    """What moves the bytes."""
+
+    def message(self, content: torch.Tensor, number: int, *, to: int | None = None, source: int | None = None) -> Any:
+        """Begin to send bytes to a rank, or to receive them from ``source`` or (neither) any rank."""
+
+    def wait_as(self, wait: Wait, works: Sequence[Any]) -> None:
+        """Wait for what :meth:`message` began, and raise what has ended the group."""
 
 
 @_torch.untraced
@@ -63,13 +74,13 @@ class RemoteMessage(ShmWork):
 
 
 class _Sending(RemoteMessage):
-    def __init__(self, between: Between, name: str, tensor: torch.Tensor, limit: float) -> None:
+    def __init__(self, transport: Transport, name: str, tensor: torch.Tensor, limit: float) -> None:
         super().__init__(name, tensor, limit)
-        self._shm_between = between
+        self._shm_transport = transport
         self.shm_works: list[Any] = []
 
     def _shm_move(self) -> None:
-        self._shm_between.wait_as(self.shm_wait, self.shm_works)
+        self._shm_transport.wait_as(self.shm_wait, self.shm_works)
 
 
 class _Receiving(RemoteMessage):
@@ -82,8 +93,8 @@ class _Receiving(RemoteMessage):
         self.shm_asked_source: int | None = None
 
     def _shm_move(self) -> None:
-        between = self._shm_messages.between
-        between.wait_as(self.shm_wait, [self.shm_coming])
+        transport = self._shm_messages.transport
+        transport.wait_as(self.shm_wait, [self.shm_coming])
         source = self.shm_asked_source
         if source is None:
             source = self.shm_coming._source_rank()
@@ -101,22 +112,22 @@ class _Receiving(RemoteMessage):
                 )
             )
         if size:
-            between.wait_as(self.shm_wait, [between.message(content, number, source=source)])
+            transport.wait_as(self.shm_wait, [transport.message(content, number, source=source)])
         tensors.restore(self._shm_tensor, flat)
 
 
 class Messages:
     """One group's messages, on one rank."""
 
-    def __init__(self, engine: Engine, between: Between) -> None:
+    def __init__(self, engine: Engine, transport: Transport) -> None:
         self.engine = engine
-        self.between = between
+        self.transport = transport
         self._numbers = itertools.count()
         self._sends: list[_Sending] = []
 
     def send(self, tensor: torch.Tensor, *, to: int, tag: int, timeout: float) -> RemoteMessage:
         """Begin to send ``tensor``, which must not change until the work is complete."""
-        work = _Sending(self.between, f"send to rank {to} (tag {tag})", tensor, timeout)
+        work = _Sending(self.transport, f"send to rank {to} (tag {tag})", tensor, timeout)
         work.shm_wait.ranks = [to]
         flat = tensors.source(tensor)
         content = _bytes(flat)
@@ -126,9 +137,9 @@ class Messages:
         where = work.shm_place.encode()[: _BYTES - _ENVELOPE.size]
         envelope[_ENVELOPE.size : _ENVELOPE.size + len(where)] = where
         said = torch.frombuffer(envelope, dtype=torch.uint8)
-        work.shm_works = [self.between.message(said, _number(tag), to=to)]
+        work.shm_works = [self.transport.message(said, _number(tag), to=to)]
         if content.numel():
-            work.shm_works.append(self.between.message(content, number, to=to))
+            work.shm_works.append(self.transport.message(content, number, to=to))
         work.shm_begin()
         self._sends = [each for each in self._sends if not each.is_completed()] + [work]
         return work
@@ -139,7 +150,7 @@ class Messages:
         work = _Receiving(self, f"recv from {whom} (tag {tag})", tensor, timeout)
         work.shm_wait.ranks = [source] if source is not None else list(range(self.engine.size))
         work.shm_asked_source = source
-        work.shm_coming = self.between.message(work.shm_envelope, _number(tag), source=source)
+        work.shm_coming = self.transport.message(work.shm_envelope, _number(tag), source=source)
         work.shm_begin()
         return work
 

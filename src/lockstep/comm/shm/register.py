@@ -25,7 +25,7 @@ def register() -> None:
     if not hasattr(distributed, "Backend"):  # not loaded yet, or a build of torch without it
         return
     backends: Any = distributed
-    for name in ("shm", "hierarchical"):
+    for name in _CREATE:
         try:
             if name not in backends.Backend.backend_list:
                 backends.Backend.register_backend(name, _CREATE[name], extended_api=True, devices=["cpu"])
@@ -75,6 +75,21 @@ def _create_hierarchical(options: Any, backend_options: Any) -> Any:
     )
 
 
+def _create_mpi4py(options: Any, backend_options: Any) -> Any:
+    """**Collective.** Make a group over MPI; torch calls this."""
+    from lockstep.comm.mpi import MpiEngine
+
+    return _group("mpi4py", options, backend_options) or _over(
+        MpiEngine(
+            options.store,
+            rank=options.group_rank,
+            size=options.group_size,
+            timeout=options.timeout.total_seconds(),
+        ),
+        options,
+    )
+
+
 def _group(name: str, options: Any, backend_options: Any) -> Any:
     """Return the process group that lockstep.init() has opened, if it has: see Note [All ranks or none]."""
     from lockstep import _torch
@@ -97,4 +112,4 @@ def _over(engine: Any, options: Any) -> Any:
     return ProcessGroupLockstep(options.store, group, name=options.group_id)
 
 
-_CREATE = {"shm": _create_shm, "hierarchical": _create_hierarchical}
+_CREATE = {"shm": _create_shm, "hierarchical": _create_hierarchical, "mpi4py": _create_mpi4py}

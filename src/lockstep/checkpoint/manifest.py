@@ -60,6 +60,9 @@ class Manifest:
     files: dict[str, FileEntry]
     #: What it was saved with, for its run to keep the best; None: nothing, or no finite number.
     metric: float | None = None
+    #: The number of the job's round that wrote it, where several machines have met; see Note [Rounds of a job] in
+    #: ``locks.py``.
+    round: int | None = None
     #: The ranks by host, where the sums of each host's were added (World.hosts): their bits depend on it; else None.
     hosts: list[list[int]] | None = None
 
@@ -70,8 +73,9 @@ class Manifest:
             for name, entry in self.files.items()
         }
         body = {"format": _FORMAT, **vars(self), "files": files}
-        if self.hosts is None:  # as it was written before there was such a thing
-            del body["hosts"]
+        for name in ("round", "hosts"):
+            if body[name] is None:
+                del body[name]  # other jobs' manifests stay as earlier versions wrote and read them
         return json.dumps({**body, "digest": _digest_of(body)}, sort_keys=True).encode() + b"\n"
 
     @classmethod

@@ -33,7 +33,7 @@ from torch import nn
 from benchmarks.models import WORKLOADS
 from benchmarks.naming import machine_name
 from benchmarks.publishing import publish
-from benchmarks.wire import DEVICE, End, wire
+from benchmarks.wire import DEVICE, End, NoWire, wire
 
 MBIT, DELAY_MS = 1000.0, 1.0
 SIZES = {"1KB": 2**10, "4MB": 2**22, "26MB": 26 * 2**20}
@@ -63,15 +63,24 @@ def main() -> None:
         f"# Two hosts and a wire\n\n{machine_name()}. Both hosts are on this machine; the wire carries {MBIT:g} Mbit/s "
         f"and takes {DELAY_MS:g} ms each way.\n"
     )
-    for ranks in options.ranks:
-        figures: dict[str, dict[str, list[float]]] = {"gloo": {}, "hierarchical": {}}
-        with wire(mbit=MBIT, delay_ms=DELAY_MS) as ends:
-            for _ in range(options.rounds):
-                for way, found in figures.items():
-                    for what, milliseconds in _run(way, ends, ranks, options.models if ranks == 2 else []).items():
-                        found.setdefault(what, []).append(milliseconds)
-        report += _table(ranks, figures)
+    try:
+        for ranks in options.ranks:
+            report += _table(ranks, _compare(ranks, options.rounds, options.models if ranks == 2 else []))
+    except NoWire as error:
+        print(f"nothing measured: {error}")
+        return
     publish(report, name="hierarchical", write=options.write)
+
+
+def _compare(ranks: int, rounds: int, names: list[str]) -> dict[str, dict[str, list[float]]]:
+    """Return milliseconds by way and thing, one for each round."""
+    figures: dict[str, dict[str, list[float]]] = {"gloo": {}, "hierarchical": {}}
+    with wire(mbit=MBIT, delay_ms=DELAY_MS) as ends:
+        for _ in range(rounds):
+            for way, found in figures.items():
+                for what, milliseconds in _run(way, ends, ranks, names).items():
+                    found.setdefault(what, []).append(milliseconds)
+    return figures
 
 
 def _run(way: str, ends: tuple[End, End], ranks: int, names: list[str]) -> dict[str, float]:

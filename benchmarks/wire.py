@@ -76,7 +76,8 @@ def wire(*, mbit: float, delay_ms: float) -> Iterator[tuple[End, End]]:
             text=True,
         )
         stack.callback(_end, carrier)
-        assert carrier.stdout is not None and carrier.stderr is not None
+        assert carrier.stdout is not None
+        assert carrier.stderr is not None
         ready, _, _ = select.select([carrier.stdout], [], [], _LIMIT)
         if not ready or carrier.stdout.readline() != "up\n":
             carrier.kill()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from lockstep.checkpoint.manifest import FileEntry, Manifest
 from lockstep.comm.hosts.grouping import Hosts
 from lockstep.comm.shm.segment import Whereabouts
 from tests.harness import Outcome, collect_outcomes, run_ranks
@@ -343,6 +344,17 @@ def _train(folder: str) -> tuple[int, list[str]]:
         optimizer.step()
         checkpointer.save()
     return 0 if restored is None else restored.step, [str(each.message) for each in seen]
+
+
+def test_a_manifest_says_how_ranks_were_spread_only_where_it_matters() -> None:
+    files = {"model.safetensors": FileEntry.of([])}
+    alone = Manifest(1, 0, False, 2, "now", {}, files)
+    assert b"hosts" not in alone.to_json()
+    spread = replace(alone, hosts=[[0], [1]])
+    for manifest in (alone, spread):
+        assert Manifest.from_json(manifest.to_json(), where="here") == manifest
+    with pytest.raises(lockstep.CheckpointCorrupt, match="no lists of ranks"):
+        Manifest.from_json(replace(alone, hosts=[0, 1]).to_json(), where="here")  # type: ignore[list-item]
 
 
 def test_a_run_that_resumes_on_other_machines_is_told_that_its_bits_differ(tmp_path: Any) -> None:

@@ -42,7 +42,7 @@ _KINDS: dict[str, type[LockstepError]] = {
 }
 #: Bytes that go with a header: a tensor that is no larger needs no exchange of its own.
 EAGER = 4096
-#: Tests before a waiting rank offers its core; seconds until it sleeps between two tests, and until a rank must be late;
+#: Tests before a waiting rank offers its core; seconds until it sleeps between tests, and until a rank must be late;
 #: and both sleeps. (MPI moves nothing while nobody tests: a rank that sleeps soon makes its own transfers slow.)
 _TESTS = 60
 _YIELDING, _LASTING = 0.1, 2.0

@@ -57,7 +57,8 @@ def main() -> None:
     parser.add_argument("--rank", nargs=2, metavar=("WAY", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        _measure(*options.rank, options.models)
+        way, folder = options.rank
+        _measure(way, folder, options.models)
         return
     report = (
         f"# Two hosts and a wire\n\n{machine_name()}. Both hosts are on this machine; the wire carries {MBIT:g} Mbit/s "

@@ -169,7 +169,7 @@ def test_sums_have_the_bits_of_shm() -> None:
 _WRONG = (
     _SAY
     + """
-import os, signal, time, lockstep, torch, torch.distributed as dist
+import time, lockstep, torch, torch.distributed as dist
 case = sys.argv[1]
 world = lockstep.init("mpi", timeout=60)
 dist.barrier()
@@ -185,6 +185,10 @@ try:
         options = dist.BarrierOptions()
         options.timeout, options.asyncOp = lockstep_seconds(0.5 if world.rank == 0 else 30), False
         dist.group.WORLD.barrier(options)
+    elif case == "dead":
+        if world.rank == 1:
+            raise ValueError("no such file")
+        dist.barrier()
     elif case == "message":
         dist.send(torch.ones(3), 2) if world.rank == 0 else dist.recv(torch.ones(5), 0) if world.rank == 2 else None
         dist.barrier()
@@ -193,7 +197,6 @@ except lockstep.LockstepError as error:
     say(f"{type(error).__name__}: {first[:60]} {time.monotonic() - begun < 15}")
 if case == "late" and world.rank != 1:
     dist.group.WORLD.get_group_store().set("over", "")
-os._exit(0)
 """.replace("lockstep_seconds(", "__import__('datetime').timedelta(0, ")
 )
 
@@ -203,10 +206,11 @@ os._exit(0)
     [
         ("size", "CollectiveMismatch: rank"),
         ("late", "CollectiveTimeout: rank 1 did not come: rank 0 timed out after 1.5"),
+        ("dead", "PeerLost: rank 1 ended with ValueError: no such file"),
         ("message", "CollectiveMismatch: rank 0 sent 12 bytes of torch.float32 at"),
     ],
 )
 def test_errors_are_those_of_shm(case: str, error: str) -> None:
-    said = _start(_WRONG, 3, case)
-    assert len(said) == 3
+    said = _start(_WRONG, 3, case, code=case == "dead")
+    assert len(said) == (2 if case == "dead" else 3)
     assert all(line.startswith(error) and line.endswith(" True") for line in said), said

@@ -11,10 +11,11 @@ another host, and by default everywhere, mpirun ends the job.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
-import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -25,10 +26,11 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
 from lockstep import _proc
-from lockstep.comm.hosts.messages import Messages, Wait
+from lockstep.comm.hosts.between import Wait
+from lockstep.comm.hosts.messages import Messages
 from lockstep.comm.shm.engine import Engine, Tensors
 from lockstep.comm.shm.fingerprint import KEY, describe
-from lockstep.comm.shm.health import again, names
+from lockstep.comm.shm.health import again, dumps, loads, names
 from lockstep.comm.shm.layout import HEADER, part
 from lockstep.comm.shm.reduction import Reduction
 from lockstep.comm.shm.rendezvous import say_and_hear
@@ -37,9 +39,6 @@ from lockstep.comm.shm.work import ShmWork
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost, RendezvousError
 from lockstep.job import files, flight
 
-_KINDS: dict[str, type[LockstepError]] = {
-    kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout, PeerLost, LockstepError)
-}
 #: Bytes that go with a header: a tensor that is no larger needs no exchange of its own.
 EAGER = 4096
 #: Tests before a waiting rank offers its core; seconds until it sleeps between tests, and until a rank must be late;
@@ -97,6 +96,7 @@ class MpiEngine(Engine):
         self._timeout = timeout
         self._fresh = False
         self._looked = self._asked_store = 0.0
+        atexit.register(self._part)  # before MPI's own end, in which this process waits for the others
 
     def _key(self, name: str) -> str:
         return f"mpi/{self._meeting}/{name}"
@@ -117,13 +117,16 @@ class MpiEngine(Engine):
     def end(self, error: LockstepError) -> LockstepError:
         """See :class:`Engine`."""
         if self._known is None:
-            kind = next(name for name, each in _KINDS.items() if isinstance(error, each))
-            text = json.dumps([kind, str(error)])
             with contextlib.suppress(RuntimeError):  # the store's host is gone: all ranks notice
-                kind, said = json.loads(self._store.compare_set(self._key("ended"), "", text))
-                error = _KINDS[kind](said)
+                error = loads(self._store.compare_set(self._key("ended"), "", dumps(error)))
             self._known = error
         return again(self._known)
+
+    def _part(self) -> None:
+        """Tell the others, which would wait for this rank, that an error ends it."""
+        error = getattr(sys, "last_value", None)
+        if error is not None and self._known is None:
+            self.end(PeerLost(f"rank {self.rank} ended with {type(error).__name__}: {error}"))
 
     def disagree(self, what: str) -> LockstepError:
         """See :class:`Engine`."""
@@ -132,6 +135,7 @@ class MpiEngine(Engine):
 
     def close(self, timeout: float) -> None:
         """See :class:`Engine`."""
+        atexit.unregister(self._part)
         self._messages.close(timeout)
         if self._known is None:
             self._known = LockstepError(f"rank {self.rank} destroyed the process group")
@@ -336,6 +340,9 @@ class MpiEngine(Engine):
         self._looked = now
         self.check()
         gone = [peer for peer, place in self._here.items() if _proc.started(place.pid) != place.started]
+        if gone or now - self._asked_store >= _ASKING:
+            self._asked_store = now
+            self._ask(what)
         if gone:
             raise self.end(
                 PeerLost(
@@ -343,13 +350,12 @@ class MpiEngine(Engine):
                     "own; this group can't be used any more."
                 )
             )
-        if now - self._asked_store < _ASKING:
-            return
-        self._asked_store = now
+
+    def _ask(self, what: str) -> None:
+        """Ask the store whether the group has ended, and whether a rank wants to know who waits."""
         with contextlib.suppress(RuntimeError):  # the store's host is gone: all ranks notice
             if self._store.check([self._key("ended")]):
-                kind, said = json.loads(self._store.get(self._key("ended")))
-                self._known = _KINDS[kind](said)
+                self._known = loads(self._store.get(self._key("ended")))
             if self._store.check([self._key("asked")]):
                 self._store.set(self._key(f"here/{self.rank}"), what)
         self.check()

@@ -21,7 +21,6 @@ kernel gives up, a quarter of an hour later. Then gloo's own limit ends the wait
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Sequence
@@ -38,14 +37,11 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 
 from lockstep.comm.hosts.grouping import Hosts
 from lockstep.comm.shm.fingerprint import KEY, describe
-from lockstep.comm.shm.health import Health, again, names
+from lockstep.comm.shm.health import Health, again, dumps, loads, names
 from lockstep.comm.shm.layout import HEADER
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
 from lockstep.job import files, flight
 
-_KINDS: dict[str, type[LockstepError]] = {
-    kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout, PeerLost, LockstepError)
-}
 #: Seconds between two looks of the watch, and how long a wait lasts before it asks the store.
 _TICK = 0.1
 _PATIENCE = 0.3
@@ -293,10 +289,7 @@ class Between:
 
     def tell(self, error: LockstepError) -> None:
         """Tell the other hosts what has ended the group; the first to do so is believed."""
-        kind = next(name for name, each in _KINDS.items() if isinstance(error, each))
-        telling = threading.Thread(
-            target=self._write, args=("ended", json.dumps([kind, str(error)])), name="lockstep-tells", daemon=True
-        )
+        telling = threading.Thread(target=self._write, args=("ended", dumps(error)), name="lockstep-tells", daemon=True)
         telling.start()
         telling.join(_TELLING)
 
@@ -355,8 +348,7 @@ class Between:
         health = self._health
         assert health is not None  # set when the engine was made
         if self._store.check(["ended"]):
-            kind, text = json.loads(self._store.get("ended"))
-            health.end(_KINDS[kind](text))
+            health.end(loads(self._store.get("ended")))
             return
         if self._store.check(["asked"]):
             self._asked = int(self._store.get("asked")) != self._hosts.host

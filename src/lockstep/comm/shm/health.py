@@ -9,6 +9,7 @@ moment ago, or torn. No decision rests on it.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import struct
@@ -196,6 +197,19 @@ def again(error: LockstepError) -> LockstepError:
     """Return a new exception that says the same: one object must not be raised twice, its traceback would grow."""
     copy: LockstepError = type(error)(*error.args)
     return copy
+
+
+def dumps(error: LockstepError) -> str:
+    """Write down what has ended a group, for the ranks of other hosts; :func:`loads` reads it."""
+    kind = next(each for each in _KINDS if isinstance(error, each))
+    return json.dumps([_KINDS.index(kind), str(error)])
+
+
+def loads(text: str | bytes) -> LockstepError:
+    """Return the error that :func:`dumps` wrote down."""
+    code, said = json.loads(text)
+    kind: type[LockstepError] = _KINDS[code]
+    return kind(said)
 
 
 def names(ranks: Sequence[int]) -> str:

@@ -372,6 +372,10 @@ class Between:
 
     def close(self) -> None:
         """End the watch, and the connections; what still waits gets an error."""
+        if self._health is not None and self._health.known() is None:
+            for _, work in self._going:  # the last greetings, which other hosts wait for
+                with contextlib.suppress(RuntimeError):
+                    work.wait(timedelta(seconds=_LATER))
         self._closed = True
         if self._waits:
             self._break()

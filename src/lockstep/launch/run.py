@@ -413,6 +413,8 @@ class _Run:
             return
         if self._verdict is not None or policy.stopping or self._others is None:
             return
+        if len(attempt.round.ranks) >= self._others.options.max_nodes:
+            return  # they are spare
         machines = "1 machine wants" if waiting == 1 else f"{waiting} machines want"
         if attempt.listening:
             text = f"{machines} to join: the ranks finish a step, save, and start again together"
@@ -491,6 +493,9 @@ class _Run:
         if launcher.broken is not None:
             say(report.not_started(launcher.broken))
             return 1
+        if self._refused:
+            say(self._refused)
+            return self._refused_with
         if outcome.note is not None and outcome.saved:
             say(report.saved(outcome.note, policy.stopped_by))
             return EXIT_SAVED
@@ -499,9 +504,6 @@ class _Run:
             late = self._asked_listeners and outcome.completed
             say(report.came_late(signum) if late else report.stopped(outcome, signum))
             return 0 if late else 128 + signum
-        if self._refused:
-            say(self._refused)
-            return self._refused_with
         if verdict is None and outcome.first is not None:  # the zygote has ended as well, so nothing starts again
             verdict = replace(self._judge(), what_now="")
         if verdict is not None and verdict.kind in (Kind.FAILED, Kind.LOST):

@@ -337,16 +337,18 @@ class _Client:
         if command.over and self._round is not None:
             self._base.set(self._key("result"), str(command.exit_code))
             self._handler.set_closed()
+            machines = len(self._round.ranks)
+            serves = self._serves or self._server is not None
+            kind, _, path = self._options.endpoint.partition(":")
             left = self._store.add("left", 1)
             limit = time.monotonic() + _FAREWELL
-            serves = self._serves or self._server is not None
-            while serves and time.monotonic() < limit:
-                if left == len(self._round.ranks) and not self._base.add(self._key("waiting"), 0):
+            # The last one at a file waits for those that wait to join, for then the file goes.
+            while (serves or (kind == "file" and left == machines)) and time.monotonic() < limit:
+                if left == machines and not self._base.add(self._key("waiting"), 0):
                     break
                 select.select([], [], [], 0.02)
                 left = self._store.add("left", 0)
-            kind, _, path = self._options.endpoint.partition(":")
-            if kind == "file" and left == len(self._round.ranks):
+            if kind == "file" and left == machines:
                 Path(path).unlink(missing_ok=True)
         raise _Left
 

@@ -39,7 +39,7 @@ SelectTypeParameters=CR_Core
 SchedulerType=sched/builtin
 SlurmdParameters=config_overrides
 MpiDefault=none
-SchedulerParameters=batch_sched_delay=0
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 RequeueExit=75
 SlurmdTimeout=10

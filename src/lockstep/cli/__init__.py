@@ -6,6 +6,7 @@ import click
 
 from lockstep.cli.checkpoint import checkpoint
 from lockstep.cli.run import run
+from lockstep.cli.slurm import slurm
 from lockstep.version import __version__
 
 
@@ -17,3 +18,4 @@ def main() -> None:
 
 main.add_command(run)
 main.add_command(checkpoint)
+main.add_command(slurm)

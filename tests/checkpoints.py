@@ -117,7 +117,13 @@ def save(
         storage = storages[rank]
         try:
             return write(
-                root, plan, where, peers=peers, tidy=lambda new: prune(root, new, rule, on=storage), on=storage
+                root,
+                plan,
+                where,
+                peers=peers,
+                check=lambda: None,
+                tidy=lambda new: prune(root, new, rule, on=storage),
+                on=storage,
             )
         except BaseException as error:  # noqa: BLE001  (handed to the test)
             return error

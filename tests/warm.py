@@ -37,7 +37,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TextIO, cast
 
-from lockstep.launch.channel import Channel
+from lockstep.job.messages import Channel
 from lockstep.launch.processes import SAVE, STOPPING, die_with_parent
 
 _ROOT = Path(__file__).parents[1]

@@ -9,6 +9,7 @@
 ``LOCKSTEP_JOINED``    the process that has joined the world as this rank, and the rank's place: set by
                        ``lockstep.init()`` for what that process starts, which can't be this rank as well.
 ``LOCKSTEP_RESTART``   how often the launcher has restarted the ranks of this job: 0 the first time.
+``LOCKSTEP_ROUND``     the job, and the number of its round, where several machines have met; set by the launcher.
 ``LOCKSTEP_PRELOAD``   modules, with commas between, that the launcher imports once before it forks
                        the ranks, in place of torch and lockstep; for programs that always need
                        more (``torch,torchvision``), or less. Empty: none.
@@ -22,6 +23,8 @@
                        stages per rank); for tests, and for machines whose caches differ much.
 ``LOCKSTEP_LATE``      seconds that a rank may hold up the others before ``lockstep run`` says so, where ten
                        steps take less. 5 by default.
+``LOCKSTEP_KEY``       32 random bytes as hexadecimal digits, or the path of a file (0600) that holds them: machines
+                       that meet by ``--rdzv`` prove to each other that they know it.
 ``LOCKSTEP_TRACEBACK`` full: the traceback of a rank's error has the frames of lockstep and torch
                        too, and the errors it came from. By default the user's own.
 ====================== ==========================================================================
@@ -31,6 +34,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 
 from lockstep.errors import EnvironmentMismatch
@@ -40,13 +44,17 @@ JOB_DIR = "LOCKSTEP_JOB_DIR"
 RANK_PROCESS = "LOCKSTEP_RANK_PROCESS"
 JOINED = "LOCKSTEP_JOINED"
 RESTART = "LOCKSTEP_RESTART"
+ROUND = "LOCKSTEP_ROUND"
 PRELOAD = "LOCKSTEP_PRELOAD"
 BACKEND = "LOCKSTEP_BACKEND"
 TIMEOUT = "LOCKSTEP_TIMEOUT"
 KEEP_MEMORY = "LOCKSTEP_KEEP_MEMORY"
 SHM_CHUNK = "LOCKSTEP_SHM_CHUNK"
 LATE = "LOCKSTEP_LATE"
+KEY = "LOCKSTEP_KEY"
 TRACEBACK = "LOCKSTEP_TRACEBACK"
+
+_DIGITS = re.compile("[0-9a-fA-F]{64}")
 
 #: Seconds a collective may wait before it is an error, unless the user says otherwise.
 DEFAULT_TIMEOUT = 600.0
@@ -81,6 +89,12 @@ def joined(env: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
 def _process(env: Mapping[str, str], name: str) -> tuple[int, str] | None:
     process, _, place = env.get(name, "").partition(" ")
     return (int(process), place) if process.isdecimal() else None
+
+
+def round_(env: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+    """Return the job, and the number of its round, where several machines have met; None: they have not."""
+    job, _, number = env.get(ROUND, "").partition(" ")
+    return (job, int(number)) if number.isdecimal() else None
 
 
 def preload(env: Mapping[str, str] = os.environ) -> tuple[str, ...] | None:
@@ -122,6 +136,31 @@ def late(env: Mapping[str, str] = os.environ) -> float:
         EnvironmentMismatch: ``LOCKSTEP_LATE`` is not a positive number.
     """
     return _seconds(env, LATE, DEFAULT_LATE)
+
+
+def key(env: Mapping[str, str] = os.environ) -> str:
+    """Return the job's key as hexadecimal digits; empty if there is none.
+
+    Raises:
+        EnvironmentMismatch: ``LOCKSTEP_KEY`` is neither 64 hexadecimal digits nor a file of them that only its owner
+            can read.
+    """
+    text = env.get(KEY, "")
+    if not text or _DIGITS.fullmatch(text):
+        return text
+    try:
+        with open(text) as file:
+            if os.fstat(file.fileno()).st_mode & 0o077:
+                raise EnvironmentMismatch(f"{KEY}={text}: others can read it; chmod 600 {text}, and make a new key")
+            digits = file.read(100).strip()
+    except OSError as error:
+        raise EnvironmentMismatch(
+            f"{KEY} is neither 64 hexadecimal digits nor a file that can be read ({error.strerror}): make one with "
+            "openssl rand -hex 32"
+        ) from None
+    if not _DIGITS.fullmatch(digits):
+        raise EnvironmentMismatch(f"{KEY}={text}: expected a file of 64 hexadecimal digits (openssl rand -hex 32)")
+    return digits
 
 
 def full_traceback(env: Mapping[str, str] = os.environ) -> bool:

@@ -79,20 +79,8 @@ def test_a_printed_script_saves_is_queued_again_and_ends_with_the_same_bits(
     """One rank on each of two nodes; SIGTERM as before the time limit; then scontrol requeue, or RequeueExit=75."""
     folder = tmp_path / "it's a $HOME"
     folder.mkdir()
-    options = [
-        "--nodes",
-        "2",
-        "-n",
-        "1",
-        "--time",
-        "10",
-        "--name",
-        "job",
-        "--log-dir",
-        "the logs",
-        "--requeue",
-        requeue,
-    ]
+    options = ["--nodes", "2", "-n", "1", "--time", "10", "--name", "job", "--log-dir", "the logs"]
+    options += ["--requeue", requeue]
     done = CliRunner().invoke(main, ["slurm", *options, str(jobs.SCRIPT), str(folder), "--slow", "0.05"])
     assert done.exit_code == 0, done.output
     (folder / "job.sh").write_text(done.stdout)
@@ -110,8 +98,8 @@ def test_a_printed_script_saves_is_queued_again_and_ends_with_the_same_bits(
 
     # A job that was queued again waits for two minutes unless it is told not to, and a node does not start it in the
     # second in which it ended there.
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+2", cwd=folder)
-    wait_for(lambda: re.search("JobState=(COMPLETED|FAILED|CANCELLED)", state()), "the end of the second life")
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3", cwd=folder)
+    wait_for(lambda: re.search("JobState=(COMPLETED|FAILED|CANCELLED)", state()), "the end", limit=90)
     assert "JobState=COMPLETED" in state(), output.read_text()
     assert jobs.lives(folder) == 2, output.read_text()
     assert jobs.final(folder) == calm(jobs.EPOCHS)

@@ -118,7 +118,7 @@ def test_several_machines_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     done = run(["lockstep.launch", "--nnodes=2", "--max_restarts=3", "train.py"], tmp_path)
     assert done.code == 2
-    assert "--max-restarts=3 with --nnodes=2: only jobs on one machine are restarted" in done.err
+    assert "--max-restarts=3 with --nnodes=2: the launchers of several machines restart together only" in done.err
 
 
 def test_what_a_killed_attempt_left_is_gone_before_the_next_begins(tmp_path: Path) -> None:

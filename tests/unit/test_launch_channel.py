@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.job.messages import Channel, encode
 from lockstep.launch.channel import (
     Broken,
-    Channel,
     Clear,
     Cleared,
     Exited,
@@ -24,7 +24,6 @@ from lockstep.launch.channel import (
     Signal,
     Started,
     decode,
-    encode,
 )
 
 
@@ -54,8 +53,8 @@ def test_messages_arrive_in_order_and_whole(ends: tuple[Channel, Channel]) -> No
 def test_every_kind_of_message_is_found_again(ends: tuple[Channel, Channel]) -> None:
     fork = Fork(3, {"RANK": "3", "GONE": None}, {"kind": "script", "target": "train.py", "args": ["--lr", "1"]})
     sent: list[Message] = [
-        fork, Signal([0, 2], 15), Clear(), Finish(), Ready(), Broken("…"), Started(1, 7), Exited(1, -9, 1.5, 1 << 30),
-        Cleared(),
+        fork, Signal([0, 2], 15), Clear([7]), Finish(), Ready(), Broken("…"), Started(1, 7),
+        Exited(1, -9, 1.5, 1 << 30), Cleared(),
     ]  # fmt: skip
     for message in sent:
         ends[0].send(encode(message), [0] if message is fork else [])

@@ -34,14 +34,14 @@ def test_logs_are_private_and_empty_ones_vanish(tmp_path: Path) -> None:
     assert logs.path is not None
     assert logs.path.stat().st_mode & 0o777 == 0o700
     assert logs.log(1).stat().st_mode & 0o777 == 0o600
-    logs.close([1, 2])
+    logs.close()
     assert [file.name for file in logs.path.iterdir()] == ["rank1.log"]
 
 
 def test_a_job_that_wrote_nothing_leaves_no_folder(tmp_path: Path) -> None:
     logs = LogFolder(None, program="train", env={"XDG_STATE_HOME": str(tmp_path)})
     _write(logs, 1, b"")
-    logs.close([1])
+    logs.close()
     assert list((tmp_path / "lockstep/logs").iterdir()) == []
 
 
@@ -60,20 +60,20 @@ def test_the_newest_jobs_are_kept_and_the_running_ones(tmp_path: Path) -> None:
     running.path = oldest
     new = LogFolder(None, program="new", env=env)
     _write(new, 1, b"x")
-    new.close([1])
+    new.close()
     left = sorted(folder.name for folder in home.iterdir())
     assert "20200101-000005-old-abcdef" not in left
     assert "20200101-000006-old-abcdef" in left
     assert "mine" in left
     assert oldest.name in left
     assert len(left) == KEPT + 2
-    running.close([1])
+    running.close()
 
 
 def test_a_given_folder_is_used_as_it_is(tmp_path: Path) -> None:
     logs = LogFolder(tmp_path / "a" / "b", program="train")
     _write(logs, 0, b"")
-    logs.close([0])
+    logs.close()
     assert (tmp_path / "a" / "b" / "rank0.log").exists()
 
 
@@ -98,7 +98,7 @@ def test_a_home_that_can_not_be_written_has_a_spare(tmp_path: Path, monkeypatch:
     assert logs.moved is not None
     assert logs.moved.startswith(f"nothing can be made in {tmp_path}/home/.local/state/lockstep/logs (Not a directory)")
     assert str(logs.path) in logs.moved
-    logs.close([1])
+    logs.close()
     spare.chmod(0o777)  # another user's, it may be
     assert spare_home().parent.parent == temporary
     assert spare_home().parent != spare

@@ -23,6 +23,7 @@ from lockstep.launch.spec import (
     rank_environment,
     sources_of,
 )
+from lockstep.rendezvous.messages import Options, Round
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,13 @@ def test_a_job_that_makes_no_sense(options: dict[str, float], text: str) -> None
 
 def test_every_node_gives_its_ranks_the_numbers_that_follow() -> None:
     spec = JobSpec(Program("train.py"), nproc=3, nnodes=2, node_rank=1)
-    assert spec.identity(2) == Identity(5, 6, 2, 3, 1, launched=True)
+    assert spec.round("node0", 1234).identity(2) == Identity(5, 6, 2, 3, 1, launched=True)
+
+
+def test_machines_may_have_different_numbers_of_ranks() -> None:
+    round_ = Round(node_rank=1, ranks=(3, 2, 4), address="node0", port=1234)
+    assert (round_.world_size, list(round_.local_ranks)) == (9, [3, 4])
+    assert round_.identity(1) == Identity(4, 9, 1, 2, 1, launched=True)
 
 
 def test_the_local_rank_is_the_first_argument_if_asked_for() -> None:
@@ -75,9 +82,9 @@ def test_the_local_rank_is_the_first_argument_if_asked_for() -> None:
 
 
 def test_what_a_rank_reads_is_what_the_launcher_wrote() -> None:
-    identity = Identity(5, 6, 2, 3, 1, launched=True)
-    env = rank_environment(identity, nnodes=2, master=("node0", 1234), folder="/job", loopback=False)
-    assert Identity.from_environment({k: v for k, v in env.items() if v is not None}) == identity
+    round_ = Round(node_rank=1, ranks=(3, 3), address="node0", port=1234)
+    env = rank_environment(round_, 2, folder="/job")
+    assert Identity.from_environment({k: v for k, v in env.items() if v is not None}) == round_.identity(2)
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("node0", "1234")
     assert env[knobs.STORE] is None  # unset: the nodes meet at the port
     assert env[knobs.JOB_DIR] == "/job"
@@ -87,8 +94,7 @@ def test_what_a_rank_reads_is_what_the_launcher_wrote() -> None:
 
 
 def test_one_machine_meets_in_a_file_over_the_loopback_device() -> None:
-    identity = Identity(0, 2, 0, 2, 0, launched=True)
-    env = rank_environment(identity, nnodes=1, master=("127.0.0.1", 1234), folder="/job", loopback=True)
+    env = rank_environment(Round(0, (2,), "127.0.0.1", 1234), 0, folder="/job", interface="lo")
     assert env[knobs.STORE] == "/job/store"
     assert env["GLOO_SOCKET_IFNAME"] == "lo"
 
@@ -173,17 +179,61 @@ def test_the_data_beside_a_program_is_not_searched_for_ever(tmp_path: Path) -> N
     assert len(list(sources_of(Program(str(tmp_path / "train.py"), is_module=False)))) <= 102
 
 
-@pytest.mark.parametrize(("text", "nodes"), [("1", 1), ("3", 3), ("1:1", 1), ("4:4", 4)])
-def test_the_number_of_machines(text: str, nodes: int) -> None:
+@pytest.mark.parametrize(("text", "nodes"), [("1", (1, 1)), ("3", (3, 3)), ("1:1", (1, 1)), ("2:4", (2, 4))])
+def test_the_number_of_machines(text: str, nodes: tuple[int, int]) -> None:
     assert parse_nodes(text) == nodes
 
 
-@pytest.mark.parametrize(
-    ("text", "words"), [("1:2", "does not change"), ("two", "whole number"), (":", "whole number")]
-)
-def test_a_number_of_machines_that_makes_no_sense(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize("text", ["two", ":", "3:2", "0:2", "0", "1:2:3", "-1"])
+def test_a_number_of_machines_that_makes_no_sense(text: str) -> None:
+    with pytest.raises(ValueError, match="whole number"):
         parse_nodes(text)
+
+
+_RDZV: dict[str, Any] = {"rdzv": "host0", "nnodes": "2"}
+
+
+def test_machines_that_find_each_other() -> None:
+    place = node_place(NodeOptions(rdzv="host0:1234", rdzv_id="a", nnodes="1:3", local_addr="10.0.0.1"), {})
+    assert place.rendezvous == Options("host0:1234", "a", 1, 3, ranks=0, join_timeout=600.0, local_addr="10.0.0.1")
+    assert node_place(NodeOptions(**_RDZV), _SRUN).rendezvous is not None, "what the user says comes first"
+
+
+def test_a_shared_folder_is_a_rendezvous(tmp_path: Path) -> None:
+    place = node_place(NodeOptions(rdzv=f"file:{tmp_path}", nnodes="2", rdzv_id="a"), {})
+    assert place.rendezvous is not None
+    assert place.rendezvous.endpoint == f"file:{tmp_path}/a.rendezvous"
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "text"),
+    [
+        ({"nnodes": "1:2"}, {}, "--nnodes=1:2: the number of machines can change only where .* say --rdzv HOST"),
+        ({"rdzv": "host0"}, {}, "say how many machines there are"),
+        ({**_RDZV, "node_rank": 1}, {}, "the machines number themselves; drop --node-rank"),
+        ({**_RDZV, "master_addr": "x"}, {}, "drop --master-addr"),
+        ({**_RDZV, "standalone": True}, {}, "--standalone is for jobs on one machine"),
+        ({**_RDZV, "rdzv": "a:b:c"}, {}, "expected HOST, HOST:PORT or file:FOLDER"),
+        ({**_RDZV, "rdzv": "file:/nowhere"}, {}, "not a folder"),
+        ({**_RDZV, "join_timeout": 0.0}, {}, "--join-timeout=0: expected a positive number"),
+        (_RDZV, {"LOCKSTEP_KEY": "/nowhere"}, "LOCKSTEP_KEY is neither 64 hexadecimal digits nor a file"),
+        (_RDZV, {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}, "torchrun has started 2"),
+    ],
+)
+def test_a_rendezvous_that_makes_no_sense_is_refused(options: dict[str, Any], env: dict[str, str], text: str) -> None:
+    with pytest.raises((ValueError, EnvironmentMismatch), match=text):
+        node_place(NodeOptions(**options), env)
+
+
+def test_a_key_is_read_from_a_file_that_nobody_else_can_read(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("ab" * 32 + "\n")
+    (tmp_path / "key").chmod(0o600)
+    place = node_place(NodeOptions(**_RDZV), {"LOCKSTEP_KEY": str(tmp_path / "key")})
+    assert place.rendezvous is not None
+    assert place.rendezvous.key == "ab" * 32
+    (tmp_path / "key").chmod(0o640)
+    with pytest.raises(EnvironmentMismatch, match="others can read it"):
+        node_place(NodeOptions(**_RDZV), {"LOCKSTEP_KEY": str(tmp_path / "key")})
 
 
 _SRUN = {

@@ -50,6 +50,66 @@ def _holder(root: Path) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
+_ROUND = "LOCKSTEP_ROUND"
+_WRITER = """
+import sys
+from pathlib import Path
+import lockstep
+from lockstep.checkpoint.locks import RunLock
+held = RunLock(Path(sys.argv[1]))
+held.check()
+print("held", flush=True)
+sys.stdin.readline()
+try:
+    held.check()
+except lockstep.CheckpointError as error:
+    print(error, flush=True)
+held.release()
+print("released", flush=True)
+"""
+
+
+def test_a_later_round_of_the_job_displaces_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine that has the lock is cut off, and let back when the job has gone on."""
+    monkeypatch.setattr(locks, "_SUCCESSION", 0.1)
+    (tmp_path / f"step-00000003.tmp-{'0' * 16}").mkdir()
+    monkeypatch.setenv(_ROUND, "job 1")
+    with subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as cut_off:
+        assert cut_off.stdin is not None
+        assert cut_off.stdout is not None
+        assert cut_off.stdout.readline() == "held\n"
+        for earlier in ("job 1", "job 0", "another 2"):
+            monkeypatch.setenv(_ROUND, earlier)
+            with pytest.raises(lockstep.CheckpointError, match="belongs to another job"):
+                RunLock(tmp_path)
+        monkeypatch.setenv(_ROUND, "job 2")
+        lock = RunLock(tmp_path)
+        assert not list(tmp_path.glob("*.tmp-*")), "what it was writing is gone"
+        cut_off.stdin.write("\n")
+        cut_off.stdin.flush()
+        said = cut_off.stdout.readline()
+        assert f"has another owner by now, process {os.getpid()} on" in said
+        assert "the job has gone on without this machine, in round 2, and nothing was saved here" in said
+        assert cut_off.stdout.readline() == "released\n"
+    lock.check()
+    owner = owner_of(tmp_path)
+    assert owner is not None
+    assert (owner.pid, owner.job, owner.round) == (os.getpid(), "job", 2), "and took nothing away"
+    lock.release()
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_later_round_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_ROUND, "job 1")
+    with _holder(tmp_path) as process:
+        process.kill()
+        process.wait()
+        monkeypatch.setenv(_ROUND, "job 2")
+        RunLock(tmp_path).release()
+
+
 def test_another_process_is_refused_by_name_until_the_owner_ends(tmp_path: Path) -> None:
     with _holder(tmp_path) as process:
         owner = owner_of(tmp_path)

@@ -252,6 +252,7 @@ class Checkpointer:
             plan,
             moment,
             peers=peers,
+            check=lambda: None if self._lock is None else self._lock.check(),
             tidy=lambda newest: prune(self.folder, newest, self._rule, damaged=self._damaged, on=self._storage),
             on=self._storage,
         )

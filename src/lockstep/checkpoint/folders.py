@@ -107,6 +107,11 @@ def remove_tree(folder: Path, *, on: Storage = POSIX) -> None:
     on.remove_folder(folder)
 
 
+def drafts(root: Path) -> list[Path]:
+    """List the folders of checkpoints that are being written, or were never finished."""
+    return [path for path in root.iterdir() if _DRAFT.fullmatch(path.name)]
+
+
 def sweep(root: Path, *, on: Storage = POSIX) -> None:
     """Remove what dead saves left over: drafts of this user, in this folder, that nobody is writing."""
     for name in on.folders(root):

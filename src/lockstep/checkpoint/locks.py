@@ -15,6 +15,16 @@ held; whoever opened it before that finds, once it has the lock, that the name l
 Where the file system has no locks, the record itself is the lock: it counts until its owner is known to be gone, which
 can be known on the same host only (the machine has been started anew, or the process is not there any more).
 
+Note [Rounds of a job]
+~~~~~~~~~~~~~~~~~~~~~~
+A job over several machines goes on in a new round when one of them is cut off, and what is left there may still hold
+the lock, think itself the owner, and finish a save when it is let back. So the record says of which job and which round
+an owner is (``LOCKSTEP_ROUND``), and the number of the round is the fencing token: an owner of a later round of the
+same job waits some seconds for the one before, which its launcher is about to end, and then displaces it. It puts a new
+lock file in the place of the old one, and removes every draft. A writer looks, before it commits, whether the file in
+that place is still its own, and refuses otherwise; one that is stopped between that look and the commit finds its draft
+gone.
+
 Note [Readers and pruning]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 Whoever reads a checkpoint holds a shared lock (``flock``) on its manifest; whoever removes one takes that lock
@@ -43,13 +53,13 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from lockstep import _proc
-from lockstep.checkpoint.folders import MANIFEST
+from lockstep import _proc, knobs
+from lockstep.checkpoint.folders import MANIFEST, drafts, remove_tree
 from lockstep.checkpoint.storage import NO_LOCKS_HERE, try_flock
 from lockstep.errors import CheckpointError
 
@@ -58,6 +68,9 @@ LOCK_FILE = "run.lock"
 _MAX_RECORD = 64 * 1024
 #: Seconds that an owner may take to write its record once it has the lock.
 _RECORD_LIMIT = 2.0
+#: Seconds that an earlier round of the same job has to let go of a folder before it is displaced: a launcher that is
+#: cut off ends its ranks within this time.
+_SUCCESSION = 12.0
 #: Seconds after which of several jobs that took a folder at the same moment the last one is known.
 _SETTLING = 0.5
 _COMMAND_LENGTH = 300
@@ -155,6 +168,9 @@ class Owner:
     boot: str
     namespace: str
     start: int
+    #: The job and its round, where several machines have met; see Note [Rounds of a job].
+    job: str = ""
+    round: int = 0
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} (user {self.user}, since {self.since}): {self.command}"
@@ -172,6 +188,7 @@ class Owner:
             boot=_proc.boot_id(),
             namespace=_proc.pid_namespace(),
             start=_start_of(os.getpid()) or 0,
+            **_round(),
         )
 
     @classmethod
@@ -182,8 +199,14 @@ class Owner:
             owner = cls(**fields)
         except (ValueError, TypeError, RecursionError):
             return None
-        kinds = {name: int if name in ("pid", "start") else str for name in asdict(owner)}
+        kinds = {name: int if name in ("pid", "start", "round") else str for name in asdict(owner)}
         return owner if all(type(value) is kinds[name] for name, value in asdict(owner).items()) else None
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether this process belongs to a later round of the same job."""
+        here = _round()
+        return bool(self.job) and self.job == here.get("job") and self.round < here["round"]
 
     @property
     def is_gone(self) -> bool:
@@ -211,6 +234,14 @@ class RunLock:
         """Let another job have the folder; a second call does nothing."""
         self._release()
 
+    def check(self) -> None:
+        """Make sure that the folder is still this job's: to be called right before a commit.
+
+        Raises:
+            CheckpointError: the job has gone on without this process, in a later round.
+        """
+        self._held.check()
+
 
 class _Held:
     """The lock of this process on one folder, shared by its RunLocks."""
@@ -237,6 +268,14 @@ class _Held:
             held._users += 1
             return held
 
+    def check(self) -> None:
+        owner = _displacing(self._path, self._fd)
+        if owner is not None:
+            raise CheckpointError(
+                f"{self._path.parent} has another owner by now, {owner}: the job has gone on without this machine, in "
+                f"round {owner.round}, and nothing was saved here"
+            )
+
     def let_go(self, pid: int) -> None:
         if os.getpid() != pid:
             return
@@ -262,7 +301,11 @@ def _take(path: Path) -> int | None:
         except OSError as error:
             try:
                 if error.errno in (errno.EACCES, errno.EAGAIN):
-                    raise _refusal(path, _owner_in(fd, wait=True)) from None
+                    owner = _owner_in(fd, wait=True)
+                    if owner is not None and owner.is_superseded:
+                        _succeed(path, fd)
+                        continue
+                    raise _refusal(path, owner) from None
                 if error.errno not in NO_LOCKS_HERE:
                     raise
                 _take_by_record(path, fd)
@@ -275,7 +318,50 @@ def _take(path: Path) -> int | None:
         os.close(fd)  # its owner has just released it
 
 
+def _succeed(path: Path, fd: int) -> None:
+    """Wait until an earlier round of this job lets go of the lock, or displace it; see Note [Rounds of a job].
+
+    Returns when it may be tried again.
+    """
+    deadline = time.monotonic() + _SUCCESSION
+    while time.monotonic() < deadline:
+        if not _is_named(fd, path):
+            return
+        answer = fcntl.fcntl(fd, fcntl.F_GETLK, struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        if struct.unpack("hhqqi", answer)[0] == fcntl.F_UNLCK:
+            return
+        time.sleep(0.02)
+    path.unlink(missing_ok=True)
+    for draft in drafts(path.parent):
+        remove_tree(draft)
+
+
+def _displacing(path: Path, fd: int | None) -> Owner | None:
+    """Return who has put a lock file of his own in the place of the one that this process holds."""
+    if fd is not None and _is_named(fd, path):
+        return None  # not opened again: that would lose the lock
+    try:
+        other = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None  # somebody has removed it, and nobody else has come
+    try:
+        owner = _owner_in(other, wait=True)
+    finally:
+        os.close(other)
+    return None if owner is None or owner == replace(Owner.this_process(), since=owner.since) else owner
+
+
+def _round() -> dict[str, Any]:
+    """Return the fields of this process's owner that say of which job and round it is; none outside of such a job."""
+    found = knobs.round_()
+    return {} if found is None else {"job": found[0], "round": found[1]}
+
+
 def _let_go(path: Path, fd: int | None) -> None:
+    if _displacing(path, fd) is not None:
+        if fd is not None:
+            os.close(fd)
+        return
     try:
         path.unlink(missing_ok=True)  # while it is held: see Note [Run lock]
     except OSError as error:
@@ -288,7 +374,7 @@ def _let_go(path: Path, fd: int | None) -> None:
 
 def _take_by_record(path: Path, fd: int) -> None:
     owner = _owner_in(fd, wait=False)
-    if owner is not None and not owner.is_gone:
+    if owner is not None and not owner.is_gone and not owner.is_superseded:
         raise _refusal(path, owner, by_record=True)
     # Two that find the same stale record both put their own in its place; the last one stays, and after a while both
     # see which one that is. All that a file system without locks allows.

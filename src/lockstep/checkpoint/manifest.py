@@ -60,6 +60,9 @@ class Manifest:
     files: dict[str, FileEntry]
     #: What it was saved with, for its run to keep the best; None: nothing, or no finite number.
     metric: float | None = None
+    #: The number of the job's round that wrote it, where several machines have met; see Note [Rounds of a job] in
+    #: ``locks.py``.
+    round: int | None = None
 
     def to_json(self) -> bytes:
         """Return the manifest file, with a digest of itself."""
@@ -68,6 +71,8 @@ class Manifest:
             for name, entry in self.files.items()
         }
         body = {"format": _FORMAT, **vars(self), "files": files}
+        if self.round is None:
+            del body["round"]  # other jobs' manifests stay as earlier versions wrote and read them
         return json.dumps({**body, "digest": _digest_of(body)}, sort_keys=True).encode() + b"\n"
 
     @classmethod

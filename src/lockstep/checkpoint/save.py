@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from lockstep import knobs
 from lockstep.checkpoint import folders, state
 from lockstep.checkpoint.encoding import PIECE, encode, new_digest
 from lockstep.checkpoint.folders import MANIFEST
@@ -116,12 +117,20 @@ def words_on_drift(plan: WritePlan) -> str:
 
 
 def write(
-    root: Path, plan: WritePlan, moment: Moment, *, peers: Peers, tidy: Callable[[Path], None], on: Storage = POSIX
+    root: Path,
+    plan: WritePlan,
+    moment: Moment,
+    *,
+    peers: Peers,
+    check: Callable[[], None],
+    tidy: Callable[[Path], None],
+    on: Storage = POSIX,
 ) -> Path:
     """**Collective.** Write a checkpoint into ``root``, completely or not at all, and return its folder.
 
     It talks to the other ranks by ``peers`` alone and touches no live state if ``plan`` was copied, so that it may
-    run in a thread beside training. When the checkpoint is safe, rank 0 calls ``tidy`` to remove older ones.
+    run in a thread beside training. Before it commits, rank 0 calls ``check``, which raises if the folder is not this
+    job's any more; when the checkpoint is safe, it calls ``tidy`` to remove older ones.
 
     Raises:
         CheckpointError: it could not be written; the same error on every rank, and nothing is left of it.
@@ -141,6 +150,7 @@ def write(
     def finish(digests: Sequence[Sequence[str]]) -> str:
         if draft is None:
             return ""
+        check()
         path = draft.commit(_manifest(moment, peers.world_size, plan.entries(digests)))
         tidy(path)
         return path.name
@@ -170,6 +180,7 @@ def _manifest(moment: Moment, world_size: int, files: dict[str, FileEntry]) -> M
         in_epoch=moment.in_epoch,
         world_size=world_size,
         metric=moment.metric,
+        round=None if (found := knobs.round_()) is None else found[1],
         written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"lockstep": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         files=dict(sorted(files.items())),

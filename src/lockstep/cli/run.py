@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -21,7 +22,22 @@ import click
     help="Ranks; auto: one per GPU, else per two cores; gpu, cpu: one for each.",
 )
 @click.option("--standalone", is_flag=True, hidden=True, help="Accepted as by torchrun: one machine.")
-@click.option("--nnodes", metavar="N", help="Machines of the job: start this on each. Slurm and others say it, too.")
+@click.option(
+    "--nnodes", metavar="N|MIN:MAX", help="Machines of the job: start this on each. Slurm and others say it, too."
+)
+@click.option(
+    "--rdzv", metavar="HOST[:PORT]|file:FOLDER", help="Where they find each other; the same on each, in any order."
+)
+@click.option("--rdzv-id", metavar="NAME", help="Tells this job from others that meet there.")
+@click.option("--local-addr", metavar="ADDR", help="This machine's address for the others, if not that of the route.")
+@click.option("--join-timeout", default=600.0, show_default=True, metavar="SECONDS", help="Time to wait for machines.")
+@click.option(
+    "--regroup-after",
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Let machines that come later join not before the others have run this long.",
+)
 @click.option("--node-rank", "--node_rank", type=int, metavar="N", help="Which of them this is, from 0.")
 @click.option("--master-addr", "--master_addr", metavar="HOST", help="Machine 0; 127.0.0.1 unless given.")
 @click.option("--master-port", "--master_port", type=int, help="Its port: 29500 with several machines, else any.")
@@ -45,6 +61,11 @@ def run(
     ranks: str | None,
     standalone: bool,
     nnodes: str | None,
+    rdzv: str | None,
+    rdzv_id: str | None,
+    local_addr: str | None,
+    join_timeout: float,
+    regroup_after: float,
     node_rank: int | None,
     master_addr: str | None,
     master_port: int | None,
@@ -72,10 +93,14 @@ def run(
         from lockstep.launch.run import run as run_job  # refuses other systems than Linux
         from lockstep.launch.spec import JobSpec, NodeOptions, Output, Program, node_place, parse_ranks
 
-        place = node_place(NodeOptions(nnodes, node_rank, master_addr, master_port, standalone))
+        asked = NodeOptions(
+            nnodes, node_rank, master_addr, master_port, standalone, rdzv, rdzv_id, local_addr, join_timeout
+        )
+        place = node_place(asked)
+        nproc = parse_ranks(ranks or place.ranks or "auto", cores=machine.cores(), gpus=machine.gpus())
         spec = JobSpec(
             Program(program, args, is_module),
-            nproc=parse_ranks(ranks or place.ranks or "auto", cores=machine.cores(), gpus=machine.gpus()),
+            nproc=nproc,
             nnodes=place.nnodes,
             node_rank=place.node_rank,
             master_addr=place.master_addr,
@@ -84,6 +109,8 @@ def run(
             output=Output.ALL if all_output else Output.FIRST,
             grace=grace,
             max_restarts=max_restarts,
+            rendezvous=None if place.rendezvous is None else replace(place.rendezvous, ranks=nproc),
+            regroup_after=regroup_after,
         )
         sys.exit(run_job(spec))
     except (ValueError, LockstepError) as error:

@@ -1,4 +1,4 @@
-"""Between the launcher and the zygote: their messages, the socket that carries them, and the launcher's end of it.
+"""Between the launcher and the zygote: their messages, and the launcher's end of the socket that carries them.
 
 The zygote's end is zygote.py, which runs in a process of its own.
 """
@@ -6,20 +6,19 @@ The zygote's end is zygote.py, which runs in a process of its own.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep import knobs, machine
+from lockstep.job.messages import Channel, encode
 from lockstep.launch.processes import SAVE, STOPPING
 
 # Messages ------------------------------------------------------------------------------------------------------------
@@ -46,7 +45,9 @@ class Signal:
 
 @dataclass(frozen=True)
 class Clear:
-    """End what is left below the zygote; the answer is :class:`Cleared`."""
+    """End what is left below the zygote, but for some processes; the answer is :class:`Cleared`."""
+
+    spare: list[int]
 
 
 @dataclass(frozen=True)
@@ -98,77 +99,16 @@ Message = Request | Answer
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in Message.__args__}
 
 
-def encode(message: Message) -> dict[str, Any]:
-    """Return a message as a JSON object: its fields, and its kind under ``"is"``."""
-    return {"is": type(message).__name__, **vars(message)}
-
-
 def decode(fields: dict[str, Any]) -> Message:
-    """Return the message that :func:`encode` was given."""
+    """Return the message that :func:`lockstep.job.messages.encode` was given."""
     kind: Message = _KINDS[fields.pop("is")](**{name: value for name, value in fields.items() if name != "fds"})
     return kind
 
 
-# The socket ----------------------------------------------------------------------------------------------------------
-
-#: The kernel passes at most 253 descriptors in one message (SCM_MAX_FD).
-_DESCRIPTORS_PER_MESSAGE = 250
-_CHUNK = 65536
-
-
-class Channel:
-    """One end of a stream socket between two processes of a job.
-
-    A message that carries descriptors says how many (``"fds"``). They travel ahead of it, so they are all there when
-    its line is complete; the stream keeps their order.
-    """
-
-    def __init__(self, endpoint: socket.socket) -> None:
-        self._socket = endpoint
-        self._bytes = bytearray()
-        self._fds: deque[int] = deque()
-
-    def fileno(self) -> int:
-        """Return the descriptor to wait on."""
-        return self._socket.fileno()
-
-    def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send one message; the descriptors stay open here. Raises OSError if the other end is gone."""
-        if fds:
-            message = {**message, "fds": len(fds)}
-        for start in range(0, len(fds), _DESCRIPTORS_PER_MESSAGE):
-            socket.send_fds(self._socket, [b" "], fds[start : start + _DESCRIPTORS_PER_MESSAGE])
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> list[tuple[dict[str, Any], list[int]]]:
-        """Wait for bytes, and return the messages that are now complete with their descriptors.
-
-        Raises:
-            EOFError: the other end is closed, or its process is gone.
-        """
-        try:
-            data, fds, flags, _ = socket.recv_fds(self._socket, _CHUNK, _DESCRIPTORS_PER_MESSAGE)
-        except ConnectionResetError:
-            data, fds, flags = b"", [], 0
-        self._fds.extend(fds)
-        if flags & socket.MSG_CTRUNC:
-            raise OSError("too many open files: the descriptors that came with a message do not fit (see ulimit -n)")
-        if not data:
-            raise EOFError
-        self._bytes += data
-        *lines, rest = self._bytes.split(b"\n")
-        self._bytes = bytearray(rest)
-        messages = [json.loads(line) for line in lines]
-        return [(message, [self._fds.popleft() for _ in range(message.get("fds", 0))]) for message in messages]
-
-    def close(self) -> None:
-        """Close this end and descriptors that came but were never claimed."""
-        self._socket.close()
-        while self._fds:
-            os.close(self._fds.popleft())
-
-
 # The launcher's end ---------------------------------------------------------------------------------------------------
+
+#: The number of the rendezvous client among the zygote's children; the others are ranks.
+CLIENT = -1
 
 #: What every rank needs; named, not imported, because the launcher never loads torch.
 _PRELOAD = ("torch", "torch.distributed", "numpy.random", "lockstep.comm.init")
@@ -265,9 +205,9 @@ class ZygoteHandle:
         answers = [decode(fields) for fields, _ in self._channel.receive()]
         return [answer for answer in answers if isinstance(answer, Answer)]
 
-    def clear(self) -> None:
-        """Ask the zygote to end what its ranks left behind; the answer is :class:`Cleared`."""
-        self._send(Clear())
+    def clear(self, spare: Iterable[int] = ()) -> None:
+        """Ask the zygote to end what its ranks left behind, but for some processes; the answer is :class:`Cleared`."""
+        self._send(Clear(list(spare)))
 
     def finish(self) -> None:
         """Ask the zygote to end what its ranks left behind, and to leave."""

@@ -23,6 +23,7 @@ from lockstep.launch.output import Streams
 from lockstep.launch.policy import Ending, Order, Policy
 from lockstep.launch.report import Outcome, say
 from lockstep.launch.spec import JobSpec, is_loopback, rank_environment
+from lockstep.rendezvous.messages import Round
 
 #: Seconds between two comparisons of the ranks, and two looks for one that left a failure record but does not end.
 _HEARTBEAT = 1.0
@@ -34,49 +35,38 @@ class Attempt:
     A restart is another attempt, in a folder of its own.
 
     Args:
-        spec: the job.
+        round_: the machines that start together, and this one's place among them.
         home: the job's private folder.
-        restart: how many attempts came before.
+        number: how many attempts came before on this machine.
+        grace: seconds between asking the ranks to stop and killing them.
     """
 
-    def __init__(self, spec: JobSpec, *, home: str, restart: int) -> None:
-        self.restart = restart
+    def __init__(self, round_: Round, *, home: str, number: int, grace: float) -> None:
+        self.round = round_
+        self.number = number
+        self.began = time.monotonic()
         #: Private to this attempt, so that it meets no rendezvous and no record of an earlier one.
-        self.folder = Path(home) / str(restart)
+        self.folder = Path(home) / str(number)
         self.folder.mkdir(mode=0o700)
-        self._spec = spec
-        self.local_rank = {spec.identity(k).rank: k for k in range(spec.nproc)}
-        self.policy = Policy(self.local_rank, grace=spec.grace)
+        self.local_rank = {rank: local_rank for local_rank, rank in enumerate(round_.local_ranks)}
+        self.policy = Policy(self.local_rank, grace=grace)
         self._files = JobFiles(self.folder)
-        self._pages = Pages(self.folder, spec.world_size)
+        self._pages = Pages(self.folder, round_.world_size)
         #: Says which rank holds up the others.
         self.hangs = HangWatch(
-            self._files,
-            self._pages,
-            range(spec.nproc * spec.node_rank, spec.nproc * (spec.node_rank + 1)),
-            world_size=spec.world_size,
-            shortest=knobs.late(),
+            self._files, self._pages, round_.local_ranks, world_size=round_.world_size, shortest=knobs.late()
         )
         self._memory = memory_group()
         self._kills_before = self._memory.kills() if self._memory is not None else None
         self._told_of_failure = False
         self._outcome: Outcome | None = None
 
-    def environment(self, local_rank: int, master: tuple[str, int]) -> dict[str, str | None]:
-        """Return the variables that one rank of this machine sees changed.
-
-        Args:
-            local_rank: which.
-            master: address and port for scripts that open a process group themselves.
-        """
-        return rank_environment(
-            self._spec.identity(local_rank),
-            nnodes=self._spec.nnodes,
-            master=master,
-            folder=str(self.folder),
-            loopback=is_loopback(master[0]) and "GLOO_SOCKET_IFNAME" not in os.environ,
-            restart=self.restart,
-        )
+    def environment(self, local_rank: int) -> dict[str, str | None]:
+        """Return the variables that one rank of this machine sees changed."""
+        interface = None
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            interface = "lo" if is_loopback(self.round.address) else self.round.interface
+        return rank_environment(self.round, local_rank, folder=str(self.folder), interface=interface)
 
     def steps(self, rank: int) -> tuple[int | None, int | None]:
         """Return the optimizer steps of the whole run, and those that ``rank`` has taken since this start; None where
@@ -124,7 +114,7 @@ class Attempt:
                 self._memory, kills_before=self._kills_before, worker=lambda pid: workers.find(self.folder, pid)
             )
             self._outcome = Outcome(
-                tuple(endings), facts, self._spec.world_size, late=self.hangs.text, note=self.stop_note()
+                tuple(endings), facts, self.round.world_size, late=self.hangs.text, note=self.stop_note()
             )
         return self._outcome
 
@@ -140,19 +130,22 @@ class Launcher:
 
     Args:
         spec: the job.
+        round_: the machines that start together; where they have not met yet: this one alone.
         home: its private folder.
     """
 
-    def __init__(self, spec: JobSpec, *, home: str) -> None:
+    def __init__(self, spec: JobSpec, round_: Round, *, home: str) -> None:
         self.spec = spec
         self._home = home
-        self.attempt = Attempt(spec, home=home, restart=0)
+        self.attempt = Attempt(round_, home=home, number=0, grace=spec.grace)
         #: The traceback of the zygote's imports, if they failed.
         self.broken: str | None = None
         self.selector = selectors.PollSelector()  # epoll refuses regular files, which standard output may be
         self._next_look = 0.0
         try:
-            self.zygote = ZygoteHandle(home, ranks=spec.nproc, restarts=spec.max_restarts > 0)
+            self.zygote = ZygoteHandle(
+                home, ranks=spec.nproc, restarts=spec.max_restarts > 0 or spec.rendezvous is not None
+            )
         except BaseException:
             self.selector.close()
             self.attempt.close()
@@ -199,9 +192,9 @@ class Launcher:
             return []
         for answer in answers:
             match answer:
-                case Started(rank, pid):
+                case Started(rank, pid) if rank >= 0:
                     self.policy.started(rank, pid)
-                case Exited(rank, code, at, peak):
+                case Exited(rank, code, at, peak) if rank in self.policy.states:
                     agreed = code == EXIT_SAVED and self.attempt.stop_note() is not None
                     self.apply(self.policy.exited(rank, code, at, peak=peak, agreed=agreed))
                 case Broken(error):
@@ -222,10 +215,10 @@ class Launcher:
         for order in orders:
             self.zygote.signal(order.ranks, order.signum)
 
-    def renew(self) -> Attempt:
+    def renew(self, round_: Round) -> Attempt:
         """Begin another attempt; the one before has ended."""
         self.attempt.close()
-        self.attempt = Attempt(self.spec, home=self._home, restart=self.attempt.restart + 1)
+        self.attempt = Attempt(round_, home=self._home, number=self.attempt.number + 1, grace=self.spec.grace)
         return self.attempt
 
     def close(self) -> None:

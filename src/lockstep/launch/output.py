@@ -20,7 +20,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,8 +38,10 @@ class Streams:
         self._logs = logs
         self._relay = relay
         self._pty: int | None = None
+        #: The ranks of this machine, by their local ranks, in the attempt that was started last.
+        self._ranks: dict[int, int] = {}
 
-    def open(self, local_rank: int) -> list[int]:
+    def open(self, local_rank: int, rank: int) -> list[int]:
         """Standard input, output and error for one rank; the caller passes them on and closes them.
 
         An empty list: the rank shares the launcher's own.
@@ -48,7 +50,7 @@ class Streams:
             LaunchError: a log can't be opened.
         """
         spec = self._spec
-        rank = spec.identity(local_rank).rank
+        self._ranks[local_rank] = rank
         if local_rank == 0:
             if spec.log_dir is None and spec.output is not Output.ALL:
                 return []
@@ -69,8 +71,10 @@ class Streams:
         return [nothing, output, error]
 
     def log(self, local_rank: int) -> Path | None:
-        """Return this rank's log, or None if it has none."""
-        return self._logs.log(self._spec.identity(local_rank).rank) if self._logged(local_rank) else None
+        """Return this rank's log, or None if it has none, or was not started."""
+        if local_rank not in self._ranks or not self._logged(local_rank):
+            return None
+        return self._logs.log(self._ranks[local_rank])
 
     def shown(self, local_rank: int) -> bool:
         """Return whether the user sees this rank's standard error."""
@@ -78,8 +82,7 @@ class Streams:
 
     def unseen(self) -> list[int]:
         """Return the ranks that have written only to a log in a folder that the user did not choose."""
-        hidden = [k for k in range(self._spec.nproc) if self._logged(k) and not self.shown(k)]
-        return self._logs.unseen(self._spec.identity(k).rank for k in hidden)
+        return self._logs.unseen() if self._spec.output is Output.FIRST else []
 
     def resize(self) -> None:
         """Give rank 0's terminal the size that the user's has now."""
@@ -351,6 +354,8 @@ class LogFolder:
         self.path: Path | None = None
         #: Restarts of the job so far; the ranks' logs after a restart are in a folder of their own.
         self.restart = 0
+        #: The logs, with their ranks.
+        self._opened: dict[Path, int] = {}
 
     def open(self, rank: int) -> int:
         """Open a new, empty log for ``rank`` for appending; the caller closes it.
@@ -364,6 +369,7 @@ class LogFolder:
             if self.restart:
                 self.log(rank).parent.mkdir(mode=0o700, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+            self._opened[self.log(rank)] = rank
             return os.open(self.log(rank), flags, 0o600)
         except OSError as error:
             raise LaunchError(
@@ -371,34 +377,27 @@ class LogFolder:
                 "name another folder with --log-dir"
             ) from error
 
-    def log(self, rank: int, *, restart: int | None = None) -> Path:
-        """Return the path of a rank's log: since the last restart, or after another one."""
+    def log(self, rank: int) -> Path:
+        """Return the path of a rank's log since the last restart."""
         assert self.path is not None, "no log was opened yet"
-        return self._part(self.restart if restart is None else restart) / f"rank{rank}.log"
+        return (self.path / f"restart-{self.restart}" if self.restart else self.path) / f"rank{rank}.log"
 
-    def _part(self, restart: int) -> Path:
-        assert self.path is not None, "no log was opened yet"
-        return self.path / f"restart-{restart}" if restart else self.path
-
-    def unseen(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of ``ranks`` whose output is in a folder that the user did not choose."""
-        if self.path is None or self._given is not None:
+    def unseen(self) -> list[int]:
+        """Return the ranks whose output is in a folder that the user did not choose."""
+        if self._given is not None:
             return []
-        return [rank for rank in ranks if any(_has_text(log) for log in self._logs(rank))]
+        return sorted({rank for log, rank in self._opened.items() if _has_text(log)})
 
-    def _logs(self, rank: int) -> list[Path]:
-        return [self.log(rank, restart=restart) for restart in range(self.restart + 1)]
-
-    def close(self, ranks: Iterable[int]) -> None:
+    def close(self) -> None:
         """Remove what stayed empty in a folder of our own, and old jobs beyond the newest ones."""
         if self.path is not None and self._given is None:
-            for log in (log for rank in ranks for log in self._logs(rank)):
+            for log in self._opened:
                 with contextlib.suppress(OSError):
                     if log.stat().st_size == 0:
                         log.unlink()
-            for restart in reversed(range(self.restart + 1)):
+            for part in (*{log.parent for log in self._opened} - {self.path}, self.path):
                 with contextlib.suppress(OSError):
-                    self._part(restart).rmdir()  # fails unless empty, as it should
+                    part.rmdir()  # fails unless empty, as it should
             _prune(self.path.parent)
         if self._lock is not None:
             os.close(self._lock)

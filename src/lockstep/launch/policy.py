@@ -22,8 +22,9 @@ import enum
 import re
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lockstep.job.files import FailureRecord
 from lockstep.launch.processes import name
@@ -149,6 +150,13 @@ class Policy:
             return []
         return self._kill(now)
 
+    def leave(self, now: float) -> list[Order]:
+        """Ask the ranks to save and leave, though nobody wants the job to end: it goes on with other machines."""
+        if self.stopping:
+            return []
+        self.deadline = now + self.grace
+        return self._order(signal.SIGTERM, now)
+
     def tick(self, now: float) -> list[Order]:
         """Kill the ranks that are still there when the deadline has passed."""
         if self.deadline is None or now < self.deadline:
@@ -180,7 +188,14 @@ class Policy:
 #: A death without a record is noticed some time after it happened, a record carries the time of its exception.
 _NOTICED_LATE = 0.1
 #: How other ranks' exceptions read when a peer has gone: consequences, not causes.
-_ECHOES = ("PeerLost", "CollectiveTimeout", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_ECHOES = (
+    "PeerLost",
+    "CollectiveTimeout",
+    "DistNetworkError",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+)
 
 
 @dataclass(frozen=True)
@@ -311,6 +326,17 @@ class Restarts:
         self.limit = limit
         self.used = 0
         self._last: Failure | None = None
+
+    @property
+    def history(self) -> dict[str, Any]:
+        """What other launchers of the job need to know, in JSON's types."""
+        return {"used": self.used, "last": None if self._last is None else asdict(self._last)}
+
+    def adopt(self, history: dict[str, Any]) -> None:
+        """Take over what other launchers of the job know."""
+        if history and history["used"] >= self.used:
+            self.used = history["used"]
+            self._last = None if history["last"] is None else Failure(**history["last"])
 
     def refusal(self, failure: Failure) -> Refusal | None:
         """Return why the job is not started again after ``failure``, or None: then one more restart is used."""

@@ -56,7 +56,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(error, f"prctl({option}, {value}): {os.strerror(error)}")
 
 
-def sweep(*, patience: float, limit: float = 5.0) -> list[int]:
+def sweep(*, patience: float, limit: float = 5.0, spare: Iterable[int] = ()) -> list[int]:
     """End every process below this one, and reap them.
 
     Multiprocessing's resource tracker ignores SIGTERM and leaves by itself once its process is gone, after it removed
@@ -65,6 +65,7 @@ def sweep(*, patience: float, limit: float = 5.0) -> list[int]:
     Args:
         patience: seconds between SIGTERM and SIGKILL.
         limit: seconds after which to give up on processes that even SIGKILL does not end.
+        spare: children of this process that stay, if they are there.
 
     Returns:
         the processes that are still there.
@@ -72,12 +73,13 @@ def sweep(*, patience: float, limit: float = 5.0) -> list[int]:
     start = time.monotonic()
     asked: set[int] = set()
     dead: set[int] = set()
+    spared = set(spare)
     while True:
         dead.update(one.pid for one in reap())
-        left = _proc.descendants(os.getpid())
+        left = [pid for pid in _proc.descendants(os.getpid()) if pid not in spared]
         waited = time.monotonic() - start
         # A process that became ours while /proc was read may be missing in ``left``; the kernel knows all our children.
-        if not (left or _has_children()) or waited > limit:
+        if not (left or _has_children(spared)) or waited > limit:
             remove_shared_memory(dead)
             return left
         if waited < patience:
@@ -114,8 +116,10 @@ def reap() -> list[Dead]:
     return dead
 
 
-def _has_children() -> bool:
-    """Return whether this process has children, dead ones included that nobody has waited for."""
+def _has_children(spared: set[int]) -> bool:
+    """Return whether this process has other children, dead ones included that nobody has waited for."""
+    if spared:
+        return bool(set(_proc.children(os.getpid())) - spared)
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -41,7 +41,8 @@ class Task:
     rank: int
     #: Changes to the environment; None unsets.
     env: dict[str, str | None]
-    #: ``{"kind": "script" | "module", "target": …, "args": […]}`` or ``{"kind": "call", …}``.
+    #: ``{"kind": "script" | "module", "target": …, "args": […]}``, ``{"kind": "call", …}`` or ``{"kind": "rendezvous",
+    #: "options": …}``.
     job: dict[str, Any]
     #: None, or standard input, output and error, and then what the job needs.
     fds: list[int]
@@ -58,7 +59,8 @@ def live(task: Task) -> NoReturn:
 
 def _become(task: Task) -> None:
     """Undo what the zygote did to itself, and take this rank's place."""
-    _reset_signals(task.shielded)
+    # Ctrl-C goes to the whole foreground group: the rendezvous client, which ranks of other machines count on, stays.
+    _reset_signals(task.shielded if task.job["kind"] != "rendezvous" else frozenset((*STOPPING, SAVE)))
     _take_streams(task.fds)
     for name, value in task.env.items():
         if value is None:
@@ -141,9 +143,17 @@ def _program(task: Task) -> Callable[[], None]:
     job = task.job
     if job["kind"] == "call":
         return lambda: _call(task.rank, task.fds[3:], shared_tracker=job["shared_tracker"])
+    if job["kind"] == "rendezvous":
+        return lambda: _meet(task.fds[3], job["options"])
     if job["kind"] == "module":
         return lambda: _run_module(job["target"], job["args"])
     return lambda: _run_script(job["target"], job["args"])
+
+
+def _meet(channel: int, options: dict[str, Any]) -> None:
+    from lockstep.rendezvous.client import main  # the ranks need none of it
+
+    main(channel, options)
 
 
 # The program: a script or a module -----------------------------------------------------------------------------------

@@ -120,8 +120,13 @@ def lost(pid: int, code: int | None) -> str:
     return f"the process that forks the ranks (process {pid}) {how}; all ranks were stopped"
 
 
-def describe(outcome: Outcome) -> str:
-    """Report a failure: the first rank to fail in full, the others in a line each, and who was late."""
+def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
+    """Report a failure: the first rank to fail in full, the others in a line each, and who was late.
+
+    Args:
+        outcome: how the attempt has ended.
+        elsewhere: the reader is at another machine, and has seen nothing of what the ranks wrote.
+    """
     first = outcome.first
     assert first is not None, "a rank failed"
     blamed = "" if first.record is None else _blamed(first.record.message)
@@ -133,7 +138,9 @@ def describe(outcome: Outcome) -> str:
     if record is not None and record.type == "SystemExit" and record.message:
         lines.append(f"  {record.message}")
     elif record is not None and record.traceback:
-        lines.append(f"{record.summary} (its traceback is above)" if first.shown else record.traceback.rstrip())
+        lines.append(
+            f"{record.summary} (its traceback is above)" if first.shown and not elsewhere else record.traceback.rstrip()
+        )
     if first.log is not None:
         lines.append(f"rank {first.rank}'s log: {first.log}")
     lines += [_other(ending, first) for ending in outcome.endings if ending is not first and _concerned(ending, first)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import os
 import resource
@@ -9,12 +10,13 @@ import selectors
 import signal
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 
 from lockstep import _proc
 from lockstep.errors import LaunchError
 from lockstep.job.files import EXIT_SAVED
 from lockstep.launch import processes, report
-from lockstep.launch.channel import Answer, Cleared, Fork, Ready
+from lockstep.launch.channel import CLIENT, Answer, Cleared, Fork, Ready, Started
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
 from lockstep.launch.output import LogFolder, Relay, Streams, show_cursor
@@ -22,12 +24,18 @@ from lockstep.launch.policy import Failure, Restarts
 from lockstep.launch.processes import SAVE, STOPPING, Arrival, SignalQueue, ignored
 from lockstep.launch.report import say
 from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, check_program, free_port, is_free
+from lockstep.rendezvous.handle import Rendezvous
+from lockstep.rendezvous.messages import Alive, End, Ended, Event, Kind, Meet, Met, Refused, Verdict
 
 #: Open files that a rank needs here while it starts, and that everything else does.
 _DESCRIPTORS_PER_RANK = 7
 _DESCRIPTORS_BESIDE = 32
 #: Seconds that a reader may take for the last output once every process has ended.
 _DRAIN = 600.0
+#: Seconds that a rendezvous client has to leave: one that serves the others waits for them.
+_FAREWELL = 7.0
+#: Clients that may be lost, one after the other, before the machines count as unable to meet.
+_CLIENTS = 3
 #: Seconds that processes which outlived the zygote have to leave by themselves.
 _PATIENCE = 0.3
 
@@ -55,10 +63,9 @@ def run(spec: JobSpec) -> int:
         folder = JobFolder()
         undo.callback(folder.remove)
         logs = LogFolder(spec.log_dir, program=spec.program.name)
-        undo.callback(logs.close, [spec.identity(local_rank).rank for local_rank in range(spec.nproc)])
-        job = _Run(Launcher(spec, home=folder.path), logs=logs, signals=signals)
+        undo.callback(logs.close)
+        job = _Run(Launcher(spec, spec.round(*master), home=folder.path), logs=logs, signals=signals)
         undo.callback(job.close)
-        job.prepare(master)
         code = job.watch()
         ended_saved = code == EXIT_SAVED
         return code
@@ -100,15 +107,24 @@ class _Stage(enum.Enum):
 
     #: The zygote imports what the ranks need, and none is forked yet.
     IMPORTING = enum.auto()
+    #: The launchers of several machines wait for each other; there are no ranks.
+    MEETING = enum.auto()
     RUNNING = enum.auto()
-    #: An attempt has failed, and the next one waits until nothing of it is left.
+    #: This machine's ranks have ended, and what comes of it is not known yet: it depends on the other machines.
+    ENDED = enum.auto()
+    #: An attempt is over, and the next one waits until nothing of it is left.
     CLEARING = enum.auto()
+    #: The rendezvous client was told to leave; the machine that serves the others waits for them.
+    LEAVING = enum.auto()
     #: The zygote was told to leave.
     FINISHING = enum.auto()
 
 
 class _Run:
     """One machine's part of a job that a command runs.
+
+    An attempt ends by a verdict. On one machine it is made here, from how the ranks have ended; where several machines
+    have met, it is the first that any of them wrote down (see Note [A round] in ``rendezvous/client.py``).
 
     Args:
         launcher: the zygote, which imports meanwhile, and the ranks to come; closed with this.
@@ -123,42 +139,39 @@ class _Run:
         self._signals = signals
         self._restarts = Restarts(self._spec.max_restarts)
         self._stage = _Stage.IMPORTING
-        #: What comes of a failure, for the report.
-        self._what_now = ""
+        #: Why this attempt is over, for all machines; None: it is not.
+        self._verdict: Verdict | None = None
         #: Whether the signal that ends the job reached ranks that save and leave by themselves.
         self._asked_listeners = False
         self._relay = Relay(launcher.selector)
         self._streams = Streams(self._spec, logs, self._relay)
-        #: What to fork once the zygote is ready, with the descriptors that go with it.
-        self._waiting: list[tuple[Fork, list[int]]] = []
+        self._others = None if self._spec.rendezvous is None else Rendezvous(self._spec.rendezvous)
+        #: The number of the last round, and what tells this job from others; why this machine could not go on with it;
+        #: why there will be none.
+        self._last_round, self._job = -1, ""
+        self._lost = ""
+        self._refused, self._refused_with = "", 1
+        #: Clients that were lost since the machines have met last.
+        self._lost_clients = 0
+        #: When a client that was told to leave has had enough time, on the monotonic clock.
+        self._patience: float | None = None
+        self._told_of_waiting = False
         launcher.selector.register(signals, selectors.EVENT_READ)
 
-    def prepare(self, master: tuple[str, int]) -> None:
-        """Open the ranks' streams, and write down what to ask the zygote for in this attempt.
-
-        Args:
-            master: address and port for scripts that open a process group themselves.
+    def watch(self) -> int:
+        """Wait until everything has ended and all output is shown; report; return the exit code.
 
         Raises:
             LaunchError: the logs can't be written.
         """
-        attempt, program = self._launcher.attempt, self._spec.program
-        kind = "module" if program.is_module else "script"
-        for rank, local_rank in attempt.local_rank.items():
-            job = {"kind": kind, "target": program.target, "args": self._spec.arguments(local_rank)}
-            fork = Fork(rank, attempt.environment(local_rank, master), job)
-            self._waiting.append((fork, self._streams.open(local_rank)))
-        if self._logs.moved is not None and attempt.restart == 0:
-            say(self._logs.moved)
-
-    def watch(self) -> int:
-        """Wait until everything has ended and all output is shown; report; return the exit code."""
         launcher = self._launcher
         while launcher.lives:
             if launcher.policy.done and self._stage in (_Stage.IMPORTING, _Stage.RUNNING):
                 self._end_attempt()
+            if self._stage is _Stage.ENDED and self._verdict is not None:
+                self._settle(self._verdict)
             self._turn()
-            if self._stage is _Stage.IMPORTING and launcher.policy.stopping:
+            if self._stage in (_Stage.IMPORTING, _Stage.MEETING) and launcher.policy.stopped_by is not None:
                 launcher.zygote.kill()  # it has no ranks yet, and may be busy importing for a while
         if self._stage is not _Stage.FINISHING:
             launcher.zygote.wait(limit=1.0)  # its exit code, before the sweep reaps it
@@ -174,22 +187,25 @@ class _Run:
 
     def close(self) -> None:
         """End whatever is left, on any way out."""
-        self._forget_waiting()
         self._launcher.zygote.close()
         processes.sweep(patience=_PATIENCE)
         self._relay.close()
+        self._forget_client()
         self._launcher.close()
 
     def _turn(self) -> None:
         """Wait for something to happen, and act on it. Signals first: they explain the deaths that come with them."""
         launcher, held = self._launcher, self._relay.due
-        ready = launcher.wait(None if held is None else time.monotonic() + held)
+        due = self._patience if self._others is None or self._others.due is None else self._others.due
+        ready = launcher.wait(None if held is None else time.monotonic() + held, due)
         now = time.monotonic()
         if self._signals in ready:
             for arrival in self._signals.read():
                 self._on_signal(arrival, now)
         for answer in launcher.hear(ready):
             self._on_answer(answer)
+        if self._others is not None:
+            self._hear_others(self._others, ready, now)
         self._relay.pump({fd for fd in ready if isinstance(fd, int)}, now)
         launcher.act(now)
 
@@ -197,9 +213,11 @@ class _Run:
         match answer:
             case Ready():
                 if not self._launcher.policy.stopping:  # else a signal came with this message: nothing is to be started
-                    self._fork_all()
+                    self._begin()
             case Cleared():
                 self._restart()
+            case Started(number, pid) if number == CLIENT and self._others is not None:
+                self._others.pid = pid
 
     def _on_signal(self, arrival: Arrival, now: float) -> None:
         if arrival.signum == signal.SIGWINCH:
@@ -207,56 +225,232 @@ class _Run:
         elif arrival.signum == SAVE:
             self._ask_to_save(arrival)
         elif self._launcher.attempt.stop_note() is None:  # else all ranks have saved, and leave by themselves
-            self._announce(arrival.signum)
-            orders = self._launcher.policy.signalled(arrival.signum, delivered=arrival.from_terminal, now=now)
-            self._launcher.apply(orders)
+            self._stop(arrival.signum, delivered=arrival.from_terminal, now=now)
+            node = self._launcher.attempt.round.node_rank
+            if self._others is not None and not self._launcher.policy.failing:
+                self._others.end(End(Verdict(Kind.STOPPED, node, signum=arrival.signum).to_json()))
+
+    def _stop(self, signum: signal.Signals, *, delivered: bool, now: float) -> None:
+        self._announce(signum)
+        self._launcher.apply(self._launcher.policy.signalled(signum, delivered=delivered, now=now))
+
+    # From one attempt to the next --------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Start the ranks, or first meet the other machines."""
+        if self._others is None:
+            self._fork_all()
+        else:
+            self._meet(self._others)
 
     def _fork_all(self) -> None:
-        self._stage = _Stage.RUNNING
-        for fork, fds in self._waiting:
-            self._launcher.zygote.fork(fork, fds)
-        self._forget_waiting()
+        """Start the ranks of this attempt."""
+        attempt, program = self._launcher.attempt, self._spec.program
+        self._stage, self._verdict = _Stage.RUNNING, None
+        kind = "module" if program.is_module else "script"
+        for rank, local_rank in attempt.local_rank.items():
+            job = {"kind": kind, "target": program.target, "args": self._spec.arguments(local_rank)}
+            self._fork(Fork(rank, attempt.environment(local_rank), job), self._streams.open(local_rank, rank))
+        if self._logs.moved is not None and self._logs.restart == 0:
+            say(self._logs.moved)
 
-    def _forget_waiting(self) -> None:
-        for _, fds in self._waiting:
-            for fd in fds:
-                os.close(fd)
-        self._waiting.clear()
+    def _fork(self, fork: Fork, fds: list[int]) -> None:
+        self._launcher.zygote.fork(fork, fds)
+        for fd in fds:
+            os.close(fd)
 
     def _end_attempt(self) -> None:
-        """Ask the zygote, now that all ranks have ended, to make room for a restart or to leave."""
-        if self._may_restart():
-            self._stage = _Stage.CLEARING
-            self._launcher.zygote.clear()
-        else:
-            self._stage = _Stage.FINISHING
-            self._launcher.zygote.finish()
+        """Find out why the attempt is over, now that all ranks of this machine have ended."""
+        if self._verdict is None:
+            verdict = self._judge()
+            if self._others is None or self._stage is _Stage.IMPORTING:
+                self._verdict = verdict
+            else:
+                self._others.end(End(verdict.to_json()))
+        self._stage = _Stage.ENDED
 
-    def _may_restart(self) -> bool:
-        """Decide whether a restart may help against the failure of the attempt that has ended, if it has failed."""
-        policy, attempt, restarts = self._launcher.policy, self._launcher.attempt, self._restarts
+    def _judge(self) -> Verdict:
+        """Say why the attempt is over, as far as this machine can know."""
+        policy, attempt = self._launcher.policy, self._launcher.attempt
+        restarts = copy.copy(self._restarts)  # counted once it is the verdict
+        node = attempt.round.node_rank
+        if policy.stopped_by is not None and not policy.failing:
+            return Verdict(Kind.STOPPED, node, signum=policy.stopped_by)
         outcome = attempt.outcome(self._streams)
         first = outcome.first
-        if not policy.failing or policy.stopped_by is not None or policy.gave_up or first is None:
-            return False
+        if first is None:
+            return Verdict(Kind.STOPPED if outcome.saved else Kind.DONE, node)
         step, taken = attempt.steps(first.rank)
         failure = Failure.of(first, step=step, taken=taken, out_of_memory=outcome.out_of_memory)
-        refusal = restarts.refusal(failure)
-        if refusal is not None:
-            self._what_now = report.not_restarted(refusal, failure, limit=restarts.limit)
-        return refusal is None
+        again, what_now = False, ""
+        if policy.failing and policy.stopped_by is None and not policy.gave_up:
+            refusal = restarts.refusal(failure)
+            again = refusal is None
+            what_now = (
+                report.restarted(restarts.used, restarts.limit)
+                if refusal is None
+                else report.not_restarted(refusal, failure, limit=restarts.limit)
+            )
+        return Verdict(
+            Kind.FAILED,
+            node,
+            report.describe(outcome, elsewhere=True),
+            again=again,
+            what_now=what_now,
+            exit_code=first.exit_code,
+            echo=first.is_echo,
+            history=restarts.history,
+        )
+
+    def _settle(self, verdict: Verdict) -> None:
+        """Start again or finish, now that this machine's ranks have ended and it is known why."""
+        self._restarts.adopt(verdict.history)
+        completed = self._launcher.attempt.outcome(self._streams).completed
+        again = (verdict.kind is Kind.FAILED and verdict.again) or (
+            verdict.kind in (Kind.LOST, Kind.JOINING) and not completed
+        )
+        if again and self._launcher.policy.stopped_by is None:
+            self._stage = _Stage.CLEARING
+            pid = None if self._others is None else self._others.pid
+            self._launcher.zygote.clear([] if pid is None else [pid])
+        elif self._others is not None and self._others.pid is not None:
+            self._stage = _Stage.LEAVING
+            self._patience = time.monotonic() + _FAREWELL
+            code = verdict.exit_code if verdict.kind is Kind.FAILED else 0
+            if verdict.kind is Kind.STOPPED:
+                code = EXIT_SAVED if self._launcher.attempt.outcome(self._streams).saved else 128 + verdict.signum
+            self._others.leave(over=True, exit_code=code)
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._stage = _Stage.FINISHING
+        self._launcher.zygote.finish()
 
     def _restart(self) -> None:
-        """Say what happened, and start all ranks again, now that nothing of the failed attempt is left."""
-        self._stage = _Stage.RUNNING
+        """Say what happened, and start all ranks again, now that nothing of the last attempt is left."""
+        verdict, attempt = self._verdict, self._launcher.attempt
+        assert verdict is not None, "an attempt is over"
         if self._launcher.policy.stopped_by is not None:
+            self._stage = _Stage.RUNNING
             return  # a signal came meanwhile: the job ends as it stands
         self._relay.finish_sources()
         self._relay.pump(set(), time.monotonic())
-        self._say_failure(report.restarted(self._restarts.used, self._restarts.limit))
-        self._logs.restart = self._launcher.renew().restart
-        self.prepare(_master(self._spec))
-        self._fork_all()
+        self._say_verdict(verdict)
+        if self._others is None:
+            round_ = self._spec.round(*_master(self._spec), number=attempt.round.number + 1)
+            self._logs.restart = self._launcher.renew(round_).number
+        self._begin()
+
+    # The other machines ------------------------------------------------------------------------------------------
+
+    def _meet(self, others: Rendezvous) -> None:
+        """Take part in the next round; the client is started where there is none."""
+        self._stage = _Stage.MEETING
+        if others.pid is None:
+            job, fds = others.start()
+            self._launcher.selector.register(others, selectors.EVENT_READ)
+            self._fork(Fork(CLIENT, {}, job), fds)
+        others.meet(Meet(self._last_round, self._job, self._restarts.history, self._lost))
+
+    def _hear_others(self, others: Rendezvous, ready: set[object], now: float) -> None:
+        """Act on what the client says, or on its silence."""
+        if others in ready:
+            try:
+                events = others.receive()
+            except EOFError:
+                self._on_lost_client(others, "the rendezvous client of this machine has ended")
+                return
+            for event in events:
+                self._on_event(event, now)
+        if others.due is not None and now >= others.due:
+            why = "this machine has lost its connection to the others"
+            if self._stage is _Stage.MEETING:
+                why = f"no answer from {others.options.endpoint}: does another program use the port?"
+            self._on_lost_client(others, why)
+        elif self._patience is not None and now >= self._patience:
+            self._on_lost_client(others, "")
+
+    def _on_event(self, event: Event, now: float) -> None:
+        policy = self._launcher.policy
+        match event:
+            case Met():
+                self._on_round(event)
+            case Alive(waiting):
+                self._on_waiting(waiting, now)
+            case Refused(error, exit_code):
+                if self._stage is _Stage.MEETING:
+                    self._refused, self._refused_with = error, exit_code
+                    self._finish()
+                else:
+                    self._lose(error, now)
+            case Ended():
+                verdict = Verdict.from_json(event.verdict)
+                if self._verdict is None:
+                    self._verdict = verdict
+                    if verdict.kind in (Kind.FAILED, Kind.LOST):
+                        self._launcher.apply(policy.failed(now))
+                    elif verdict.kind is Kind.JOINING:
+                        self._launcher.apply(policy.leave(now))
+                    elif verdict.kind is Kind.STOPPED and verdict.signum and policy.stopped_by is None:
+                        self._stop(signal.Signals(verdict.signum), delivered=False, now=now)
+
+    def _on_round(self, met: Met) -> None:
+        round_ = met.place
+        self._lost_clients, self._lost = 0, ""
+        self._last_round, self._job = round_.number, round_.job
+        self._restarts.adopt(round_.history)
+        if met.warning:
+            say(met.warning)
+        if self._launcher.policy.stopped_by is None:
+            self._logs.restart = self._launcher.renew(round_).number - 1
+            self._fork_all()
+
+    def _on_waiting(self, waiting: int, now: float) -> None:
+        """Let machines that wait join, if the ranks can save before, and if it is time."""
+        attempt, policy = self._launcher.attempt, self._launcher.policy
+        if not waiting or now - attempt.began < self._spec.regroup_after or self._stage is not _Stage.RUNNING:
+            return
+        if self._verdict is not None or policy.stopping or self._others is None:
+            return
+        machines = "1 machine wants" if waiting == 1 else f"{waiting} machines want"
+        if attempt.listening:
+            text = f"{machines} to join: the ranks finish a step, save, and start again together"
+            self._others.end(End(Verdict(Kind.JOINING, attempt.round.node_rank, text).to_json()))
+        elif not self._told_of_waiting:
+            self._told_of_waiting = True
+            say(f"{machines} to join, and can when the job starts again: no Checkpointer is there that would save now")
+
+    def _on_lost_client(self, others: Rendezvous, why: str) -> None:
+        """Go on without the client that has died or does not answer, if possible with another one."""
+        self._forget_client()
+        self._launcher.zygote.signal([CLIENT], signal.SIGKILL)
+        self._patience = None
+        if self._stage is _Stage.LEAVING:
+            self._finish()
+        elif self._stage is _Stage.MEETING:
+            self._lost_clients += 1
+            if self._lost_clients > _CLIENTS:
+                self._refused = why
+                self._finish()
+            else:
+                self._meet(others)
+        elif self._stage in (_Stage.RUNNING, _Stage.ENDED):
+            self._lose(why, time.monotonic())
+
+    def _lose(self, why: str, now: float) -> None:
+        """End this machine's part of a round that it has lost the connection to."""
+        self._lost = self._lost or why
+        if self._verdict is None:
+            self._verdict = Verdict(Kind.LOST, self._launcher.attempt.round.node_rank, why)
+            self._launcher.apply(self._launcher.policy.failed(now))
+
+    def _forget_client(self) -> None:
+        if self._others is not None and self._others.is_open:
+            self._launcher.selector.unregister(self._others)
+            self._others.close()
+
+    # What the user asks for --------------------------------------------------------------------------------------
 
     def _ask_to_save(self, arrival: Arrival) -> None:
         """Pass SIGUSR1 on to the ranks that have a use for it; the others would die of it."""
@@ -290,7 +484,7 @@ class _Run:
 
     def _conclude(self) -> int:
         """Say how the job ended, unless all is well, and return its exit code."""
-        launcher, policy = self._launcher, self._launcher.policy
+        launcher, policy, verdict = self._launcher, self._launcher.policy, self._verdict
         outcome = launcher.attempt.outcome(self._streams)
         if any(ending.shown and (ending.state.exit_code or 0) < 0 for ending in outcome.endings):
             show_cursor()
@@ -301,20 +495,33 @@ class _Run:
             say(report.saved(outcome.note, policy.stopped_by))
             return EXIT_SAVED
         signum = policy.stopped_by
-        if signum is not None and not policy.failing:
+        if signum is not None and (not policy.failing or self._stage is _Stage.MEETING):
             late = self._asked_listeners and outcome.completed
             say(report.came_late(signum) if late else report.stopped(outcome, signum))
             return 0 if late else 128 + signum
-        if outcome.first is not None:
-            self._say_failure(self._what_now)
-            return outcome.first.exit_code
+        if self._refused:
+            say(self._refused)
+            return self._refused_with
+        if verdict is None and outcome.first is not None:  # the zygote has ended as well, so nothing starts again
+            verdict = replace(self._judge(), what_now="")
+        if verdict is not None and verdict.kind in (Kind.FAILED, Kind.LOST):
+            self._say_verdict(verdict)
+            return verdict.exit_code if verdict.kind is Kind.FAILED else 0
         if not policy.done:
             code = launcher.zygote.wait(limit=1.0)
             say(report.lost(launcher.zygote.pid, code))
             return 128 - code if code is not None and code < 0 else 1
         return 0
 
-    def _say_failure(self, what_now: str) -> None:
-        """Name the first rank to fail, what killed it, and what comes of it."""
-        outcome = self._launcher.attempt.outcome(self._streams)
-        say("\n".join(line for line in (report.describe(outcome), what_now) if line))
+    def _say_verdict(self, verdict: Verdict) -> None:
+        """Say why an attempt is over, and what comes of it."""
+        round_ = self._launcher.attempt.round
+        text = verdict.text
+        if verdict.kind is Kind.FAILED:
+            mine = verdict.node == round_.node_rank
+            outcome = self._launcher.attempt.outcome(self._streams)
+            text = report.describe(outcome) if mine else f"on {round_.host(verdict.node)}: {text}"
+        what_now = verdict.what_now
+        if verdict.kind is Kind.LOST and self._stage is _Stage.CLEARING:
+            what_now = "all ranks start again when there are enough machines"
+        say("\n".join(line for line in (text, what_now) if line))

@@ -86,12 +86,13 @@ class SpawnContext:
         master = _master()
         self._folder = JobFolder()
         try:
-            self._launcher = Launcher(JobSpec(Program("lockstep.spawn"), nproc=nprocs), home=self._folder.path)
+            spec = JobSpec(Program("lockstep.spawn"), nproc=nprocs)
+            self._launcher = Launcher(spec, spec.round(*master), home=self._folder.path)
         except BaseException:
             self._folder.remove()
             raise
         try:
-            self._fork(preparation, fn, args, master)
+            self._fork(preparation, fn, args)
         except BaseException:
             self._close()  # not by a kill: ranks may run already, and only the zygote ends what they have started
             raise
@@ -139,14 +140,12 @@ class SpawnContext:
             raise self._error
         return [state.pid for state in states if state.pid is not None]
 
-    def _fork(
-        self, preparation: dict[str, Any], fn: Callable[..., object], args: tuple[Any, ...], master: tuple[str, int]
-    ) -> None:
+    def _fork(self, preparation: dict[str, Any], fn: Callable[..., object], args: tuple[Any, ...]) -> None:
         attempt = self._launcher.attempt
         for rank in attempt.local_rank:
             with _Parcel({**preparation, "name": f"rank-{rank}"}, fn, args) as parcel:
                 job = {"kind": "call", "shared_tracker": parcel.tracker is not None}
-                fork = Fork(rank, attempt.environment(rank, master), job)
+                fork = Fork(rank, attempt.environment(rank), job)
                 self._launcher.zygote.fork(fork, parcel.descriptors())
 
     def _turn(self, deadline: float | None) -> None:

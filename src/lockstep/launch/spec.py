@@ -21,11 +21,13 @@ from pathlib import Path
 from lockstep import knobs
 from lockstep.engines.place import node as engine_node
 from lockstep.errors import EnvironmentMismatch, LaunchError
-from lockstep.identity import Identity
+from lockstep.rendezvous.messages import Options, Round
 
 #: torch.distributed.launch's default, which the nodes of a job must agree on without talking to each other.
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_GRACE = 10.0
+DEFAULT_JOIN_TIMEOUT = 600.0
+DEFAULT_REGROUP_AFTER = 60.0
 
 
 class Output(enum.Enum):
@@ -74,6 +76,10 @@ class JobSpec:
     grace: float = DEFAULT_GRACE
     #: How often all ranks are started again after one failed.
     max_restarts: int = 0
+    #: Where this launcher meets those of other machines; None: it does not, the machines are known beforehand.
+    rendezvous: Options | None = None
+    #: Seconds that a round lasts at least before machines that want to join may end it.
+    regroup_after: float = DEFAULT_REGROUP_AFTER
 
     def __post_init__(self) -> None:
         if self.nproc < 1:
@@ -92,27 +98,21 @@ class JobSpec:
             raise ValueError(f"--max-restarts={self.max_restarts}: expected 0 or more")
         if self.max_restarts and self.nnodes > 1:
             raise ValueError(
-                f"--max-restarts={self.max_restarts} with --nnodes={self.nnodes}: only jobs on one machine are "
-                "restarted, since the launchers of several machines do not talk to each other; drop --max-restarts, "
-                "and let what starts the launchers (a scheduler) start all of them again, or use torchrun: a "
-                "lockstep.Checkpointer resumes from the newest checkpoint either way"
+                f"--max-restarts={self.max_restarts} with --nnodes={self.nnodes}: the launchers of several machines "
+                "restart together only where they know of each other: say --rdzv HOST on each, the name of one of them"
             )
+        if not (math.isfinite(self.regroup_after) and self.regroup_after >= 0):
+            raise ValueError(f"--regroup-after={self.regroup_after}: expected a number of seconds, 0 or more")
 
-    @property
-    def world_size(self) -> int:
-        """Ranks of the whole job."""
-        return self.nproc * self.nnodes
+    def round(self, address: str, port: int, *, number: int = 0) -> Round:
+        """Return this node's place where the machines are known beforehand.
 
-    def identity(self, local_rank: int) -> Identity:
-        """Return the place of one of this node's ranks in the job."""
-        return Identity(
-            rank=self.nproc * self.node_rank + local_rank,
-            world_size=self.world_size,
-            local_rank=local_rank,
-            local_world_size=self.nproc,
-            node_rank=self.node_rank,
-            launched=True,
-        )
+        Args:
+            address: with ``port``, where the ranks meet.
+            port: see there.
+            number: how often the ranks were started before.
+        """
+        return Round(self.node_rank, (self.nproc,) * self.nnodes, address, port, number=number)
 
     def arguments(self, local_rank: int) -> list[str]:
         """Return what follows the program's name in this rank's ``sys.argv``."""
@@ -121,25 +121,26 @@ class JobSpec:
 
 
 def rank_environment(
-    identity: Identity, *, nnodes: int, master: tuple[str, int], folder: str, loopback: bool, restart: int = 0
+    round_: Round, local_rank: int, *, folder: str, interface: str | None = None
 ) -> dict[str, str | None]:
     """Return the variables that one rank sees changed; None means unset.
 
     Args:
-        identity: the rank's place.
-        nnodes: how many machines the job spans.
-        master: address and port for scripts that call ``torch.distributed.init_process_group`` themselves.
+        round_: the machines that start together.
+        local_rank: which rank of this machine.
         folder: the private folder of this start of the job.
-        loopback: let gloo use the loopback device, whatever the host's name resolves to; for a job on one machine.
-        restart: how often the job's ranks were started before.
+        interface: the network device that gloo is to use, whatever the host's name resolves to; None: it chooses.
     """
-    env: dict[str, str | None] = dict(identity.to_environment())
-    env["MASTER_ADDR"], env["MASTER_PORT"] = master[0], str(master[1])
+    env: dict[str, str | None] = dict(round_.identity(local_rank).to_environment())
+    env["MASTER_ADDR"], env["MASTER_PORT"] = round_.address, str(round_.port)
     env[knobs.JOB_DIR] = folder
-    env[knobs.RESTART] = env["TORCHELASTIC_RESTART_COUNT"] = str(restart)  # the latter is what torchrun sets
-    env[knobs.STORE] = f"{folder}/store" if nnodes == 1 else None
-    if loopback:
-        env["GLOO_SOCKET_IFNAME"] = "lo"
+    env[knobs.RESTART] = env["TORCHELASTIC_RESTART_COUNT"] = str(round_.number)  # the latter is what torchrun sets
+    env[knobs.STORE] = f"{folder}/store" if len(round_.ranks) == 1 else None
+    env[knobs.ROUND] = f"{round_.job} {round_.number}" if round_.job else None
+    if round_.served:
+        env["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torch's env:// rendezvous reads it: no rank serves the store
+    if interface is not None:
+        env["GLOO_SOCKET_IFNAME"] = interface
     return env
 
 
@@ -170,24 +171,20 @@ def parse_ranks(text: str, *, cores: int, gpus: int, option: str = "-n", auto: i
     return count
 
 
-def parse_nodes(text: str, *, standalone: bool = False) -> int:
-    """Return how many machines ``--nnodes`` asks for: ``N``, or torch's ``MIN:MAX`` where both are the same.
+def parse_nodes(text: str, *, standalone: bool = False, option: str = "--nnodes") -> tuple[int, int]:
+    """Return how many machines the job takes at least and at most: ``N``, or ``MIN:MAX``.
 
     Args:
         text: what the user wrote.
         standalone: the user also said that it is one.
+        option: what the user wrote it after, for messages.
     """
     least, _, most = text.partition(":")
-    if not least.isdecimal() or not (most or least).isdecimal():
-        raise ValueError(f"--nnodes={text}: expected a whole number of machines")
-    if most and int(most) != int(least):
-        raise ValueError(
-            f"--nnodes={text}: the number of machines does not change while a job runs; say --nnodes={most} "
-            "and start the launcher on each"
-        )
-    if standalone and int(least) > 1:
-        raise ValueError(f"--standalone is for jobs on one machine, and --nnodes={text}: drop one of them")
-    return int(least)
+    if not least.isdecimal() or not (most or least).isdecimal() or not 0 < int(least) <= int(most or least):
+        raise ValueError(f"{option}={text}: expected a whole number of machines, or MIN:MAX")
+    if standalone and int(most or least) > 1:
+        raise ValueError(f"--standalone is for jobs on one machine, and {option}={text}: drop one of them")
+    return int(least), int(most or least)
 
 
 @dataclass(frozen=True)
@@ -200,6 +197,10 @@ class NodeOptions:
     master_port: int | None = None
     #: The user has said that it is one machine.
     standalone: bool = False
+    rdzv: str | None = None
+    rdzv_id: str | None = None
+    local_addr: str | None = None
+    join_timeout: float = DEFAULT_JOIN_TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,8 @@ class NodePlace:
     master_port: int | None = None
     #: Ranks on each machine, as after ``-n``, where the engine says so.
     ranks: str | None = None
+    #: Where the machines find each other, its number of ranks still to be filled in; None: they are known beforehand.
+    rendezvous: Options | None = None
 
 
 def node_place(options: NodeOptions, env: Mapping[str, str] = os.environ) -> NodePlace:
@@ -222,7 +225,9 @@ def node_place(options: NodeOptions, env: Mapping[str, str] = os.environ) -> Nod
         EnvironmentMismatch: the engine's variables are incomplete, contradict each other or the options, or several
             launchers were started where each would start the whole job.
     """
-    nnodes = None if options.nnodes is None else parse_nodes(options.nnodes, standalone=options.standalone)
+    if options.rdzv is not None:
+        return _meeting(options, options.rdzv, env)
+    nnodes = None if options.nnodes is None else _fixed(options.nnodes, standalone=options.standalone)
     if options.node_rank is not None:
         return NodePlace(nnodes or 1, options.node_rank, options.master_addr, options.master_port)
     _refuse_below_torchrun(env)
@@ -253,6 +258,54 @@ def node_place(options: NodeOptions, env: Mapping[str, str] = os.environ) -> Nod
             "--master-addr, the name of machine 0"
         )
     return NodePlace(count, found.rank, address, options.master_port or found.port, found.ranks)
+
+
+def _fixed(text: str, *, standalone: bool) -> int:
+    least, most = parse_nodes(text, standalone=standalone)
+    if least != most:
+        raise ValueError(
+            f"--nnodes={text}: the number of machines can change only where the launchers find each other: say --rdzv "
+            "HOST on each, the name of one of them"
+        )
+    return least
+
+
+def _meeting(options: NodeOptions, endpoint: str, env: Mapping[str, str]) -> NodePlace:
+    for name, value in (("--node-rank", options.node_rank), ("--master-addr", options.master_addr)):
+        if value is not None:
+            raise ValueError(f"{name}={value} with --rdzv={endpoint}: the machines number themselves; drop {name}")
+    if options.standalone:
+        raise ValueError(f"--standalone is for jobs on one machine, and --rdzv={endpoint}: drop one of them")
+    if options.nnodes is None:
+        raise ValueError(f"--rdzv={endpoint}: say how many machines there are, --nnodes N or --nnodes MIN:MAX")
+    _refuse_below_torchrun(env)
+    kind, _, path = endpoint.partition(":")
+    if kind == "file":
+        # Two jobs must not meet in one file.
+        folder = Path(path).absolute()
+        if not folder.is_dir():
+            raise ValueError(f"--rdzv={endpoint}: not a folder; name one on a disk that all machines share")
+        endpoint = f"file:{folder / (options.rdzv_id or 'lockstep')}.rendezvous"
+    elif not _ENDPOINT.fullmatch(endpoint):
+        raise ValueError(f"--rdzv={endpoint}: expected HOST, HOST:PORT or file:FOLDER")
+    least, most = parse_nodes(options.nnodes)
+    if not (math.isfinite(options.join_timeout) and options.join_timeout > 0):
+        raise ValueError(f"--join-timeout={options.join_timeout:g}: expected a positive number of seconds")
+    found = Options(
+        endpoint,
+        options.rdzv_id or "lockstep",
+        least,
+        most,
+        ranks=0,
+        join_timeout=options.join_timeout,
+        local_addr=options.local_addr,
+        key=knobs.key(env),
+    )
+    return NodePlace(rendezvous=found)
+
+
+#: A name or an address, in brackets where it has colons, and perhaps a port.
+_ENDPOINT = re.compile(r"([^\s:\[\]]+|\[[0-9a-fA-F:.%\w]+\])(:\d{1,5})?")
 
 
 def _refuse_below_torchrun(env: Mapping[str, str]) -> None:

@@ -23,10 +23,10 @@ import time
 import traceback
 from collections import deque
 
+from lockstep.job.messages import Channel, encode
 from lockstep.launch import preload, processes, rank
 from lockstep.launch.channel import (
     Broken,
-    Channel,
     Clear,
     Cleared,
     Exited,
@@ -37,7 +37,6 @@ from lockstep.launch.channel import (
     Signal,
     Started,
     decode,
-    encode,
 )
 from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ignored
 
@@ -116,8 +115,8 @@ class _Zygote:
         match request:
             case Fork():
                 return self._fork(request, fds)
-            case Clear():
-                processes.sweep(patience=LEFTOVER_PATIENCE)
+            case Clear(spare):
+                processes.sweep(patience=LEFTOVER_PATIENCE, spare=spare)
                 self._channel.send(encode(Cleared()))
             case Signal(ranks, signum):
                 pids = {number: pid for pid, number in self._ranks.items()}

@@ -1,0 +1,94 @@
+"""The launcher's side of the rendezvous: starts the client, hears of it, and notices when it is cut off."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from typing import Any
+
+from lockstep.job.messages import Channel, encode
+from lockstep.rendezvous.messages import Alive, Command, End, Ended, Event, Leave, Meet, Met, Options, Refused, decode
+
+#: Seconds without a word from a client in a round after which it counts as cut off: a little more than after which the
+#: others count this machine as lost, so that they say so first.
+_CUT_OFF = 5.0
+#: Seconds beyond its own limit that a client may take to meet the others.
+_SPARE = 15.0
+
+
+class Rendezvous:
+    """The client process, as the launcher sees it. Where it dies or is cut off, :meth:`start` another one.
+
+    Args:
+        options: what it needs to know.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        #: The process, once it runs.
+        self.pid: int | None = None
+        self._channel: Channel | None = None
+        self._deadline: float | None = None
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on; only between :meth:`start` and :meth:`close`."""
+        assert self._channel is not None, "a client was started"
+        return self._channel.fileno()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a client, as far as is known."""
+        return self._channel is not None
+
+    @property
+    def due(self) -> float | None:
+        """When the client counts as cut off unless it says something before, on the monotonic clock; None: never."""
+        return self._deadline
+
+    def start(self) -> tuple[dict[str, Any], list[int]]:
+        """Make room for a client. Return what it runs, as ``Fork.job``, and descriptors that the caller closes."""
+        self.close()
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        job = {"kind": "rendezvous", "options": vars(self.options)}
+        # torch's store logs every lost connection with a stack of C++ frames; what matters comes as a message.
+        return job, [os.open(os.devnull, os.O_RDWR) for _ in range(3)] + [theirs.detach()]
+
+    def meet(self, meet: Meet) -> None:
+        """Have it take part in the next round; the answer is :class:`Met` or :class:`Refused`."""
+        self._deadline = time.monotonic() + self.options.join_timeout + _SPARE
+        self._send(meet)
+
+    def end(self, end: End) -> None:
+        """Have it write down why the round ends; the answer, also to what others have written, is :class:`Ended`."""
+        self._send(end)
+
+    def leave(self, *, over: bool, exit_code: int) -> None:
+        """Have it leave; the arguments are those of :class:`Leave`."""
+        self._deadline = None
+        self._send(Leave(over, exit_code))
+
+    def receive(self) -> list[Event]:
+        """Return what it has said. Raises EOFError if it is gone."""
+        assert self._channel is not None, "a client was started"
+        events = [decode(fields) for fields, _ in self._channel.receive()]
+        for event in events:
+            if isinstance(event, Met | Alive):
+                self._deadline = time.monotonic() + _CUT_OFF
+            elif isinstance(event, Ended | Refused):
+                self._deadline = None
+        return [event for event in events if isinstance(event, Event)]
+
+    def close(self) -> None:
+        """Close the connection, at which the client leaves. Does nothing the second time."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel, self.pid, self._deadline = None, None, None
+
+    def _send(self, command: Command) -> None:
+        # If the client is gone, receive() says so.
+        if self._channel is not None:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._channel.send(encode(command))

@@ -1,0 +1,215 @@
+"""What a launcher and its rendezvous client tell each other, and what the machines of a round tell each other."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lockstep.identity import Identity
+
+# The round -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Round:
+    """The machines that start their ranks together, and this machine's place among them.
+
+    A job on one machine, or on a fixed list of machines, has one; others have a new one after each change.
+    """
+
+    #: Which machine this is, from 0.
+    node_rank: int
+    #: Ranks on each machine.
+    ranks: tuple[int, ...]
+    #: Where the ranks meet, for scripts that open a process group themselves, and wherever there is no shared file.
+    address: str
+    port: int
+    #: How often the ranks of this job were started before, by what all machines know.
+    number: int = 0
+    #: Tells this job from every other one.
+    job: str = ""
+    #: What each machine is called, for messages.
+    hosts: tuple[str, ...] = ()
+    #: How many restarts the job has used, and its last failure; see ``Restarts`` in launch/policy.py.
+    history: dict[str, Any] = field(default_factory=dict)
+    #: This machine's network device on the way to the others; None: whichever.
+    interface: str | None = None
+    #: Whether the store at ``address`` is served already, so that no rank is to serve it.
+    served: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return sum(self.ranks)
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks of this machine."""
+        first = sum(self.ranks[: self.node_rank])
+        return range(first, first + self.ranks[self.node_rank])
+
+    def identity(self, local_rank: int) -> Identity:
+        """Return the place of one of this machine's ranks in the job."""
+        return Identity(
+            rank=self.local_ranks[local_rank],
+            world_size=self.world_size,
+            local_rank=local_rank,
+            local_world_size=self.ranks[self.node_rank],
+            node_rank=self.node_rank,
+            launched=True,
+        )
+
+    def host(self, node: int) -> str:
+        """Return what a machine is called, for messages."""
+        return f"machine {node} ({self.hosts[node]})" if self.hosts else f"machine {node}"
+
+
+class Kind(str, enum.Enum):
+    """Why a round ended."""
+
+    #: A rank failed.
+    FAILED = "failed"
+    #: A machine gave no sign of life, or its rendezvous client had to be started anew.
+    LOST = "lost"
+    #: Other machines want to take part: the ranks save, and all start again.
+    JOINING = "joining"
+    #: Somebody wants the job to end.
+    STOPPED = "stopped"
+    #: All ranks have ended well.
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a round ended, as the first machine to know has written it down: all machines act on the same one."""
+
+    kind: Kind
+    #: The machine that wrote it.
+    node: int
+    #: What to tell the user; complete for FAILED, with the traceback.
+    text: str = ""
+    #: FAILED: whether all ranks start again, and what to say of that.
+    again: bool = True
+    what_now: str = ""
+    exit_code: int = 1
+    #: FAILED: whether it reads like the consequence of another rank's end. Such a one waits for the real one.
+    echo: bool = False
+    #: STOPPED: the signal.
+    signum: int = 0
+    #: As in :class:`Round`, with this failure counted.
+    history: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what :meth:`from_json` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Verdict:
+        """Read what another machine wrote."""
+        return cls(**{**fields, "kind": Kind(fields["kind"])})
+
+
+# Launcher to client --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a client needs to know, in the environment that the zygote gives it."""
+
+    #: ``HOST:PORT``, or ``file:PATH`` on a disk that all machines share.
+    endpoint: str
+    #: Tells this job from others at the same endpoint.
+    job: str
+    min_nodes: int
+    max_nodes: int
+    #: Ranks on this machine.
+    ranks: int
+    #: Seconds to wait for ``min_nodes`` machines.
+    join_timeout: float
+    #: This machine's address for the others; None: that of the route to the endpoint.
+    local_addr: str | None = None
+    #: The job's key, as hexadecimal digits; empty: none.
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Meet:
+    """Take part in the next round."""
+
+    #: The number of the last round that this machine took part in, and what it knows of the job; -1: none.
+    last: int = -1
+    job: str = ""
+    history: dict[str, Any] = field(default_factory=dict)
+    #: Why that round can't go on, if the others may not know.
+    lost: str = ""
+
+
+@dataclass(frozen=True)
+class End:
+    """Write down why the round ends, unless somebody was first; or, if DONE, that this machine's ranks have ended."""
+
+    verdict: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Leave for good."""
+
+    #: Whether the job is over for all machines.
+    over: bool
+    #: What it ends with, for machines that wait to join.
+    exit_code: int = 0
+
+
+# Client to launcher --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Met:
+    """The machines have met."""
+
+    round: dict[str, Any]
+    #: What the user should know: clocks that differ.
+    warning: str = ""
+
+    @property
+    def place(self) -> Round:
+        """The round."""
+        fields = self.round
+        return Round(**{**fields, "ranks": tuple(fields["ranks"]), "hosts": tuple(fields["hosts"])})
+
+
+@dataclass(frozen=True)
+class Alive:
+    """This client and the store are there. Said twice a second while a round goes on."""
+
+    #: Machines that wait to join; only machine 0 looks.
+    waiting: int = 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The round has ended."""
+
+    verdict: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The machines can't meet, and trying again would not help; or the job is over, and did not need this one."""
+
+    error: str
+    #: What the launcher is to end with.
+    exit_code: int = 1
+
+
+Command = Meet | End | Leave
+Event = Met | Alive | Ended | Refused
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*Command.__args__, *Event.__args__)}
+
+
+def decode(fields: dict[str, Any]) -> Command | Event:
+    """Return the message that :func:`lockstep.job.messages.encode` was given."""
+    kind: Command | Event = _KINDS[fields.pop("is")](**fields)
+    return kind

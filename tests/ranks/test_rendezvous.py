@@ -1,0 +1,169 @@
+"""One job on several machines that find each other: they start, fail, restart, change and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.job.files import EXIT_SAVED
+from tests.faults import jobs
+from tests.faults.machines import Machines, client
+from tests.launching import Finished, wait_for
+
+pytestmark = pytest.mark.timeout(150)
+
+
+def _strike(point: str, *, whom: str = "rank", rank: int = 1, taken: int = 4, sig: int = signal.SIGKILL) -> str:
+    return json.dumps([{"life": 0, "rank": rank, "point": point, "taken": taken, "signal": int(sig), "whom": whom}])
+
+
+def _codes(machines: Machines) -> tuple[list[int], list[Finished]]:
+    done = [machine.finish() for machine in machines.running]
+    return [each.code for each in done], done
+
+
+def test_all_machines_restart_together_with_the_same_bits(tmp_path: Path, calm: jobs.Calm) -> None:
+    (tmp_path / "plan.json").write_text(_strike("optimizer"))
+    with Machines(tmp_path, "2") as machines:
+        for _ in range(2):
+            machines.start("--plan", str(tmp_path / "plan.json"))
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
+    jobs.check_audit(tmp_path)
+    assert jobs.lives(tmp_path) == 2
+    own, told = sorted((each.err for each in done), key=lambda err: "on machine 1" in err)
+    for err in (own, told):
+        assert "rank 1 of 2 failed: killed by signal 9 (SIGKILL)" in err
+        assert err.count("restart 1 of 2: all ranks start again") == 1
+    assert "lockstep: on machine 1 (" in told, told
+
+
+_RAISING = """
+import sys
+import torch
+import lockstep
+world = lockstep.init()
+if world.rank == 1:
+    raise RuntimeError("the wrong path")
+world.mean(1.0)
+"""
+
+
+def test_the_first_failure_is_told_on_every_machine(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_RAISING)
+    with Machines(tmp_path, "2") as machines:
+        for _ in range(2):
+            machines.start(script=script)
+        codes, done = _codes(machines)
+    assert codes == [1, 1], done
+    for each in done:
+        report = each.err.partition("lockstep: ")[2]
+        assert "rank 1 of 2 failed: exit code 1" in report, each.err
+        assert "RuntimeError: the wrong path" in report
+        assert "PeerLost" not in report
+        assert "not restarted: it failed before its first step" in report
+    elsewhere = next(each.err for each in done if "on machine 1" in each.err)
+    assert "line 7, in <module>" in elsewhere.partition("lockstep: ")[2], "with the traceback that is nowhere above"
+
+
+def test_a_machine_that_comes_joins_without_a_step_lost(tmp_path: Path) -> None:
+    """Two ranks more, on a job of one, in the middle of its first epoch."""
+    with Machines(tmp_path, "1:2") as machines:
+        machines.start("--slow", "0.3")
+        wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 3, "training")
+        machines.start("--slow", "0.01", ranks=2)
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    taken = [line for line in jobs.lines(tmp_path, 0) if "step" in line]
+    assert [line["step"] for line in taken] == list(range(1, 37)), "no step was lost, none was taken twice"
+    assert {line["life"] for line in taken} == {0, 1}
+    used = [
+        (line["epoch"], index)
+        for rank in range(3)
+        for line in jobs.lines(tmp_path, rank)
+        if "step" in line
+        for index in line["indices"]
+    ]
+    assert sorted(used) == [(epoch, index) for epoch in range(3) for index in range(46)], "each sample once an epoch"
+    assert "1 machine wants to join" in done[0].err
+
+
+def test_a_signal_to_one_machine_stops_them_all(tmp_path: Path, calm: jobs.Calm) -> None:
+    with Machines(tmp_path, "2") as machines:
+        for _ in range(2):
+            machines.start("--slow", "0.05")
+        wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 3, "training")
+        os.kill(machines.running[1].pid, signal.SIGTERM)
+        codes, done = _codes(machines)
+    assert codes == [EXIT_SAVED] * 2, done
+    for each in done:
+        assert "stopped by SIGTERM; saved at step" in each.err
+    with Machines(tmp_path, "2") as machines:
+        for _ in range(2):
+            machines.start("--life", "1")
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_job_goes_on_when_a_rendezvous_client_dies(tmp_path: Path, calm: jobs.Calm, number: int) -> None:
+    """One of them serves the store."""
+    with Machines(tmp_path, "2") as machines:
+        for _ in range(2):
+            machines.start("--slow", "0.05")
+        wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 5, "training")
+        os.kill(client(machines.running[number]), signal.SIGKILL)
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
+    jobs.check_audit(tmp_path)
+    assert "the rendezvous client of this machine has ended" in done[number].err
+
+
+def test_the_job_goes_on_without_a_machine_that_dies(tmp_path: Path) -> None:
+    """Over a shared folder, whichever machine it is; and the one that is left does not need it."""
+    (tmp_path / "shared").mkdir()
+    with Machines(tmp_path, "1:2", endpoint=f"file:{tmp_path / 'shared'}") as machines:
+        for _ in range(2):
+            machines.start("--slow", "0.05")
+        wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 5, "training")
+        machines.running[0].process.kill()
+        died = time.monotonic()
+        wait_for(lambda: jobs.lives(tmp_path) == 2, "the next life", limit=15)
+        passed = time.monotonic() - died
+        codes, done = _codes(machines)
+    assert codes == [-signal.SIGKILL, 0], done
+    assert "gave no sign of life for 4 s" in done[1].err
+    assert passed < 12, passed
+    assert not list((tmp_path / "shared").iterdir()), "nothing is left of the rendezvous"
+
+
+def test_machines_without_the_jobs_key_are_refused(tmp_path: Path) -> None:
+    with Machines(tmp_path, "2") as machines:
+        machines.start(LOCKSTEP_KEY="ab" * 32)
+        machines.start()
+        codes, done = _codes(machines)
+    assert codes == [1, 1], done
+    said = sorted(each.err.partition("lockstep: ")[2].split("(")[0] for each in done)
+    texts = [each.err for each in done]
+    assert any("does not know the job's key that this machine has" in text for text in texts), said
+    assert any("has a key for this job, and this machine has none" in text for text in texts), said
+    assert not list(tmp_path.glob("pid-*")), "no rank was started"
+
+
+def test_too_few_machines(tmp_path: Path) -> None:
+    with Machines(tmp_path, "2") as machines:
+        machines._options += ["--join-timeout", "2"]
+        machines.start()
+        codes, done = _codes(machines)
+    assert codes == [1], done
+    assert "too few machines came to 127.0.0.1:" in done[0].err
+    assert not list(tmp_path.glob("pid-*")), "no rank was started"

@@ -253,6 +253,13 @@ _TRAINER = {
     "PET_MASTER_ADDR": "train-node-0",
     "PET_MASTER_PORT": "29400",
 }
+_POD = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "MASTER_ADDR": "train-master-0",
+    "MASTER_PORT": "23456",
+    "WORLD_SIZE": "3",
+    "RANK": "2",
+}
 _MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
@@ -275,6 +282,10 @@ _MPIRUN = {
         ({"nnodes": "2"}, {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "j-0.s"}, NodePlace(2, 1, "j-0.s")),
         ({"standalone": True}, {"JOB_COMPLETION_INDEX": "1"}, NodePlace()),
         ({"master_addr": "n0"}, {**_SRUN, **_MPIRUN}, NodePlace(2, 1, "n0")),
+        ({}, _POD, NodePlace(3, 2, "train-master-0", 23456)),
+        ({}, {**_POD, **_TRAINER}, NodePlace(3, 1, "train-node-0", 29400, "2")),
+        ({}, {**_POD, "WORLD_SIZE": "1", "RANK": "0"}, NodePlace()),
+        ({}, {**_POD, "LOCAL_RANK": "0"}, NodePlace()),
     ],
 )
 def test_a_machines_place_is_the_users_or_the_engines(

@@ -6,6 +6,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
@@ -277,7 +278,8 @@ class Checkpointer:
         if drift and self._world.is_main and not self._said_apart:
             self._said_apart = True
             callsite.warn(drift, RuntimeWarning)
-        return plan, position.moment(run.loader, epoch_done=epoch_done, metric=_finite(metric))
+        moment = position.moment(run.loader, epoch_done=epoch_done, metric=_finite(metric))
+        return plan, replace(moment, hosts=self._world.hosts)
 
     def _refuse_foreign_folder(self) -> None:
         """Refuse, on rank 0, checkpoints that this run has nothing to do with."""

@@ -189,6 +189,7 @@ def _manifest(moment: Moment, world_size: int, files: dict[str, FileEntry]) -> M
         world_size=world_size,
         metric=moment.metric,
         round=None if (found := knobs.round_()) is None else found[1],
+        hosts=moment.hosts,
         written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"lockstep": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         files=dict(sorted(files.items())),

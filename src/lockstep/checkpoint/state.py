@@ -333,6 +333,8 @@ class Moment:
     in_epoch: bool
     #: By which the best are kept.
     metric: float | None = None
+    #: Which ranks share a host (World.hosts).
+    hosts: list[list[int]] | None = None
 
 
 class Position:

@@ -153,11 +153,20 @@ class End:
 
 
 @dataclass(frozen=True)
+class Looks:
+    """How the ranks of this machine are, for the launchers of the others; see ``HangWatch.summary``."""
+
+    ranks: list[list[Any]]
+
+
+@dataclass(frozen=True)
 class Leave:
     """Leave for good."""
 
     #: Whether the job is over for all machines.
     over: bool
+    #: What it ends with, for machines that wait to join.
+    exit_code: int = 0
 
 
 # Client to launcher --------------------------------------------------------------------------------------------------
@@ -184,6 +193,8 @@ class Alive:
 
     #: Machines that wait to join; only machine 0 looks.
     waiting: int = 0
+    #: How the ranks of the other machines are.
+    ranks: list[list[Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -195,12 +206,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class Refused:
-    """The machines can't meet, and trying again would not help."""
+    """The machines can't meet, and trying again would not help; or the job is over, and did not need this one."""
 
     error: str
+    #: What the launcher is to end with.
+    exit_code: int = 1
 
 
-Command = Meet | End | Leave
+Command = Meet | End | Looks | Leave
 Event = Met | Alive | Ended | Refused
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*Command.__args__, *Event.__args__)}
 

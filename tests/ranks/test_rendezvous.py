@@ -95,11 +95,25 @@ def test_a_machine_that_comes_joins_without_a_step_lost(tmp_path: Path) -> None:
     assert "1 machine wants to join" in done[0].err
 
 
+def _listening(pid: int) -> list[str]:
+    """The IPv4 addresses at which a process listens, as /proc has them; any other address as it is there."""
+    sockets = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
 def test_a_signal_to_one_machine_stops_them_all(tmp_path: Path, calm: jobs.Calm) -> None:
     with Machines(tmp_path, "2") as machines:
         for _ in range(2):
             machines.start("--slow", "0.05")
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 3, "training")
+        listening = [address for machine in machines.running for address in _listening(client(machine))]
+        assert listening == ["0100007F"] * 2, "the store of the rendezvous and that of the round, at 127.0.0.1 alone"
         os.kill(machines.running[1].pid, signal.SIGTERM)
         codes, done = _codes(machines)
     assert codes == [EXIT_SAVED] * 2, done

@@ -150,7 +150,7 @@ class _Run:
         #: why there will be none.
         self._last_round, self._job = -1, ""
         self._lost = ""
-        self._refused = ""
+        self._refused, self._refused_with = "", 1
         #: Clients that were lost since the machines have met last.
         self._lost_clients = 0
         #: When a client that was told to leave has had enough time, on the monotonic clock.
@@ -316,7 +316,10 @@ class _Run:
         elif self._others is not None and self._others.pid is not None:
             self._stage = _Stage.LEAVING
             self._patience = time.monotonic() + _FAREWELL
-            self._others.leave(over=True)
+            code = verdict.exit_code if verdict.kind is Kind.FAILED else 0
+            if verdict.kind is Kind.STOPPED:
+                code = EXIT_SAVED if self._launcher.attempt.outcome(self._streams).saved else 128 + verdict.signum
+            self._others.leave(over=True, exit_code=code)
         else:
             self._finish()
 
@@ -375,9 +378,9 @@ class _Run:
                 self._on_round(event)
             case Alive(waiting):
                 self._on_waiting(waiting, now)
-            case Refused(error):
+            case Refused(error, exit_code):
                 if self._stage is _Stage.MEETING:
-                    self._refused = error
+                    self._refused, self._refused_with = error, exit_code
                     self._finish()
                 else:
                     self._lose(error, now)
@@ -410,6 +413,8 @@ class _Run:
             return
         if self._verdict is not None or policy.stopping or self._others is None:
             return
+        if len(attempt.round.ranks) >= self._others.options.max_nodes:
+            return  # they are spare
         machines = "1 machine wants" if waiting == 1 else f"{waiting} machines want"
         if attempt.listening:
             text = f"{machines} to join: the ranks finish a step, save, and start again together"
@@ -488,6 +493,9 @@ class _Run:
         if launcher.broken is not None:
             say(report.not_started(launcher.broken))
             return 1
+        if self._refused:
+            say(self._refused)
+            return self._refused_with
         if outcome.note is not None and outcome.saved:
             say(report.saved(outcome.note, policy.stopped_by))
             return EXIT_SAVED
@@ -496,9 +504,6 @@ class _Run:
             late = self._asked_listeners and outcome.completed
             say(report.came_late(signum) if late else report.stopped(outcome, signum))
             return 0 if late else 128 + signum
-        if self._refused:
-            say(self._refused)
-            return 1
         if verdict is None and outcome.first is not None:  # the zygote has ended as well, so nothing starts again
             verdict = replace(self._judge(), what_now="")
         if verdict is not None and verdict.kind in (Kind.FAILED, Kind.LOST):

@@ -32,12 +32,18 @@ import socket
 import struct
 import time
 import traceback
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
@@ -74,6 +80,8 @@ _SKEW = 2.0
 #: Seconds to wait for more machines once there are enough.
 _LAST_CALL = 2.0
 DEFAULT_PORT = 29400
+#: What torch's handler raises in machines that wait when the job ends: for a place among the others, or as a spare.
+_OVER = (RendezvousClosedError, RendezvousGracefulExitError)
 
 
 def main(fd: int, options: dict[str, Any]) -> NoReturn:
@@ -90,7 +98,7 @@ def main(fd: int, options: dict[str, Any]) -> NoReturn:
     except EOFError:
         pass  # the launcher is gone
     except Exception as error:  # noqa: BLE001  (whatever it is, the launcher tells the user; nobody reads this process)
-        channel.send(encode(Refused(_words(error, client.endpoint))))
+        channel.send(encode(Refused(_words(error, client.endpoint), client.exit_code)))
     os._exit(0)  # nothing here needs torch's teardown
 
 
@@ -104,6 +112,8 @@ class _Client:
         self._options = options
         self._commands: list[Command] = []
         self.endpoint = options.endpoint
+        #: What the launcher is to end with if the machines can't meet.
+        self.exit_code = 1
         self._serves = False
         self._server: Store | None = None
         self._round: Round | None = None
@@ -194,7 +204,14 @@ class _Client:
     def _meet(self, meet: Meet) -> Round:
         """Take part in the next round; see Note [A round]."""
         self._server = None  # of the round before
-        info = self._handler.next_rendezvous()
+        self._base.add(self._key("waiting"), 1)
+        try:
+            info = self._handler.next_rendezvous()
+        except _OVER:
+            self.exit_code = int(self._base.get(self._key("result")))
+            raise
+        finally:
+            self._base.add(self._key("waiting"), -1)
         self._store, self._node, nodes = info.store, info.rank, info.world_size
         card = {
             "ranks": self._options.ranks,
@@ -316,16 +333,22 @@ class _Client:
         self._base.compare_set(self._verdict_key, "", json.dumps(verdict.to_json()))
 
     def _leave(self, command: Leave) -> NoReturn:
-        """Leave; the machine that serves the store does so when the others have."""
+        """Leave; the machine that serves the store does so when the others have, and those that wait to join."""
         if command.over and self._round is not None:
+            self._base.set(self._key("result"), str(command.exit_code))
+            self._handler.set_closed()
+            machines = len(self._round.ranks)
+            serves = self._serves or self._server is not None
+            kind, _, path = self._options.endpoint.partition(":")
             left = self._store.add("left", 1)
             limit = time.monotonic() + _FAREWELL
-            serves = self._serves or self._server is not None
-            while serves and left < len(self._round.ranks) and time.monotonic() < limit:
+            # The last one at a file waits for those that wait to join, for then the file goes.
+            while (serves or (kind == "file" and left == machines)) and time.monotonic() < limit:
+                if left == machines and not self._base.add(self._key("waiting"), 0):
+                    break
                 select.select([], [], [], 0.02)
                 left = self._store.add("left", 0)
-            kind, _, path = self._options.endpoint.partition(":")
-            if kind == "file" and left == len(self._round.ranks):
+            if kind == "file" and left == machines:
                 Path(path).unlink(missing_ok=True)
         raise _Left
 
@@ -360,6 +383,9 @@ def _own_address(endpoint: tuple[str, int] | None) -> str:
         try:
             probe.connect(address)
         except OSError as error:
+            found = [address for _, address in _devices() if not address.startswith("127.")]
+            if endpoint is None and len(found) == 1:
+                return found[0]
             raise OSError(
                 f"this machine's address is not known, for there is no way to {host} ({error.strerror}): say "
                 "--local-addr"
@@ -372,15 +398,18 @@ _SIOCGIFADDR = 0x8915
 
 def _interface(address: str) -> str | None:
     """Return the network device that has an address (IPv4; None for others: then gloo chooses)."""
+    return next((name for name, own in _devices() if own == address), None)
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    """Yield this machine's network devices with their IPv4 addresses."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 request = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("16s24x", name.encode()))
             except OSError:  # a device without an address
                 continue
-            if socket.inet_ntoa(request[20:24]) == address:
-                return name
-    return None
+            yield name, socket.inet_ntoa(request[20:24])
 
 
 def _skew(clocks: list[float], round_: Round) -> str:
@@ -399,8 +428,8 @@ def _words(error: Exception, endpoint: str) -> str:
     """Say why the machines could not meet."""
     if isinstance(error, RendezvousTimeoutError):
         return f"too few machines came to {endpoint} in time (--join-timeout)"
-    if isinstance(error, RendezvousClosedError):
-        return f"the job at {endpoint} is over"
+    if isinstance(error, _OVER):
+        return f"the job at {endpoint} is over, and did not need this machine any more"
     if not isinstance(error, (RendezvousError, RuntimeError, OSError, ValueError)):
         return "".join(traceback.format_exception(error))
     cause: BaseException = error

@@ -65,10 +65,10 @@ class Rendezvous:
         """Have it write down why the round ends; the answer, also to what others have written, is :class:`Ended`."""
         self._send(end)
 
-    def leave(self, *, over: bool) -> None:
-        """Have it leave."""
+    def leave(self, *, over: bool, exit_code: int) -> None:
+        """Have it leave; the arguments are those of :class:`Leave`."""
         self._deadline = None
-        self._send(Leave(over))
+        self._send(Leave(over, exit_code))
 
     def receive(self) -> list[Event]:
         """Return what it has said. Raises EOFError if it is gone."""

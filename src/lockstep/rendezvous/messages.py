@@ -158,6 +158,8 @@ class Leave:
 
     #: Whether the job is over for all machines.
     over: bool
+    #: What it ends with, for machines that wait to join.
+    exit_code: int = 0
 
 
 # Client to launcher --------------------------------------------------------------------------------------------------
@@ -195,9 +197,11 @@ class Ended:
 
 @dataclass(frozen=True)
 class Refused:
-    """The machines can't meet, and trying again would not help."""
+    """The machines can't meet, and trying again would not help; or the job is over, and did not need this one."""
 
     error: str
+    #: What the launcher is to end with.
+    exit_code: int = 1
 
 
 Command = Meet | End | Leave

@@ -13,6 +13,9 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 ECOSYSTEM := .venv-ecosystem/torch-$(TORCH)
 LIBRARIES := accelerate datasets lightning peft timm torchmetrics transformers webdataset
 
+# Ray brings half a gigabyte, so "make engines" has an environment of its own.
+ENGINES := .venv-engines
+
 # The tests run two files at a time, each in a process of its own; a test that hangs ends them both. WORKERS=0: in one.
 WORKERS ?= 2
 TESTS := python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
@@ -21,7 +24,7 @@ QUICK := $(addprefix tests/ranks/test_,ddp_left_out.py run_signals.py ddp_wrappi
 	tests/unit $(addprefix tests/contracts/test_,ddp_signature.py names_of_subclasses.py public_names.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check format faults ecosystem bench newest oldest pythons house clean
+.PHONY: help demo test quick check format faults ecosystem engines bench newest oldest pythons house clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
@@ -65,6 +68,9 @@ python-%:
 
 ecosystem: $(ECOSYSTEM)/.ready  ## other libraries on lockstep, each against one process (TORCH=2.15.0: on that torch)
 	$(ECOSYSTEM)/bin/python -m pytest tests/ecosystem -m ecosystem $(WRITE)
+
+engines: $(ENGINES)/.ready  ## Slurm, Ray and what pods of Kubernetes run, on this machine, as far as it has what they need
+	$(ENGINES)/bin/python -m pytest tests/engines tests/unit/test_manifests.py
 
 bench: $(READY)  ## measure launch and step times against torch (some minutes; nothing else should run meanwhile)
 	$(BIN)/python -m benchmarks.launch
@@ -112,4 +118,10 @@ $(ECOSYSTEM)/.ready: pyproject.toml constraints.txt tests/ecosystem/constraints.
 	echo torch==$(TORCH) >> $(ECOSYSTEM)/constraints.txt
 	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt torch  # first: all else takes it as it is
 	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt --editable '.[demo]' $(LIBRARIES) pytest pytest-timeout
+	touch $@
+
+$(ENGINES)/.ready: pyproject.toml constraints.txt
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,ray]'
 	touch $@

@@ -48,8 +48,8 @@ def _ours() -> list[type]:
     """Every class in lockstep that has a class of torch's among its bases."""
     found: dict[str, type] = {}
     for module in pkgutil.walk_packages(lockstep.__path__, "lockstep."):
-        if module.name.endswith("__main__"):
-            continue
+        if module.name.endswith("__main__") or module.name.startswith("lockstep.integrations."):
+            continue  # the latter need what they are named after, and extend its classes
         for value in vars(importlib.import_module(module.name)).values():
             if inspect.isclass(value) and _is_ours(value) and _torchs(value):
                 found[f"{value.__module__}.{value.__qualname__}"] = value

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from lockstep.cli import main
 from tests.engines.slurm import Cluster, missing
 from tests.faults import jobs
 from tests.launching import python_path, wait_for
@@ -69,34 +72,49 @@ def test_several_launchers_on_a_node_are_refused(cluster: Cluster, tmp_path: Pat
     assert done.stderr.count("srun started 2 tasks, 2 of them on one machine") == 2, done
 
 
-def test_a_job_that_slurm_stops_is_queued_again_and_ends_with_the_same_bits(
-    cluster: Cluster, tmp_path: Path, calm: jobs.Calm
+@pytest.mark.parametrize("requeue", ["script", "slurm"])
+def test_a_printed_script_saves_is_queued_again_and_ends_with_the_same_bits(
+    cluster: Cluster, tmp_path: Path, calm: jobs.Calm, requeue: str
 ) -> None:
-    """One rank on each of two nodes; SIGTERM as before the time limit; then RequeueExit=75."""
-    launch = f"{sys.executable} -m lockstep run -n 1 --log-dir {tmp_path}/logs-$SLURM_RESTART_COUNT-$SLURM_PROCID"
-    training = f"{jobs.SCRIPT} {tmp_path} --life ${{SLURM_RESTART_COUNT:-0}} --slow 0.05"
-    (tmp_path / "job.sh").write_text(
-        f"#!/bin/bash\nexec srun -K0 --ntasks-per-node=1 bash -c 'exec {launch} {training}'\n"
-    )
-    options = ["--parsable", "-N2", "--ntasks-per-node=1", "--open-mode=append", "-o", "out"]
-    job = cluster.run(
-        "sbatch", *options, "job.sh", cwd=tmp_path, PYTHONPATH=python_path(_ROOT)
-    ).stdout.strip()  # fmt: skip
+    """One rank on each of two nodes; SIGTERM as before the time limit; then scontrol requeue, or RequeueExit=75."""
+    folder = tmp_path / "it's a $HOME"
+    folder.mkdir()
+    options = ["--nodes", "2", "-n", "1", "--time", "10", "--name", "job", "--log-dir", "the logs"]
+    options += ["--requeue", requeue]
+    done = CliRunner().invoke(main, ["slurm", *options, str(jobs.SCRIPT), str(folder), "--slow", "0.05"])
+    assert done.exit_code == 0, done.output
+    (folder / "job.sh").write_text(done.stdout)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    submitted = cluster.run("sbatch", "--parsable", "job.sh", cwd=folder, PATH=path, PYTHONPATH=python_path(_ROOT))
+    job = submitted.stdout.strip()
+    output = folder / f"job-{job}.out"
 
     def state() -> str:
-        return cluster.run("scontrol", "-o", "show", "job", job, cwd=tmp_path).stdout
+        return cluster.run("scontrol", "-o", "show", "job", job, cwd=folder).stdout
 
-    wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 4, "training")
-    cluster.run("scancel", "--signal=TERM", job, cwd=tmp_path)
+    wait_for(lambda: len(jobs.lines(folder, 0)) > 4, "training")
+    cluster.run("scancel", "--signal=TERM", job, cwd=folder)
     wait_for(lambda: "Restarts=1" in state(), "the end of the first life")
 
-    # It would wait for two minutes; within a second of its end, slurmd refuses the credentials of that number.
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3", cwd=tmp_path)
-    wait_for(lambda: not re.search("JobState=(PENDING|CONFIGURING|RUNNING|COMPLETING)", state()), "the end", limit=90)
-    assert "JobState=COMPLETED" in state(), f"{state()}\n{(tmp_path / 'out').read_text()}"
-    assert jobs.lives(tmp_path) == 2, (tmp_path / "out").read_text()
-    assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
-    steps = jobs.check_audit(tmp_path)
-    resumed = [line["resumed"] for line in jobs.lines(tmp_path, 0) if "resumed" in line]
+    # A job that was queued again waits for two minutes unless it is told not to, and a node does not start it in the
+    # second in which it ended there.
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3", cwd=folder)
+    wait_for(lambda: re.search("JobState=(COMPLETED|FAILED|CANCELLED)", state()), "the end", limit=90)
+    assert "JobState=COMPLETED" in state(), output.read_text()
+    assert jobs.lives(folder) == 2, output.read_text()
+    assert jobs.final(folder) == calm(jobs.EPOCHS)
+    steps = jobs.check_audit(folder)
+    resumed = [line["resumed"] for line in jobs.lines(folder, 0) if "resumed" in line]
     assert 0 < resumed[-1] < steps, json.dumps(resumed)
-    assert (tmp_path / "out").read_text().count("saved at step") == 2, "said once on each node"
+    assert output.read_text().count("saved at step") == 2, "said once on each node"
+    logs = {str(path.relative_to(folder)) for path in folder.glob("the logs/*/*/*.log")}
+    assert logs == {f"the logs/{job}/start-{start}/rank{rank}.log" for start in (0, 1) for rank in (0, 1)}
+
+
+def test_a_printed_script_ends_with_the_code_of_a_program_that_fails(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("import lockstep\nlockstep.init()\nraise SystemExit(3)\n")
+    done = CliRunner().invoke(main, ["slurm", "--nodes", "2", "-n", "1", "--time", "10", "fails.py"])
+    (tmp_path / "job.sh").write_text(done.stdout)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    ended = cluster.run("sbatch", "--wait", "job.sh", cwd=tmp_path, PATH=path, PYTHONPATH=python_path(_ROOT))
+    assert ended.returncode == 3, (ended, [path.read_text() for path in tmp_path.glob("*.out")])

@@ -5,8 +5,9 @@ dropout, AdamW, a schedule, random augmentation from three generators, a loader 
 writes down which samples each step used, and at the end the digests of what it has.
 
 ``--plan`` names a file of faults: ``[{"life": 0, "rank": 1, "point": "backward", "taken": 2, "signal": 9}, …]``. A
-life is one start of the ranks: ``--life`` plus the restarts so far; ``taken`` counts the steps of this life. The signal
-goes to the rank itself unless ``whom`` is ``"peer"`` (the next rank), ``"launcher"`` or ``"group"`` (all there are).
+life is one start of the ranks: ``--life`` plus the restarts so far, by the launcher or by Slurm; ``taken`` counts the
+steps of this life. The signal goes to the rank itself unless ``whom`` is ``"peer"`` (the next rank), ``"launcher"`` or
+``"group"`` (all there are).
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(1)
     world = lockstep.init(seed=3)
-    life = options.life + int(os.environ.get("LOCKSTEP_RESTART", "0"))
+    life = options.life + sum(int(os.environ.get(name) or 0) for name in ("LOCKSTEP_RESTART", "SLURM_RESTART_COUNT"))
     (options.folder / f"pid-{life}-{world.rank}").write_text(str(os.getpid()))
     audit = Audit(options.folder, world.rank, life)
     faults = Faults(options.plan, rank=world.rank, life=life)

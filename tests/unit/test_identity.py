@@ -46,6 +46,14 @@ def test_mpirun_makes_one_job_not_many(env: dict[str, str]) -> None:
     assert Identity.from_environment({**env, **ours.to_environment()}) == ours, "our own variables come first"
 
 
+def test_a_machine_among_several_is_not_silently_alone() -> None:
+    with pytest.raises(EnvironmentMismatch, match="PET_NNODES=3 says that this is one of several machines"):
+        Identity.from_environment({"PET_NNODES": "3", "PET_NODE_RANK": "1"})
+    alone = Identity(0, 1, 0, 1, 0, launched=False)
+    assert Identity.from_environment({"PET_NNODES": "1", "PET_NODE_RANK": "0"}) == alone
+    assert Identity.from_environment({"PET_NNODES": "3", "TORCHELASTIC_RUN_ID": "x"}) == alone, "started by a rank"
+
+
 @pytest.mark.parametrize(
     ("env", "text"),
     [

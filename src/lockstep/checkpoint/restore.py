@@ -108,7 +108,7 @@ def load(contents: Contents, run: RunState, world: World) -> None:
         for thing, its_state in before:
             thing.load_state_dict(its_state)
         raise
-    together(world, lambda: run.load_tensors(contents), lambda _: None)
+    together(world, lambda: run.load_tensors(contents, world.rank), lambda _: None)
 
 
 def load_generators(contents: Contents, world: World) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import click
 
 from lockstep.cli.checkpoint import checkpoint
+from lockstep.cli.manifest import manifest
 from lockstep.cli.run import run
+from lockstep.cli.slurm import slurm
 from lockstep.version import __version__
 
 
@@ -17,3 +19,5 @@ def main() -> None:
 
 main.add_command(run)
 main.add_command(checkpoint)
+main.add_command(slurm)
+main.add_command(manifest)

@@ -1,1 +1,1 @@
-"""Read what the engines that start processes (Slurm, MPI, Kubernetes) say of a process's place. Pure."""
+"""Read what Slurm, MPI and Kubernetes say of a process's place, and write what starts a job there. Pure."""

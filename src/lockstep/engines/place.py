@@ -5,7 +5,8 @@ put into the words that lockstep's launcher and torchrun use, with :func:`rank_v
 
 Launchers: ``srun --ntasks-per-node=1 lockstep run -n 4 train.py``, or one pod for each machine. What the engine says is
 read by :func:`node`: torchrun's own variables (``PET_…``, which Kubeflow's Trainer sets), then mpirun's (it may run
-inside a job of Slurm), Slurm's, and those of an Indexed Job of Kubernetes. The first that is there counts, as a whole.
+inside a job of Slurm), Slurm's, those of an Indexed Job of Kubernetes, and those of a PyTorchJob, which describes a pod
+as if it were a rank. The first that is there counts, as a whole.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
     user has set come first.
 
     Raises:
-        EnvironmentMismatch: srun's variables are incomplete or contradict each other.
+        EnvironmentMismatch: srun's variables are incomplete or contradict each other, or this machine is one of several
+            on which nothing has started ranks.
     """
     by_mpi = mpi_variables(env)
     # mpirun inside a job of Slurm starts its helpers with srun, whose variables the ranks inherit. The other way round,
@@ -73,6 +75,12 @@ def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
             "MASTER_ADDR": env.get("MASTER_ADDR", task.address),
             "MASTER_PORT": env.get("MASTER_PORT", str(task.port)),
         }
+    if not by_mpi and "TORCHELASTIC_RUN_ID" not in env and env.get("PET_NNODES", "1") not in ("1", "1:1"):
+        raise EnvironmentMismatch(
+            f"PET_NNODES={env['PET_NNODES']} says that this is one of several machines, but nothing has started ranks "
+            "on it, and each machine would train a model of its own: start with lockstep run, or env -u PET_NNODES to "
+            "run alone"
+        )
     return by_mpi
 
 
@@ -83,7 +91,7 @@ def node(env: Mapping[str, str]) -> Node | None:
         EnvironmentMismatch: the variables are incomplete or contradict each other, or the engine has started several
             launchers on a machine.
     """
-    for read in (_torchrun, _mpirun, _slurm, _indexed_job):
+    for read in (_torchrun, _mpirun, _slurm, _indexed_job, _pytorch_job):
         found = read(env)
         if found is not None:
             return found
@@ -104,8 +112,8 @@ def _torchrun(env: Mapping[str, str]) -> Node | None:
     count = env["PET_NNODES"]
     if ":" in count and count.partition(":")[0] != count.partition(":")[2]:
         raise EnvironmentMismatch(
-            f"PET_NNODES={count}: the number of machines does not change while a job of lockstep runs; ask for a fixed "
-            "number"
+            f"PET_NNODES={count}: the number of machines can change only where they find each other: say --rdzv HOST, "
+            "or PET_RDZV_BACKEND=c10d and PET_RDZV_ENDPOINT, or ask for a fixed number"
         )
     nodes = _number("PET_NNODES", count.partition(":")[0])
     if nodes == 1:
@@ -140,6 +148,21 @@ def _indexed_job(env: Mapping[str, str]) -> Node | None:
     if "JOB_COMPLETION_INDEX" not in env:
         return None
     return Node("JOB_COMPLETION_INDEX", _number("JOB_COMPLETION_INDEX", env["JOB_COMPLETION_INDEX"]))
+
+
+def _pytorch_job(env: Mapping[str, str]) -> Node | None:
+    """Read what a PyTorchJob (kubeflow.org/v1) says of a pod: the same words as of a rank, which has LOCAL_RANK too."""
+    words = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "KUBERNETES_SERVICE_HOST"}
+    if not env.keys() >= words or "LOCAL_RANK" in env:
+        return None
+    return Node(
+        "RANK and WORLD_SIZE of a PyTorchJob",
+        _number("RANK", env["RANK"]),
+        _number("WORLD_SIZE", env["WORLD_SIZE"]),
+        None,
+        env["MASTER_ADDR"],
+        _number("MASTER_PORT", env["MASTER_PORT"]),
+    )
 
 
 def _mpirun(env: Mapping[str, str]) -> Node | None:

@@ -25,7 +25,7 @@ from lockstep.launch.processes import SAVE, STOPPING, Arrival, SignalQueue, igno
 from lockstep.launch.report import say
 from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, check_program, free_port, is_free
 from lockstep.rendezvous.handle import Rendezvous
-from lockstep.rendezvous.messages import Alive, End, Ended, Event, Kind, Meet, Met, Refused, Verdict
+from lockstep.rendezvous.messages import Alive, End, Ended, Event, Kind, Looks, Meet, Met, Refused, Verdict
 
 #: Open files that a rank needs here while it starts, and that everything else does.
 _DESCRIPTORS_PER_RANK = 7
@@ -376,7 +376,10 @@ class _Run:
         match event:
             case Met():
                 self._on_round(event)
-            case Alive(waiting):
+            case Alive(waiting, ranks):
+                self._launcher.attempt.hangs.hear(ranks, now)
+                if self._others is not None:
+                    self._others.tell(Looks(self._launcher.attempt.hangs.summary()))
                 self._on_waiting(waiting, now)
             case Refused(error, exit_code):
                 if self._stage is _Stage.MEETING:

@@ -56,6 +56,7 @@ from lockstep.rendezvous.messages import (
     Ended,
     Kind,
     Leave,
+    Looks,
     Meet,
     Met,
     Options,
@@ -138,7 +139,7 @@ class _Client:
             return
         for fields, _ in self._channel.receive():
             command = decode(fields)
-            assert isinstance(command, Meet | End | Leave)
+            assert isinstance(command, Command)
             self._commands.append(command)
 
     def _wait_for_meet(self) -> Meet:
@@ -287,17 +288,18 @@ class _Client:
         """Watch over the round until it has a verdict."""
         now = time.monotonic()
         others = [node for node in range(len(round_.ranks)) if node != self._node]
-        beats, count, next_beat, waiting = Beats(others, now, silent=SILENT), 0, now, 0
+        beats, count, next_beat = Beats(others, now, silent=SILENT), 0, now
         echo: tuple[Verdict, float] | None = None
+        ranks: list[list[Any]] = []
         while True:
             now = time.monotonic()
             if now >= next_beat:
                 if now - next_beat > SILENT / 2:  # this process stood still, and heard nobody
                     beats.pause(now - next_beat)
                 next_beat, count = now + _BEAT, count + 1
-                self._beat(beats, count, now)
+                others_ranks = self._beat(beats, [count, ranks], now)
                 waiting = self._handler.num_nodes_waiting() if self._node == 0 else 0
-                self._say(Alive(waiting))
+                self._say(Alive(waiting, others_ranks))
                 lost = beats.lost(now)
                 if lost:
                     who = ", ".join(round_.host(node) for node in lost)
@@ -312,6 +314,8 @@ class _Client:
                 command = self._commands.pop(0)
                 if isinstance(command, Leave):
                     self._leave(command)
+                if isinstance(command, Looks):
+                    ranks = command.ranks
                 if isinstance(command, End):
                     verdict = Verdict.from_json(command.verdict)
                     if verdict.kind is Kind.DONE:
@@ -322,12 +326,17 @@ class _Client:
                     else:
                         self._write(verdict)
 
-    def _beat(self, beats: Beats, count: int, now: float) -> None:
-        self._store.set(f"alive/{self._node}", str(count))
+    def _beat(self, beats: Beats, beat: list[Any], now: float) -> list[list[Any]]:
+        """Give a sign of life and take the others'. Return how their ranks are."""
+        self._store.set(f"alive/{self._node}", json.dumps(beat))
         known = [node for node in beats.nodes if self._store.check([f"alive/{node}"])]
+        ranks: list[list[Any]] = []
         if known:
             for node, value in zip(known, self._store.multi_get([f"alive/{node}" for node in known]), strict=True):
-                beats.hear(node, int(value), now)
+                count, theirs = json.loads(value)
+                beats.hear(node, count, now)
+                ranks += theirs
+        return ranks
 
     def _write(self, verdict: Verdict) -> None:
         self._base.compare_set(self._verdict_key, "", json.dumps(verdict.to_json()))

@@ -1,0 +1,36 @@
+"""What an engine starts on each machine: one launcher, ``lockstep run``, with its ranks and the program."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+#: What every launcher of a job ends with that was asked to stop and has saved (EXIT_SAVED in ``job/files.py``).
+SAVED = os.EX_TEMPFAIL
+
+
+@dataclass(frozen=True)
+class Start:
+    """The same command on each of several machines."""
+
+    program: str
+    args: tuple[str, ...]
+    is_module: bool
+    machines: int
+    #: On each machine.
+    ranks: int
+    #: Seconds that the ranks have to finish a step and save.
+    grace: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.grace) and self.grace > 0):
+            raise ValueError(f"--grace {self.grace:g}: the ranks need some seconds to finish a step and save")
+
+    def options(self) -> list[str]:
+        """Return what stands after ``lockstep run``, without options of the engine's own."""
+        return ["-n", str(self.ranks), "--grace", f"{self.grace:g}"]
+
+    def target(self) -> list[str]:
+        """Return the program and what is passed to it."""
+        return [*(["-m"] if self.is_module else []), self.program, *self.args]

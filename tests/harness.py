@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -54,15 +54,21 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, threads: int = 1
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    threads: int = 1,
+    hosts: Sequence[int] | None = None,
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``world_size`` ranks and return the ranks' results in order of rank.
 
     ``fn`` must be a module-level function; it calls ``lockstep.init()`` itself, which takes the backend of this
-    process's ``LOCKSTEP_BACKEND`` (see tests/backends.py). Raises RanksFailed with every failed
-    rank's traceback if any rank did not return.
+    process's ``LOCKSTEP_BACKEND`` (see tests/backends.py). ``hosts`` says how many ranks each of several machines is to
+    have; what tells them apart is the rank's environment, as a launcher on each would set it. Raises RanksFailed with
+    every failed rank's traceback if any rank did not return.
     """
-    outcomes = collect_outcomes(fn, world_size, *args, timeout=timeout, threads=threads)
+    outcomes = collect_outcomes(fn, world_size, *args, timeout=timeout, threads=threads, hosts=hosts)
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if failed:
         raise RanksFailed("\n".join(_describe(outcome, world_size) for outcome in failed))
@@ -70,7 +76,12 @@ def run_ranks(
 
 
 def collect_outcomes(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, threads: int = 1
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    threads: int = 1,
+    hosts: Sequence[int] | None = None,
 ) -> list[Outcome]:
     """As :func:`run_ranks`, but failures are returned, for tests that expect them."""
     folder = Path(tempfile.mkdtemp(prefix="lockstep-test-"))
@@ -80,7 +91,7 @@ def collect_outcomes(
         for rank in range(world_size):
             receiving, sending = multiprocessing.Pipe(duplex=False)
             pipes.append(receiving)
-            identity = Identity(rank, world_size, rank, world_size, 0, launched=True)
+            identity = _identity(rank, hosts or [world_size])
             with sending:
                 process = warm.Call(
                     _rank_main, fn, args, identity, str(folder), threads, knobs.backend(), fds=[sending.fileno()]
@@ -94,6 +105,15 @@ def collect_outcomes(
         for pipe in pipes:
             pipe.close()
         shutil.rmtree(folder)
+
+
+def _identity(rank: int, hosts: Sequence[int]) -> Identity:
+    first = 0
+    for host, ranks in enumerate(hosts):
+        if rank < first + ranks:
+            return Identity(rank, sum(hosts), rank - first, ranks, host, launched=True)
+        first += ranks
+    raise ValueError(f"there is no rank {rank} on hosts with {list(hosts)} ranks")
 
 
 def _gather(processes: list[warm.Call], pipes: list[Connection], folder: Path, timeout: float) -> list[Outcome]:

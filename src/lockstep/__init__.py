@@ -26,6 +26,7 @@ _HOMES = {
     "EnvironmentMismatch": "lockstep.errors",
     "LaunchError": "lockstep.errors",
     "LoadedWeights": "lockstep.checkpoint.weights",
+    "LocalSteps": "lockstep.ddp.local_steps",
     "LockstepError": "lockstep.errors",
     "NonFiniteGradient": "lockstep.errors",
     "PeerLost": "lockstep.errors",
@@ -40,6 +41,7 @@ _HOMES = {
     "bf16_compress_hook": "lockstep.ddp.comm_hooks",
     "convert_sync_batchnorm": "lockstep.ddp.sync_batchnorm",
     "expect_slow": "lockstep.job.flight",
+    "finish_round": "lockstep.ddp.api",
     "fp16_compress_hook": "lockstep.ddp.comm_hooks",
     "init": "lockstep.comm.init",
     "join": "lockstep.ddp.api",
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     from lockstep.data.loader import shard as shard
     from lockstep.data.sampler import DistributedSampler as DistributedSampler
     from lockstep.data_parallel.api import DataParallel as DataParallel
+    from lockstep.ddp.api import finish_round as finish_round
     from lockstep.ddp.api import join as join
     from lockstep.ddp.api import no_sync as no_sync
     from lockstep.ddp.api import register_comm_hook as register_comm_hook
@@ -76,6 +79,7 @@ if TYPE_CHECKING:
     from lockstep.ddp.api import replicate as replicate
     from lockstep.ddp.comm_hooks import bf16_compress_hook as bf16_compress_hook
     from lockstep.ddp.comm_hooks import fp16_compress_hook as fp16_compress_hook
+    from lockstep.ddp.local_steps import LocalSteps as LocalSteps
     from lockstep.ddp.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from lockstep.ddp.sync_batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from lockstep.ddp.wrapper import DistributedDataParallel as DistributedDataParallel

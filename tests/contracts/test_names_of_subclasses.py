@@ -117,4 +117,11 @@ def test_attributes_beside_torchs_in_c_have_a_prefix(cls: Any) -> None:
 
 def test_the_classes_are_found() -> None:
     found = {cls.__qualname__ for cls in _ours()}
-    assert {"ShmWork", "MessageWork", "ProcessGroupShm", "DataParallel", "SyncBatchNorm", "DistributedSampler"} <= found
+    assert {
+        "ShmWork",
+        "MessageWork",
+        "ProcessGroupLockstep",
+        "DataParallel",
+        "SyncBatchNorm",
+        "DistributedSampler",
+    } <= found

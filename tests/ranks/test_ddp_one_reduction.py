@@ -34,7 +34,7 @@ def _one_reduction() -> None:
     buckets = replica_of(model)._reducer.buckets
     assert [bucket.flat.dtype for bucket in buckets] == [torch.float32, torch.float64]
     for bucket in buckets:
-        assert world.group._shm_group.shared.find(bucket.message) is not None  # type: ignore[attr-defined]
+        assert world.group._shm_group.engine.find(bucket.message) is not None  # type: ignore[attr-defined]
     for step in range(3):
         model.zero_grad()
         differentiate(model(batch(world.rank, step, 4, 5)).square().mean())

@@ -95,11 +95,25 @@ def test_a_machine_that_comes_joins_without_a_step_lost(tmp_path: Path) -> None:
     assert "1 machine wants to join" in done[0].err
 
 
+def _listening(pid: int) -> list[str]:
+    """The IPv4 addresses at which a process listens, as /proc has them; any other address as it is there."""
+    sockets = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
 def test_a_signal_to_one_machine_stops_them_all(tmp_path: Path, calm: jobs.Calm) -> None:
     with Machines(tmp_path, "2") as machines:
         for _ in range(2):
             machines.start("--slow", "0.05")
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 3, "training")
+        listening = [address for machine in machines.running for address in _listening(client(machine))]
+        assert listening == ["0100007F"] * 2, "the store of the rendezvous and that of the round, at 127.0.0.1 alone"
         os.kill(machines.running[1].pid, signal.SIGTERM)
         codes, done = _codes(machines)
     assert codes == [EXIT_SAVED] * 2, done
@@ -144,6 +158,46 @@ def test_the_job_goes_on_without_a_machine_that_dies(tmp_path: Path) -> None:
     assert "gave no sign of life for 4 s" in done[1].err
     assert passed < 12, passed
     assert not list((tmp_path / "shared").iterdir()), "nothing is left of the rendezvous"
+
+
+_LATE = """
+import os, time
+import torch
+import lockstep
+world = lockstep.init()
+model = lockstep.replicate(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10):
+    if step == 5 and world.rank == 1:
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_late_rank_is_named_on_every_machine(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_LATE)
+    with Machines(tmp_path, "2") as machines:
+        for number in range(2):
+            machines.start(script=script, LOCKSTEP_LATE="1.5", TMPDIR=_folder(tmp_path / f"{number}"))
+        late = [tmp_path / f"{number}" for number in range(2)]
+        wait_for(lambda: all(list(each.rglob("late")) for each in late), "both reports", limit=30)
+        (tmp_path / "go").touch()
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    for each in done:
+        assert "rank 1 of 2 has held up the others for" in each.err, each.err
+        assert "  rank 0 waits in " in each.err
+    here, there = sorted((each.err for each in done), key=lambda err: "on another machine" in err)
+    assert "train.py:11 in <module>" in here, "with its stack, where it is"
+    assert "rank 1 (on another machine, whose launcher tells more)" in there
+
+
+def _folder(path: Path) -> str:
+    path.mkdir(mode=0o700)
+    return str(path)
 
 
 def test_machines_without_the_jobs_key_are_refused(tmp_path: Path) -> None:

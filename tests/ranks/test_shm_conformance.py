@@ -1,4 +1,5 @@
-"""The conformance suite: every collective, dtype and reduce op, sync and async, on 1 to 4 ranks, on shm and on gloo."""
+"""The conformance suite: every collective, dtype and reduce op, sync and async, on 1 to 5 ranks, over each engine of
+lockstep's process group (shm; hierarchical, on two or three hosts), and over gloo, which they are compared with."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ _OF_FEW_DTYPES = (
 
 
 def _cases(backend: str, size: int, counts: tuple[int, ...]) -> Iterator[Case]:
-    dtypes = GLOO_DTYPES + (MORE_DTYPES if backend == "shm" else ())
+    dtypes = GLOO_DTYPES + (MORE_DTYPES if backend != "gloo" else ())
     root = 0
     for asynchronous, dtype, count, name in product((False, True), dtypes, counts, (*REDUCING, *MOVING)):
         if backend == "gloo" and (name in _NOT_OVER_GLOO or (dtype.is_complex and name in _NOT_COMPLEX_OVER_GLOO)):
@@ -80,7 +81,7 @@ def _cases(backend: str, size: int, counts: tuple[int, ...]) -> Iterator[Case]:
         yield Case("barrier", torch.float32, 0, asynchronous=asynchronous)
 
 
-def _conform(backend: str, chunk: int | None, counts: tuple[int, ...]) -> tuple[int, list[str]]:
+def conform(backend: str, chunk: int | None, counts: tuple[int, ...]) -> tuple[int, list[str]]:
     if chunk is not None:
         os.environ[knobs.SHM_CHUNK] = str(chunk)
     world = lockstep.init(backend, timeout=30)
@@ -117,7 +118,31 @@ def _on(world_size: int, backend: str, chunk: int | None, counts: tuple[int, ...
     ],
 )
 def test_every_collective(world_size: int, backend: str, chunk: int | None, counts: tuple[int, ...]) -> None:
-    for done, wrong in run_ranks(_conform, world_size, backend, chunk, counts):
+    for done, wrong in run_ranks(conform, world_size, backend, chunk, counts):
+        assert not wrong, f"{len(wrong)} of {done} cases:\n" + "\n".join(wrong[:20])
+        assert done > 300
+
+
+#: Ranks on each host; elements, of which the larger number takes several chunks; and whether every run of the tests has
+#: it. With three hosts each leader combines a part of a chunk, with two all of it.
+_SPREAD = [
+    ([2, 2], None, (0, 1, 257), True),
+    ([1, 1, 1], SMALL_CHUNK, (1301,), True),
+    ([2, 1], SMALL_CHUNK, (3, 1301), False),
+    ([1, 2, 2], None, (0, 1, 257), False),
+    ([1], None, (0, 1, 257), False),
+]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "chunk", "counts"),
+    [
+        pytest.param(hosts, chunk, counts, id="-".join(map(str, hosts)), marks=() if often else pytest.mark.campaign)
+        for hosts, chunk, counts, often in _SPREAD
+    ],
+)
+def test_every_collective_across_hosts(hosts: list[int], chunk: int | None, counts: tuple[int, ...]) -> None:
+    for done, wrong in run_ranks(conform, sum(hosts), "hierarchical", chunk, counts, timeout=110, hosts=hosts):
         assert not wrong, f"{len(wrong)} of {done} cases:\n" + "\n".join(wrong[:20])
         assert done > 300
 
@@ -197,7 +222,9 @@ def _refusals(backend: str) -> dict[str, str]:
 
 
 def test_what_gloo_refuses_is_refused_with_the_same_type_of_error() -> None:
-    over_shm, over_gloo = run_ranks(_refusals, 2, "shm"), run_ranks(_refusals, 2, "gloo")
+    over_gloo = run_ranks(_refusals, 2, "gloo")
+    over_shm = run_ranks(_refusals, 2, "shm")
+    assert run_ranks(_refusals, 2, "hierarchical", hosts=[1, 1]) == over_shm
     assert over_shm[0] == over_shm[1]
     for name, got in over_shm[0].items():
         want = over_gloo[0][name]

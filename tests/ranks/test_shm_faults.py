@@ -86,7 +86,7 @@ def _two_missing() -> tuple[str, str, float]:
     if world.rank == 1:
         return _timed(lambda: dist.recv(torch.zeros(1), 3, tag=4))
     if world.rank == 3:
-        while group._shm_group.health.known() is None:  # (at work of its own)
+        while group._shm_group.engine.known() is None:  # (at work of its own)
             time.sleep(0.01)
         return _timed(lambda: dist.barrier())
     return _timed(lambda: dist.barrier(timeout=timedelta(seconds=0.4)))

@@ -255,7 +255,7 @@ def _half_a_message() -> bool:
         receive.wait()
     before = got.clone()
     assert 0 < torch.count_nonzero(before) < 300
-    box = group._shm_group.messages._matching._inboxes[1]
+    box = group._shm_group.engine._messages._matching._inboxes[1]
     hand_over(box)
     receive.is_completed()
     return torch.equal(got, before)

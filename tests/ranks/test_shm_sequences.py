@@ -40,11 +40,11 @@ def _sequences(draw: st.DrawFn) -> tuple[int, int, list[tuple[Case, int]]]:
     return size, chunk, cases
 
 
-def _play(chunk: int, cases: list[tuple[Case, int]]) -> None:
+def _play(backend: str, chunk: int, cases: list[tuple[Case, int]]) -> None:
     os.environ[knobs.SHM_CHUNK] = str(chunk)
-    world = lockstep.init("shm", timeout=20)
+    world = lockstep.init(backend, timeout=20)
     odd = [rank for rank in range(world.world_size) if rank % 2]
-    groups: list[Any] = [dist.group.WORLD, dist.new_group(backend="shm"), dist.new_group(odd or [0], backend="shm")]
+    groups: list[Any] = [dist.group.WORLD, dist.new_group(backend=backend), dist.new_group(odd or [0], backend=backend)]
     finishes = []
     for salt, (case, number) in enumerate(cases):
         if number == 2 and world.rank not in (odd or [0]):
@@ -55,8 +55,12 @@ def _play(chunk: int, cases: list[tuple[Case, int]]) -> None:
         finish()
 
 
+@pytest.mark.parametrize("backend", ["shm", pytest.param("hierarchical", marks=pytest.mark.campaign)])
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(_sequences())
-def test_any_sequence_gives_what_one_process_computes(sequence: tuple[int, int, list[tuple[Case, int]]]) -> None:
+def test_any_sequence_gives_what_one_process_computes(
+    backend: str, sequence: tuple[int, int, list[tuple[Case, int]]]
+) -> None:
     size, chunk, cases = sequence
-    run_ranks(_play, size, chunk, cases, timeout=30)
+    hosts = [size - size // 2, size // 2] if backend == "hierarchical" and size > 1 else None
+    run_ranks(_play, size, backend, chunk, cases, timeout=30, hosts=hosts)

@@ -347,10 +347,10 @@ _BREAKS: dict[str, tuple[str, str]] = {
     "no memory": ("0", "os.memfd_create"),
     "no semaphores": ("0", "lockstep.comm.shm.semaphore.initialise"),
     "unreadable": ("1", "lockstep.comm.shm.rendezvous.Segment.open"),
-    "no descriptor": ("1", "lockstep.comm.shm.group.Health"),
-    "refused by torch": ("1", "lockstep.comm.shm.process_group.ProcessGroupShm"),
-    "refused by torch on rank 0": ("0", "lockstep.comm.shm.process_group.ProcessGroupShm"),
-    "refused by torch everywhere": ("01", "lockstep.comm.shm.process_group.ProcessGroupShm"),
+    "no descriptor": ("1", "lockstep.comm.shm.memory_engine.Health"),
+    "refused by torch": ("1", "lockstep.comm.shm.process_group.ProcessGroupLockstep"),
+    "refused by torch on rank 0": ("0", "lockstep.comm.shm.process_group.ProcessGroupLockstep"),
+    "refused by torch everywhere": ("01", "lockstep.comm.shm.process_group.ProcessGroupLockstep"),
     "nothing": ("", ""),
 }
 
@@ -358,7 +358,7 @@ _BREAKS: dict[str, tuple[str, str]] = {
 def _keys_of_three_worlds() -> list[int]:
     store, keys = dist.HashStore(), [0]  # type: ignore[attr-defined]
     for _ in range(3):
-        choose.open_shm_or_gloo(store, Identity(), 10.0)
+        choose.open_fastest(store, Identity(), 10.0)
         dist.destroy_process_group()
         keys.append(store.num_keys())
     return [after - before for before, after in itertools.pairwise(keys)]
@@ -404,7 +404,7 @@ def _explicit_shm_fails() -> None:
         raise RuntimeError("nobody knows why")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.comm.shm.process_group.ProcessGroupShm", fail)
+        patch.setattr("lockstep.comm.shm.process_group.ProcessGroupLockstep", fail)
         lockstep.init("shm")
 
 

@@ -199,6 +199,18 @@ def test_machines_that_find_each_other() -> None:
     assert node_place(NodeOptions(**_RDZV), _SRUN).rendezvous is not None, "what the user says comes first"
 
 
+def test_pods_of_an_elastic_job_find_each_other() -> None:
+    env = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_NNODES": "1:4"}
+    place = node_place(NodeOptions(), {**env, "PET_MAX_RESTARTS": "5", "PET_NPROC_PER_NODE": "2"})
+    found = place.rendezvous
+    assert found is not None
+    assert (found.endpoint, found.min_nodes, found.max_nodes) == ("job-worker-0:23456", 1, 4)
+    assert (place.ranks, place.restarts) == ("2", 5)
+    assert node_place(NodeOptions(standalone=True), {**env, "PET_NNODES": "1"}) == NodePlace()
+    with pytest.raises(EnvironmentMismatch, match="PET_RDZV_BACKEND=c10d is set but PET_RDZV_ENDPOINT is not"):
+        node_place(NodeOptions(), {"PET_RDZV_BACKEND": "c10d", "PET_NNODES": "2"})
+
+
 def test_a_shared_folder_is_a_rendezvous(tmp_path: Path) -> None:
     place = node_place(NodeOptions(rdzv=f"file:{tmp_path}", nnodes="2", rdzv_id="a"), {})
     assert place.rendezvous is not None
@@ -310,7 +322,7 @@ def test_machines_of_a_step_of_slurm_meet_at_its_first() -> None:
         ({}, {**_SRUN, "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "n1",
               "SLURM_LOCALID": "1"}, "srun started 2 tasks, 2 of them on one machine"),
         ({}, {"PET_NNODES": "2"}, "PET_NODE_RANK is not"),
-        ({}, {"PET_NNODES": "1:4"}, "PET_NNODES=1:4: the number of machines does not change"),
+        ({}, {"PET_NNODES": "1:4"}, "PET_NNODES=1:4: the number of machines can change only"),
         ({}, {"JOB_COMPLETION_INDEX": "1"}, "this is machine 1 of the job, but not of how many: pass --nnodes"),
         ({"nnodes": "2"}, {"JOB_COMPLETION_INDEX": "1"}, "machine 1 of 2, but not where they meet: pass --master-addr"),
         ({}, {**_MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun started 2 launchers on this machine"),

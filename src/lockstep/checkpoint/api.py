@@ -6,6 +6,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
@@ -25,7 +26,9 @@ from lockstep.checkpoint.save import prepare, words_on_drift, write
 from lockstep.checkpoint.state import Moment, Position, RunState, Stateful, parameters_in_short, refuse_parts
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
+from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.init import current_world
+from lockstep.comm.local_training import LocalTraining
 from lockstep.comm.peers import OverGroup, Peers
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.job import flight
@@ -115,6 +118,10 @@ class Checkpointer:
     @step.setter
     def step(self, step: int) -> None:
         self._position.step = step
+
+    @property
+    def _local_training(self) -> LocalTraining | None:
+        return self._run.local_training
 
     def _refuse_unsavable(self) -> tuple[str, str]:
         """Refuse what can't be saved. Return the model's parameters in short."""
@@ -260,6 +267,10 @@ class Checkpointer:
     def _prepare(self, metric: float | None, epoch_done: bool | None) -> tuple[WritePlan, Moment]:
         """**Collective.** Decide what this rank writes, copied nowhere yet, and say where the run is."""
         run, position = self._run, self._position
+        if self._local_training is not None:
+            self._local_training.finish_round()
+            # A rank whose GradScaler left a step out, or that had fewer batches, has counted fewer.
+            position.step = max(all_gather_records(position.step, self._world.group))
         if run.optimizer is None and position.step == position.last_saved:
             position.step += 1
         plan = prepare(run, self._world, step=position.step, before=self._refuse_foreign_folder)
@@ -267,7 +278,8 @@ class Checkpointer:
         if drift and self._world.is_main and not self._said_apart:
             self._said_apart = True
             callsite.warn(drift, RuntimeWarning)
-        return plan, position.moment(run.loader, epoch_done=epoch_done, metric=_finite(metric))
+        moment = position.moment(run.loader, epoch_done=epoch_done, metric=_finite(metric))
+        return plan, replace(moment, hosts=self._world.hosts)
 
     def _refuse_foreign_folder(self) -> None:
         """Refuse, on rank 0, checkpoints that this run has nothing to do with."""

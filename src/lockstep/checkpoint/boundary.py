@@ -18,6 +18,7 @@ from typing import Protocol
 
 from lockstep import _torch, callsite, knobs
 from lockstep.comm.exchange import all_gather_records
+from lockstep.comm.local_training import LocalTraining
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
 from lockstep.job import flight
@@ -29,6 +30,9 @@ class Saver(Protocol):
     """The Checkpointer whose run it is."""
 
     step: int
+
+    @property
+    def _local_training(self) -> LocalTraining | None: ...
 
     def save(self, *, epoch_done: bool | None = None) -> Path: ...
 
@@ -94,10 +98,16 @@ class StepBoundary:
             return
         self.listen()
         self._boundaries += 1
+        training = saver._local_training
+        if training is not None:
+            training.between_steps()
         if self._agreement is None:
-            self._agreement = Agreement(_board(self._world), world_size=self._world.world_size)
-        step = saver.step if self._counts_steps else self._boundaries
-        due = self._agreement.due(step, wanted=self._requests.wanted)
+            lead = None if training is None else training.lead
+            self._agreement = Agreement(_board(self._world), world_size=self._world.world_size, lead=lead)
+        count = saver.step if self._counts_steps else self._boundaries
+        if training is not None:
+            count = training.rounds  # see Note [Rounds and agreements] in comm/local_training.py
+        due = self._agreement.due(count, wanted=self._requests.wanted)
         if last and due is None:
             due = self._due_at_last()
         if due is Action.SAVE:

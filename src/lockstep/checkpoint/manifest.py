@@ -63,6 +63,8 @@ class Manifest:
     #: The number of the job's round that wrote it, where several machines have met; see Note [Rounds of a job] in
     #: ``locks.py``.
     round: int | None = None
+    #: The ranks by host, where the sums of each host's were added (World.hosts): their bits depend on it; else None.
+    hosts: list[list[int]] | None = None
 
     def to_json(self) -> bytes:
         """Return the manifest file, with a digest of itself."""
@@ -71,8 +73,9 @@ class Manifest:
             for name, entry in self.files.items()
         }
         body = {"format": _FORMAT, **vars(self), "files": files}
-        if self.round is None:
-            del body["round"]  # other jobs' manifests stay as earlier versions wrote and read them
+        for name in ("round", "hosts"):
+            if body[name] is None:
+                del body[name]  # other jobs' manifests stay as earlier versions wrote and read them
         return json.dumps({**body, "digest": _digest_of(body)}, sort_keys=True).encode() + b"\n"
 
     @classmethod
@@ -104,6 +107,9 @@ def _refuse_nonsense(manifest: Manifest) -> None:
             raise ValueError(f"{field} is {getattr(manifest, field)!r}")
     if type(manifest.in_epoch) is not bool or type(manifest.written) is not str or type(manifest.versions) is not dict:
         raise ValueError("its fields are of other types")
+    hosts = manifest.hosts
+    if hosts is not None and (type(hosts) is not list or any(type(ranks) is not list for ranks in hosts)):
+        raise ValueError("its hosts are no lists of ranks")
     if MODEL not in manifest.files:
         raise ValueError(f"it lists no {MODEL}")
 

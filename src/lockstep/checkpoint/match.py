@@ -35,9 +35,15 @@ _WORDS = ("module", _COMPILED)
 
 def bare(model: nn.Module) -> nn.Module:
     """Return the user's own module, without what data-parallel wrappers and ``torch.compile`` put around it."""
-    while (name := _inner(model)) is not None:
-        model = getattr(model, name)
-    return model
+    return layers(model)[-1]
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """Return the model and what it wraps, the user's own module last."""
+    found = [model]
+    while (name := _inner(found[-1])) is not None:
+        found.append(getattr(found[-1], name))
+    return found
 
 
 def _inner(module: nn.Module) -> str | None:

@@ -29,20 +29,32 @@ class StateLayout:
 
     @classmethod
     def of(
-        cls, model: Mapping[str, Any], parts: Mapping[str, Any], *, parameters: frozenset[str], is_main: bool
+        cls,
+        model: Mapping[str, Any],
+        parts: Mapping[str, Any],
+        *,
+        parameters: frozenset[str],
+        is_main: bool,
+        alike: frozenset[str] = frozenset({"optimizer"}),
+        own: Any = None,
+        world_size: int = 1,
     ) -> StateLayout:
         """Lay a run's state out in files.
 
         ``model.safetensors`` holds the tensors of the model, ``model.json`` what else its state dict has. Every other
-        part is a JSON file, with a safetensors file beside it if there are tensors in it. Parameters and the
-        optimizer's state are the same on all ranks; buffers and everything else may not be, and come from rank 0.
+        part is a JSON file, with a safetensors file beside it if there are tensors in it. Parameters and the parts
+        that are named as such are the same on all ranks; buffers and everything else may not be, and come from rank 0.
+        What each rank holds alone is the list ``ranks``, of which each writes its own tensors.
 
         Args:
             model: the model's state dict, under the names of the bare model.
-            parts: trees by the name of their file: optimizer, scheduler, extra, …; on other ranks than 0 only
-                ``optimizer`` counts.
+            parts: trees by the name of their file: optimizer, scheduler, extra, …; on other ranks than 0 only those
+                in ``alike`` count.
             parameters: the names in ``model`` that are parameters.
             is_main: whether this is rank 0.
+            alike: the parts that all ranks hold alike.
+            own: the tree that this rank holds alone, of the same names, shapes and dtypes on all ranks; None: nothing.
+            world_size: how many ranks hold such a tree.
 
         Raises:
             CheckpointError: something can't be written down.
@@ -54,15 +66,20 @@ class StateLayout:
         if others and is_main:
             texts["model.json"] = text(encode(others, None, where="model"))
         for part, tree in parts.items():
-            if not is_main and part != "optimizer":
+            if not is_main and part not in alike:
                 continue
             kept: dict[str, torch.Tensor] = {}
             encoded = encode(tree, kept, where=part)
             if kept:
-                alike = None if part == "optimizer" else frozenset[str]()
-                files.append(lay_out(f"{part}.safetensors", kept, where=part, alike=alike))
+                same = None if part in alike else frozenset[str]()
+                files.append(lay_out(f"{part}.safetensors", kept, where=part, alike=same))
             if is_main:
                 texts[f"{part}.json"] = text(encoded)
+        if own is not None:
+            file, encoded = _lay_out_ranks(own, world_size)
+            files += [file] if file.spans else []
+            if is_main:
+                texts["ranks.json"] = text(encoded)
         return cls(tuple(files), texts)
 
     def outline(self) -> Outline:
@@ -74,6 +91,19 @@ class StateLayout:
             alike=alike,
             alone=everything - sum(alike.values()) + sum(map(len, self.texts.values())),
         )
+
+
+def _lay_out_ranks(own: Any, world_size: int) -> tuple[TensorFile, list[Any]]:
+    """Lay out what each rank holds alone: all come to the same layout, each with its own tensors in all places."""
+    tensors: dict[str, torch.Tensor] = {}
+    owners: dict[str, int] = {}
+    encoded: list[Any] = []
+    for rank in range(world_size):
+        kept: dict[str, torch.Tensor] = {}
+        encoded.append(encode(own, kept, where=f"ranks.{rank}"))
+        tensors.update(kept)
+        owners.update(dict.fromkeys(kept, rank))
+    return lay_out("ranks.safetensors", tensors, where="ranks", alike=frozenset(), owners=owners), encoded
 
 
 def text(encoded: Any) -> bytes:

@@ -108,7 +108,7 @@ def load(contents: Contents, run: RunState, world: World) -> None:
         for thing, its_state in before:
             thing.load_state_dict(its_state)
         raise
-    together(world, lambda: run.load_tensors(contents), lambda _: None)
+    together(world, lambda: run.load_tensors(contents, world.rank), lambda _: None)
 
 
 def load_generators(contents: Contents, world: World) -> None:
@@ -128,9 +128,19 @@ def words_on_differences(contents: Contents, damaged: Damage, run: RunState, wor
             f"it was written by {saved} rank(s) and there are {now} now: everything is restored but the random "
             "number generators, so dropout will not repeat bit for bit"
         )
+    elif contents.manifest.hosts not in (None, world.hosts):
+        words.append(
+            f"its ranks were on other machines, {_spread(contents.manifest.hosts)}, than now, {_spread(world.hosts)}: "
+            "gradients are added in another order, so the run will not repeat bit for bit"
+        )
     elif (contents.parts["rng"][0]["cuda"] is None) != (world.device.type != "cuda"):
         words.append("it was written on another kind of device: the GPU's random number generator is not restored")
     unused = run.unused(contents)
     if unused:
         words.append(f"it also holds {', '.join(unused)}, for which nothing was given here")
     return f"resuming from {contents.folder}: {'; '.join(words)}" if words else ""
+
+
+def _spread(hosts: list[list[int]] | None) -> str:
+    """Which ranks were together: ``0 1 | 2 3``."""
+    return "all together" if hosts is None else " | ".join(" ".join(map(str, ranks)) for ranks in hosts)

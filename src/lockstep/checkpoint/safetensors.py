@@ -13,7 +13,7 @@ import ctypes
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -87,6 +87,8 @@ class TensorFile:
     tensors: Mapping[str, torch.Tensor]
     #: The names of those that every rank holds with the same bits.
     alike: Collection[str]
+    #: By name, the rank that alone holds a tensor; such a tensor has the same shape and dtype on all ranks.
+    owners: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -95,15 +97,15 @@ class TensorFile:
 
     @property
     def size_alike(self) -> int:
-        """Bytes that every rank should hold alike."""
-        return sum(one.stop - one.start for one in self.spans if one.name in self.alike)
+        """Bytes that every rank should hold alike, or at least in the same places."""
+        return sum(one.stop - one.start for one in self.spans if one.name in self.alike or one.name in self.owners)
 
     def parts(self) -> list[Part]:
         """Return what the file consists of, in order: the header is rank 0's, and so is what the ranks don't share."""
         tensors = [Part(one.name, one.start, one.stop) for one in self.spans]
         return [
             Part("", 0, len(self.header)).written_by(0),
-            *(part if part.name in self.alike else part.written_by(0) for part in tensors),
+            *(part if part.name in self.alike else part.written_by(self.owners.get(part.name, 0)) for part in tensors),
         ]
 
     def source(self, name: str) -> torch.Tensor | bytes:
@@ -138,7 +140,12 @@ def _first(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lay_out(
-    name: str, tensors: Mapping[str, torch.Tensor], *, where: str, alike: Collection[str] | None = None
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    where: str,
+    alike: Collection[str] | None = None,
+    owners: Mapping[str, int] | None = None,
 ) -> TensorFile:
     """Lay tensors out in the safetensors file ``name``; nothing is copied.
 
@@ -146,6 +153,7 @@ def lay_out(
         tensors: any strides, any device, any shape; the same memory under several names is written once.
         where: what is being written, for the message.
         alike: the names of those whose bits are the same on all ranks. None: all.
+        owners: by name, the rank that alone holds the tensor; on the others its place is held by one of its shape.
 
     Raises:
         CheckpointError: a tensor is sharded, sparse, quantized, without data, or of a dtype the format does not know.
@@ -153,9 +161,10 @@ def lay_out(
     first_names: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     written: dict[str, torch.Tensor] = {}
+    owners = owners or {}
     for key, tensor in tensors.items():
         _refuse_what_has_no_bytes(key, tensor, where)
-        first = first_names.setdefault(_identity(tensor), key) if tensor.numel() else key
+        first = first_names.setdefault((owners.get(key), *_identity(tensor)), key) if tensor.numel() else key
         if first != key:
             aliases[key] = first
         else:
@@ -169,7 +178,7 @@ def lay_out(
     for key, tensor in written.items():
         start, end = end, end + tensor.nbytes
         spans.append(TensorSpan(key, tensor.dtype, tuple(tensor.shape), start, end))
-    return TensorFile(name, header, tuple(spans), written, frozenset(written if alike is None else alike))
+    return TensorFile(name, header, tuple(spans), written, frozenset(written if alike is None else alike), owners)
 
 
 def _header(tensors: Mapping[str, torch.Tensor], aliases: dict[str, str], complex_names: list[str]) -> bytes:

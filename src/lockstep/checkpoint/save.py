@@ -75,7 +75,7 @@ def prepare(run: RunState, world: World, *, step: int, before: Callable[[], None
 
     def announce() -> tuple[StateLayout, Announcement]:
         before()
-        layout = _lay_out(run, is_main=world.is_main)
+        layout = _lay_out(run, world)
         loader = None if run.loader is None else encode(run.loader.state_dict(), None, where="loader")
         return layout, Announcement(step, state.capture_rng(world.device), loader, layout.outline())
 
@@ -95,12 +95,20 @@ def prepare(run: RunState, world: World, *, step: int, before: Callable[[], None
     return plan_writes(layout, [rank.outline for rank in ranks], rank=world.rank, texts=texts)
 
 
-def _lay_out(run: RunState, *, is_main: bool) -> StateLayout:
+def _lay_out(run: RunState, world: World) -> StateLayout:
     model = bare(run.model)
     plain = plain_names(model)
     parameters = frozenset(plain(name) for name, _ in model.named_parameters(remove_duplicate=False))
-    parts = run.trees() if is_main else run.common_trees()
-    return StateLayout.of(under_plain_names(model, model.state_dict()), parts, parameters=parameters, is_main=is_main)
+    common = run.common_trees()
+    return StateLayout.of(
+        under_plain_names(model, model.state_dict()),
+        run.trees() if world.is_main else common,
+        parameters=parameters,
+        is_main=world.is_main,
+        alike=frozenset(common),
+        own=run.own_tree(),
+        world_size=world.world_size,
+    )
 
 
 def words_on_drift(plan: WritePlan) -> str:
@@ -181,6 +189,7 @@ def _manifest(moment: Moment, world_size: int, files: dict[str, FileEntry]) -> M
         world_size=world_size,
         metric=moment.metric,
         round=None if (found := knobs.round_()) is None else found[1],
+        hosts=moment.hosts,
         written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"lockstep": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         files=dict(sorted(files.items())),

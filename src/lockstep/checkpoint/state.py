@@ -25,12 +25,14 @@ from lockstep.checkpoint.match import (
     bare,
     compare,
     describe_optimizer,
+    layers,
     refuse_other_optimizer,
     under_plain_names,
 )
 from lockstep.checkpoint.read import Contents
 from lockstep.checkpoint.safetensors import USE_DCP, unsavable
 from lockstep.comm import streams
+from lockstep.comm.local_training import LocalTraining, any_is_trained_apart, local_training_of
 from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 from lockstep.job import flight
 
@@ -80,6 +82,11 @@ class RunState:
             if isinstance(thing, nn.Module):
                 refuse_unreplicated(thing, name)
                 _refuse_tensors(thing, name)
+                if thing is not self.model and _local_training_in(thing) is not None:
+                    raise CheckpointError(
+                        f"{name} is trained by LocalSteps, and a Checkpointer ends and resumes the rounds of model= "
+                        "alone: replicate and save both as one module, such as a torch.nn.ModuleDict"
+                    )
             elif _is_a(thing, "ZeroRedundancyOptimizer"):
                 raise CheckpointError(
                     f"{name} is a ZeroRedundancyOptimizer, whose state is divided among the ranks, and a Checkpointer "
@@ -88,15 +95,35 @@ class RunState:
                     "on rank 0"
                 )
 
+    @property
+    def local_training(self) -> LocalTraining | None:
+        """How the ranks train the model apart between rounds; None if they average every gradient."""
+        return _local_training_in(self.model)
+
     def common_trees(self) -> dict[str, Any]:
         """Return what every rank holds alike besides the model, by the name of its part."""
+        training = self.local_training
+        if training is not None:
+            outer = {**describe_optimizer(training.outer), "state": training.outer.state_dict()}
+            return {"local_steps": {"outer": outer, **training.common_state()}}
+        return self._optimizer_tree()
+
+    def own_tree(self) -> dict[str, Any] | None:
+        """Return what each rank holds alone, if the ranks train apart; of the same names and shapes on all."""
+        training = self.local_training
+        if training is None:
+            return None
+        state = None if self.optimizer is None else self.optimizer.state_dict()["state"]
+        return {"optimizer": state, "rounds": training.own_state()}
+
+    def _optimizer_tree(self) -> dict[str, Any]:
         if self.optimizer is None:
             return {}
         return {"optimizer": {**describe_optimizer(self.optimizer), "state": self.optimizer.state_dict()}}
 
     def trees(self) -> dict[str, Any]:
         """Return everything but the model and the loader, by the name of its part."""
-        parts = self.common_trees()
+        parts = {**self.common_trees(), **self._optimizer_tree()}
         if self.scheduler is not None:
             parts["scheduler"] = {"class": type(self.scheduler).__name__, "state": self.scheduler.state_dict()}
         if self.extra:
@@ -120,6 +147,9 @@ class RunState:
             raise CheckpointMismatch(f"{folder} was saved without extra objects named {', '.join(lacking)}")
         if self.optimizer is not None:
             refuse_other_optimizer(parts["optimizer"], self.optimizer, folder)
+        training = self.local_training
+        if training is not None and "local_steps" in parts:  # else its rounds begin with the saved model
+            refuse_other_optimizer(parts["local_steps"]["outer"], training.outer, folder)
         if self.scheduler is not None and parts["scheduler"]["class"] != type(self.scheduler).__name__:
             saved, own = parts["scheduler"]["class"], type(self.scheduler).__name__
             raise CheckpointMismatch(f"{folder} is of the scheduler {saved}, this one is {own}")
@@ -132,7 +162,11 @@ class RunState:
     def unused(self, contents: Contents) -> list[str]:
         """List what the checkpoint holds and this run has no use for."""
         given = self._given()
-        unused = [name for name in ("optimizer", "scheduler", "loader") if name in contents.parts and name not in given]
+        unused: list[str] = [
+            name for name in ("optimizer", "scheduler", "loader") if name in contents.parts and name not in given
+        ]
+        if "local_steps" in contents.parts and self.local_training is None:
+            unused.append("the state of LocalSteps")
         return unused + [f"extra {name!r}" for name in contents.parts.get("extra", {}) if name not in self.extra]
 
     def small_states(self) -> list[tuple[Stateful, Any]]:
@@ -156,16 +190,30 @@ class RunState:
             states = parts["loader"]
             self.loader.load_state_dict(states[rank if len(states) > 1 else 0])
 
-    def load_tensors(self, contents: Contents) -> None:
-        """Load the model and the optimizer."""
-        model = bare(self.model)
+    def load_tensors(self, contents: Contents, rank: int) -> None:
+        """Load the model and the optimizer; of ranks that train apart, each its own."""
+        model, parts, training = bare(self.model), contents.parts, self.local_training
         model.load_state_dict(compare(model, contents.model, exact=True).loadable)
+        owns = [] if training is None else parts.get("ranks", [])
         if self.optimizer is not None:
-            _load_optimizer(self.optimizer, contents.parts["optimizer"]["state"])
+            saved = parts["optimizer"]["state"]
+            if rank < len(owns):
+                saved = {**saved, "state": owns[rank]["optimizer"]}
+            _load_optimizer(self.optimizer, saved)
+        if training is not None:
+            common = parts.get("local_steps", {})
+            if common:
+                _load_optimizer(training.outer, common["outer"]["state"])
+            training.load_state(common, [own["rounds"] for own in owns])
 
     def _given(self) -> list[str]:
         things = {"optimizer": self.optimizer, "scheduler": self.scheduler, "loader": self.loader}
         return [name for name, thing in things.items() if thing is not None]
+
+
+def _local_training_in(model: nn.Module) -> LocalTraining | None:
+    """Return how the ranks train ``model``, or what it wraps, apart."""
+    return local_training_of(*layers(model)) if any_is_trained_apart() else None  # (asked in each step)
 
 
 def _state_of(thing: Stateful) -> Mapping[str, Any]:
@@ -285,6 +333,8 @@ class Moment:
     in_epoch: bool
     #: By which the best are kept.
     metric: float | None = None
+    #: Which ranks share a host (World.hosts).
+    hosts: list[list[int]] | None = None
 
 
 class Position:

@@ -50,10 +50,9 @@ import click
 @click.option(
     "--max-restarts",
     "--max_restarts",
-    default=0,
-    show_default=True,
+    type=int,
     metavar="K",
-    help="Start again after a failure, up to K times.",
+    help="Start again after a failure, up to K times; 0 if not given.",
 )
 @click.argument("program")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -73,7 +72,7 @@ def run(
     log_dir: Path | None,
     all_output: bool,
     grace: float,
-    max_restarts: int,
+    max_restarts: int | None,
     program: str,
     args: tuple[str, ...],
 ) -> None:
@@ -108,7 +107,7 @@ def run(
             log_dir=log_dir,
             output=Output.ALL if all_output else Output.FIRST,
             grace=grace,
-            max_restarts=max_restarts,
+            max_restarts=(place.restarts or 0) if max_restarts is None else max_restarts,
             rendezvous=None if place.rendezvous is None else replace(place.rendezvous, ranks=nproc),
             regroup_after=regroup_after,
         )

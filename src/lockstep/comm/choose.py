@@ -1,4 +1,5 @@
-"""The default group of CPU ranks that did not choose a backend: "shm" if it opens on all of them, else gloo.
+"""The default group of CPU ranks that did not choose a backend: "shm" if it opens on all of them, else "hierarchical"
+if that does (the job spans hosts, and some host has several ranks), else gloo.
 
 Note [All ranks or none]: the ranks open the group's memory first, by themselves, and tell each other whether that
 went well; what torch has to do afterwards waits for nobody, and is told as well. So a rank where the backend fails,
@@ -17,40 +18,61 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 )
 
 from lockstep import callsite, knobs
+from lockstep.comm.hosts.engine import HostsEngine
+from lockstep.comm.hosts.grouping import my_host
+from lockstep.comm.shm.engine import Engine
 from lockstep.comm.shm.group import Group
+from lockstep.comm.shm.memory_engine import MemoryEngine
 from lockstep.comm.shm.rendezvous import ApartError, say_and_hear
 from lockstep.errors import RendezvousError
 from lockstep.identity import Identity
 
 
-def open_shm_or_gloo(store: Store, identity: Identity, timeout: float) -> None:
-    """**Collective.** Open torch's default group, for CPU tensors. A warning says so if it can't be "shm".
+def open_fastest(store: Store, identity: Identity, timeout: float) -> None:
+    """**Collective.** Open torch's default group, for CPU tensors. A warning says so if it can't be the fastest.
 
     Raises:
         RendezvousError: a rank did not come within ``timeout`` seconds.
     """
     # The store may be the one of an earlier world (init, shutdown, init): each meeting has keys of its own.
     store = PrefixStore(f"world/{store.add(f'worlds/{identity.rank}', 1)}", store)
-    why = _try_shm(PrefixStore("shm", store), identity, timeout)
+    why = _try("shm", PrefixStore("shm", store), identity, timeout)
     if why is None:
         return
-    if identity.rank == 0 and identity.local_world_size == identity.world_size:
-        callsite.warn(
-            f"the ranks can't share memory, so gradients go through the network, by gloo, which is slower: {why}. "
-            f'lockstep.init("gloo") or {knobs.BACKEND}=gloo chooses that, and ends this warning'
-        )
+    if identity.local_world_size == identity.world_size:
+        if identity.rank == 0:
+            _warn(f"the ranks can't share memory, so gradients go through the network, by gloo, which is slower: {why}")
+    elif (
+        max(say_and_hear(store, "ranks here", identity.local_world_size, identity.rank, identity.world_size, timeout))
+        > 1
+    ):
+        why = _try("hierarchical", PrefixStore("hierarchical", store), identity, timeout)
+        if why is None:
+            return
+        if identity.rank == 0:
+            _warn(f"ranks of one machine can't share memory, so all gradients go through the network, by gloo: {why}")
     _hand_to_torch("gloo", PrefixStore("gloo", store), identity, timeout)
 
 
-def _try_shm(store: Store, identity: Identity, timeout: float) -> str | None:
-    """Open the group over "shm" on all ranks, or on none and say why, in the same words on every rank."""
+def _warn(what: str) -> None:
+    callsite.warn(f'{what}. lockstep.init("gloo") or {knobs.BACKEND}=gloo chooses that, and ends this warning')
+
+
+def _engine(backend: str, store: Store, identity: Identity, timeout: float) -> Engine:
+    rank, size, chunk = identity.rank, identity.world_size, knobs.shm_chunk()
+    if backend == "shm":
+        return MemoryEngine(store, rank=rank, size=size, timeout=timeout, chunk=chunk)
+    return HostsEngine(store, rank=rank, size=size, timeout=timeout, chunk=chunk, host=my_host())
+
+
+def _try(backend: str, store: Store, identity: Identity, timeout: float) -> str | None:
+    """Open the group over ``backend`` on all ranks, or on none and say why, in the same words on every rank."""
     rank, size = identity.rank, identity.world_size
-    chunk = knobs.shm_chunk()
     group: Group | None = None
     why: str | None = None
     try:
-        group = Group(store, rank=rank, size=size, timeout=timeout, chunk=chunk, name="world")
-        _hand_to_torch("shm", store, identity, timeout, group)
+        group = Group(_engine(backend, store, identity, timeout), timeout=timeout, name="world")
+        _hand_to_torch(backend, store, identity, timeout, group)
     except ApartError as error:
         return str(error)  # which all ranks have
     except RendezvousError:

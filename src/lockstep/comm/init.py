@@ -10,6 +10,7 @@ import secrets
 import sys
 import threading
 from datetime import timedelta
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -23,9 +24,9 @@ from torch.distributed.rendezvous import rendezvous
 from torch.optim import optimizer as optimizers
 
 from lockstep import knobs, machine
-from lockstep.comm import guests, streams
+from lockstep.comm import guests, mpirun, streams
 from lockstep.comm.allocator import keep_freed_memory
-from lockstep.comm.choose import open_shm_or_gloo
+from lockstep.comm.choose import open_fastest
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.shm.register import register
 from lockstep.comm.world import World
@@ -50,10 +51,11 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     lockstep.comm.allocator), and seeds the random number generators of Python, NumPy and torch.
 
     Args:
-        backend: any backend torch knows by name. None: ``LOCKSTEP_BACKEND``, or if that is not set: NCCL for CUDA
-            tensors and gloo for CPU tensors where there is a GPU for every rank of this machine; else, on the CPU,
-            ``"shm"`` if all ranks can share memory, which they try, and gloo if not (a warning says why, unless the job
-            has several machines).
+        backend: any backend torch knows by name; ``"mpi"`` goes over mpi4py where torch was built without MPI. None:
+            ``LOCKSTEP_BACKEND``, or if that is not set: NCCL for CUDA tensors and gloo for CPU tensors where there is a
+            GPU for every rank of this machine; else, on the CPU, ``"shm"`` if all ranks can share memory, which they
+            try; ``"hierarchical"`` if the job has several machines and one of them several ranks: shared memory inside
+            a machine, gloo between them; and else gloo (a warning says why, unless each machine has one rank).
         timeout: how long a collective may wait before it is an error, in seconds or as a timedelta.
             None: ``LOCKSTEP_TIMEOUT``, or 600 s.
         seed: the seed of the job, the same on all ranks. Every rank's generators are seeded with it just as those of a
@@ -75,7 +77,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     identity = Identity.from_environment()
     adopt()
     limit = _seconds(timeout)
-    backend = backend or knobs.backend()
+    backend = _with_mpi(backend or knobs.backend())
     device = _choose_device(backend, identity)
     _divide_threads(identity)
     if device.type == "cpu":
@@ -155,6 +157,19 @@ def _seconds(timeout: float | timedelta | None) -> float:
     return seconds
 
 
+def _with_mpi(backend: str | None) -> str | None:
+    """Return ``backend``, with lockstep's own MPI in place of torch's, which torch's wheels come without."""
+    if backend != "mpi" or dist.is_mpi_available():
+        return backend
+    if find_spec("mpi4py") is None:
+        raise ValueError(
+            f"backend={backend!r}: this build of torch ({torch.__version__}) comes without MPI, and mpi4py, over which "
+            "lockstep's own goes, is not installed: pip install 'torch-lockstep[mpi]', or mpi4py for the MPI that you "
+            "have"
+        )
+    return "mpi4py"
+
+
 def _choose_device(backend: str | None, identity: Identity) -> torch.device:
     """Return the device of this rank, made current if it is a GPU."""
     names = _known_backends()
@@ -221,7 +236,7 @@ def _open_group(backend: str | None, identity: Identity, timeout: float, device:
         _groups_opened += 1
         store = _rendezvous_store(identity, limit)
         if backend is None and device.type == "cpu":
-            open_shm_or_gloo(store, identity, timeout)
+            open_fastest(store, identity, timeout)
             return
         backend = backend or "cpu:gloo,cuda:nccl"
         dist.init_process_group(
@@ -243,7 +258,8 @@ def _open_group(backend: str | None, identity: Identity, timeout: float, device:
 
 
 def _rendezvous_store(identity: Identity, timeout: timedelta) -> Store:
-    """Return where the ranks meet: memory for a world of one, a file on one host, else ``MASTER_ADDR:MASTER_PORT``."""
+    """Return where the ranks meet: memory for a world of one, a file on one host, else ``MASTER_ADDR:MASTER_PORT``, or
+    what mpirun's ranks find (mpirun.py)."""
     if not identity.launched:
         return HashStore()
     path = knobs.store()
@@ -254,6 +270,8 @@ def _rendezvous_store(identity: Identity, timeout: timedelta) -> Store:
         store.set_timeout(timeout)
         return store
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if "MASTER_PORT" in missing and mpirun.started_here():
+        return mpirun.meet(identity, timeout, number=_groups_opened)
     if missing:
         raise EnvironmentMismatch(
             f"rank {identity.rank} of {identity.world_size}: {' and '.join(missing)} not set, so the ranks can't "
@@ -292,7 +310,7 @@ def _connect(identity: Identity, timeout: timedelta) -> Store:
 
 def _hint(error: Exception, backend: str | None) -> str:
     text = str(error)
-    if backend == "shm":
+    if backend in ("shm", "hierarchical"):
         return f'\nlockstep.init("gloo") or {knobs.BACKEND}=gloo goes through the network instead'
     if "EADDRINUSE" in text or "already in use" in text:
         return (

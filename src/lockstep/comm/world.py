@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lockstep import _torch
 from lockstep.comm.exchange import all_gather_records, all_gather_tensors, broadcast_tensor, group_device
+from lockstep.comm.labels import compares_labels
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.waiting import wait_for
@@ -126,6 +127,15 @@ class World:
         return self._identity.node_rank
 
     @property
+    def hosts(self) -> list[list[int]] | None:
+        """The ranks by machine, where the process group adds up each machine's first; None where it does not.
+
+        The bits of a sum depend on it: a run repeats bit for bit only where the same ranks share a machine.
+        """
+        hosts = getattr(self.group, "hosts", None)
+        return None if hosts is None else [list(ranks) for ranks in hosts]
+
+    @property
     def is_main(self) -> bool:
         """True on rank 0."""
         return self.rank == 0
@@ -162,7 +172,7 @@ class World:
                 # The group's own method: dist.monitored_barrier refuses a group that has NCCL beside gloo.
                 with flight.waiting("World.barrier()"):
                     self.group.monitored_barrier(limit, wait_all_ranks=True)  # type: ignore[attr-defined]  # not in the stubs
-            elif dist.get_backend(self.group) == "shm":  # its own errors name the ranks and say where they stand
+            elif compares_labels(self.group, torch.device("cpu")):  # ours, whose errors name the ranks and their places
                 options = dist.BarrierOptions()
                 options.timeout, options.asyncOp = limit, False
                 self.group.barrier(options)

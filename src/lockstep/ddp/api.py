@@ -25,6 +25,8 @@ from lockstep import _torch
 from lockstep.comm import streams
 from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.compare import why_unfit
+from lockstep.ddp.local_replica import LocalReplica, why_unfit_for_local_steps
+from lockstep.ddp.local_steps import LocalSteps
 from lockstep.ddp.members import parameters_of
 from lockstep.ddp.options import CheckFinite, ReplicaOptions
 from lockstep.ddp.replica import Replica
@@ -48,6 +50,7 @@ def replicate(
     gradient_as_bucket_view: bool = True,
     overlap: bool | None = None,
     init_sync: bool = True,
+    sync: LocalSteps | None = None,
 ) -> Model:
     """**Collective.** Make ``model`` a replica: the same parameters on every rank, and the same gradients.
 
@@ -87,6 +90,9 @@ def replicate(
             reduces in its own memory ("shm") everything is one bucket for each dtype, whatever its size, that is
             averaged in place at the end; see Note [One reduction] in reducer.py.
         init_sync: send rank 0's parameters and buffers to all ranks now. If False they must be equal already.
+        sync: None: average the gradients of every backward. A :class:`lockstep.LocalSteps`: let the ranks train apart
+            for some steps, and average what they have learned; for slow links. What this function says of gradients
+            does not hold then, and the options about buckets have no effect: docs/local_steps.md says what does.
 
     Raises:
         ReplicaMismatch: on all ranks, before anything is sent, if a parameter's name, shape or dtype differs.
@@ -104,6 +110,7 @@ def replicate(
         gradient_as_bucket_view=gradient_as_bucket_view,
         overlap=overlap,
         init_sync=init_sync,
+        sync=sync,
     )
     replica = attach(model, process_group, options)
     replica.announcing += (
@@ -181,6 +188,27 @@ def join(
     )
 
 
+def finish_round(model: nn.Module) -> None:
+    """**Collective.** End the round of local steps here, so that all ranks hold the same parameters and buffers.
+
+    For a model that was replicated with ``sync=LocalSteps(...)``: call it before an evaluation, after the last step,
+    and before you save without a Checkpointer (which calls it by itself). It returns when all ranks have called it: one
+    that has run out of batches takes part in the rounds of the others until then. Where nobody has trained since the
+    last round it changes no parameter.
+
+    Raises:
+        ValueError: ``model`` is not such a replica.
+        CollectiveTimeout, PeerLost: another rank is late or gone.
+    """
+    replica = replica_of(model)
+    if not isinstance(replica, LocalReplica):
+        raise ValueError(
+            f"this {type(model).__name__} averages every gradient, so it has no rounds: finish_round is for models "
+            "replicated with sync=lockstep.LocalSteps()"
+        )
+    replica.finish_round()
+
+
 def register_comm_hook(model: nn.Module, state: Any, hook: CommHook) -> None:
     """Let ``hook(state, bucket) -> Future[Tensor]`` average the buckets; the same on every rank.
 
@@ -219,7 +247,11 @@ def attach(
         gc.collect()  # a wrapper that nobody uses any more may lie in a cycle
         unfit = _why_taken(model)
     unfit = unfit or why_unfit(model, sends_buffers=options.sends_buffers, runs_hooks=wrapper is None)
-    replica = Replica(model, group, options, unfit=unfit)
+    if options.sync is None:
+        replica = Replica(model, group, options, unfit=unfit)
+    else:
+        unfit = unfit or why_unfit_for_local_steps(model)
+        replica = LocalReplica(model, group, options, options.sync, unfit=unfit)
     _replicas[model] = replica
     if wrapper is not None:
         weakref.finalize(wrapper, _release_unwrapped, weakref.ref(model), weakref.ref(replica)).atexit = False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
+
+from lockstep.ddp.local_steps import LocalSteps
 
 CheckFinite = Literal["off", "warn", "skip", "raise"]
 
@@ -26,6 +28,8 @@ class ReplicaOptions:
     init_sync_buffers: bool | None = None
     #: MiB of the first buckets, one by one, instead of the two sizes above; torch's argument of this name.
     bucket_cap_mb_list: tuple[float, ...] = ()
+    #: How ranks train apart between rounds; None: they average every gradient.
+    sync: LocalSteps | None = None
 
     def __post_init__(self) -> None:
         sizes = [("bucket_cap_mb", self.bucket_cap_mb), ("first_bucket_mb", self.first_bucket_mb)]
@@ -34,6 +38,22 @@ class ReplicaOptions:
                 raise ValueError(f"{name}={size!r}: expected a positive number of MiB")
         if self.check_finite not in get_args(CheckFinite):
             raise ValueError(f"check_finite={self.check_finite!r}: expected 'off', 'warn', 'skip' or 'raise'")
+        if self.sync is not None:
+            self._refuse_what_averages()
+
+    def _refuse_what_averages(self) -> None:
+        if not isinstance(self.sync, LocalSteps):
+            raise TypeError(f"sync={self.sync!r}: expected a lockstep.LocalSteps, or None")
+        if self.check_finite != "off":
+            raise ValueError(
+                f"check_finite={self.check_finite!r} looks at gradients before they are averaged, and with LocalSteps "
+                "none are: leave it out. The end of a round raises by itself if a parameter is infinite or NaN"
+            )
+        if self.overlap is True:
+            raise ValueError(
+                "overlap=True is for the averages of gradients, and with LocalSteps there are none: pass "
+                "sync=LocalSteps(overlap=True)"
+            )
 
     @property
     def bucket_caps(self) -> list[int]:
@@ -51,7 +71,8 @@ class ReplicaOptions:
 
     def must_match(self) -> dict[str, Any]:
         """Return what must be the same on every rank, or the ranks' collectives would not match."""
-        shared = asdict(self)
+        shared = {field.name: getattr(self, field.name) for field in fields(self)}
         del shared["find_unused_parameters"], shared["gradient_as_bucket_view"]
         shared["overlap"] = self.overlap is True  # over "shm" it decides where the buckets lie
+        shared["sync"] = "the average of every gradient" if self.sync is None else self.sync.words()
         return shared

@@ -91,10 +91,7 @@ class Replica(Joinable, BackwardListener):
 
     def _lay_out(self, module: nn.Module) -> Reducer:
         """Plan the buckets for the parameters that are trained now, and listen to them."""
-        named = [(name, param) for name, param in parameters_of(module) if param.requires_grad]
-        names, params = [name for name, _ in named], [param for _, param in named]
-        self._frozen = [param for _, param in parameters_of(module) if not param.requires_grad]
-        self._own = OwnParameters(module, lambda: f"rank {self._rank} of {self._world_size}")
+        names, params = self._find_trained(module)
         policy = self._options.check_finite
         finite = None if policy == "off" else FiniteCheck(policy, self._group)
         sparse_ids = _sparse_parameters(module)
@@ -132,6 +129,16 @@ class Replica(Joinable, BackwardListener):
             param.register_post_accumulate_grad_hook(reducer.ready_hook(i)) for i, param in enumerate(params)
         ]
         return reducer
+
+    def _find_trained(self, module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
+        """Return names and parameters of those that are trained now, and note the others."""
+        named = [(name, param) for name, param in parameters_of(module) if param.requires_grad]
+        self._frozen = [param for _, param in parameters_of(module) if not param.requires_grad]
+        self._own = OwnParameters(module, self._whoami)
+        return [name for name, _ in named], [param for _, param in named]
+
+    def _whoami(self) -> str:
+        return f"rank {self._rank} of {self._world_size}"
 
     def _choose_memory(self, params: list[nn.Parameter]) -> InPlaceMemory | None:
         """Return the group's own memory, if all is to be reduced at once at the end; see Note [One reduction]."""
@@ -222,6 +229,10 @@ class Replica(Joinable, BackwardListener):
                 if self._own.are_all(module):  # else at the next forward that uses the module's own
                     self._lay_out_again(module)
                 break
+        self._latest = self._announce(module, records=records)
+
+    def _announce(self, module: nn.Module, *, records: bool) -> Forward:
+        """**Collective** as :meth:`before_forward`. Return what a forward that is about to begin knows."""
         averages = self.syncs and records
         sends_buffers = averages and module.training and self.sends_buffers
         source, divisor, joins = 0, None, self._join_config.enable
@@ -236,7 +247,7 @@ class Replica(Joinable, BackwardListener):
         if in_hand is not None:
             in_hand.read(for_backward=records)
         number = self._watch.forwards.begin() if averages and module.training and not joins else 0
-        self._latest = Forward(self.syncs, self._weight(in_hand), sends_buffers, divisor, number)
+        return Forward(self.syncs, self._weight(in_hand), sends_buffers, divisor, number)
 
     @_torch.mark_untraced
     def after_forward(self, output: Any) -> None:
@@ -299,6 +310,9 @@ class Replica(Joinable, BackwardListener):
             _raise_if(self._own.find_changed())
         flight.current.enter(_BACKWARD)
         self._current = forward
+        self._begin(forward)
+
+    def _begin(self, forward: Forward) -> None:
         self._reducer.begin(sync=forward.sync, weight=forward.weight, divisor=forward.divisor)
 
     def backward_joins(self, forward: Forward) -> None:
@@ -313,8 +327,11 @@ class Replica(Joinable, BackwardListener):
                 "call backward once for each batch (inside lockstep.no_sync for all but the last)"
             )
         if forward.sync and not current.sync:
-            self._reducer.require_sync()
+            self._require_sync()
             self._current = forward
+
+    def _require_sync(self) -> None:
+        self._reducer.require_sync()
 
     def backward_ends(self) -> None:
         """**Collective** if it averages. Write the averages, and make the buffers equal."""
@@ -434,9 +451,13 @@ class Replica(Joinable, BackwardListener):
         step = shake_hands(self._group, active=is_last_joiner, sends_buffers=False, averages=False)
         tensors = tensors_of(self._living_module(), buffers=self.sends_buffers)
         self._broadcast(tensors, step.active[0], "sending the final parameters")
-        if self._in_hand() is not None:  # ranks that took fewer steps drew fewer numbers
+        self._share_random_numbers(step.active[0])
+
+    def _share_random_numbers(self, source: int) -> None:
+        """**Collective.** Take rank ``source``'s common random numbers: ranks that took fewer steps drew fewer."""
+        if self._in_hand() is not None:
             common = streams.current().state.to(self.join_device)
-            self._broadcast([common], step.active[0], "sending the common random numbers")
+            self._broadcast([common], source, "sending the common random numbers")
             streams.current().state = common.cpu()
 
     def _living_module(self) -> nn.Module:

@@ -112,8 +112,8 @@ def _torchrun(env: Mapping[str, str]) -> Node | None:
     count = env["PET_NNODES"]
     if ":" in count and count.partition(":")[0] != count.partition(":")[2]:
         raise EnvironmentMismatch(
-            f"PET_NNODES={count}: the number of machines does not change while a job of lockstep runs; ask for a fixed "
-            "number"
+            f"PET_NNODES={count}: the number of machines can change only where they find each other: say --rdzv HOST, "
+            "or PET_RDZV_BACKEND=c10d and PET_RDZV_ENDPOINT, or ask for a fixed number"
         )
     nodes = _number("PET_NNODES", count.partition(":")[0])
     if nodes == 1:

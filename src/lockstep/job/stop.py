@@ -19,6 +19,9 @@ Saving is collective, so nobody writes a proposal of the next round over that of
 A rank that sees any proposal drops a request for the same action: it is what it would have asked for.
 
 A world of one acts at this very boundary.
+
+Ranks that train apart between rounds count rounds instead of steps, with a lead of their own: Note [Rounds and
+agreements] in ``comm/local_training.py``.
 """
 
 from __future__ import annotations
@@ -134,16 +137,24 @@ class StoreBoard:
 class Agreement:
     """One rank's view of what the ranks are going to do. See Note [Agreeing on a step]."""
 
-    def __init__(self, board: Board, *, world_size: int) -> None:
+    def __init__(self, board: Board, *, world_size: int, lead: int | None = None) -> None:
+        """Begin with round 1.
+
+        Args:
+            lead: how much the count at the boundary must have grown between a proposal and the act; None: what it takes
+                where ranks reduce in every step.
+        """
         self._board = board
-        self._lead = LEAD if world_size > 1 else 0
+        if lead is None:
+            lead = LEAD if world_size > 1 else 0
+        self._lead = lead
         self._round = 1
 
     def due(self, step: int, *, wanted: Action | None) -> Action | None:
         """Return what to do at this boundary, if anything; the same on all ranks.
 
         Args:
-            step: optimizer steps that this rank has done.
+            step: optimizer steps that this rank has done, or whatever else the ranks count alike.
             wanted: what this rank was asked for.
         """
         proposal = self._board.smallest(self._round)

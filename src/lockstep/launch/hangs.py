@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep import _proc
 from lockstep._files import write_whole
@@ -38,6 +39,8 @@ from lockstep.launch.report import Known
 _WORKS = 0.2
 #: Seconds without a sign of life after which a process is looked at.
 _QUIET = 1.0
+#: Seconds after which what another machine has told of its ranks does not count any more.
+_OLD = 3.0
 #: Seconds before a question whose answer was "nobody is late" is asked again.
 _PAUSE = 60.0
 
@@ -80,9 +83,11 @@ class HangWatch:
         self._quiet_until: dict[Kind, float] = {}
         self._verdict: Verdict | None = None
         #: The ranks' marks when they were reported.
-        self._reported: dict[int, int] = {}
+        self._reported: dict[int, Mark] = {}
         #: What was said of the ranks that hold up the others now; empty: nobody does.
         self.text = ""
+        #: The ranks of other machines, as their launchers tell: the page, since when it is so, and when that was heard.
+        self._others: dict[int, tuple[Look, float, float]] = {}
 
     @property
     def due(self) -> float:
@@ -93,6 +98,20 @@ class HangWatch:
         """See which of the ranks have moved, in some microseconds; to be called when it is due."""
         ranks = self._ranks
         self._looker.look(self._pages.all(Cell.MARK)[ranks.start : ranks.stop], now)
+
+    def summary(self) -> list[list[Any]]:
+        """Return how this machine's ranks are, in JSON's types, for :meth:`hear` of the others' launchers."""
+        return [
+            [rank, mark, look.steps, look.waits_in, look.reason]
+            for (rank, look), mark in zip(self._looks.items(), self._looker.marks, strict=False)  # none at first
+        ]
+
+    def hear(self, ranks: Iterable[list[Any]], now: float) -> None:
+        """Take what other launchers tell of their ranks."""
+        for rank, mark, steps, waits_in, reason in ranks:
+            before, moved, _ = self._others.get(rank, (None, now, now))
+            look = Look(Mark.of(mark), steps, waits_in, reason, "")
+            self._others[rank] = look, (moved if before is not None and before.mark == look.mark else now), now
 
     def look(
         self, states: Mapping[int, RankState], now: float, *, ask: Callable[[Iterable[int], int], None]
@@ -140,6 +159,10 @@ class HangWatch:
             for rank, look in self._looks.items()
         }
 
+    def _marks(self) -> dict[int, Mark]:
+        here = {rank: Mark.of(mark) for rank, mark in zip(self._ranks, self._looker.marks, strict=True)}
+        return {**here, **{rank: look.mark for rank, (look, _, _) in self._others.items()}}
+
     def _moved(self, rank: int) -> float:
         return self._looker.moved[rank - self._ranks.start]
 
@@ -154,13 +177,12 @@ class HangWatch:
                 self._standstills[rank] = self._still[rank].look(state.pid, now, announced=bool(look.reason))
 
     def _compare(self, states: Mapping[int, RankState], now: float) -> Verdict | None:
-        return compare(
-            [self._seen(state) for state in states.values()],
-            now=now,
-            usual=self._usual,
-            shortest=self._shortest,
-            whole=len(states) == self._world_size,
-        )
+        elsewhere = [
+            Seen(rank, look, moved) for rank, (look, moved, heard) in self._others.items() if now - heard < _OLD
+        ]
+        seen = [*(self._seen(state) for state in states.values()), *elsewhere]
+        whole = len(seen) == self._world_size
+        return compare(seen, now=now, usual=self._usual, shortest=self._shortest, whole=whole)
 
     @property
     def _usual(self) -> float:
@@ -188,7 +210,14 @@ class HangWatch:
         if self._has_gone_on(asked.verdict, states, now):
             return []
         known = {rank: self._known(state, asked) for rank, state in states.items()}
-        verdict = settle(asked.verdict, {rank: _doing(each, asked, now - asked.at) for rank, each in known.items()})
+        doing = {rank: _doing(each, asked, now - asked.at) for rank, each in known.items()}
+        for rank, (look, moved, _) in self._others.items():
+            known[rank] = Known(rank, None, None, look, moved, None, None)
+            if asked.verdict.kind is Kind.STILL:  # what its stack says, only its own launcher knows
+                doing[rank] = Doing.WAITS
+        verdict = settle(asked.verdict, doing)
+        if verdict is not None and self._others and asked.verdict.kind is Kind.STILL and not verdict.late:
+            verdict = None
         if verdict is None:
             self._quiet_until[asked.verdict.kind] = now + _PAUSE
             return []
@@ -196,7 +225,7 @@ class HangWatch:
             self._quiet_until[asked.verdict.kind] = now + self._usual
             return []
         self._verdict = verdict
-        self._reported = dict(zip(self._ranks, self._looker.marks, strict=True))
+        self._reported = self._marks()
         self.text = report.describe_late(verdict, known, now=now, world_size=self._world_size)
         write_whole(self._files.late, self.text)
         return [self.text]
@@ -215,8 +244,8 @@ class HangWatch:
     def _see_whether_over(self, states: Mapping[int, RankState], now: float) -> list[str]:
         verdict = self._verdict
         assert verdict is not None
-        marks = dict(zip(self._ranks, self._looker.marks, strict=True))
-        waited = [rank for rank in verdict.waiting if Mark.of(self._reported[rank]).waiting]  # by their own account
+        marks = self._marks()
+        waited = [rank for rank in verdict.waiting if self._reported[rank].waiting]  # by their own account
         moved = any(marks[rank] != self._reported[rank] for rank in waited or verdict.late)
         if not moved or any(state.exit_code for state in states.values()):
             return []  # what was said stands, also as the reason of an end

@@ -172,7 +172,8 @@ class Launcher:
             what in :attr:`selector` is ready.
         """
         hangs, select, clock = self.attempt.hangs, self.selector.select, time.monotonic
-        end = min(moment for moment in (self._next_look, self.policy.deadline, *moments) if moment is not None)
+        deadline = self.policy.deadline if self.policy.alive else None
+        end = min(moment for moment in (self._next_look, deadline, *moments) if moment is not None)
         while True:
             ready = select(max(0.0, min(end, hangs.due) - clock()))
             now = clock()

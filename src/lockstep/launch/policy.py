@@ -159,7 +159,7 @@ class Policy:
 
     def tick(self, now: float) -> list[Order]:
         """Kill the ranks that are still there when the deadline has passed."""
-        if self.deadline is None or now < self.deadline:
+        if self.deadline is None or now < self.deadline or not self.alive:
             return []
         if self._killed:
             self.gave_up = True

@@ -388,7 +388,8 @@ def _late(known: Known, now: float | None) -> list[str]:
     if known.exit_code is not None:
         return [f"  rank {known.rank} has ended, with exit code {known.exit_code}{_steps(look)}"]
     state = "" if known.facts is None else f" is {known.facts.describe()}"
-    lines = [f"  rank {known.rank} (process {known.pid}){state}"]
+    where = "on another machine, whose launcher tells more" if known.pid is None else f"process {known.pid}"
+    lines = [f"  rank {known.rank} ({where}){state}"]
     if look.mark.waiting:
         lines.append(f"  it waits in {_waits_in(known)}{_steps(look)}")
     elif not look.mark.serial:
@@ -402,7 +403,7 @@ def _late(known: Known, now: float | None) -> list[str]:
         lines += [f"    {frame}" for frame in stack.frames[:_FRAMES]]
         if len(stack.frames) > _FRAMES:
             lines.append(f"    … and {len(stack.frames) - _FRAMES} more")
-    else:
+    elif known.pid is not None:
         lines.append("  (it did not answer when asked for its Python stack)")
         if look.waits_in and not look.mark.waiting:
             lines.append(f"  it waited last in {look.waits_in}")

@@ -25,7 +25,7 @@ from lockstep.launch.processes import SAVE, STOPPING, Arrival, SignalQueue, igno
 from lockstep.launch.report import say
 from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, check_program, free_port, is_free
 from lockstep.rendezvous.handle import Rendezvous
-from lockstep.rendezvous.messages import Alive, End, Ended, Event, Kind, Meet, Met, Refused, Verdict
+from lockstep.rendezvous.messages import Alive, End, Ended, Event, Kind, Looks, Meet, Met, Refused, Verdict
 
 #: Open files that a rank needs here while it starts, and that everything else does.
 _DESCRIPTORS_PER_RANK = 7
@@ -376,7 +376,10 @@ class _Run:
         match event:
             case Met():
                 self._on_round(event)
-            case Alive(waiting):
+            case Alive(waiting, ranks):
+                self._launcher.attempt.hangs.hear(ranks, now)
+                if self._others is not None:
+                    self._others.tell(Looks(self._launcher.attempt.hangs.summary()))
                 self._on_waiting(waiting, now)
             case Refused(error, exit_code):
                 if self._stage is _Stage.MEETING:
@@ -413,6 +416,8 @@ class _Run:
             return
         if self._verdict is not None or policy.stopping or self._others is None:
             return
+        if len(attempt.round.ranks) >= self._others.options.max_nodes:
+            return  # they are spare
         machines = "1 machine wants" if waiting == 1 else f"{waiting} machines want"
         if attempt.listening:
             text = f"{machines} to join: the ranks finish a step, save, and start again together"
@@ -491,6 +496,9 @@ class _Run:
         if launcher.broken is not None:
             say(report.not_started(launcher.broken))
             return 1
+        if self._refused:
+            say(self._refused)
+            return self._refused_with
         if outcome.note is not None and outcome.saved:
             say(report.saved(outcome.note, policy.stopped_by))
             return EXIT_SAVED
@@ -499,9 +507,6 @@ class _Run:
             late = self._asked_listeners and outcome.completed
             say(report.came_late(signum) if late else report.stopped(outcome, signum))
             return 0 if late else 128 + signum
-        if self._refused:
-            say(self._refused)
-            return self._refused_with
         if verdict is None and outcome.first is not None:  # the zygote has ended as well, so nothing starts again
             verdict = replace(self._judge(), what_now="")
         if verdict is not None and verdict.kind in (Kind.FAILED, Kind.LOST):

@@ -15,7 +15,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep import knobs
@@ -215,6 +215,8 @@ class NodePlace:
     ranks: str | None = None
     #: Where the machines find each other, its number of ranks still to be filled in; None: they are known beforehand.
     rendezvous: Options | None = None
+    #: How often all ranks are started again after one failed, where the engine says so.
+    restarts: int | None = None
 
 
 def node_place(options: NodeOptions, env: Mapping[str, str] = os.environ) -> NodePlace:
@@ -227,6 +229,8 @@ def node_place(options: NodeOptions, env: Mapping[str, str] = os.environ) -> Nod
     """
     if options.rdzv is not None:
         return _meeting(options, options.rdzv, env)
+    if env.get("PET_RDZV_BACKEND") == "c10d" and options.node_rank is None and not options.standalone:
+        return _meeting_of_pods(options, env)
     nnodes = None if options.nnodes is None else _fixed(options.nnodes, standalone=options.standalone)
     if options.node_rank is not None:
         return NodePlace(nnodes or 1, options.node_rank, options.master_addr, options.master_port)
@@ -302,6 +306,19 @@ def _meeting(options: NodeOptions, endpoint: str, env: Mapping[str, str]) -> Nod
         key=knobs.key(env),
     )
     return NodePlace(rendezvous=found)
+
+
+def _meeting_of_pods(options: NodeOptions, env: Mapping[str, str]) -> NodePlace:
+    """Read what an elastic PyTorchJob of Kubeflow says in torchrun's variables; the user's options come first."""
+    missing = [name for name in ("PET_RDZV_ENDPOINT", "PET_NNODES") if not env.get(name)]
+    if missing:
+        raise EnvironmentMismatch(f"PET_RDZV_BACKEND=c10d is set but {' and '.join(missing)} is not")
+    asked = replace(
+        options, nnodes=options.nnodes or env["PET_NNODES"], rdzv_id=options.rdzv_id or env.get("PET_RDZV_ID")
+    )
+    place = _meeting(asked, env["PET_RDZV_ENDPOINT"], env)
+    restarts = env.get("PET_MAX_RESTARTS", "")
+    return replace(place, ranks=env.get("PET_NPROC_PER_NODE"), restarts=int(restarts) if restarts.isdecimal() else None)
 
 
 #: A name or an address, in brackets where it has colons, and perhaps a port.

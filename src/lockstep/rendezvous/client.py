@@ -38,7 +38,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
@@ -51,6 +56,7 @@ from lockstep.rendezvous.messages import (
     Ended,
     Kind,
     Leave,
+    Looks,
     Meet,
     Met,
     Options,
@@ -75,6 +81,8 @@ _SKEW = 2.0
 #: Seconds to wait for more machines once there are enough.
 _LAST_CALL = 2.0
 DEFAULT_PORT = 29400
+#: What torch's handler raises in machines that wait when the job ends: for a place among the others, or as a spare.
+_OVER = (RendezvousClosedError, RendezvousGracefulExitError)
 
 
 def main(fd: int, options: dict[str, Any]) -> NoReturn:
@@ -131,7 +139,7 @@ class _Client:
             return
         for fields, _ in self._channel.receive():
             command = decode(fields)
-            assert isinstance(command, Meet | End | Leave)
+            assert isinstance(command, Command)
             self._commands.append(command)
 
     def _wait_for_meet(self) -> Meet:
@@ -200,7 +208,7 @@ class _Client:
         self._base.add(self._key("waiting"), 1)
         try:
             info = self._handler.next_rendezvous()
-        except RendezvousClosedError:
+        except _OVER:
             self.exit_code = int(self._base.get(self._key("result")))
             raise
         finally:
@@ -280,17 +288,18 @@ class _Client:
         """Watch over the round until it has a verdict."""
         now = time.monotonic()
         others = [node for node in range(len(round_.ranks)) if node != self._node]
-        beats, count, next_beat, waiting = Beats(others, now, silent=SILENT), 0, now, 0
+        beats, count, next_beat = Beats(others, now, silent=SILENT), 0, now
         echo: tuple[Verdict, float] | None = None
+        ranks: list[list[Any]] = []
         while True:
             now = time.monotonic()
             if now >= next_beat:
                 if now - next_beat > SILENT / 2:  # this process stood still, and heard nobody
                     beats.pause(now - next_beat)
                 next_beat, count = now + _BEAT, count + 1
-                self._beat(beats, count, now)
+                others_ranks = self._beat(beats, [count, ranks], now)
                 waiting = self._handler.num_nodes_waiting() if self._node == 0 else 0
-                self._say(Alive(waiting))
+                self._say(Alive(waiting, others_ranks))
                 lost = beats.lost(now)
                 if lost:
                     who = ", ".join(round_.host(node) for node in lost)
@@ -305,6 +314,8 @@ class _Client:
                 command = self._commands.pop(0)
                 if isinstance(command, Leave):
                     self._leave(command)
+                if isinstance(command, Looks):
+                    ranks = command.ranks
                 if isinstance(command, End):
                     verdict = Verdict.from_json(command.verdict)
                     if verdict.kind is Kind.DONE:
@@ -315,12 +326,17 @@ class _Client:
                     else:
                         self._write(verdict)
 
-    def _beat(self, beats: Beats, count: int, now: float) -> None:
-        self._store.set(f"alive/{self._node}", str(count))
+    def _beat(self, beats: Beats, beat: list[Any], now: float) -> list[list[Any]]:
+        """Give a sign of life and take the others'. Return how their ranks are."""
+        self._store.set(f"alive/{self._node}", json.dumps(beat))
         known = [node for node in beats.nodes if self._store.check([f"alive/{node}"])]
+        ranks: list[list[Any]] = []
         if known:
             for node, value in zip(known, self._store.multi_get([f"alive/{node}" for node in known]), strict=True):
-                beats.hear(node, int(value), now)
+                count, theirs = json.loads(value)
+                beats.hear(node, count, now)
+                ranks += theirs
+        return ranks
 
     def _write(self, verdict: Verdict) -> None:
         self._base.compare_set(self._verdict_key, "", json.dumps(verdict.to_json()))
@@ -330,16 +346,18 @@ class _Client:
         if command.over and self._round is not None:
             self._base.set(self._key("result"), str(command.exit_code))
             self._handler.set_closed()
+            machines = len(self._round.ranks)
+            serves = self._serves or self._server is not None
+            kind, _, path = self._options.endpoint.partition(":")
             left = self._store.add("left", 1)
             limit = time.monotonic() + _FAREWELL
-            serves = self._serves or self._server is not None
-            while serves and time.monotonic() < limit:
-                if left == len(self._round.ranks) and not self._base.add(self._key("waiting"), 0):
+            # The last one at a file waits for those that wait to join, for then the file goes.
+            while (serves or (kind == "file" and left == machines)) and time.monotonic() < limit:
+                if left == machines and not self._base.add(self._key("waiting"), 0):
                     break
                 select.select([], [], [], 0.02)
                 left = self._store.add("left", 0)
-            kind, _, path = self._options.endpoint.partition(":")
-            if kind == "file" and left == len(self._round.ranks):
+            if kind == "file" and left == machines:
                 Path(path).unlink(missing_ok=True)
         raise _Left
 
@@ -419,7 +437,7 @@ def _words(error: Exception, endpoint: str) -> str:
     """Say why the machines could not meet."""
     if isinstance(error, RendezvousTimeoutError):
         return f"too few machines came to {endpoint} in time (--join-timeout)"
-    if isinstance(error, RendezvousClosedError):
+    if isinstance(error, _OVER):
         return f"the job at {endpoint} is over, and did not need this machine any more"
     if not isinstance(error, (RendezvousError, RuntimeError, OSError, ValueError)):
         return "".join(traceback.format_exception(error))

@@ -9,7 +9,20 @@ import time
 from typing import Any
 
 from lockstep.job.messages import Channel, encode
-from lockstep.rendezvous.messages import Alive, Command, End, Ended, Event, Leave, Meet, Met, Options, Refused, decode
+from lockstep.rendezvous.messages import (
+    Alive,
+    Command,
+    End,
+    Ended,
+    Event,
+    Leave,
+    Looks,
+    Meet,
+    Met,
+    Options,
+    Refused,
+    decode,
+)
 
 #: Seconds without a word from a client in a round after which it counts as cut off: a little more than after which the
 #: others count this machine as lost, so that they say so first.
@@ -64,6 +77,10 @@ class Rendezvous:
     def end(self, end: End) -> None:
         """Have it write down why the round ends; the answer, also to what others have written, is :class:`Ended`."""
         self._send(end)
+
+    def tell(self, looks: Looks) -> None:
+        """Have it tell the other machines how the ranks of this one are, with its next heartbeat."""
+        self._send(looks)
 
     def leave(self, *, over: bool, exit_code: int) -> None:
         """Have it leave; the arguments are those of :class:`Leave`."""

@@ -153,6 +153,13 @@ class End:
 
 
 @dataclass(frozen=True)
+class Looks:
+    """How the ranks of this machine are, for the launchers of the others; see ``HangWatch.summary``."""
+
+    ranks: list[list[Any]]
+
+
+@dataclass(frozen=True)
 class Leave:
     """Leave for good."""
 
@@ -186,6 +193,8 @@ class Alive:
 
     #: Machines that wait to join; only machine 0 looks.
     waiting: int = 0
+    #: How the ranks of the other machines are.
+    ranks: list[list[Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -204,7 +213,7 @@ class Refused:
     exit_code: int = 1
 
 
-Command = Meet | End | Leave
+Command = Meet | End | Looks | Leave
 Event = Met | Alive | Ended | Refused
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*Command.__args__, *Event.__args__)}
 

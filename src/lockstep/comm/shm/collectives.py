@@ -132,25 +132,6 @@ def all_reduce_shared(rounds: Rounds, views: Tensors, reduction: Reduction) -> N
     rounds.sync()
 
 
-def all_reduce_sparse(rounds: Rounds, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum over ranks of a coalesced COO tensor, as a new coalesced tensor.
-
-    Every rank's indices and values are gathered; ranks may hold different numbers of them. Every rank adds the same
-    entries in the same order, so all end with the same bits.
-    """
-    indices, values = tensor.indices(), tensor.values()
-    counts = [numbers[0] for numbers in _gather_numbers(rounds, [values.shape[0]])]
-    all_indices = [indices.new_empty(indices.shape[0], count) for count in counts]
-    all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
-    for outputs, mine in ((all_indices, indices), (all_values, values)):
-        flats = [each.view(-1) for each in outputs]
-        gather(rounds, flats, mine.contiguous().view(-1), longest=max(each.numel() for each in flats))
-    total = torch.sparse_coo_tensor(
-        torch.cat(all_indices, dim=1), torch.cat(all_values), tensor.shape, is_coalesced=False, check_invariants=False
-    )
-    return total.coalesce()
-
-
 def reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction, *, root: int) -> None:
     """Combine ``flat`` over all ranks into that of ``root``; the others keep theirs."""
     step = rounds.capacity(reduction.dtype)
@@ -217,14 +198,6 @@ def gather(rounds: Rounds, outputs: Tensors, flat: torch.Tensor, *, longest: int
             target.copy_(stage[: target.numel()])
 
 
-def _gather_numbers(rounds: Rounds, numbers: Sequence[int]) -> list[list[int]]:
-    """A few whole numbers of every rank, by rank: what ranks must know of each other before uneven data can move."""
-    mine = torch.tensor(list(numbers), dtype=torch.int64)
-    outputs = [torch.empty_like(mine) for _ in range(rounds.size)]
-    gather(rounds, outputs, mine)
-    return [output.tolist() for output in outputs]
-
-
 def scatter(rounds: Rounds, flat: torch.Tensor, inputs: Tensors, *, root: int) -> None:
     """Put the root's ``inputs[rank]`` into each rank's ``flat``; elsewhere ``inputs`` is empty.
 
@@ -242,27 +215,17 @@ def scatter(rounds: Rounds, flat: torch.Tensor, inputs: Tensors, *, root: int) -
         chunk.copy_(stage[own : own + length])
 
 
-def all_to_all(rounds: Rounds, outputs: Tensors, inputs: Tensors) -> None:
+def all_to_all(rounds: Rounds, outputs: Tensors, inputs: Tensors, *, longest: int) -> None:
     """Put each rank's ``inputs[r]`` into ``outputs[rank]`` of rank r. All are of one dtype; sizes may differ.
 
-    One round tells every rank all sizes, sent and expected. Then each rank's stage is divided among the ranks, and per
-    round every pair moves a piece of 1/W of a stage.
+    Each rank's stage is divided among the ranks, and per round every pair moves a piece of 1/W of a stage.
 
-    Raises:
-        CollectiveMismatch: some rank sends another size than its receiver expects; on every rank.
+    Args:
+        longest: the largest number of elements that any rank sends to another, the same number everywhere.
     """
     size, rank = rounds.size, rounds.rank
-    numbers = _gather_numbers(rounds, [t.numel() for t in inputs] + [t.numel() for t in outputs])
-    sent, expected = [n[:size] for n in numbers], [n[size:] for n in numbers]
-    for source in range(size):
-        for target in range(size):
-            if sent[source][target] != expected[target][source]:
-                raise rounds.disagree(
-                    f"rank {source} sends {sent[source][target]} elements to rank {target}, "
-                    f"which expects {expected[target][source]} from it"
-                )
     step = rounds.capacity(inputs[0].dtype) // size
-    for start in range(0, max(map(max, sent)), step):
+    for start in range(0, longest, step):
         stages = rounds.stages(inputs[0].dtype)
         for target, tensor in enumerate(inputs):
             piece = tensor[start : start + step]

@@ -9,6 +9,7 @@ moment ago, or torn. No decision rests on it.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import struct
@@ -43,16 +44,24 @@ class Health:
         *,
         rank: int,
         members: Sequence[int] = (),
+        numbers: Sequence[int] = (),
     ) -> None:
         """Watch the processes of the other ranks.
 
         Args:
+            segment: the group's memory.
+            layout: what lies where in it.
             whereabouts: where each rank's process is.
+            rank: this rank.
             members: the ranks' numbers in the world, where they are known.
+            numbers: what errors call the ranks, where they are a part of a larger group.
         """
         self._segment = segment
         self._layout = layout
         self._rank = rank
+        self._numbers = numbers or range(layout.world_size)
+        #: What errors call this rank.
+        self.name = f"rank {self._numbers[rank]}"
         #: A line that every error ends with.
         self._note = _numbering(members)
         self._claim = segment.address + layout.failure_claim
@@ -132,7 +141,7 @@ class Health:
         """End the group: this rank waits in ``what`` for ``ranks``, which ended, or else destroyed the group."""
         return self.end(
             PeerLost(
-                f"rank {self._rank} waits in {what} for {_names(ranks)}, which "
+                f"{self.name} waits in {what} for {self.names(ranks)}, which "
                 + ("ended:\n" if ended else "destroyed the group:\n")
                 + self._lines(ranks)
                 + "\nThe error to look for is that rank's own; this group can't be used any more."
@@ -144,12 +153,20 @@ class Health:
         others = [peer for peer in self._where if peer not in missing]
         return self.end(
             CollectiveTimeout(
-                f"{_names(missing)} did not come: rank {self._rank} timed out after {seconds:g} s in {what}:\n"
+                f"{self.names(missing)} did not come: {self.name} timed out after {seconds:g} s in {what}:\n"
                 + self._lines([*missing, *others])
                 + "\nFind out what keeps the late rank, or allow more time "
                 "(timeout=… of init_process_group or lockstep.init)." + files.told()
             )
         )
+
+    def names(self, ranks: Iterable[int]) -> str:
+        """Return what errors call ``ranks``."""
+        return names([self._numbers[rank] for rank in ranks])
+
+    def asked(self) -> bool:
+        """Return whether a rank outside this host waits for one that did not come here, and has no more time."""
+        return False
 
     # --- where ranks were last seen --------------------------------------------------------------------------------
 
@@ -170,7 +187,7 @@ class Health:
         newest = max(headers, key=lambda header: int.from_bytes(header[:8], "little"))
         last_wait = self._text(self._layout.last_wait(rank)).rstrip(b"\0").decode(errors="replace")
         waited = f"; last waited in {last_wait}" if last_wait else ""
-        return f"  rank {rank} (process {pid}): last seen at {describe(newest)}{waited}"
+        return f"  rank {self._numbers[rank]} (process {pid}): last seen at {describe(newest)}{waited}"
 
     def _text(self, offset: int) -> bytes:
         return bytes(self._segment.view[offset : offset + HEADER])
@@ -182,7 +199,21 @@ def again(error: LockstepError) -> LockstepError:
     return copy
 
 
-def _names(ranks: Sequence[int]) -> str:
+def dumps(error: LockstepError) -> str:
+    """Write down what has ended a group, for the ranks of other hosts; :func:`loads` reads it."""
+    kind = next(each for each in _KINDS if isinstance(error, each))
+    return json.dumps([_KINDS.index(kind), str(error)])
+
+
+def loads(text: str | bytes) -> LockstepError:
+    """Return the error that :func:`dumps` wrote down."""
+    code, said = json.loads(text)
+    kind: type[LockstepError] = _KINDS[code]
+    return kind(said)
+
+
+def names(ranks: Sequence[int]) -> str:
+    """Return ``rank 3``, or ``ranks 1, 3``."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
 
 

@@ -1,4 +1,4 @@
-"""The c10d backend ``"shm"``: torch's interface, translated into collectives over rounds.
+"""torch's interface to a process group, translated into the verbs of an engine: the backend ``"shm"`` and its sisters.
 
 torch calls a Python process group in two ways: ``torch.distributed`` calls these methods directly; C++ (DDP's reducer,
 functional collectives) calls them through torch's PyProcessGroup, by the same names.
@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep import _torch
-from lockstep.comm.shm import collectives, fingerprint, tensors
+from lockstep.comm.shm import fingerprint, tensors
+from lockstep.comm.shm.engine import Engine
 from lockstep.comm.shm.fingerprint import REDUCE_OPS
 from lockstep.comm.shm.group import Group, Move
 from lockstep.comm.shm.reduction import Reduction, reduction
-from lockstep.comm.shm.rounds import Rounds
 from lockstep.comm.shm.work import ShmWork
 
 Tensors = list[torch.Tensor]
@@ -33,35 +33,32 @@ Tensors = list[torch.Tensor]
 _Base: Any = dist.ProcessGroup
 _AllgatherOptions: Any = _torch.all_gather_options()
 _PREMUL_SUM = REDUCE_OPS.index("PREMUL_SUM")
-#: Classes of tensors that are their memory and nothing else.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _profiler_enabled = _torch.profiler_enabled()
 
 
 @_torch.untraced
-class ProcessGroupShm(_Base):  # type: ignore[misc]
-    """A process group whose ranks are processes on one host that share memory."""
+class ProcessGroupLockstep(_Base):  # type: ignore[misc]
+    """A process group over one of lockstep's engines."""
 
-    #: All-reducing a tensor from :meth:`allocate_tensor` copies nothing; see lockstep.comm.memory.
-    reduces_in_place = True
     #: Labels of collectives are compared before any data moves: see lockstep.comm.labels.
     compares_labels = True
 
     def __init__(self, store: Any, group: Group, *, name: str) -> None:
         # (The constructor with a store can't be used by Python subclasses.)
-        _Base.__init__(self, group.rank, group.size)
+        engine = group.engine
+        _Base.__init__(self, engine.rank, engine.size)
         self._shm_store = store
         self._shm_group = group
         self._shm_name = name
         self._shm_description = ""
-        self._shm_rank = group.rank
-        self._shm_size = group.size
+        self._shm_rank = engine.rank
+        self._shm_size = engine.size
         self._shm_reductions: dict[tuple[int, torch.dtype], Reduction] = {}
 
     # --- identity --------------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
-        return "shm"
+        return self._shm_group.engine.backend
 
     # torch keeps a group's name in its C++ backends; this group has none of these, so it keeps its own. C++ calls the
     # first four methods, Python reads the properties.
@@ -90,7 +87,7 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
-    def _get_backend(self, device: torch.device) -> ProcessGroupShm:  # noqa: ARG002  (one backend for all there is)
+    def _get_backend(self, device: torch.device) -> ProcessGroupLockstep:  # noqa: ARG002  (one backend for all there is)
         return self
 
     # As above, under the public name that torch 2.15 gave it.
@@ -103,6 +100,11 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
     @property
     def supports_coalescing(self) -> bool:
         return False
+
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...] | None:
+        """The ranks by host, where the engine adds up each host's first; None: the bits do not depend on that."""
+        return self._shm_group.engine.grouping
 
     def get_group_store(self) -> Any:
         return self._shm_store
@@ -130,24 +132,14 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
             return self._allreduce_sparse(tensors_, opts)
         tensors.check("allreduce", tensors_)
         op, how = self._reduction(opts, tensor.dtype)
-        group = self._shm_group
-        shared = group.shared.find(tensor) if group.shared.allocations and tensors.is_flat(tensor) else None
-        detail: object = (shared.number, shared.offset) if shared is not None else None
+        part = self._shm_group.engine.find(tensor)
+        detail: object = None if part is None else (part.number, part.offset)
         if how.factor != 1:
             detail = (detail, how.factor)
         body = fingerprint.take("all_reduce", tensor.dtype, tensor.numel(), reduce_op=op, detail=detail)
 
-        def move(rounds: Rounds) -> None:
-            small = rounds.small(how.dtype, tensor.numel()) if how.factor == 1 else None
-            if shared is not None:
-                views = [_as(view, how) for view in shared.views(tensors.target(tensor))]
-                collectives.all_reduce_shared(rounds, views, how)
-            elif small is not None and tensor.__class__ in _PLAIN and tensors.is_flat(tensor):
-                collectives.all_reduce_small(rounds, tensor.data_ptr(), small, how)
-            else:
-                flat = tensors.target(tensor)
-                collectives.all_reduce(rounds, _as(flat, how), how)
-                tensors.restore(tensor, flat)
+        def move(engine: Engine) -> None:
+            engine.all_reduce_tensor(tensor, how, part)
 
         return self._issue("all_reduce", body, move, tensors_, opts, tensors_)
 
@@ -160,9 +152,9 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
         shape = (*tensor.shape, tensor.sparse_dim())
         body = fingerprint.take("all_reduce of a sparse tensor", tensor.dtype, tensor.numel(), detail=shape)
 
-        def move(rounds: Rounds) -> None:
+        def move(engine: Engine) -> None:
             with torch.no_grad():  # (.data of a sparse tensor would be written apart from it)
-                tensor.copy_(collectives.all_reduce_sparse(rounds, tensor.detach().coalesce()))
+                tensor.copy_(engine.all_reduce_sparse(tensor.detach().coalesce()))
 
         return self._issue("sparse_all_reduce", body, move, tensors_, opts, tensors_)
 
@@ -171,12 +163,12 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
         tensors.check("allreduce_coalesced", tensors_)
         body, hows = self._fingerprint_of_reductions("all_reduce_coalesced", tensors_, opts)
 
-        def move(rounds: Rounds) -> None:
+        def move(engine: Engine) -> None:
             for tensor, how in zip(tensors_, hows, strict=True):
                 flat = tensors.target(tensor)
-                collectives.all_reduce(rounds, _as(flat, how), how)
+                engine.all_reduce(_as(flat, how), how)
                 tensors.restore(tensor, flat)
-            _sync_if_none(rounds, tensors_)
+            _sync_if_none(engine, tensors_)
 
         return self._issue("all_reduce_coalesced", body, move, tensors_, opts, tensors_)
 
@@ -195,10 +187,10 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
             detail=how.factor if how.factor != 1 else None,
         )
 
-        def move(rounds: Rounds) -> None:
+        def move(engine: Engine) -> None:
             flat = tensors.target(tensor)
-            collectives.reduce(rounds, _as(flat, how), how, root=root)
-            if rounds.rank == root:
+            engine.reduce(_as(flat, how), how, root=root)
+            if engine.rank == root:
                 tensors.restore(tensor, flat)
 
         return self._issue("reduce", body, move, tensors_, opts, tensors_)
@@ -227,13 +219,13 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
         tensors.check(name, outputs)
         body, hows = self._fingerprint_of_reductions(name, outputs, opts)
 
-        def move(rounds: Rounds) -> None:
+        def move(engine: Engine) -> None:
             for (output, inputs), how in zip(pairs, hows, strict=True):
                 flat = tensors.target(output)
                 sources = [_as(tensors.source(each), how) for each in inputs]
-                collectives.reduce_scatter(rounds, _as(flat, how), sources, how)
+                engine.reduce_scatter(_as(flat, how), sources, how)
                 tensors.restore(output, flat)
-            _sync_if_none(rounds, pairs)
+            _sync_if_none(engine, pairs)
 
         return self._issue(name, body, move, outputs, opts, [each for _, inputs in pairs for each in inputs])
 
@@ -259,9 +251,14 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
 
     # --- memory that all ranks share -------------------------------------------------------------------------------
 
+    @property
+    def reduces_in_place(self) -> bool:
+        """Whether all-reducing a tensor from :meth:`allocate_tensor` copies nothing; see lockstep.comm.memory."""
+        return self._shm_group.engine.reduces_in_place
+
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Say whether :meth:`allocate_tensor` has memory on ``device``; torch's name for the question."""
-        return device.type == "cpu"
+        return device.type == "cpu" and self.reduces_in_place
 
     def allocate_tensor(
         self, size: int | Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None
@@ -278,13 +275,13 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
         shape = (size,) if isinstance(size, int) else tuple(size)
         dtype = dtype or torch.get_default_dtype()
         if device is not None and torch.device(device).type != "cpu":
-            raise RuntimeError(f'allocate_tensor: the backend "shm" has CPU memory, not {device}')
+            raise RuntimeError(f'allocate_tensor: the backend "{self.getBackendName()}" has CPU memory, not {device}')
         body = fingerprint.take("allocate_tensor", dtype, math.prod(shape), detail=shape)
         result: Tensors = []
         group = self._shm_group
 
-        def move(rounds: Rounds) -> None:
-            result.append(group.shared.allocate(rounds, math.prod(shape), dtype).view(shape))
+        def move(engine: Engine) -> None:
+            result.append(engine.allocate(math.prod(shape), dtype).view(shape))
 
         group.issue("allocate_tensor", body, move, result, group.timeout, False)
         return result[0]
@@ -298,12 +295,12 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
         root = self._root("broadcast", opts)
         body = fingerprint.take("broadcast", tensor.dtype, tensor.numel(), root=root)
 
-        def move(rounds: Rounds) -> None:
-            if rounds.rank == root:
-                collectives.broadcast(rounds, tensors.source(tensor), root=root)
+        def move(engine: Engine) -> None:
+            if engine.rank == root:
+                engine.broadcast(tensors.source(tensor), root=root)
             else:
                 flat = tensors.target(tensor)
-                collectives.broadcast(rounds, flat, root=root)
+                engine.broadcast(flat, root=root)
                 tensors.restore(tensor, flat)
 
         return self._issue("broadcast", body, move, tensors_, opts, tensors_)
@@ -348,10 +345,10 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
             detail=_sizes(inputs) if len(inputs) != 1 else None,
         )
 
-        def move(rounds: Rounds) -> None:
+        def move(engine: Engine) -> None:
             for targets, source in pairs:
-                self._gather(rounds, targets, source)
-            _sync_if_none(rounds, pairs)
+                self._gather(engine, targets, source)
+            _sync_if_none(engine, pairs)
 
         return self._issue(name, body, move, result, opts or _AllgatherOptions(), inputs)
 
@@ -363,15 +360,15 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
         targets = self._list_of_root("gather", outputs, root=root, like=source)
         body = fingerprint.take("gather", source.dtype, source.numel(), root=root)
 
-        def move(rounds: Rounds) -> None:
-            self._gather(rounds, targets, source)
+        def move(engine: Engine) -> None:
+            self._gather(engine, targets, source, root)
 
         return self._issue("gather", body, move, targets, opts, inputs)
 
     @staticmethod
-    def _gather(rounds: Rounds, targets: Tensors, source: torch.Tensor) -> None:
+    def _gather(engine: Engine, targets: Tensors, source: torch.Tensor, root: int | None = None) -> None:
         flats = [tensors.target(target) for target in targets]
-        collectives.gather(rounds, flats, tensors.source(source))
+        engine.gather(flats, tensors.source(source), root=root)
         for target, flat in zip(targets, flats, strict=True):
             tensors.restore(target, flat)
 
@@ -383,9 +380,9 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
         sources = self._list_of_root("scatter", inputs, root=root, like=output)
         body = fingerprint.take("scatter", output.dtype, output.numel(), root=root)
 
-        def move(rounds: Rounds) -> None:
+        def move(engine: Engine) -> None:
             flat = tensors.target(output)
-            collectives.scatter(rounds, flat, [tensors.source(source) for source in sources], root=root)
+            engine.scatter(flat, [tensors.source(source) for source in sources], root=root)
             tensors.restore(output, flat)
 
         return self._issue("scatter", body, move, outputs, opts, sources)
@@ -397,9 +394,9 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
         tensors.check("all_to_all", [*outputs, *inputs], dtype=inputs[0].dtype)
         body = fingerprint.take("all_to_all", inputs[0].dtype)
 
-        def move(rounds: Rounds) -> None:
-            flats = [tensors.target(output) for output in outputs]
-            collectives.all_to_all(rounds, flats, [tensors.source(each) for each in inputs])
+        def move(engine: Engine) -> None:
+            flats, sources = [tensors.target(output) for output in outputs], [tensors.source(each) for each in inputs]
+            engine.all_to_all(flats, sources, engine.agreed_sizes(flats, sources))
             for output, flat in zip(outputs, flats, strict=True):
                 tensors.restore(output, flat)
 
@@ -418,10 +415,10 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
         input_counts = _counts(source, input_splits, self._shm_size)
         body = fingerprint.take("all_to_all_single", source.dtype)
 
-        def move(rounds: Rounds) -> None:
+        def move(engine: Engine) -> None:
             flat = tensors.target(output)
-            inputs = tensors.source(source).split(input_counts)
-            collectives.all_to_all(rounds, flat.split(output_counts), inputs)
+            outputs, inputs = flat.split(output_counts), tensors.source(source).split(input_counts)
+            engine.all_to_all(outputs, inputs, engine.agreed_sizes(outputs, inputs))
             tensors.restore(output, flat)
 
         return self._issue("all_to_all", body, move, [output], opts or dist.AllToAllOptions(), [source])
@@ -429,7 +426,7 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> ShmWork:
-        return self._issue("barrier", fingerprint.take("barrier"), Rounds.sync, [], opts or dist.BarrierOptions(), [])
+        return self._issue("barrier", fingerprint.take("barrier"), _barrier, [], opts or dist.BarrierOptions(), [])
 
     # --- between two ranks -----------------------------------------------------------------------------------------
 
@@ -437,18 +434,18 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
         tensor = self._message("send", tensors_)
         self._partner("send", to)
         with _recorded("send", tensors_):
-            return self._shm_group.messages.send(tensor, to=to, tag=tag, timeout=self._shm_group.timeout)
+            return self._shm_group.engine.send(tensor, to=to, tag=tag, timeout=self._shm_group.timeout)
 
     def recv(self, tensors_: Tensors, source: int, tag: int = 0) -> ShmWork:
         tensor = self._message("recv", tensors_)
         self._partner("recv", source)
         with _recorded("recv", tensors_):
-            return self._shm_group.messages.receive(tensor, source=source, tag=tag, timeout=self._shm_group.timeout)
+            return self._shm_group.engine.receive(tensor, source=source, tag=tag, timeout=self._shm_group.timeout)
 
     def recv_anysource(self, tensors_: Tensors, tag: int = 0) -> ShmWork:
         tensor = self._message("recv_anysource", tensors_)
         with _recorded("recvAnySource", tensors_):  # (as gloo calls it)
-            return self._shm_group.messages.receive(tensor, source=None, tag=tag, timeout=self._shm_group.timeout)
+            return self._shm_group.engine.receive(tensor, source=None, tag=tag, timeout=self._shm_group.timeout)
 
     def _message(self, name: str, tensors_: Tensors) -> torch.Tensor:
         tensor: torch.Tensor = _single(name, tensors_)
@@ -458,7 +455,9 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
 
     def _partner(self, name: str, rank: int) -> None:
         if not 0 <= rank < self._shm_size:
-            raise RuntimeError(f"ProcessGroupShm::{name}: there is no rank {rank} in a group of {self._shm_size}")
+            raise RuntimeError(
+                f"{self.getBackendName()}: {name}: there is no rank {rank} in a group of {self._shm_size}"
+            )
 
     # --- what several have in common -------------------------------------------------------------------------------
 
@@ -480,7 +479,7 @@ class ProcessGroupShm(_Base):  # type: ignore[misc]
     def _root(self, name: str, opts: Any) -> int:
         root: int = opts.rootRank
         if not 0 <= root < self._shm_size:
-            raise RuntimeError(f"ProcessGroupShm::{name}: invalid root rank: {root}")
+            raise RuntimeError(f"{self.getBackendName()}: {name}: invalid root rank: {root}")
         return root
 
     def _list_of_root(self, name: str, lists: list[Tensors], *, root: int, like: torch.Tensor) -> Tensors:
@@ -524,10 +523,14 @@ def _single(name: str, list_: list[Any]) -> Any:
     return list_[0]
 
 
-def _sync_if_none(rounds: Rounds, list_: Sequence[object]) -> None:
+def _barrier(engine: Engine) -> None:
+    engine.barrier()
+
+
+def _sync_if_none(engine: Engine, list_: Sequence[object]) -> None:
     """A coalesced collective of no tensors still compares fingerprints."""
     if not list_:
-        rounds.sync()
+        engine.barrier()
 
 
 def _sizes(list_: Tensors) -> tuple[Any, ...]:

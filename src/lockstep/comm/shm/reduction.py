@@ -91,7 +91,11 @@ class Reduction:
             for each in inputs[2:]:
                 self.combine(out, each, out=out)
         if self.divisor != 1:
-            out.div_(self.divisor, rounding_mode="trunc" if self.truncates else None)
+            self.divide(out)
+
+    def divide(self, total: torch.Tensor) -> None:
+        """Make the average of a sum, in place."""
+        total.div_(self.divisor, rounding_mode="trunc" if self.truncates else None)
 
 
 def reduction(op: int, dtype: torch.dtype, world_size: int, factor: float = 1.0) -> Reduction:

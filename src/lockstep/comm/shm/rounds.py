@@ -120,6 +120,15 @@ class Rounds:
         header[:8] = self._sequence.to_bytes(8, "little")
         header[8:] = body
 
+    def allow(self, timeout: float) -> None:
+        """Change how many seconds each round of the collective under way may wait from now on."""
+        self._timeout = timeout
+
+    @property
+    def header(self) -> bytes:
+        """What this rank says of the collective under way."""
+        return bytes(self._current)
+
     def stages(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """The stages of the current round, by rank: 1-d tensors of ``dtype`` that cover ``chunk`` bytes."""
         views = self._stages.get(dtype)
@@ -202,7 +211,8 @@ class Rounds:
                     continue
                 self._look(pending, what)
                 pending = [each for each in pending if semaphore.trywait(each[1]) != 0]
-                if pending and time.monotonic() - begun >= self._timeout:
+                over = time.monotonic() - begun >= self._timeout or (self._fresh and self._health.asked())
+                if pending and over:
                     raise self._health.late(what, self._timeout, [peer for peer, _ in pending])
 
     def _look(self, pending: list[tuple[int, int]], what: str) -> None:
@@ -229,7 +239,7 @@ class Rounds:
 
     def disagree(self, what: str) -> LockstepError:
         """End the group because the ranks' arguments do not fit together; returns what to raise."""
-        said = f"rank {self.rank} in {fingerprint.describe(self._current)}: {what}; nothing was moved"
+        said = f"{self._health.name} in {fingerprint.describe(self._current)}: {what}; nothing was moved"
         return self._health.end(CollectiveMismatch(said))
 
     def _compare(self, arrived: Container[int]) -> None:
@@ -241,12 +251,12 @@ class Rounds:
 
     def _mismatch(self, arrived: Container[int]) -> str:
         lines = [
-            f"  rank {rank}: {fingerprint.describe(header)}\n"
+            f"  {self._health.names([rank])}: {fingerprint.describe(header)}\n"
             for rank, header in enumerate(self._headers[self.buffer])
             if rank in arrived or rank == self.rank
         ]
         return (
-            f"rank {self.rank}: the ranks are in different collectives, or in one with different arguments; "
+            f"{self._health.name}: the ranks are in different collectives, or in one with different arguments; "
             f"nothing was moved:\n{''.join(lines)}"
             "Every rank must issue the same collectives in the same order, with tensors of equal size and dtype."
         )

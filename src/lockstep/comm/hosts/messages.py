@@ -1,0 +1,171 @@
+"""Send and receive between any two ranks of a group, over what moves bytes by numbers: gloo between hosts, or MPI.
+
+A message goes with an envelope in front, which says its size, its dtype and where it was sent, so that one that does
+not fit is an error on both ranks before anything is written. Envelopes of a sender and tag come in the order in which
+they were sent; what they announce has a number of its own, since receives are completed by threads, in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from lockstep import _torch
+from lockstep.comm.hosts.between import MAIL, Wait
+from lockstep.comm.shm import tensors
+from lockstep.comm.shm.engine import Engine
+from lockstep.comm.shm.fingerprint import dtype_code, dtype_name, place
+from lockstep.comm.shm.work import ShmWork
+from lockstep.errors import CollectiveMismatch, LockstepError
+from lockstep.job import flight
+
+#: Bytes, dtype, the number of the content; then where it was sent from, as text.
+_ENVELOPE = struct.Struct("<qqq")
+_BYTES = 256
+#: Numbers for callers' tags; those of the contents follow.
+_TAGS = MAIL // 2
+
+
+class Transport(Protocol):
+    """What moves the bytes."""
+
+    def message(self, content: torch.Tensor, number: int, *, to: int | None = None, source: int | None = None) -> Any:
+        """Begin to send bytes to a rank, or to receive them from ``source`` or (neither) any rank."""
+
+    def wait_as(self, wait: Wait, works: Sequence[Any]) -> None:
+        """Wait for what :meth:`message` began, and raise what has ended the group."""
+
+
+@_torch.untraced
+class RemoteMessage(ShmWork):
+    """A message in flight, which a thread of its own completes."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, limit: float) -> None:
+        super().__init__(name, [tensor], self._shm_move)
+        self.shm_place = place()
+        self._shm_limit = limit
+        #: Without a limit until somebody waits: it may be for a message that comes much later.
+        self.shm_wait = Wait([], f"{name} at {self.shm_place}", None)
+
+    def _shm_move(self) -> None:
+        raise NotImplementedError
+
+    def shm_begin(self) -> None:
+        """Let a thread complete it."""
+        threading.Thread(target=self._shm_complete, name="lockstep-message", daemon=True).start()
+
+    def _shm_complete(self) -> None:
+        flight.in_background()
+        self.shm_execute()
+        self.shm_fulfil()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self.shm_wait.limit is None:
+            self.shm_wait.limit = time.monotonic() - self.shm_wait.begun + self._shm_limit
+        return super().wait(timeout)
+
+
+class _Sending(RemoteMessage):
+    def __init__(self, transport: Transport, name: str, tensor: torch.Tensor, limit: float) -> None:
+        super().__init__(name, tensor, limit)
+        self._shm_transport = transport
+        self.shm_works: list[Any] = []
+
+    def _shm_move(self) -> None:
+        self._shm_transport.wait_as(self.shm_wait, self.shm_works)
+
+
+class _Receiving(RemoteMessage):
+    def __init__(self, messages: Messages, name: str, tensor: torch.Tensor, limit: float) -> None:
+        super().__init__(name, tensor, limit)
+        self._shm_messages = messages
+        self._shm_tensor = tensor
+        self.shm_envelope = torch.empty(_BYTES, dtype=torch.uint8)
+        self.shm_coming: Any = None
+        self.shm_asked_source: int | None = None
+
+    def _shm_move(self) -> None:
+        transport = self._shm_messages.transport
+        transport.wait_as(self.shm_wait, [self.shm_coming])
+        source = self.shm_asked_source
+        if source is None:
+            source = self.shm_coming._source_rank()
+        self._shm_source = source
+        flat = tensors.target(self._shm_tensor)
+        content = _bytes(flat)
+        size, code, number = _ENVELOPE.unpack_from(bytes(self.shm_envelope.numpy()))
+        if (size, code) != (content.numel(), dtype_code(flat.dtype)):
+            where = bytes(self.shm_envelope[_ENVELOPE.size :].numpy()).rstrip(b"\0").decode(errors="replace")
+            raise self._shm_messages.engine.end(
+                CollectiveMismatch(
+                    f"rank {source} sent {size} bytes of {dtype_name(code)} at {where}; rank "
+                    f"{self._shm_messages.engine.rank} receives {content.numel()} bytes ({flat.numel()} elements of "
+                    f"{flat.dtype}) in {self.shm_wait.what}"
+                )
+            )
+        if size:
+            transport.wait_as(self.shm_wait, [transport.message(content, number, source=source)])
+        tensors.restore(self._shm_tensor, flat)
+
+
+class Messages:
+    """One group's messages, on one rank."""
+
+    def __init__(self, engine: Engine, transport: Transport) -> None:
+        self.engine = engine
+        self.transport = transport
+        self._numbers = itertools.count()
+        self._sends: list[_Sending] = []
+
+    def send(self, tensor: torch.Tensor, *, to: int, tag: int, timeout: float) -> RemoteMessage:
+        """Begin to send ``tensor``, which must not change until the work is complete."""
+        work = _Sending(self.transport, f"send to rank {to} (tag {tag})", tensor, timeout)
+        work.shm_wait.ranks = [to]
+        flat = tensors.source(tensor)
+        content = _bytes(flat)
+        number = _TAGS + next(self._numbers) % _TAGS
+        envelope = bytearray(_BYTES)
+        _ENVELOPE.pack_into(envelope, 0, content.numel(), dtype_code(flat.dtype), number)
+        where = work.shm_place.encode()[: _BYTES - _ENVELOPE.size]
+        envelope[_ENVELOPE.size : _ENVELOPE.size + len(where)] = where
+        said = torch.frombuffer(envelope, dtype=torch.uint8)
+        work.shm_works = [self.transport.message(said, _number(tag), to=to)]
+        if content.numel():
+            work.shm_works.append(self.transport.message(content, number, to=to))
+        work.shm_begin()
+        self._sends = [each for each in self._sends if not each.is_completed()] + [work]
+        return work
+
+    def receive(self, tensor: torch.Tensor, *, source: int | None, tag: int, timeout: float) -> RemoteMessage:
+        """Begin to receive into ``tensor``, from ``source`` or (None) the rank that sends first."""
+        whom = "any rank" if source is None else f"rank {source}"
+        work = _Receiving(self, f"recv from {whom} (tag {tag})", tensor, timeout)
+        work.shm_wait.ranks = [source] if source is not None else list(range(self.engine.size))
+        work.shm_asked_source = source
+        work.shm_coming = self.transport.message(work.shm_envelope, _number(tag), source=source)
+        work.shm_begin()
+        return work
+
+    def close(self, timeout: float) -> None:
+        """Complete the sends in flight; each has ``timeout`` seconds."""
+        for work in self._sends:
+            with contextlib.suppress(LockstepError):  # who waits for it gets the error
+                work.wait(timedelta(seconds=timeout))
+
+
+def _bytes(flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(torch.uint8)
+
+
+def _number(tag: int) -> int:
+    if not 0 <= tag < _TAGS:
+        raise RuntimeError(f"tag={tag}: expected 0 to {_TAGS - 1}")
+    return tag

@@ -1,0 +1,186 @@
+"""The engine of the backend ``"shm"``: the verbs, over rounds in memory that all ranks of the group share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
+
+from lockstep.comm.shm import collectives, tensors
+from lockstep.comm.shm.engine import Engine, Tensors
+from lockstep.comm.shm.health import Health
+from lockstep.comm.shm.p2p import Messages
+from lockstep.comm.shm.reduction import Reduction
+from lockstep.comm.shm.rendezvous import meet
+from lockstep.comm.shm.rounds import Rounds
+from lockstep.comm.shm.segment import Whereabouts
+from lockstep.comm.shm.shared_tensors import Part, SharedTensors
+from lockstep.comm.shm.work import ShmWork
+from lockstep.errors import LockstepError
+
+#: Classes of tensors that are their memory and nothing else.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class MemoryEngine(Engine):
+    """Ranks that are processes on one host and share memory."""
+
+    backend = "shm"
+    reduces_in_place = True
+
+    def __init__(
+        self, store: Store, *, rank: int, size: int, timeout: float, chunk: int, members: Sequence[int] = ()
+    ) -> None:
+        """**Collective.** Map the group's memory on every rank.
+
+        Args:
+            store: where the ranks meet.
+            rank: of the group.
+            size: ranks of the group.
+            timeout: seconds to wait for the other ranks.
+            chunk: bytes of a stage; rank 0's counts.
+            members: the ranks' numbers in the world, where they are known.
+
+        Raises:
+            ApartError: a rank can't share memory with rank 0; on all ranks.
+            RendezvousError: a rank did not come.
+        """
+        super().__init__(rank=rank, size=size)
+        self._segment, self._layout, whereabouts = meet(store, rank=rank, size=size, timeout=timeout, chunk=chunk)
+        self._health = self._make_health(whereabouts, members)
+        self._rounds = Rounds(self._segment, self._layout, rank=rank, health=self._health)
+        self._shared = SharedTensors(rank=rank)
+        self._messages: Messages | None = None
+        self._making = threading.Lock()
+
+    def _make_health(self, whereabouts: list[Whereabouts], members: Sequence[int]) -> Health:
+        return Health(self._segment, self._layout, whereabouts, rank=self.rank, members=members)
+
+    # --- the group -------------------------------------------------------------------------------------------------
+
+    def begin(self, body: bytes, *, timeout: float) -> None:
+        """See :class:`Engine`."""
+        self._rounds.begin(body, timeout=timeout)
+
+    def known(self) -> LockstepError | None:
+        """See :class:`Engine`."""
+        return self._health.known()
+
+    def end(self, error: LockstepError) -> LockstepError:
+        """See :class:`Engine`."""
+        return self._health.end(error)
+
+    def disagree(self, what: str) -> LockstepError:
+        """See :class:`Engine`."""
+        return self._rounds.disagree(what)
+
+    def allow(self, timeout: float) -> None:
+        """Change how many seconds a rank may be late from now on in the collective under way."""
+        self._rounds.allow(timeout)
+
+    @property
+    def header(self) -> bytes:
+        """What this rank says of the collective under way (fingerprint.py)."""
+        return self._rounds.header
+
+    @property
+    def chunk(self) -> int:
+        """Bytes of a stage."""
+        return self._rounds.chunk
+
+    def close(self, timeout: float) -> None:
+        """See :class:`Engine`. Ranks that still wait for this one get an error. The memory itself goes when the last
+        tensor on it does."""
+        if self._messages is not None:
+            self._messages.close(timeout)
+        del self._rounds
+        self._shared.close()
+        self._health.close()
+
+    # --- the verbs -------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, flat: torch.Tensor, how: Reduction) -> None:
+        """See :class:`Engine`."""
+        collectives.all_reduce(self._rounds, flat, how)
+
+    def all_reduce_tensor(self, tensor: torch.Tensor, how: Reduction, part: Part | None) -> None:
+        """See :class:`Engine`. Nothing is copied for a part of shared memory; for a small tensor little is called."""
+        rounds = self._rounds
+        if part is not None:
+            views = part.views(tensors.target(tensor))
+            if views[0].dtype is not how.dtype:
+                views = [view.view(how.dtype) for view in views]
+            collectives.all_reduce_shared(rounds, views, how)
+            return
+        small = rounds.small(how.dtype, tensor.numel()) if how.factor == 1 else None
+        if small is not None and tensor.__class__ in _PLAIN and tensors.is_flat(tensor):
+            collectives.all_reduce_small(rounds, tensor.data_ptr(), small, how)
+        else:
+            super().all_reduce_tensor(tensor, how, part)
+
+    def reduce(self, flat: torch.Tensor, how: Reduction, *, root: int) -> None:
+        """See :class:`Engine`."""
+        collectives.reduce(self._rounds, flat, how, root=root)
+
+    def reduce_scatter(self, flat: torch.Tensor, inputs: Tensors, how: Reduction) -> None:
+        """See :class:`Engine`."""
+        collectives.reduce_scatter(self._rounds, flat, inputs, how)
+
+    def barrier(self) -> None:
+        """See :class:`Engine`."""
+        self._rounds.sync()
+
+    def broadcast(self, flat: torch.Tensor, *, root: int) -> None:
+        """See :class:`Engine`."""
+        collectives.broadcast(self._rounds, flat, root=root)
+
+    def gather(
+        self,
+        outputs: Tensors,
+        flat: torch.Tensor,
+        *,
+        root: int | None = None,  # noqa: ARG002
+        longest: int | None = None,
+    ) -> None:
+        """See :class:`Engine`. Who receives is told by ``outputs``: what every rank stages, any may read."""
+        collectives.gather(self._rounds, outputs, flat, longest=longest)
+
+    def scatter(self, flat: torch.Tensor, inputs: Tensors, *, root: int) -> None:
+        """See :class:`Engine`."""
+        collectives.scatter(self._rounds, flat, inputs, root=root)
+
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, sizes: Sequence[Sequence[int]]) -> None:
+        """See :class:`Engine`."""
+        collectives.all_to_all(self._rounds, outputs, inputs, longest=max(map(max, sizes)))
+
+    # --- messages, and memory --------------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, *, to: int, tag: int, timeout: float) -> ShmWork:
+        """See :class:`Engine`."""
+        return self._mail().send(tensor, to=to, tag=tag, timeout=timeout)
+
+    def receive(self, tensor: torch.Tensor, *, source: int | None, tag: int, timeout: float) -> ShmWork:
+        """See :class:`Engine`."""
+        return self._mail().receive(tensor, source=source, tag=tag, timeout=timeout)
+
+    def _mail(self) -> Messages:
+        """Its messages, made when first used."""
+        if self._messages is None:
+            with self._making:  # several threads may send their first message at once, and two would count apart
+                if self._messages is None:
+                    self._messages = Messages(self._segment, self._layout, rank=self.rank, health=self._health)
+        return self._messages
+
+    def find(self, tensor: torch.Tensor) -> Part | None:
+        """See :class:`Engine`."""
+        return self._shared.find(tensor) if self._shared.allocations and tensors.is_flat(tensor) else None
+
+    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """See :class:`Engine`.
+
+        Raises:
+            RendezvousError: some rank has no memory, or can't map another's.
+        """
+        return self._shared.allocate(self._rounds, count, dtype)

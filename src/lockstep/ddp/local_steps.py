@@ -1,0 +1,346 @@
+"""Rounds of local steps: what replicas do whose link is too slow to average every gradient.
+
+The scheme is DiLoCo's (A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
+arXiv 2311.08105). Each rank takes ``every`` optimizer steps with its own gradients. Then the way it has come, from the
+parameters that all ranks had at the beginning of the round (the anchors) to its own, is averaged over the ranks, and
+an outer optimizer takes this average for a gradient of the anchors. All ranks begin the next round from there.
+
+Note [Overlapped rounds]
+~~~~~~~~~~~~~~~~~~~~~~~~
+With ``overlap`` a rank goes on training from its own parameters while the average is under way, and the result of a
+round is applied after a quarter of the steps of the next one: always after the same step, and never when it happens to
+be there, so that a run can be repeated. (Later would hide more of the exchange, but the steps until then see parameters
+that lack what the others have learned.) By then the rank has moved on from p, the parameters that it told the others
+of, to q. It continues from a + (q - p), where a are the new anchors: its newest steps are kept, as if they had been
+taken from the anchors, and what they have brought is part of the next round's way. (Streaming DiLoCo, arXiv 2501.18512,
+takes a weighted mean of a and q; that undoes some of either, and has one more number to choose.)
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from lockstep.comm.exchange import all_gather_records, group_device
+from lockstep.ddp.compression import Compression
+from lockstep.ddp.outer import Outcome, OuterExchange, Standing
+from lockstep.errors import CheckpointMismatch, ReplicaMismatch
+
+#: Makes the outer optimizer of the anchors.
+MakeOuter = Callable[[list[Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """Train replicas apart for some steps and average what they have learned: for links of some Mbit/s.
+
+    For ``lockstep.replicate(model, sync=lockstep.LocalSteps())``. A step is a backward outside ``no_sync``, with
+    whatever optimizers and scalers step after it. After ``every`` of them the round ends, before the next training
+    forward of the model: what the ranks' parameters have moved by is averaged over the ranks, and the outer optimizer
+    steps with it. docs/local_steps.md says what that means for a training script.
+
+    Args:
+        every: steps of a round; the same on all ranks.
+        outer: takes a list of parameters and returns a torch optimizer of them; the same on all ranks. None: SGD with
+            Nesterov's momentum of 0.9 and a learning rate of 0.7.
+        compress: "int8" sends a byte for each parameter, and keeps what the rounding has left out for the next round
+            (see Note [Error feedback] in ``ddp/compression.py``); None sends float32.
+        overlap: train on while the average is under way. Its result comes a quarter of a round later; see Note
+            [Overlapped rounds].
+
+    Raises:
+        TypeError, ValueError: an argument is of another type, or out of range.
+    """
+
+    every: int = 32
+    outer: MakeOuter | None = None
+    compress: Compression | None = "int8"
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int):
+            raise TypeError(f"every={self.every!r}: expected a number of steps")
+        if self.every < 1:
+            raise ValueError(f"every={self.every}: expected at least one step")
+        if self.outer is not None and not callable(self.outer):
+            raise TypeError(
+                f"outer={type(self.outer).__name__}: expected a callable that makes an optimizer of a list of "
+                "parameters, such as lambda params: torch.optim.SGD(params, lr=0.7)"
+            )
+        if self.compress is not None and self.compress not in get_args(Compression):
+            raise ValueError(f"compress={self.compress!r}: expected 'int8' or None")
+        if not isinstance(self.overlap, bool):
+            raise TypeError(f"overlap={self.overlap!r}: expected True or False")
+
+    def words(self) -> str:
+        """Return what must be the same on every rank; the outer optimizer is compared once it is made."""
+        return f"LocalSteps(every={self.every}, compress={self.compress!r}, overlap={self.overlap})"
+
+    def make_outer(self, anchors: list[Parameter]) -> torch.optim.Optimizer:
+        """Return the outer optimizer of ``anchors``.
+
+        Raises:
+            TypeError: ``outer`` returned something else.
+            ValueError: it left parameters out.
+        """
+        if self.outer is None:
+            return torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
+        outer = self.outer(anchors)
+        if not isinstance(outer, torch.optim.Optimizer):
+            raise TypeError(f"LocalSteps: outer returned a {type(outer).__name__}: expected a torch.optim.Optimizer")
+        taken = [id(param) for group in outer.param_groups for param in group["params"]]
+        if sorted(taken) != sorted(map(id, anchors)):
+            raise ValueError(
+                f"LocalSteps: the optimizer that outer returned has {len(taken)} parameters, and was given "
+                f"{len(anchors)}: give it exactly those"
+            )
+        return outer
+
+
+class LocalRounds:
+    """One rank's rounds: its anchors, its way from there, and the outer optimizer.
+
+    Args:
+        rule: what the user chose.
+        params: those that are trained; equal on all ranks now.
+        names: theirs.
+        group: the ranks.
+        channel: a process group of the same ranks for messages that are under way during training; ``group`` without
+            overlap.
+    """
+
+    def __init__(
+        self,
+        rule: LocalSteps,
+        params: Sequence[Parameter],
+        names: Sequence[str],
+        *,
+        group: dist.ProcessGroup,
+        channel: dist.ProcessGroup,
+    ) -> None:
+        self.rule = rule
+        self._params, self._names, self._group, self._channel = list(params), list(names), group, channel
+        self._anchors = [_anchor_of(param) for param in params]
+        #: See :class:`~lockstep.comm.local_training.LocalTraining`.
+        self.outer = rule.make_outer(self._anchors)
+        self._refuse_other_outer()
+        self._exchange = self._new_exchange()
+        #: Steps of this round that this rank has taken.
+        self.steps = 0
+        #: Exchanges begun.
+        self.rounds = 0
+        #: What the parameters were when the exchange under way began; None if none is.
+        self._left: list[Tensor] | None = None
+        self._note_versions()
+
+    def _refuse_other_outer(self) -> None:
+        """**Collective.** Raise on all ranks if their outer optimizers differ."""
+        told = all_gather_records(_describe(self.outer), self._group)
+        for rank, record in enumerate(told):
+            if record != told[0]:
+                whoami = f"rank {dist.get_rank(self._group)} of {len(told)}"
+                raise ReplicaMismatch(
+                    f"{whoami}: the outer optimizers differ: rank 0 has {told[0]}, rank {rank} has {record}. Nothing "
+                    "was sent. Make the same on every rank"
+                )
+
+    def _new_exchange(self) -> OuterExchange:
+        return OuterExchange(
+            self._channel,
+            group_device(self._channel),
+            length=sum(anchor.numel() for anchor in self._anchors),
+            compression=self.rule.compress,
+            names=self._names,
+        )
+
+    # During a round -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the steps of this round are done."""
+        return self.steps >= self.rule.every
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank has sent to others for the averages so far."""
+        return self._exchange.sent
+
+    def between_steps(self) -> Outcome | None:
+        """**Collective** if something is due: end the round, or with overlap go on with ending the last one.
+
+        Returns:
+            The outcome if the round has ended here.
+        """
+        if self._left is not None:
+            self._exchange.advance()
+            if self.steps >= max(1, self.rule.every // 4):
+                self.apply_pending()
+        if not self.is_due:
+            if self.steps == 0 and self._left is None:
+                self._adopt_loaded()
+            return None
+        if not self.rule.overlap:
+            return self.end()
+        self.apply_pending()
+        self._left = [param.detach().clone() for param in self._params]
+        self._begin(final=False)
+        return None
+
+    @torch.no_grad()
+    def apply_pending(self) -> None:
+        """**Collective** if an exchange is under way: wait for it, and continue from the anchors that it brings."""
+        left, self._left = self._left, None
+        if left is None:
+            return
+        if self._step_outer(self._exchange.finish()):
+            for param, anchor, before in zip(self._params, self._anchors, left, strict=True):
+                param.copy_(anchor + (param.to(anchor.dtype) - before.to(anchor.dtype)))
+
+    @torch.no_grad()
+    def end(self, *, final: bool = False) -> Outcome:
+        """**Collective.** End the round here: all ranks continue from the new anchors.
+
+        Args:
+            final: this rank takes no further step before all have ended theirs.
+        """
+        self.apply_pending()
+        self._begin(final=final)
+        outcome = self._exchange.finish()
+        if self._step_outer(outcome):
+            for param, anchor in zip(self._params, self._anchors, strict=True):
+                param.copy_(anchor)
+        self._note_versions()
+        return outcome
+
+    @torch.no_grad()
+    def _begin(self, *, final: bool) -> None:
+        values, bad, at = self._exchange.zeros(), -1, 0
+        for position, (param, anchor) in enumerate(zip(self._params, self._anchors, strict=True)):
+            way = values[at : at + anchor.numel()]
+            way.copy_((anchor - param.to(anchor.dtype)).view(-1))
+            at += anchor.numel()
+            if bad < 0 and not bool(torch.isfinite(way).all()):
+                bad = position
+        values += self._exchange.error
+        standing = Standing(self.rounds, self.steps, int(final), bad, _bits(self._anchors), self._mask())
+        self.steps, self.rounds = 0, self.rounds + 1
+        self._exchange.begin(values, standing)
+
+    def _step_outer(self, outcome: Outcome) -> bool:
+        """Let the outer optimizer step, unless nobody has trained; return whether it did."""
+        if outcome.average is None:
+            return False
+        at = 0
+        for param, anchor in zip(self._params, self._anchors, strict=True):
+            way = outcome.average[at : at + anchor.numel()].view_as(anchor)
+            at += anchor.numel()
+            # What is frozen now has no gradient: neither momentum nor decay moves it.
+            anchor.grad = way.to(anchor.device, anchor.dtype) if param.requires_grad else None
+        self.outer.step()
+        self.outer.zero_grad()
+        return True
+
+    def _mask(self) -> int:
+        return zlib.crc32(bytes(param.requires_grad for param in self._params))
+
+    # What comes from outside ----------------------------------------------------------------------------------------
+
+    def _note_versions(self) -> None:
+        self._versions = [param._version for param in self._params]
+
+    @torch.no_grad()
+    def _adopt_loaded(self) -> None:
+        """Take values that were loaded into the model between two rounds for the anchors, not for a way."""
+        if [param._version for param in self._params] == self._versions:
+            return
+        self._note_versions()
+        for param, anchor in zip(self._params, self._anchors, strict=True):
+            if not torch.equal(param, anchor.to(param.dtype)):  # else the anchor may know more digits of it
+                anchor.copy_(param)
+
+    def extend(self, params: Sequence[Parameter], names: Sequence[str]) -> None:
+        """**Collective.** Train more parameters: those of ``params`` that were frozen before."""
+        self.apply_pending()
+        known = {id(param) for param in self._params}
+        fresh = [(param, name) for param, name in zip(params, names, strict=True) if id(param) not in known]
+        if not fresh:
+            return
+        anchors = [_anchor_of(param) for param, _ in fresh]
+        self.outer.add_param_group({"params": anchors})
+        error, sent = self._exchange.error[: self._length()], self.sent
+        self._params += [param for param, _ in fresh]
+        self._names += [name for _, name in fresh]
+        self._anchors += anchors
+        self._exchange = self._new_exchange()
+        self._exchange.error[: len(error)] = error
+        self._exchange.sent = sent
+        self._note_versions()
+
+    def _length(self) -> int:
+        return sum(anchor.numel() for anchor in self._anchors)
+
+    # Checkpoints ----------------------------------------------------------------------------------------------------
+
+    def common_state(self) -> dict[str, Any]:
+        """Return the anchors that hold more digits than their parameters, by name."""
+        pairs = zip(self._names, self._params, self._anchors, strict=True)
+        return {"anchors": {name: anchor.detach() for name, param, anchor in pairs if param.dtype != anchor.dtype}}
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what this rank has still to say."""
+        return {"error": self._exchange.error[: self._length()]}
+
+    @torch.no_grad()
+    def load_state(self, common: Mapping[str, Any], owns: Sequence[Mapping[str, Any]]) -> None:
+        """Resume; see :class:`~lockstep.comm.local_training.LocalTraining`.
+
+        Other ranks than those that saved each take over the mean of what these had still to say: the next average has
+        it all.
+        """
+        if self._left is not None:
+            self._exchange.finish()
+        anchors: Mapping[str, Tensor] = common.get("anchors", {})
+        for name, param, anchor in zip(self._names, self._params, self._anchors, strict=True):
+            anchor.copy_(anchors.get(name, param))
+        errors = [own["error"] for own in owns]
+        rank, length = dist.get_rank(self._group), self._length()
+        if any(error.shape != (length,) for error in errors):
+            raise CheckpointMismatch(
+                f"the checkpoint's rounds are of {errors[0].numel()} parameter values, and this run trains {length}: "
+                "freeze the same parameters before restore()"
+            )
+        error = self._exchange.zeros()
+        if len(errors) == dist.get_world_size(self._group):
+            error[:length] = errors[rank]
+        elif errors:
+            error[:length] = torch.stack(errors).mean(dim=0)
+        self._exchange.error = error
+        self._left, self.steps = None, 0
+        self._note_versions()
+
+
+def _anchor_of(param: Parameter) -> Parameter:
+    """Return a copy of ``param`` to accumulate in: of float32 where it has fewer digits."""
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    return Parameter(param.detach().to(dtype, copy=True))
+
+
+def _bits(anchors: Sequence[Tensor]) -> int:
+    """Return a sum over the bits of tensors, which any difference between them changes but for a rare accident."""
+    kinds = {4: torch.int32, 8: torch.int64}
+    sums = [anchor.detach().contiguous().view(kinds[anchor.element_size()]).sum().cpu() for anchor in anchors]
+    return int(torch.stack(sums).sum()) if sums else 0
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> str:
+    groups = [
+        {key: value for key, value in sorted(group.items()) if key != "params"} for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} with {groups}"

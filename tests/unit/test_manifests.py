@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.cli import main
-from lockstep.engines.kubernetes import to_yaml
+from lockstep.engines.kubernetes import Yaml, to_yaml
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "many_machines.md"
 _ALL = ["--nodes", "3", "-n", "4", "--cpus-per-rank", "2", "--gpus-per-rank", "1", "--mem", "64Gi", "--name", "digits"]
@@ -149,7 +149,12 @@ _ODD += "|Memory|a.b/c-d|train-0.train|.inf|.nan|=|<<|0o7|on|y|true|>| |\t|\u202
 @pytest.mark.parametrize("text", [*_ODD.split("|"), "|"])
 def test_every_string_comes_back_from_yaml(text: str) -> None:
     yaml = pytest.importorskip("yaml", reason="PyYAML comes with kubernetes-validate, which is not installed")
-    document = {"a": text, "list": [text, [text, {"b": text}], {"c": [text], "d": {}}, []], text or "e": 1, "t": True}
+    document: Yaml = {
+        "a": text,
+        "list": [text, [text, {"b": text}], {"c": [text], "d": {}}, []],
+        text or "e": 1,
+        "t": True,
+    }
     assert yaml.safe_load(to_yaml(document)) == document
 
 

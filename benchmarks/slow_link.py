@@ -18,6 +18,7 @@ import json
 import math
 import os
 import pydoc_data.topics
+import signal
 import subprocess
 import sys
 import time
@@ -178,7 +179,9 @@ def run(job: Job, *, mbit: float, delay_ms: float) -> Found:
                 rank.wait()
     if any(rank.returncode for rank in ranks):
         raise SystemExit(f"a rank failed: exit codes {[rank.returncode for rank in ranks]}")
-    return Found(**json.loads(outputs[0].splitlines()[-1]))
+    found = Found(**json.loads(outputs[0].splitlines()[-1]))
+    print(f"{job.way}, {job.steps} steps over {mbit:g} Mbit/s: {found}", file=sys.stderr, flush=True)
+    return found
 
 
 def _start(job: Job, rank: int, ends: tuple[End, ...]) -> subprocess.Popen[str]:
@@ -253,6 +256,7 @@ def main() -> None:
     if options.job is not None:
         _be_rank(Job(**json.loads(options.job)))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the wire and its hosts go then, too
     job = Job("every gradient", 64 if options.quick else options.steps)
     slow: dict[str, Any] = {"mbit": options.mbit, "delay_ms": options.delay_ms}
     few = replace(job, steps=4, tests=False)

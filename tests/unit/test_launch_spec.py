@@ -219,7 +219,12 @@ def test_such_a_pod_may_start_torchs_own_command(monkeypatch: pytest.MonkeyPatch
     for name, value in says.items():
         monkeypatch.setenv(f"PET_{name}", value)
     asked: list[JobSpec] = []
-    monkeypatch.setattr(torchs_command, "run", lambda spec: asked.append(spec) or 0)
+
+    def run(spec: JobSpec) -> int:
+        asked.append(spec)
+        return 0
+
+    monkeypatch.setattr(torchs_command, "run", run)
     done = CliRunner().invoke(torchs_command.main, ["--nproc_per_node=2", "--use_env", __file__])
     assert done.exit_code == 0, done.output
     found = asked[0].rendezvous

@@ -72,8 +72,8 @@ from lockstep.rendezvous.messages import (
 _BEAT, _TICK = 0.5, 0.1
 #: Seconds without a sign of life after which a machine is lost.
 SILENT = 4.0
-#: Seconds that a failure which reads like an echo waits for the real one, at least.
-_ECHO = 0.7
+#: Seconds that a failure which reads like an echo waits for the real one, at least; more than between two heartbeats.
+_ECHO = 1.0
 #: Seconds that an operation of a store may take. (A connection that is cut shows as silence long before.)
 _OPERATION = 30.0
 #: Seconds that the machines which have met wait for each other's word: one of them may have died as it came.
@@ -323,7 +323,8 @@ class _Client:
                 if lost:
                     who = ", ".join(round_.host(node) for node in lost)
                     self._write(Verdict(Kind.LOST, self._node, f"{who} gave no sign of life for {SILENT:g} s"))
-            if echo is not None and now - echo[1] > _ECHO and beats.heard_since(echo[1]):
+            # What was counted up before is read up to a heartbeat later; so what counts is what is heard after a while.
+            if echo is not None and beats.heard_since(echo[1] + _ECHO):
                 self._write(echo[0])
             if self._base.check([self._verdict_key]):
                 self._say(Ended(json.loads(self._base.get(self._verdict_key))))

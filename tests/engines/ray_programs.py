@@ -97,7 +97,8 @@ def preempted(folder: Path, cluster: Cluster, others: list[Any]) -> dict[str, An
         (node,) = [each for each in others if each.node_id in (folder / "nodes").read_text().split()][:1]
         client = ray._raylet.GcsClient(address=cluster.address)
         reason, text = 2, "the test takes it away"  # 2: DRAIN_NODE_REASON_PREEMPTION
-        client.drain_node(node.node_id, reason, text, int(time.time() * 1000) + _DEADLINE)
+        accepted, why = client.drain_node(node.node_id, reason, text, int(time.time() * 1000) + _DEADLINE)
+        assert accepted, why
         wait_for(lambda: (folder / "saved").exists(), "the save")
         cluster.remove_node(node, allow_graceful=False)
 

@@ -28,7 +28,7 @@ _ROOT = Path(__file__).parents[2]
 def _run(name: str, folder: Path, limit: float = 240.0) -> dict[str, Any]:
     """Run one of ray_programs.py in a session of its own, and end all of that session afterwards."""
     env = environment(folder, torch=True, PYTHONPATH=python_path(_ROOT), RAY_USAGE_STATS_ENABLED="0")
-    env |= {"RAY_METRICS_EXPORT_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"}
+    env |= {"RAY_METRICS_EXPORT_ENABLED": "0", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5"}
     with (folder / "output").open("w+") as output:
         program = subprocess.Popen(
             [sys.executable, "-m", "tests.engines.ray_programs", name, str(folder)],

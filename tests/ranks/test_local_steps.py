@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer would import it, which sets an environment variable
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -72,7 +73,8 @@ def _by_hand(every: int, steps: int, world_size: int, *, overlap: bool) -> list[
         told = [[param.detach().clone() for param in model.parameters()] for model in models]
         for i, anchor in enumerate(anchors):
             # As it travels: in float32.
-            anchor.grad = (sum((anchor.detach() - one[i]).float() for one in told) / world_size).double()
+            ways = torch.stack([(anchor.detach() - one[i]).float() for one in told])
+            anchor.grad = ways.mean(dim=0).double()
         return told
 
     def move(told: list[list[Tensor]]) -> None:
@@ -180,6 +182,8 @@ def test_what_is_too_small_for_a_byte_arrives_in_later_rounds() -> None:
 class _Mixed(nn.Module):
     """Batch statistics, another buffer, parameters of three dtypes, and one that is frozen."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -193,7 +197,8 @@ class _Mixed(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         self.seen += inputs.sum()
         hidden: Tensor = self.norm(self.body(inputs)) * self.low.float()
-        return self.frozen(hidden) * self.high.float()
+        scores: Tensor = self.frozen(hidden) * self.high.float()
+        return scores
 
 
 def _mixed() -> bytes:
@@ -221,6 +226,7 @@ def _mixed() -> bytes:
     lockstep.finish_round(model)
     assert torch.equal(model.seen, seen[0])
     assert not torch.equal(seen[1], seen[0]), "or nothing was there to be made equal"
+    assert model.norm.running_mean is not None
     torch.testing.assert_close(model.norm.running_mean, torch.stack(means).mean(dim=0))
     assert model.low.dtype == torch.bfloat16
     assert torch.equal(model.frozen.weight, frozen)
@@ -431,7 +437,7 @@ def _refused(way: str) -> None:
         elif way == "loaded":
             lockstep.finish_round(model)
             for param in model.parameters() if odd else ():
-                param += 1
+                param.add_(1)
     _steps(model, world.rank, 1, 4, optimizer)
     raise AssertionError("nothing was noticed")
 

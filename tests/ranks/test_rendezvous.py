@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
+from lockstep._proc import children
 from lockstep.job.files import EXIT_SAVED
+from lockstep.launch.spec import free_port
 from tests.faults import jobs
-from tests.faults.machines import Machines, client
+from tests.faults.machines import Machines, client, zygote
 from tests.launching import Finished, wait_for
 
 pytestmark = pytest.mark.timeout(150)
@@ -140,6 +143,106 @@ def test_the_job_goes_on_when_a_rendezvous_client_dies(tmp_path: Path, calm: job
     assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
     jobs.check_audit(tmp_path)
     assert "the rendezvous client of this machine has ended" in done[number].err
+
+
+def test_the_job_goes_on_when_a_rendezvous_client_stands_still(tmp_path: Path) -> None:
+    with Machines(tmp_path, "1") as machines:
+        machine = machines.start("--slow", "0.3")
+        wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 5, "training")
+        os.kill(client(machine), signal.SIGSTOP)
+        codes, done = _codes(machines)
+    assert codes == [0], done
+    assert jobs.lives(tmp_path) == 2
+    assert "this machine has lost its connection to the others" in done[0].err
+    assert "Traceback" not in done[0].err
+
+
+_EARLY = """
+import os, sys, time
+import lockstep
+world = lockstep.init()
+life, folder, machine = os.environ["LOCKSTEP_RESTART"], sys.argv[1], sys.argv[2]
+open(f"{folder}/rank-{life}-{world.rank}", "w").write(machine)
+while life == "0" and world.rank == 1:
+    time.sleep(0.01)
+"""
+
+
+def test_a_machine_whose_ranks_have_ended_starts_again_when_another_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    script = tmp_path / "train.py"
+    script.write_text(_EARLY)
+    with Machines(tmp_path, "2", endpoint=f"file:{tmp_path / 'shared'}") as machines:
+        for number in range(3):  # one of them is spare
+            machines.start(str(number), script=script)
+        began = [tmp_path / f"rank-0-{rank}" for rank in range(2)]
+        wait_for(lambda: all(file.exists() and file.read_text() for file in began), "both ranks")
+        ended, lost = (machines.running[int(file.read_text())] for file in began)
+        wait_for(lambda: len(children(zygote(ended))) == 1, "the end of rank 0")
+        lost.process.kill()
+        codes = [machine.finish().code for machine in machines.running if machine is not lost]
+    assert codes == [0, 0]
+    assert {path.name for path in tmp_path.glob("rank-*")} == {f"rank-{life}-{rank}" for life in "01" for rank in "01"}
+
+
+def test_a_signal_while_the_machines_meet_again(tmp_path: Path) -> None:
+    """Their ranks have saved, to let another one join; the second machine takes no part any more."""
+    with Machines(tmp_path, "2:3") as machines:
+        for _ in range(2):
+            machines.start("--slow", "0.3", "--epochs", "6")
+        wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 3, "training")
+        rank = int((tmp_path / "pid-0-0").read_text())
+        here, there = sorted(machines.running, key=lambda machine: rank not in machine.tree())
+        os.kill(there.pid, signal.SIGSTOP)
+        machines.start("--epochs", "6")
+        wait_for(lambda: len(children(zygote(here))) == 1, "the end of its rank")
+        os.kill(here.pid, signal.SIGTERM)
+        done = here.finish(limit=20)
+        assert done.code == EXIT_SAVED, done
+
+
+_STUBBORN = """
+import signal, sys, time
+import lockstep
+lockstep.init()
+signal.signal(signal.SIGTERM, lambda *_: open(f"{sys.argv[1]}/asked", "w").close())
+open(f"{sys.argv[1]}/began", "w").close()
+while True:
+    time.sleep(0.01)
+"""
+
+
+def test_a_signal_to_a_machine_that_is_about_to_start_again(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_STUBBORN)
+    with Machines(tmp_path, "1") as machines:
+        machine = machines.start(script=script)
+        wait_for((tmp_path / "began").exists, "training")
+        os.kill(client(machine), signal.SIGKILL)
+        wait_for((tmp_path / "asked").exists, "the end of the round")
+        os.kill(machine.pid, signal.SIGTERM)
+        done = machine.finish(limit=20)
+    assert done.code == 128 + signal.SIGTERM, done
+    assert "stopped by SIGTERM" in done.err
+
+
+def test_machines_meet_over_ipv6(tmp_path: Path) -> None:
+    with Machines(tmp_path, "2", endpoint=f"[::1]:{free_port()}") as machines:
+        for _ in range(2):
+            machines.start()
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+
+
+def test_another_program_at_the_port(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = f"127.0.0.1:{other.getsockname()[1]}"
+        with Machines(tmp_path, "2", endpoint=endpoint) as machines:
+            machines._options += ["--join-timeout", "1"]
+            machine = machines.start()
+            done = machine.finish(limit=45)
+    assert done.code == 1, done
+    assert f"{endpoint}" in done.err
 
 
 def test_the_job_goes_on_without_a_machine_that_dies(tmp_path: Path) -> None:

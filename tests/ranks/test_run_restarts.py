@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import Finished, gone_within, run, start
+from tests.launching import Finished, gone_within, run, start, wait_for
 
 _TRAIN = """
 import os, signal, time
@@ -148,3 +148,26 @@ def test_a_signal_ends_a_job_that_is_restarting_again_and_again(tmp_path: Path) 
         os.kill(job.pid, signal.SIGTERM)
         done = job.finish(limit=10)
     assert done.code in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+
+
+def test_a_signal_before_a_restart_says_nothing_of_one(tmp_path: Path) -> None:
+    """It comes while what the ranks have left behind is given its time to leave."""
+    (tmp_path / "left.py").write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: open('asked', 'w').close())\n"
+        "print(flush=True)\n"
+        "while True: time.sleep(1)\n"
+    )
+    (tmp_path / "train.py").write_text(
+        "import os, signal, subprocess, sys\n"
+        "left = subprocess.Popen([sys.executable, 'left.py'], start_new_session=True, stdout=subprocess.PIPE)\n"
+        "left.stdout.readline()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with start(["lockstep", "run", "-n", "1", "--max-restarts", "1", "train.py"], tmp_path) as job:
+        wait_for((tmp_path / "asked").exists, "the end of what is left")
+        os.kill(job.pid, signal.SIGTERM)
+        done = job.finish(limit=10)
+    assert done.code == 128 + signal.SIGKILL
+    assert "failed: killed by signal 9 (SIGKILL)" in done.err
+    assert "all ranks start again" not in done.err

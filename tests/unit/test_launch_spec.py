@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from lockstep import EnvironmentMismatch, knobs
 from lockstep.identity import Identity
+from lockstep.launch import __main__ as torchs_command
 from lockstep.launch.spec import (
     JobSpec,
     NodeOptions,
@@ -209,6 +211,21 @@ def test_pods_of_an_elastic_job_find_each_other() -> None:
     assert node_place(NodeOptions(standalone=True), {**env, "PET_NNODES": "1"}) == NodePlace()
     with pytest.raises(EnvironmentMismatch, match="PET_RDZV_BACKEND=c10d is set but PET_RDZV_ENDPOINT is not"):
         node_place(NodeOptions(), {"PET_RDZV_BACKEND": "c10d", "PET_NNODES": "2"})
+
+
+def test_such_a_pod_may_start_torchs_own_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never a job of its own on each."""
+    says = {"RDZV_BACKEND": "c10d", "RDZV_ENDPOINT": "job-worker-0:23456", "NNODES": "2", "MAX_RESTARTS": "5"}
+    for name, value in says.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    asked: list[JobSpec] = []
+    monkeypatch.setattr(torchs_command, "run", lambda spec: asked.append(spec) or 0)
+    done = CliRunner().invoke(torchs_command.main, ["--nproc_per_node=2", "--use_env", __file__])
+    assert done.exit_code == 0, done.output
+    found = asked[0].rendezvous
+    assert found is not None
+    assert (found.endpoint, found.min_nodes, found.ranks) == ("job-worker-0:23456", 2, 2)
+    assert asked[0].max_restarts == 5
 
 
 def test_a_shared_folder_is_a_rendezvous(tmp_path: Path) -> None:

@@ -149,7 +149,12 @@ _ODD += "|Memory|a.b/c-d|train-0.train|.inf|.nan|=|<<|0o7|on|y|true|>| |\t|\u202
 @pytest.mark.parametrize("text", [*_ODD.split("|"), "|"])
 def test_every_string_comes_back_from_yaml(text: str) -> None:
     yaml = pytest.importorskip("yaml", reason="PyYAML comes with kubernetes-validate, which is not installed")
-    document = {"a": text, "list": [text, [text, {"b": text}], {"c": [text], "d": {}}, []], text or "e": 1, "t": True}
+    document: Any = {
+        "a": text,
+        "list": [text, [text, {"b": text}], {"c": [text], "d": {}}, []],
+        text or "e": 1,
+        "t": True,
+    }
     assert yaml.safe_load(to_yaml(document)) == document
 
 

@@ -16,7 +16,6 @@ import contextlib
 import importlib
 import os
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -71,6 +70,12 @@ class MpiEngine(Engine):
         """
         super().__init__(rank=rank, size=size)
         mpi: Any = importlib.import_module("mpi4py.MPI")
+        if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+            raise RendezvousError(
+                f"rank {rank} of {size}: this MPI takes calls of one thread only, and messages have threads of their "
+                "own: use an MPI that was built for several (MPI_THREAD_MULTIPLE), and leave mpi4py.rc.thread_level "
+                "alone"
+            )
         self._mpi = mpi
         self._store = store
         self._meeting = store.add(f"mpi/meetings/{rank}", 1)
@@ -88,8 +93,6 @@ class MpiEngine(Engine):
         self._comm: Any = job.Create_group(job.group.Incl(numbers))
         self._mail: Any = self._comm.Dup()
         self._messages = Messages(self, self)
-        #: For MPI libraries that do not take calls of several threads at once.
-        self._turn = threading.Lock()
         self._known: LockstepError | None = None
         self._sequence = 0
         self._header = bytes(HEADER)
@@ -231,17 +234,16 @@ class MpiEngine(Engine):
 
     def message(self, content: torch.Tensor, number: int, *, to: int | None = None, source: int | None = None) -> Any:
         """Begin to send bytes, or to receive them; see :class:`Messages`."""
-        with self._turn:
-            if to is not None:
-                return _Request(self._mail.Isend(_bytes(content), dest=to, tag=number), self._mpi)
-            whom = self._mpi.ANY_SOURCE if source is None else source
-            return _Request(self._mail.Irecv(_bytes(content), source=whom, tag=number), self._mpi)
+        if to is not None:
+            return _Request(self._mail.Isend(_bytes(content), dest=to, tag=number), self._mpi)
+        whom = self._mpi.ANY_SOURCE if source is None else source
+        return _Request(self._mail.Irecv(_bytes(content), source=whom, tag=number), self._mpi)
 
     def wait_as(self, wait: Wait, works: Sequence[Any]) -> None:
         """Wait for what :meth:`message` began; see :class:`Messages`."""
         with flight.waiting(wait.what):
             for work in works:
-                while not self._test(work):
+                while not work.test():
                     time.sleep(_NAP if time.monotonic() - wait.begun < _LASTING else _SLEEP)
                     self._look(wait.what)
                     waited = time.monotonic() - wait.begun
@@ -325,10 +327,6 @@ class MpiEngine(Engine):
                         self._store.set(self._key("asked"), "")
                 elif waited >= self._timeout + _ANSWER:
                     raise self.end(self._late(what, waited))
-
-    def _test(self, work: Any) -> bool:
-        with self._turn:
-            return bool(work.test())
 
     # --- what is wrong ---------------------------------------------------------------------------------------------
 

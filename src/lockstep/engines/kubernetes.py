@@ -156,7 +156,7 @@ class Manifest:
         )
 
     def _jobset(self) -> dict[str, Yaml]:
-        jobs = {"name": _CONTAINER, "replicas": 1, "template": {"spec": self._job()}}
+        jobs: Yaml = {"name": _CONTAINER, "replicas": 1, "template": {"spec": self._job()}}
         return {
             "failurePolicy": {"maxRestarts": 10 if self.max_restarts is None else self.max_restarts},
             "network": {"enableDNSHostnames": True, "subdomain": self.name, "publishNotReadyAddresses": True},

@@ -8,7 +8,7 @@ or ``--local_rank=K`` for a script that knows only that.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class _Options:
     log_dir: Path | None
     all_output: bool
     grace: float
-    max_restarts: int
+    max_restarts: int | None
     program: str
     args: tuple[str, ...]
 
@@ -64,9 +64,10 @@ class _Options:
             NodeOptions(self.nnodes, self.node_rank, self.master_addr, self.master_port, self.standalone)
         )
         ranks = self.nproc_per_node or place.ranks or "1"
+        nproc = parse_ranks(ranks, cores=cores, gpus=gpus, option="--nproc_per_node", auto=cores)
         return JobSpec(
             program,
-            nproc=parse_ranks(ranks, cores=cores, gpus=gpus, option="--nproc_per_node", auto=cores),
+            nproc=nproc,
             nnodes=place.nnodes,
             node_rank=place.node_rank,
             master_addr=place.master_addr,
@@ -75,7 +76,8 @@ class _Options:
             log_dir=self.log_dir,
             output=Output.ALL if self.all_output else Output.SHARED,
             grace=self.grace,
-            max_restarts=self.max_restarts,
+            max_restarts=(place.restarts or 0) if self.max_restarts is None else self.max_restarts,
+            rendezvous=None if place.rendezvous is None else replace(place.rendezvous, ranks=nproc),
         )
 
     def _local_rank_option(self, program: Program) -> str:
@@ -109,7 +111,9 @@ class _Options:
 @click.option("--log_dir", "--log-dir", type=click.Path(path_type=Path), help="Folder for the other ranks' logs.")
 @click.option("--all_output", "--all-output", is_flag=True, help="Show every rank's lines with a prefix.")
 @click.option("--grace", default=DEFAULT_GRACE, metavar="SECONDS", help="Time to stop before being killed.")
-@click.option("--max_restarts", "--max-restarts", default=0, metavar="K", help="Start all ranks again after a failure.")
+@click.option(
+    "--max_restarts", "--max-restarts", type=int, metavar="K", help="Start all ranks again after a failure; 0 times."
+)
 @click.argument("program")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def main(**options: Any) -> None:

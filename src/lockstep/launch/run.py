@@ -224,11 +224,14 @@ class _Run:
             self._streams.resize()
         elif arrival.signum == SAVE:
             self._ask_to_save(arrival)
-        elif self._launcher.attempt.stop_note() is None:  # else all ranks have saved, and leave by themselves
+        elif self._launcher.attempt.stop_note() is None:
             self._stop(arrival.signum, delivered=arrival.from_terminal, now=now)
             node = self._launcher.attempt.round.node_rank
             if self._others is not None and not self._launcher.policy.failing:
                 self._others.end(End(Verdict(Kind.STOPPED, node, signum=arrival.signum).to_json()))
+        elif self._verdict is not None and self._verdict.kind is Kind.JOINING:
+            self._launcher.policy.stopped_by = arrival.signum  # all ranks have saved, and are not to start again
+        # else all ranks have saved, and leave by themselves
 
     def _stop(self, signum: signal.Signals, *, delivered: bool, now: float) -> None:
         self._announce(signum)
@@ -306,9 +309,10 @@ class _Run:
         """Start again or finish, now that this machine's ranks have ended and it is known why."""
         self._restarts.adopt(verdict.history)
         completed = self._launcher.attempt.outcome(self._streams).completed
-        again = (verdict.kind is Kind.FAILED and verdict.again) or (
-            verdict.kind in (Kind.LOST, Kind.JOINING) and not completed
-        )
+        # Those who have read LOST start again together, whether or not their own ranks had ended. One that has only
+        # lost its connection may have missed that all is done.
+        done = completed and (verdict.kind is Kind.JOINING or bool(self._lost))
+        again = verdict.again if verdict.kind is Kind.FAILED else verdict.kind in (Kind.LOST, Kind.JOINING) and not done
         if again and self._launcher.policy.stopped_by is None:
             self._stage = _Stage.CLEARING
             pid = None if self._others is None else self._others.pid
@@ -316,12 +320,18 @@ class _Run:
         elif self._others is not None and self._others.pid is not None:
             self._stage = _Stage.LEAVING
             self._patience = time.monotonic() + _FAREWELL
-            code = verdict.exit_code if verdict.kind is Kind.FAILED else 0
-            if verdict.kind is Kind.STOPPED:
-                code = EXIT_SAVED if self._launcher.attempt.outcome(self._streams).saved else 128 + verdict.signum
-            self._others.leave(over=True, exit_code=code)
+            self._others.leave(over=True, exit_code=self._exit_code(verdict))
         else:
             self._finish()
+
+    def _exit_code(self, verdict: Verdict) -> int:
+        """Return what machines that wait for a round which will not come are to end with."""
+        outcome, signum = self._launcher.attempt.outcome(self._streams), self._launcher.policy.stopped_by
+        if verdict.kind is Kind.FAILED:
+            return verdict.exit_code
+        if outcome.saved:
+            return EXIT_SAVED
+        return 0 if signum is None or (self._asked_listeners and outcome.completed) else 128 + signum
 
     def _finish(self) -> None:
         self._stage = _Stage.FINISHING
@@ -364,9 +374,11 @@ class _Run:
             for event in events:
                 self._on_event(event, now)
         if others.due is not None and now >= others.due:
-            why = "this machine has lost its connection to the others"
-            if self._stage is _Stage.MEETING:
+            if self._stage is _Stage.MEETING:  # it has limits of its own, so what it waits for has none
+                self._lost_clients = _CLIENTS
                 why = f"no answer from {others.options.endpoint}: does another program use the port?"
+            else:
+                why = "this machine has lost its connection to the others"
             self._on_lost_client(others, why)
         elif self._patience is not None and now >= self._patience:
             self._on_lost_client(others, "")
@@ -381,8 +393,10 @@ class _Run:
                 if self._others is not None:
                     self._others.tell(Looks(self._launcher.attempt.hangs.summary()))
                 self._on_waiting(waiting, now)
-            case Refused(error, exit_code):
-                if self._stage is _Stage.MEETING:
+            case Refused(error, exit_code, again):
+                if self._stage is _Stage.MEETING and again and self._others is not None:
+                    self._on_lost_client(self._others, error)
+                elif self._stage is _Stage.MEETING:
                     self._refused, self._refused_with = error, exit_code
                     self._finish()
                 else:
@@ -506,7 +520,8 @@ class _Run:
             say(text, once=text)
             return EXIT_SAVED
         signum = policy.stopped_by
-        if signum is not None and (not policy.failing or self._stage is _Stage.MEETING):
+        lost = verdict is not None and verdict.kind is Kind.LOST
+        if signum is not None and (not policy.failing or lost or self._stage is _Stage.MEETING):
             late = self._asked_listeners and outcome.completed
             text = report.came_late(signum) if late else report.stopped(outcome, signum)
             say(text, once=text)
@@ -514,7 +529,8 @@ class _Run:
         if verdict is None and outcome.first is not None:  # the zygote has ended as well, so nothing starts again
             verdict = replace(self._judge(), what_now="")
         if verdict is not None and verdict.kind in (Kind.FAILED, Kind.LOST):
-            self._say_verdict(verdict)
+            # A signal, or the end of the zygote, may have come before what was to come of it.
+            self._say_verdict(replace(verdict, what_now="") if verdict.again else verdict)
             return verdict.exit_code if verdict.kind is Kind.FAILED else 0
         if not policy.done:
             code = launcher.zygote.wait(limit=1.0)

@@ -117,6 +117,7 @@ class _Zygote:
                 return self._fork(request, fds)
             case Clear(spare):
                 processes.sweep(patience=LEFTOVER_PATIENCE, spare=spare)
+                self._ranks = {pid: number for pid, number in self._ranks.items() if pid in spare}
                 self._channel.send(encode(Cleared()))
             case Signal(ranks, signum):
                 pids = {number: pid for pid, number in self._ranks.items()}

@@ -37,11 +37,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import DistError, FileStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
+    RendezvousStateError,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -74,6 +76,10 @@ SILENT = 4.0
 _ECHO = 0.7
 #: Seconds that an operation of a store may take. (A connection that is cut shows as silence long before.)
 _OPERATION = 30.0
+#: Seconds that the machines which have met wait for each other's word: one of them may have died as it came.
+_CARDS = 10.0
+#: Seconds within which a store that could not be reached has refused or dropped the connection: it may be going.
+_EARLY = 2.0
 #: Seconds that the machine with the store waits for the others to leave.
 _FAREWELL = 5.0
 #: Seconds by which the machines' clocks may differ before the user is told: torch's rendezvous compares them.
@@ -83,6 +89,8 @@ _LAST_CALL = 2.0
 DEFAULT_PORT = 29400
 #: What torch's handler raises in machines that wait when the job ends: for a place among the others, or as a spare.
 _OVER = (RendezvousClosedError, RendezvousGracefulExitError)
+#: What comes of a machine that has gone: the one with the store, or another one that was waited for.
+_CUT_OFF = (RendezvousConnectionError, RendezvousStateError, DistError, ConnectionError)
 
 
 def main(fd: int, options: dict[str, Any]) -> NoReturn:
@@ -94,12 +102,14 @@ def main(fd: int, options: dict[str, Any]) -> NoReturn:
     """
     channel = Channel(socket.socket(fileno=fd))
     client = _Client(channel, Options(**options))
+    began = time.monotonic()
     try:
         client.serve()
     except EOFError:
         pass  # the launcher is gone
     except Exception as error:  # noqa: BLE001  (whatever it is, the launcher tells the user; nobody reads this process)
-        channel.send(encode(Refused(_words(error, client.endpoint), client.exit_code)))
+        again = isinstance(error, _CUT_OFF) and (client.is_connected or time.monotonic() - began < _EARLY)
+        channel.send(encode(Refused(_words(error, client.endpoint), client.exit_code, again)))
     os._exit(0)  # nothing here needs torch's teardown
 
 
@@ -115,6 +125,8 @@ class _Client:
         self.endpoint = options.endpoint
         #: What the launcher is to end with if the machines can't meet.
         self.exit_code = 1
+        #: Whether the store that the machines meet at has answered.
+        self.is_connected = False
         self._serves = False
         self._server: Store | None = None
         self._round: Round | None = None
@@ -178,6 +190,7 @@ class _Client:
                 master_listen_fd=None if listener is None else listener.detach(),
             )
         self._base.set_timeout(timedelta(seconds=_OPERATION))
+        self.is_connected = True
         # torch's agent shares one store between all rounds unless this is set; then its handler remembers the address
         # of a machine that may have left (it reads the variable at each round).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -223,10 +236,16 @@ class _Client:
             "challenge": secrets.token_hex(32),
         }
         self._store.set(f"card/{self._node}", json.dumps(card))
+        try:
+            self._store.wait([f"card/{node}" for node in range(nodes)], timedelta(seconds=_CARDS))
+        except DistError as error:
+            raise ConnectionError("a machine that had come has gone before the ranks could start") from error
         cards = [json.loads(self._store.get(f"card/{node}")) for node in range(nodes)]
         self._prove([card["challenge"] for card in cards], [card["host"] for card in cards])
         if self._node == 0:
-            listener = socket.create_server((self._address, 0))
+            listener = socket.create_server(
+                (self._address, 0), family=socket.AF_INET6 if ":" in self._address else socket.AF_INET
+            )
             port = listener.getsockname()[1]
             self._server = TCPStore(
                 self._address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -442,6 +461,6 @@ def _words(error: Exception, endpoint: str) -> str:
     if not isinstance(error, (RendezvousError, RuntimeError, OSError, ValueError)):
         return "".join(traceback.format_exception(error))
     cause: BaseException = error
-    while cause.__cause__ is not None:
+    while cause.__cause__ is not None and not isinstance(cause, ConnectionError):
         cause = cause.__cause__
     return f"the rendezvous at {endpoint} failed: {str(cause).splitlines()[0] if str(cause) else type(cause).__name__}"

@@ -206,11 +206,13 @@ class Ended:
 
 @dataclass(frozen=True)
 class Refused:
-    """The machines can't meet, and trying again would not help; or the job is over, and did not need this one."""
+    """The machines can't meet; or the job is over, and did not need this one."""
 
     error: str
     #: What the launcher is to end with.
     exit_code: int = 1
+    #: Whether another client may be luckier: the machine with the store has gone, or one that had just come.
+    again: bool = False
 
 
 Command = Meet | End | Looks | Leave

@@ -247,6 +247,8 @@ class Between:
             raise self._why(error, wait) from error
         finally:
             del self._waits[key]
+        if self._health is not None:  # the watch may have ended the group, and not yet broken the connections
+            self._health.check()
 
     def _why(self, error: RuntimeError, wait: Wait) -> LockstepError:
         """What to raise for gloo's ``error``: what a host has said, if one does so soon, else in gloo's words."""

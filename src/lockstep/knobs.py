@@ -25,6 +25,8 @@
                        steps take less. 5 by default.
 ``LOCKSTEP_KEY``       32 random bytes as hexadecimal digits, or the path of a file (0600) that holds them: machines
                        that meet by ``--rdzv`` prove to each other that they know it.
+``LOCKSTEP_SSH``       the ssh client for ``lockstep run --hosts``, with options if need be (``ssh -F FILE``). By
+                       default ssh.
 ``LOCKSTEP_TRACEBACK`` full: the traceback of a rank's error has the frames of lockstep and torch
                        too, and the errors it came from. By default the user's own.
 ====================== ==========================================================================
@@ -35,6 +37,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 from collections.abc import Mapping
 
 from lockstep.errors import EnvironmentMismatch
@@ -52,7 +55,11 @@ KEEP_MEMORY = "LOCKSTEP_KEEP_MEMORY"
 SHM_CHUNK = "LOCKSTEP_SHM_CHUNK"
 LATE = "LOCKSTEP_LATE"
 KEY = "LOCKSTEP_KEY"
+SSH = "LOCKSTEP_SSH"
 TRACEBACK = "LOCKSTEP_TRACEBACK"
+
+#: Those that the user sets and that mean the same on every machine.
+PASSED_ON = (PRELOAD, BACKEND, TIMEOUT, KEEP_MEMORY, SHM_CHUNK, LATE, TRACEBACK)
 
 _DIGITS = re.compile("[0-9a-fA-F]{64}")
 
@@ -161,6 +168,20 @@ def key(env: Mapping[str, str] = os.environ) -> str:
     if not _DIGITS.fullmatch(digits):
         raise EnvironmentMismatch(f"{KEY}={text}: expected a file of 64 hexadecimal digits (openssl rand -hex 32)")
     return digits
+
+
+def ssh(env: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the command line of the ssh client, up to where options may follow.
+
+    Raises:
+        EnvironmentMismatch: ``LOCKSTEP_SSH`` has a quote without its other half.
+    """
+    try:
+        return shlex.split(env.get(SSH, "")) or ["ssh"]
+    except ValueError as error:
+        raise EnvironmentMismatch(
+            f"{SSH}={env[SSH]!r}: {error}; expected a command, e.g. {SSH}='ssh -F FILE'"
+        ) from None
 
 
 def full_traceback(env: Mapping[str, str] = os.environ) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -38,6 +40,10 @@ import click
     metavar="SECONDS",
     help="Let machines that come later join not before the others have run this long.",
 )
+@click.option(
+    "--hosts", metavar="HOST[:N],…", help="Start it on these machines from here, by ssh; N: ranks on that one."
+)
+@click.option("--hosted", is_flag=True, hidden=True, help="This is one of --hosts; orders come over standard input.")
 @click.option("--node-rank", "--node_rank", type=int, metavar="N", help="Which of them this is, from 0.")
 @click.option("--master-addr", "--master_addr", metavar="HOST", help="Machine 0; 127.0.0.1 unless given.")
 @click.option("--master-port", "--master_port", type=int, help="Its port: 29500 with several machines, else any.")
@@ -65,6 +71,8 @@ def run(
     local_addr: str | None,
     join_timeout: float,
     regroup_after: float,
+    hosts: str | None,
+    hosted: bool,
     node_rank: int | None,
     master_addr: str | None,
     master_port: int | None,
@@ -85,17 +93,27 @@ def run(
     SIGTERM or Ctrl-C: a training with a Checkpointer finishes its step, saves, and ends with exit code 75; run the same
     command again to resume. A second signal stops at once. SIGUSR1: save and continue.
     """
-    from lockstep import machine
+    from lockstep import knobs, machine
     from lockstep.errors import LockstepError
 
+    given = click.get_current_context().params
     try:
+        if hosts is not None:
+            sys.exit(_run_on_hosts(hosts, given))
         from lockstep.launch.run import run as run_job  # refuses other systems than Linux
         from lockstep.launch.spec import JobSpec, NodeOptions, Output, Program, node_place, parse_ranks
 
+        env = dict(os.environ)
+        if hosted:
+            from lockstep.launch.hosted import obey
+
+            order = obey()  # returns in a process of its own
+            nnodes, rdzv, rdzv_id = str(order.nnodes), order.endpoint, order.job
+            env[knobs.KEY] = order.key
         asked = NodeOptions(
             nnodes, node_rank, master_addr, master_port, standalone, rdzv, rdzv_id, local_addr, join_timeout
         )
-        place = node_place(asked)
+        place = node_place(asked, env)
         nproc = parse_ranks(ranks or place.ranks or "auto", cores=machine.cores(), gpus=machine.gpus())
         spec = JobSpec(
             Program(program, args, is_module),
@@ -110,8 +128,41 @@ def run(
             max_restarts=(place.restarts or 0) if max_restarts is None else max_restarts,
             rendezvous=None if place.rendezvous is None else replace(place.rendezvous, ranks=nproc),
             regroup_after=regroup_after,
+            one_terminal=hosted,
         )
         sys.exit(run_job(spec))
     except (ValueError, LockstepError) as error:
-        click.echo(f"lockstep run: {error}", err=True)
+        if hosted:
+            from lockstep.launch.report import say
+
+            say(str(error), once=str(error))  # shown where the user is
+        else:
+            click.echo(f"lockstep run: {error}", err=True)
         sys.exit(2)
+
+
+#: Options that say where the machines are, as --hosts does.
+_ELSEWHERE = ("nnodes", "rdzv", "rdzv_id", "node_rank", "master_addr", "master_port", "local_addr", "standalone")
+#: Options that each host's launcher is given as they are.
+_EVERYWHERE = ("join_timeout", "regroup_after", "log_dir", "grace", "max_restarts")
+
+
+def _run_on_hosts(hosts: str, given: dict[str, Any]) -> int:
+    """Start this command on ``hosts``, and return its exit code.
+
+    Args:
+        hosts: what the user has named.
+        given: all options and arguments of the command.
+    """
+    from lockstep.launch.hosts import Line, parse_hosts, refuse_with_hosts, run_on_hosts
+
+    refuse_with_hosts(hosts, {_option(name): given[name] for name in _ELSEWHERE})
+    words = [f"{_option(name)}={given[name]}" for name in _EVERYWHERE if given[name] is not None]
+    words += ["--all-output"] if given["all_output"] else []
+    words += ["-m"] if given["is_module"] else []
+    rest = (*words, "--", given["program"], *given["args"])
+    return run_on_hosts(parse_hosts(hosts), Line(given["ranks"], rest, grace=given["grace"]))
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

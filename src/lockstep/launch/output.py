@@ -51,7 +51,7 @@ class Streams:
         """
         spec = self._spec
         self._ranks[local_rank] = rank
-        if local_rank == 0:
+        if self._is_first(local_rank):
             if spec.log_dir is None and spec.output is not Output.ALL:
                 return []
             return self._relayed(rank)
@@ -64,7 +64,7 @@ class Streams:
         prefix = f"[{rank}] ".encode()
         reading, output = os.pipe()
         self._relay.add(reading, rank=rank, sink=1, log=log, prefix=prefix)
-        if _error_sink() == 1:
+        if error_sink() == 1:
             return [nothing, output, os.dup(output)]  # one pipe: what goes to both streams stays in order
         reading, error = os.pipe()
         self._relay.add(reading, rank=rank, sink=2, log=os.dup(log), prefix=prefix)
@@ -78,7 +78,7 @@ class Streams:
 
     def shown(self, local_rank: int) -> bool:
         """Return whether the user sees this rank's standard error."""
-        return local_rank == 0 or self._spec.output is not Output.FIRST
+        return self._is_first(local_rank) or self._spec.output is not Output.FIRST
 
     def unseen(self) -> list[int]:
         """Return the ranks that have written only to a log in a folder that the user did not choose."""
@@ -89,8 +89,12 @@ class Streams:
         if self._pty is not None:
             _copy_window_size(1, self._pty)
 
+    def _is_first(self, local_rank: int) -> bool:
+        """Return whether the terminal is this rank's."""
+        return local_rank == 0 and (not self._spec.one_terminal or self._ranks.get(0) == 0)
+
     def _logged(self, local_rank: int) -> bool:
-        if local_rank == 0 or self._spec.output is Output.SHARED:
+        if self._is_first(local_rank) or self._spec.output is Output.SHARED:
             return self._spec.log_dir is not None
         return True
 
@@ -103,7 +107,7 @@ class Streams:
         else:
             reading, output = os.pipe()
         self._relay.add(reading, rank=rank, sink=1, log=log)
-        if _error_sink() == 1:
+        if error_sink() == 1:
             return [os.dup(0), output, os.dup(output)]
         reading, error = _open_pty() if os.isatty(2) else os.pipe()
         self._relay.add(reading, rank=rank, sink=2, log=None if log is None else os.dup(log))
@@ -119,7 +123,7 @@ def show_cursor() -> None:
             return
 
 
-def _error_sink() -> int:
+def error_sink() -> int:
     """Return where standard error goes: with standard output where both are the same file, so that lines of one rank
     end before those of another begin."""
     return 1 if os.path.sameopenfile(1, 2) else 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
 import sys
@@ -20,10 +22,36 @@ from lockstep.launch.processes import name
 _RANKS = 16
 
 
-def say(text: str) -> None:
-    """Print one message of lockstep's own, after everything the ranks wrote."""
+#: Where messages go as lines of JSON, to be shown elsewhere; None: to standard error.
+_reader: int | None = None
+
+
+def say_to(fd: int) -> None:
+    """Have messages written to ``fd`` from now on, for who shows those of several launchers: see hosts.py."""
+    global _reader
+    _reader = fd
+
+
+def say(text: str, *, once: str = "", later: bool = False) -> None:
+    """Print one message of lockstep's own, after everything the ranks wrote.
+
+    Args:
+        text: the message.
+        once: the launchers of other machines say this, too, under the same name, and one of them is enough where the
+            messages of all are shown in one place; empty: it is about this machine.
+        later: another machine's launcher knows more of it, and is the one to be shown, if it says anything.
+    """
     sys.stdout.flush()
-    print(f"lockstep: {text}", file=sys.stderr, flush=True)
+    if _reader is None:
+        print(f"lockstep: {text}", file=sys.stderr, flush=True)
+    else:
+        os.write(_reader, json.dumps({"text": text, "once": once, "later": later}).encode() + b"\n")
+
+
+def met() -> None:
+    """Let who shows the messages of several launchers know that they have found each other."""
+    if _reader is not None:
+        os.write(_reader, b'{"met": true}\n')
 
 
 # How a job ended -----------------------------------------------------------------------------------------------------

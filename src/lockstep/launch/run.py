@@ -418,7 +418,8 @@ class _Run:
         self._last_round, self._job = round_.number, round_.job
         self._restarts.adopt(round_.history)
         if met.warning:
-            say(met.warning)
+            say(met.warning, once=met.warning)
+        report.met()
         if self._launcher.policy.stopped_by is None:
             self._logs.restart = self._launcher.renew(round_).number - 1
             self._fork_all()
@@ -489,7 +490,8 @@ class _Run:
         if signum in (signal.SIGINT, signal.SIGTERM):
             self._asked_listeners = True
             what = "Ctrl-C" if signum == signal.SIGINT else signum.name
-            say(f"{what}: the ranks finish a step, save and leave (within --grace); a second one stops them at once")
+            text = f"{what}: the ranks finish a step, save and leave (within --grace); a second one stops them at once"
+            say(text, once=text)
 
     def _drain(self) -> None:
         """Show what is still in the pipes when every process has ended, for as long as the reader needs."""
@@ -511,16 +513,18 @@ class _Run:
             say(report.not_started(launcher.broken))
             return 1
         if self._refused:
-            say(self._refused)
+            say(self._refused, once=self._refused)
             return self._refused_with
         if outcome.note is not None and outcome.saved:
-            say(report.saved(outcome.note, policy.stopped_by))
+            text = report.saved(outcome.note, policy.stopped_by)
+            say(text, once=text)
             return EXIT_SAVED
         signum = policy.stopped_by
         lost = verdict is not None and verdict.kind is Kind.LOST
         if signum is not None and (not policy.failing or lost or self._stage is _Stage.MEETING):
             late = self._asked_listeners and outcome.completed
-            say(report.came_late(signum) if late else report.stopped(outcome, signum))
+            text = report.came_late(signum) if late else report.stopped(outcome, signum)
+            say(text, once=text)
             return 0 if late else 128 + signum
         if verdict is None and outcome.first is not None:  # the zygote has ended as well, so nothing starts again
             verdict = replace(self._judge(), what_now="")
@@ -537,12 +541,14 @@ class _Run:
     def _say_verdict(self, verdict: Verdict) -> None:
         """Say why an attempt is over, and what comes of it."""
         round_ = self._launcher.attempt.round
-        text = verdict.text
+        text, mine = verdict.text, True
         if verdict.kind is Kind.FAILED:
             mine = verdict.node == round_.node_rank
-            outcome = self._launcher.attempt.outcome(self._streams)
-            text = report.describe(outcome) if mine else f"on {round_.host(verdict.node)}: {text}"
+            if mine:
+                text = report.describe(self._launcher.attempt.outcome(self._streams))
+            if not mine or self._spec.one_terminal:
+                text = f"on {round_.host(verdict.node)}: {text}"
         what_now = verdict.what_now
         if verdict.kind is Kind.LOST and self._stage is _Stage.CLEARING:
             what_now = "all ranks start again when there are enough machines"
-        say("\n".join(line for line in (text, what_now) if line))
+        say("\n".join(line for line in (text, what_now) if line), once=f"end of round {round_.number}", later=not mine)

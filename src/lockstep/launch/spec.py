@@ -80,6 +80,8 @@ class JobSpec:
     rendezvous: Options | None = None
     #: Seconds that a round lasts at least before machines that want to join may end it.
     regroup_after: float = DEFAULT_REGROUP_AFTER
+    #: Whether what the launchers of all machines show is shown in one place, where the job has one first rank.
+    one_terminal: bool = False
 
     def __post_init__(self) -> None:
         if self.nproc < 1:

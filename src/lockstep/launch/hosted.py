@@ -1,0 +1,323 @@
+"""On a host of ``lockstep run --hosts``: stand between the ssh connection and this host's launcher.
+
+The process that ssh starts says that it is there, waits for its order, and forks the launcher. Then it passes on what
+comes: over standard input signals for the launcher, over standard output what is to be shown, in frames. When the
+connection ends, or nothing has come for some time, it has the launcher stop as by SIGTERM: the ranks save. When it is
+killed itself, the launcher is killed with it, and nothing of the job stays (Note [No orphans] in ``processes.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import termios
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep.errors import LaunchError
+from lockstep.launch import processes, report
+from lockstep.launch.processes import SAVE, STOPPING, SignalQueue
+from lockstep.launch.spec import free_port
+from lockstep.version import __version__
+
+#: Seconds between two signs of life, and without one after which the connection counts as gone.
+BEAT, SILENT = 5.0, 30.0
+#: Seconds that an order may take: the other hosts are waited for.
+_ORDER = 120.0
+#: Seconds that a launcher has beyond --grace before it is killed, once the connection is gone.
+_PATIENCE = 20.0
+#: Seconds for the last output once the launcher has ended, and for those who read it.
+_DRAIN, _READER = 5.0, 600.0
+#: Bytes that wait for a slow connection before the ranks have to wait as well.
+_FULL = 1 << 20
+_CHUNK = 65536
+#: Begins the first line of a guard: what a shell's start-up files print comes before.
+_HERE = b"lockstep is here: "
+
+
+# What goes over the connection ---------------------------------------------------------------------------------------
+
+
+class Kind(enum.Enum):
+    """What a frame carries."""
+
+    OUTPUT = "out"
+    ERROR = "err"
+    #: A message of the launcher's own: the arguments of :func:`~lockstep.launch.report.say`, as JSON.
+    SAID = "said"
+    #: The launcher has ended, with this exit code.
+    ENDED = "ended"
+    ALIVE = "alive"
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a host says of itself."""
+
+    version: str
+    #: One that nobody uses there.
+    port: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a host is to know that may not stand in its command line, or was not known when that was written."""
+
+    #: The job's key, as hexadecimal digits.
+    key: str
+    nnodes: int
+    #: Where the launchers meet.
+    endpoint: str
+    #: Tells this job from others.
+    job: str
+    #: Whether standard output and error are shown in one place, and so have to stay in order.
+    one_stream: bool
+    #: Rows and columns of the terminal that shows them; None: there is none.
+    terminal: tuple[int, int] | None
+    #: Seconds, as after --grace.
+    grace: float
+
+    def encode(self) -> bytes:
+        """Return the line that a guard reads."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, line: bytes) -> Order:
+        """Read such a line."""
+        fields: dict[str, Any] = json.loads(line)
+        size = fields.pop("terminal")
+        return cls(**fields, terminal=None if size is None else (size[0], size[1]))
+
+
+def frame(kind: Kind, data: bytes = b"") -> bytes:
+    """Return one frame: a line with its kind and size, then the bytes."""
+    return f"{kind.value} {len(data)}\n".encode() + data
+
+
+class Frames:
+    """Takes apart what comes from a guard."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        #: What the host has said of itself; None: nothing yet.
+        self.greeting: Greeting | None = None
+
+    def feed(self, data: bytes) -> Iterator[tuple[Kind, bytes]]:
+        """Yield the frames that are now complete."""
+        self._bytes += data
+        while self.greeting is None and b"\n" in self._bytes:
+            line, _, rest = self._bytes.partition(b"\n")
+            self._bytes = rest
+            if line.startswith(_HERE):
+                self.greeting = Greeting(**json.loads(line[len(_HERE) :]))
+        while self.greeting is not None:
+            head, newline, _ = self._bytes[:40].partition(b"\n")
+            if not newline:
+                return
+            kind, size = head.decode().split()
+            end = len(head) + 1 + int(size)
+            if len(self._bytes) < end:
+                return
+            body = bytes(self._bytes[len(head) + 1 : end])
+            del self._bytes[:end]
+            yield Kind(kind), body
+
+
+# The guard -----------------------------------------------------------------------------------------------------------
+
+
+def obey() -> Order:
+    """Greet who has started this process by ssh, and fork the launcher: only there this returns.
+
+    Raises:
+        LaunchError: no order came.
+    """
+    os.write(1, b"\n" + _HERE + json.dumps(asdict(Greeting(__version__, free_port()))).encode() + b"\n")
+    order = _read_order()
+    if order.terminal is None:
+        output = os.pipe()
+    else:
+        output = pty.openpty()
+        attributes = termios.tcgetattr(output[1])
+        attributes[1] &= ~termios.OPOST  # the terminal that shows it turns \n into \r\n
+        termios.tcsetattr(output[1], termios.TCSANOW, attributes)
+        fcntl.ioctl(output[1], termios.TIOCSWINSZ, struct.pack("4H", *order.terminal, 0, 0))
+    error = None if order.one_stream else os.pipe()
+    said = os.pipe()
+    guard = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        processes.die_with_parent(guard)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.dup2(output[1], 1)
+        os.dup2(output[1] if error is None else error[1], 2)
+        for fd in (nothing, *output, *(error or ()), said[0]):
+            os.close(fd)
+        report.say_to(said[1])
+        return order
+    for pair in (output, error, said):
+        if pair is not None:
+            os.close(pair[1])
+    readers = {output[0]: Kind.OUTPUT} | ({} if error is None else {error[0]: Kind.ERROR}) | {said[0]: Kind.SAID}
+    os._exit(_Guard(pid, readers, grace=order.grace).serve())
+
+
+def _read_order() -> Order:
+    line, limit = b"", time.monotonic() + _ORDER
+    while not line.endswith(b"\n"):
+        if not select.select([0], [], [], max(0.0, limit - time.monotonic()))[0]:
+            raise LaunchError(f"no order came within {_ORDER:g} s: --hosts starts this, not a user")
+        data = os.read(0, 1)  # what follows the line are signals
+        if not data:
+            raise LaunchError("the connection has ended before an order came")
+        line = (line + data).lstrip()  # signs of life may come before
+    return Order.decode(line)
+
+
+class _Guard:
+    """Passes on what comes until the launcher has ended.
+
+    Args:
+        launcher: its process, a child of this one.
+        readers: descriptors of what it and its ranks write.
+        grace: seconds that it may take to stop.
+    """
+
+    def __init__(self, launcher: int, readers: dict[int, Kind], *, grace: float) -> None:
+        self._launcher = launcher
+        self._end = os.pidfd_open(launcher)
+        self._code: int | None = None
+        self._readers = readers
+        self._grace = grace
+        self._control = bytearray()
+        self._connected = True
+        self._heard = self._beat = time.monotonic()
+        self._kill_at = float("inf")
+        self._outgoing = bytearray()
+        for fd in (0, 1, *readers):
+            os.set_blocking(fd, False)
+
+    def serve(self) -> int:
+        """Return the launcher's exit code, as a shell has it, once everything is passed on."""
+        signals = SignalQueue((*STOPPING, SAVE))
+        limit = float("inf")
+        told = False
+        while True:
+            now = time.monotonic()
+            if self._code is not None and limit == float("inf"):
+                limit = now + _DRAIN
+            if self._code is not None and not told and (not self._readers or now >= limit):
+                told, limit = True, now + _READER
+                self._readers.clear()
+                self._outgoing += frame(Kind.ENDED, str(self._code).encode())
+            if told and (not self._outgoing or not self._connected or now >= limit):
+                return self._code or 0
+            ready = self._wait(signals.fileno())
+            now = time.monotonic()
+            for arrival in signals.read():
+                self._signal(arrival.signum)
+            if self._end in ready and self._code is None:
+                status = os.waitstatus_to_exitcode(os.waitpid(self._launcher, 0)[1])
+                self._code = status if status >= 0 else 128 - status
+            self._read(ready)
+            self._keep_in_touch(ready, now)
+
+    def _wait(self, signals: int) -> set[int]:
+        poll = select.poll()
+        poll.register(signals, select.POLLIN)
+        if self._code is None:
+            poll.register(self._end, select.POLLIN)
+        if self._connected:
+            poll.register(0, select.POLLIN)
+            if self._outgoing:
+                poll.register(1, select.POLLOUT)
+        if len(self._outgoing) < _FULL:
+            for fd in self._readers:
+                poll.register(fd, select.POLLIN)
+        return {fd for fd, _ in poll.poll(500)}
+
+    def _read(self, ready: set[int]) -> None:
+        """Take what the launcher and its ranks have written. Output first: messages come after what they are about."""
+        said = any(self._readers.get(fd) is Kind.SAID for fd in ready)
+        for fd, kind in list(self._readers.items()):
+            if said or fd in ready:
+                while self._take(fd, kind) and said:
+                    pass
+
+    def _take(self, fd: int, kind: Kind) -> bool:
+        """Read once; whether there was anything."""
+        try:
+            data = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""  # a pseudo-terminal reports its end as an error
+        if not data:
+            os.close(fd)
+            del self._readers[fd]
+            return False
+        if self._connected:
+            lines = data.splitlines() if kind is Kind.SAID else [data]  # a message is written at once
+            for line in lines:
+                self._outgoing += frame(kind, line)
+        return True
+
+    def _keep_in_touch(self, ready: set[int], now: float) -> None:
+        if self._connected:
+            if 0 in ready:
+                self._hear(now)
+            if now - self._beat >= BEAT:
+                self._beat = now
+                self._outgoing += frame(Kind.ALIVE)
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    while self._outgoing:
+                        del self._outgoing[: os.write(1, self._outgoing[:_CHUNK])]
+                except BrokenPipeError:
+                    self._hang_up(now)
+            if now - self._heard > SILENT:
+                self._hang_up(now)
+        if now >= self._kill_at:
+            self._kill_at = float("inf")
+            self._signal(signal.SIGKILL)
+
+    def _hear(self, now: float) -> None:
+        """Take signs of life, and signals: a line each."""
+        try:
+            data = os.read(0, _CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._hang_up(now)
+            return
+        self._heard = now
+        *lines, rest = (self._control + data).split(b"\n")
+        self._control = bytearray(rest)
+        for line in lines:
+            named = next((one for one in (*STOPPING, SAVE) if one.name.encode() == line), None)
+            if named is not None:
+                self._signal(named)
+
+    def _hang_up(self, now: float) -> None:
+        """Have the job stop: nobody is there who could, or would read what it writes."""
+        if self._connected:
+            self._connected = False
+            self._outgoing.clear()
+            self._signal(signal.SIGTERM)
+            self._kill_at = now + self._grace + _PATIENCE
+
+    def _signal(self, signum: signal.Signals) -> None:
+        if self._code is None:  # it has not been waited for, so the number is still its own
+            os.kill(self._launcher, signum)

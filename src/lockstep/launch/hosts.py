@@ -1,0 +1,560 @@
+"""Run a job on several hosts from one terminal: ``lockstep run --hosts a,b:4``, by the system's ssh.
+
+::
+
+    this process  ──ssh──  guard on host a (hosted.py)  ──fork──  launcher  ──  zygote  ──  ranks
+                  ──ssh──  guard on host b              ──fork──  launcher  ──  zygote  ──  ranks
+
+Each host's launcher does what ``lockstep run --nnodes N --rdzv`` does there; this process starts them, passes signals
+on, and shows what they write. Nothing is started before all hosts have answered. How to reach a host, and as whom, the
+ssh client knows: its configuration, its agent. The job's key goes over ssh's standard input, where no list of
+processes shows it.
+
+Note [One signal]
+~~~~~~~~~~~~~~~~~
+The first signal goes to one host, whose launcher lets the others know: to a launcher that knows already it would be a
+second one, which stops the ranks at once. Any further signal is meant so, and goes to all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import select
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep import knobs
+from lockstep.errors import LaunchError
+from lockstep.job.files import EXIT_SAVED
+from lockstep.launch.hosted import BEAT, SILENT, Frames, Kind, Order
+from lockstep.launch.output import PATIENCE, Sink, error_sink
+from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ignored
+from lockstep.launch.spec import is_loopback
+from lockstep.version import __version__
+
+#: Seconds in which all hosts have to answer.
+_REACH = 60.0
+#: Seconds that the client may take to read its configuration.
+_CONFIGURATION = 10.0
+#: Seconds beyond --grace that the other hosts have to end once one has, and then after SIGTERM.
+_PATIENCE, _LAST = 10.0, 25.0
+#: Seconds that clients have to leave at the end.
+_LEAVE = 5.0
+#: Seconds that a message waits for another host's launcher, which knows more.
+_LATER = 1.0
+#: Lines and characters of what ssh itself has said that are repeated.
+_LINES, _WORDS = 12, 4000
+_FULL = 1 << 20
+_CHUNK = 65536
+
+#: Without the current folder, where a random.py may be.
+_BOOT = 'import sys; sys.path[:] = filter(None, sys.path); from lockstep.cli import main; main(prog_name="lockstep")'
+_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
+#: No name begins with a dash, which would be an option for ssh.
+_WORD = r"[^\s@,:\[\]-][^\s@,:\[\]]*"
+_HOST = re.compile(rf"(?:(?P<user>{_WORD})@)?(?P<name>{_WORD}|\[[\w.%]*:[\w.%:]*\])(?::(?P<ranks>\d+))?")
+
+
+# What the user asks for ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of the job."""
+
+    #: As the ssh client knows it, perhaps with a user.
+    name: str
+    #: As after -n; None: what all have.
+    ranks: str | None = None
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Return the hosts that ``--hosts`` names: ``a,b:4,user@c``, a number being the ranks of that host.
+
+    Raises:
+        ValueError: it names none, names one twice, or makes no sense.
+    """
+    hosts: list[Host] = []
+    for part in text.split(","):
+        match = _HOST.fullmatch(part)
+        if match is None or match["ranks"] == "0":
+            raise ValueError(
+                f"--hosts={text}: {part!r} is not a host; expected HOST, USER@HOST or HOST:RANKS, with commas between"
+            )
+        name = match["name"].strip("[]")
+        host = Host(f"{match['user']}@{name}" if match["user"] else name, match["ranks"])
+        if host.name in [other.name for other in hosts]:
+            raise ValueError(f"--hosts={text}: {host.name} is there twice; say {host.name}:N for N ranks there")
+        hosts.append(host)
+    return tuple(hosts)
+
+
+def refuse_with_hosts(text: str, others: Mapping[str, object]) -> None:
+    """Refuse options that say what ``--hosts`` says as well.
+
+    Raises:
+        ValueError: one of ``others``, options with their values, was given.
+    """
+    given = [name for name, value in others.items() if value is not None and value is not False]
+    if given:
+        raise ValueError(f"{given[0]} with --hosts={text}: the hosts are counted and find each other; drop one of them")
+
+
+@dataclass(frozen=True)
+class Line:
+    """What each host's launcher is told in its command line."""
+
+    #: As after -n, for hosts that have no number of their own; None: not given.
+    ranks: str | None
+    #: The other options, as the user has given them, the program and its arguments.
+    rest: tuple[str, ...]
+    grace: float
+
+    def command(self, host: Host, *, cwd: str, env: Mapping[str, str]) -> str:
+        """Return the line for the host's shell.
+
+        Args:
+            host: which one.
+            cwd: the folder to start in.
+            env: variables to set.
+        """
+        ranks = host.ranks or self.ranks
+        words = ["env", *(f"{name}={value}" for name, value in env.items()), sys.executable, "-c", _BOOT]
+        words += ["run", "--hosted", *(["-n", ranks] if ranks else []), *self.rest]
+        return f"cd {shlex.quote(cwd)} && exec {shlex.join(words)}"
+
+
+def passed_on(env: Mapping[str, str] = os.environ, *, terminal: bool) -> dict[str, str]:
+    """Return the variables that the hosts' launchers get from here: what concerns lockstep and Python's search path.
+
+    Args:
+        env: this process's environment.
+        terminal: rank 0 writes to a terminal.
+    """
+    names = (*knobs.PASSED_ON, "PYTHONPATH", "OMP_NUM_THREADS", *(("TERM",) if terminal else ()))
+    return {name: env[name] for name in names if name in env}
+
+
+def meeting_place(hosts: Sequence[Host], addresses: Sequence[str], port: int) -> str:
+    """Return where the launchers meet: the first host, as HOST:PORT.
+
+    Args:
+        hosts: all of them.
+        addresses: what the ssh client takes their names for.
+        port: a free one there.
+
+    Raises:
+        LaunchError: the other hosts can't reach it under that name.
+    """
+    first = addresses[0]
+    if is_loopback(first) and not all(map(is_loopback, addresses)):
+        other = next(host.name for host, address in zip(hosts, addresses, strict=True) if not is_loopback(address))
+        raise LaunchError(
+            f"the hosts meet at the first of them, and {hosts[0].name} is {first}, which is {other} itself for "
+            f"{other}: name it as {other} knows it, or put another host first"
+        )
+    return f"[{first}]:{port}" if ":" in first else f"{first}:{port}"
+
+
+# The job -------------------------------------------------------------------------------------------------------------
+
+
+def run_on_hosts(hosts: Sequence[Host], line: Line) -> int:
+    """Run a job on ``hosts`` to its end, and return its exit code as :func:`lockstep.launch.run.run` does.
+
+    Raises:
+        LaunchError: a host can't be reached, or does not answer as it should. Nothing was started then.
+    """
+    addresses = [_address(host) for host in hosts]
+    size = _terminal_size()
+    env = passed_on(terminal=size is not None)
+    with contextlib.ExitStack() as undo:
+        connections = []
+        for host in hosts:
+            connections.append(_Connection(host, line.command(host, cwd=os.getcwd(), env=env)))
+            undo.callback(connections[-1].close)
+        undo.callback(_end, connections)
+        job = _Job(connections, grace=line.grace)
+        undo.callback(job.close)
+        if not job.reach():
+            return job.conclude()
+        greeting = connections[0].frames.greeting
+        assert greeting is not None, "it was reached"
+        job.order(
+            Order(
+                key=knobs.key() or secrets.token_hex(32),
+                nnodes=len(hosts),
+                endpoint=meeting_place(hosts, addresses, greeting.port),
+                job=f"hosts-{secrets.token_hex(8)}",
+                one_stream=error_sink() == 1,
+                terminal=size,
+                grace=line.grace,
+            )
+        )
+        return job.watch()
+
+
+def _address(host: Host) -> str:
+    """Return what the ssh client takes a host's name for; it knows aliases."""
+    try:
+        done = subprocess.run(
+            [*knobs.ssh(), "-G", "--", host.name],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_CONFIGURATION,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise LaunchError(f"--hosts needs an ssh client, and there is no {error.filename}") from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{knobs.ssh()[0]} -G {host.name} gave no answer within {_CONFIGURATION:g} s") from None
+    found = re.search(r"^hostname (\S+)$", done.stdout, re.MULTILINE)
+    if done.returncode or found is None:
+        raise LaunchError(f"{knobs.ssh()[0]} does not know how to reach {host.name}: {_last_words(done.stderr)}")
+    return found[1]
+
+
+def _terminal_size() -> tuple[int, int] | None:
+    if not os.isatty(1):
+        return None
+    rows, columns, _, _ = struct.unpack("4H", fcntl.ioctl(1, termios.TIOCGWINSZ, b"\0" * 8))
+    return rows, columns
+
+
+def _last_words(text: str) -> str:
+    lines = [line.rstrip() for line in text[-_WORDS:].splitlines() if line.strip()]
+    return "\n".join(lines[-_LINES:]) or "it said nothing"
+
+
+class _Connection:
+    """An ssh client, and what came from its host."""
+
+    def __init__(self, host: Host, command: str) -> None:
+        self.host = host
+        # A session of its own: a Ctrl-C at the terminal is ours to pass on.
+        self.process = subprocess.Popen(
+            [*knobs.ssh(), *_OPTIONS, "--", host.name, command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        self.output, self.error = _fileno(self.process.stdout), _fileno(self.process.stderr)
+        for fd in (_fileno(self.process.stdin), self.output, self.error):
+            os.set_blocking(fd, False)
+        self.frames = Frames()
+        #: Whether its launcher has found the others.
+        self.met = False
+        #: Its launcher's exit code, once it has ended.
+        self.code: int | None = None
+        #: Whether the client is there, and with it the connection.
+        self.open = True
+        self.heard = time.monotonic()
+        #: How often it has said what, by name.
+        self.said: Counter[str] = Counter()
+        #: What ssh, or what it ran there, had to say of its own.
+        self.words = ""
+
+    def send(self, data: bytes) -> None:
+        """Write to the host; if it is gone, reading says so."""
+        assert self.process.stdin is not None
+        if self.open:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                self.process.stdin.write(data)
+
+    def read(self, fd: int, now: float) -> list[tuple[Kind, bytes]]:
+        """Take what is there at one of its descriptors."""
+        try:
+            data = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return []
+        if fd == self.error:
+            self.words = (self.words + data.decode(errors="replace"))[-_WORDS:]
+            self.error = self.error if data else -1
+            return []
+        if not data:
+            self.open = False
+            return []
+        self.heard = now
+        return list(self.frames.feed(data))
+
+    def why(self) -> str:
+        """Return ssh's own last words, once the connection is over."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_LEAVE)
+        while self.error >= 0 and select.select([self.error], [], [], 0)[0]:
+            self.read(self.error, 0.0)
+        return _last_words(self.words)
+
+    def close(self) -> None:
+        """End the client, if it has not ended by itself."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(_LEAVE)
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def _fileno(stream: Any) -> int:
+    return int(stream.fileno())
+
+
+def _end(connections: Sequence[_Connection]) -> None:
+    """Let the hosts know that this is the end, and the clients leave."""
+    for connection in connections:
+        if connection.process.stdin is not None:
+            connection.process.stdin.close()
+    limit = time.monotonic() + _LEAVE
+    for connection in connections:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            connection.process.wait(max(0.0, limit - time.monotonic()))
+
+
+@dataclass
+class _Unfinished:
+    """The beginning of a line that has not ended yet, since when."""
+
+    data: bytes = b""
+    since: float = 0.0
+
+
+class _Job:
+    """The hosts' launchers, and what they show here."""
+
+    def __init__(self, connections: Sequence[_Connection], *, grace: float) -> None:
+        self._connections = connections
+        self._grace = grace
+        self._signals = SignalQueue({*STOPPING, SAVE, signal.SIGTSTP} - ignored())
+        self._sinks = {Kind.OUTPUT: Sink(1), Kind.ERROR: Sink(2)}
+        if error_sink() == 1:
+            self._sinks[Kind.ERROR] = self._sinks[Kind.OUTPUT]
+        self._unfinished: dict[tuple[int, Kind], _Unfinished] = {}
+        self._shown: Counter[str] = Counter()
+        #: Messages that wait for a better one: until when, the how manieth of its name, the name, the text.
+        self._later: list[tuple[float, int, str, str]] = []
+        self._beat = 0.0
+        #: The signal that is to end the job.
+        self._stopped_by: signal.Signals | None = None
+        #: Exit codes, in the order of the ends; those that were made to end here don't count.
+        self._codes: list[int] = []
+        self._lost = False
+        self._ended: set[str] = set()
+        #: When the hosts that are left are pressed further, and how often they were.
+        self._press_at, self._pressed = float("inf"), 0
+
+    def close(self) -> None:
+        """Take signals as before."""
+        self._signals.close()
+
+    # From the first to the last --------------------------------------------------------------------------------------
+
+    def reach(self) -> bool:
+        """Wait until all hosts have answered; False: a signal came first.
+
+        Raises:
+            LaunchError: one has not.
+        """
+        limit = time.monotonic() + _REACH
+        while self._stopped_by is None:
+            for each in self._connections:
+                if each.frames.greeting is None and not each.open:
+                    code = each.process.poll()
+                    how = "can't be reached" if code in (None, 255) else "could not start lockstep"
+                    raise LaunchError(f"{each.host.name} {how}: {each.why()}")
+                if each.frames.greeting is not None and each.frames.greeting.version != __version__:
+                    raise LaunchError(
+                        f"{each.host.name} has lockstep {each.frames.greeting.version}, and this host {__version__}: "
+                        "install the same version"
+                    )
+                if not each.open:
+                    raise LaunchError(f"{each.host.name} has left before it was told what to do: {each.why()}")
+            missing = [each.host.name for each in self._connections if each.frames.greeting is None]
+            if not missing:
+                return True
+            if time.monotonic() > limit:
+                raise LaunchError(f"no answer within {_REACH:g} s from {', '.join(missing)}")
+            self._turn()
+        return False
+
+    def order(self, order: Order) -> None:
+        """Have the hosts start their launchers."""
+        for each in self._connections:
+            each.send(order.encode())
+
+    def watch(self) -> int:
+        """Wait until all have ended, and return the job's exit code."""
+        while any(each.open for each in self._connections):
+            self._turn()
+            now = time.monotonic()
+            for each in self._connections:
+                if each.open and now - each.heard > SILENT:
+                    each.process.kill()
+                    each.open = False
+                    each.words += f"no sign of life for {SILENT:g} s"
+            self._note_ends(now)
+            if now >= self._press_at:
+                self._press(now)
+        return self.conclude()
+
+    def conclude(self) -> int:
+        """Show the rest and return the exit code of the job."""
+        self._show_later(float("inf"))
+        self._finish_lines(float("inf"))
+        limit = time.monotonic() + _REACH
+        while any(sink.backlog for sink in self._sinks.values()) and time.monotonic() < limit:
+            self._write(0.1)
+        if EXIT_SAVED in self._codes:
+            return EXIT_SAVED
+        failed = next((code for code in self._codes if code), 0)
+        stopped = 0 if self._stopped_by is None or self._codes else 128 + self._stopped_by
+        return failed or int(self._lost) or stopped
+
+    def _note_ends(self, now: float) -> None:
+        """Write down who has ended, and see to it that the others do as well."""
+        for each in self._connections:
+            if each.open or each.host.name in self._ended:
+                continue
+            self._ended.add(each.host.name)
+            if each.code is None:
+                self._lost = True
+                self._show(f"lost the connection to {each.host.name}: {each.why()}")
+            elif not self._pressed or each.code == EXIT_SAVED:
+                self._codes.append(each.code)
+            if self._press_at == float("inf"):
+                self._press_at = now + self._grace + _PATIENCE
+        left = [each for each in self._connections if each.open]
+        if self._ended and any(not each.met for each in left) and not self._pressed:
+            self._press_at = now  # it would wait for one that will not come
+
+    def _press(self, now: float) -> None:
+        """Have those end that go on without the others: by SIGTERM, then by the end of their connections."""
+        self._pressed += 1
+        self._press_at = now + self._grace + _LAST
+        for each in self._connections:
+            if each.open and self._pressed == 1:
+                each.send(f"{(self._stopped_by or signal.SIGTERM).name}\n".encode())
+            elif each.open:
+                each.words += "it did not end in time, and may have left processes there"
+                each.process.kill()
+                each.open = False
+
+    # One thing after the other ---------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Wait for something to happen, and act on it."""
+        ready = self._write(0.05 if self._later or self._unfinished else 0.5)
+        now = time.monotonic()
+        for arrival in self._signals.read():
+            self._on_signal(arrival.signum)
+        if now - self._beat > BEAT:
+            self._beat = now
+            for each in self._connections:
+                if each.frames.greeting is not None:
+                    each.send(b"\n")
+        for index, each in enumerate(self._connections):
+            for fd in ready & {each.output, each.error}:
+                for kind, data in each.read(fd, now):
+                    self._on_frame(index, each, kind, data, now)
+        self._show_later(now)
+        self._finish_lines(now)
+
+    def _write(self, seconds: float) -> set[int]:
+        """Wait for room and write; meanwhile wait for input, where there is room for it. Return what can be read."""
+        poll = select.poll()
+        poll.register(self._signals, select.POLLIN)
+        waiting = {sink.fd: sink for sink in self._sinks.values() if sink.backlog}
+        for fd in waiting:
+            poll.register(fd, select.POLLOUT)
+        if all(len(sink.backlog) < _FULL for sink in waiting.values()):
+            for each in self._connections:
+                for fd in (each.output, each.error):
+                    if each.open and fd >= 0:
+                        poll.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(seconds * 1000)}
+        for sink in waiting.values():
+            sink.write()
+        return ready
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        """Pass a signal on; see Note [One signal]."""
+        if signum == signal.SIGTSTP:
+            self._show("a job on several hosts can't be suspended")
+            return
+        left = [each for each in self._connections if each.open and each.code is None]
+        first = signum == SAVE or self._stopped_by is None
+        for each in left[:1] if first else left:
+            each.send(f"{signum.name}\n".encode())
+        if signum != SAVE:
+            self._stopped_by = signum
+
+    def _on_frame(self, index: int, each: _Connection, kind: Kind, data: bytes, now: float) -> None:
+        match kind:
+            case Kind.OUTPUT | Kind.ERROR:
+                held = self._unfinished.setdefault((index, kind), _Unfinished(since=now))
+                held.data += data
+            case Kind.SAID:
+                self._on_message(each, json.loads(data), now)
+            case Kind.ENDED:
+                each.code = int(data)
+            case Kind.ALIVE:
+                pass
+
+    def _on_message(self, each: _Connection, said: dict[str, Any], now: float) -> None:
+        if "met" in said:
+            each.met = True
+            return
+        text, once = said["text"], said["once"]
+        if not once:
+            self._show(f"on {each.host.name}: {text}")
+            return
+        each.said[once] += 1
+        if said["later"]:
+            self._later.append((now + _LATER, each.said[once], once, text))
+        else:
+            self._show_once(each.said[once], once, text)
+
+    # What is shown ---------------------------------------------------------------------------------------------------
+
+    def _show_once(self, number: int, once: str, text: str) -> None:
+        if number > self._shown[once]:
+            self._shown[once] = number
+            self._show(text)
+
+    def _show_later(self, now: float) -> None:
+        due = [entry for entry in self._later if entry[0] <= now]
+        self._later = [entry for entry in self._later if entry[0] > now]
+        for _, number, once, text in due:
+            self._show_once(number, once, text)
+
+    def _show(self, text: str) -> None:
+        self._finish_lines(float("inf"))  # what came before it
+        self._sinks[Kind.ERROR].push(-1, b"", f"lockstep: {text}\n".encode())
+
+    def _finish_lines(self, now: float) -> None:
+        """Show what has come: whole lines, and the beginning of one where it is in nobody's way, or after a moment."""
+        for (index, kind), held in list(self._unfinished.items()):
+            sink = self._sinks[kind]
+            alone = len(self._connections) == 1 or sink.owner == index
+            end = len(held.data) if alone or now - held.since >= PATIENCE else held.data.rfind(b"\n") + 1
+            sink.push(index, b"", held.data[:end])
+            if end == len(held.data):
+                del self._unfinished[index, kind]
+            elif end:
+                held.data, held.since = held.data[end:], time.monotonic()

@@ -1,0 +1,92 @@
+"""Several hosts from one terminal: what the user may say, what goes over the connections, where the launchers meet."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from lockstep import EnvironmentMismatch, LaunchError, knobs
+from lockstep.launch.hosted import Frames, Greeting, Kind, Order, frame
+from lockstep.launch.hosts import Host, Line, meeting_place, parse_hosts, passed_on, refuse_with_hosts
+
+
+def test_hosts_with_users_and_numbers() -> None:
+    assert parse_hosts("a,b:4,user@c,me@d.example:2,[::1]:3,10.0.0.1") == (
+        Host("a"),
+        Host("b", "4"),
+        Host("user@c"),
+        Host("me@d.example", "2"),
+        Host("::1", "3"),
+        Host("10.0.0.1"),
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,", "a,,b", "a b", "a:0", "a:x", "a:-1", "@a", "u@", "-oProxyCommand=x", "u@-x", "a:1:2", "[x]"]
+)
+def test_what_is_no_host_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a host; expected HOST, USER@HOST or HOST:RANKS"):
+        parse_hosts(text)
+
+
+def test_a_host_that_is_there_twice() -> None:
+    with pytest.raises(ValueError, match="a is there twice; say a:N for N ranks there"):
+        parse_hosts("a,b,a:2")
+
+
+def test_options_that_say_the_same_are_refused() -> None:
+    refuse_with_hosts("a,b", {"--nnodes": None, "--standalone": False})
+    with pytest.raises(ValueError, match="--node-rank with --hosts=a,b: the hosts are counted and find each other"):
+        refuse_with_hosts("a,b", {"--nnodes": None, "--node-rank": 0})
+
+
+def test_the_line_for_a_host_survives_its_shell() -> None:
+    line = Line("2", ("--grace=5.0", "--", "it's.py", "$HOME", "a  b", ""), grace=5.0)
+    command = line.command(Host("b", "4"), cwd="/a b/c", env={"PYTHONPATH": "/x y"})
+    words = shlex.split(command)
+    assert words[:5] == ["cd", "/a b/c", "&&", "exec", "env"]
+    assert words[5] == "PYTHONPATH=/x y"
+    assert words[words.index("run") :] == [
+        *("run", "--hosted", "-n", "4", "--grace=5.0", "--", "it's.py", "$HOME", "a  b", "")
+    ]
+    assert "-n" not in shlex.split(Line(None, (), grace=1.0).command(Host("a"), cwd="/", env={}))
+
+
+def test_variables_that_go_along() -> None:
+    env = {"LOCKSTEP_BACKEND": "gloo", "LOCKSTEP_KEY": "ab" * 32, "HOME": "/root", "TERM": "xterm", "PYTHONPATH": "/x"}
+    assert passed_on(env, terminal=False) == {"LOCKSTEP_BACKEND": "gloo", "PYTHONPATH": "/x"}
+    assert passed_on(env, terminal=True) == {"LOCKSTEP_BACKEND": "gloo", "PYTHONPATH": "/x", "TERM": "xterm"}
+
+
+def test_the_hosts_meet_at_the_first() -> None:
+    hosts = parse_hosts("a,b")
+    assert meeting_place(hosts, ["10.0.0.1", "b"], 4000) == "10.0.0.1:4000"
+    assert meeting_place(hosts, ["fe80::1", "b"], 4000) == "[fe80::1]:4000"
+    assert meeting_place(hosts, ["127.0.0.1", "127.0.0.2"], 4000) == "127.0.0.1:4000"
+    with pytest.raises(LaunchError, match="a is localhost, which is b itself for b"):
+        meeting_place(hosts, ["localhost", "b"], 4000)
+
+
+def test_frames_come_in_any_pieces() -> None:
+    said = b'lockstep is here: {"version": "1", "port": 4000}\n'
+    stream = b"Welcome!\n\n" + said + frame(Kind.OUTPUT, b"a\nb 3\n") + frame(Kind.ALIVE) + frame(Kind.ENDED, b"75")
+    for size in (1, 7, len(stream)):
+        frames = Frames()
+        pieces = [stream[start : start + size] for start in range(0, len(stream), size)]
+        found = [each for piece in pieces for each in frames.feed(piece)]
+        assert frames.greeting == Greeting("1", 4000)
+        assert found == [(Kind.OUTPUT, b"a\nb 3\n"), (Kind.ALIVE, b""), (Kind.ENDED, b"75")]
+
+
+def test_an_order_is_a_line() -> None:
+    order = Order("ab" * 32, 2, "a:1", "job", one_stream=True, terminal=(24, 80), grace=10.0)
+    assert order.encode().count(b"\n") == 1
+    assert Order.decode(order.encode()) == order
+
+
+def test_the_ssh_client() -> None:
+    assert knobs.ssh({}) == ["ssh"]
+    assert knobs.ssh({"LOCKSTEP_SSH": "ssh -F 'a b'"}) == ["ssh", "-F", "a b"]
+    with pytest.raises(EnvironmentMismatch, match="LOCKSTEP_SSH"):
+        knobs.ssh({"LOCKSTEP_SSH": "ssh 'x"})

@@ -258,7 +258,9 @@ def test_the_job_goes_on_without_a_machine_that_dies(tmp_path: Path) -> None:
         passed = time.monotonic() - died
         codes, done = _codes(machines)
     assert codes == [-signal.SIGKILL, 0], done
-    assert "gave no sign of life for 4 s" in done[1].err, "\n".join(line for line in done[1].err.splitlines() if "frame" not in line)
+    assert "gave no sign of life for 4 s" in done[1].err, "\n".join(
+        line for line in done[1].err.splitlines() if "frame" not in line
+    )
     assert passed < 12, passed
     assert not list((tmp_path / "shared").iterdir()), "nothing is left of the rendezvous"
 

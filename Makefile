@@ -70,7 +70,7 @@ ecosystem: $(ECOSYSTEM)/.ready  ## other libraries on lockstep, each against one
 	$(ECOSYSTEM)/bin/python -m pytest tests/ecosystem -m ecosystem $(WRITE)
 
 engines: $(ENGINES)/.ready  ## Slurm, Ray and what pods of Kubernetes run, on this machine, as far as it has what they need
-	$(ENGINES)/bin/python -m pytest tests/engines tests/unit/test_manifests.py
+	$(ENGINES)/bin/python -m pytest -m "not ecosystem" tests/engines tests/unit/test_manifests.py
 
 bench: $(READY)  ## measure launch and step times against torch (some minutes; nothing else should run meanwhile)
 	$(BIN)/python -m benchmarks.launch

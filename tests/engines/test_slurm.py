@@ -72,7 +72,7 @@ def test_several_launchers_on_a_node_are_refused(cluster: Cluster, tmp_path: Pat
     assert done.stderr.count("srun started 2 tasks, 2 of them on one machine") == 2, done
 
 
-@pytest.mark.parametrize("requeue", ["script", "slurm"])
+@pytest.mark.parametrize("requeue", [pytest.param("script", marks=pytest.mark.campaign), "slurm"])
 def test_a_printed_script_saves_is_queued_again_and_ends_with_the_same_bits(
     cluster: Cluster, tmp_path: Path, calm: jobs.Calm, requeue: str
 ) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import traceback
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -458,7 +459,10 @@ def _init_with(backend: str) -> None:
     [
         ("carrier-pigeon", "unknown; torch knows"),
         ("nccl", "sees no CUDA device"),
-        ("mpi", "comes without mpi"),
+        pytest.param(
+            *("mpi", "comes without MPI, and mpi4py"),
+            marks=pytest.mark.skipif(find_spec("mpi4py") is not None, reason="mpi4py is installed"),
+        ),
     ],
 )
 def test_a_backend_that_can_not_be_is_refused_on_every_rank(backend: str, text: str) -> None:

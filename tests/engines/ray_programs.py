@@ -124,7 +124,8 @@ def _train_and_report(config: dict[str, str]) -> None:
     model = lockstep.replicate(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = lockstep.shard(DataLoader(TensorDataset(torch.randn(4 * _STEPS, 4)), batch_size=4, shuffle=True))
-    checkpointer = lockstep.Checkpointer(folder / "run", model=model, optimizer=optimizer, loader=loader)
+    run = Path(ray.train.get_context().get_storage().experiment_fs_path) / "checkpoints"
+    checkpointer = lockstep.Checkpointer(run, model=model, optimizer=optimizer, loader=loader)
     with (folder / "nodes").open("a") as nodes:
         nodes.write(f"{ray.get_runtime_context().get_node_id()}\n")
     for _ in checkpointer.epochs(1):

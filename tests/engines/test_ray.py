@@ -83,4 +83,6 @@ def test_a_node_that_is_taken_away_costs_no_step_that_was_saved(tmp_path: Path) 
     assert begun_again == [step + 1], "from the checkpoint of that moment, without FailureConfig(max_failures=…)"
     assert steps[-1] == 200
     assert found["metrics"]["step"] == 200
-    assert found["checkpoint"] == str(tmp_path / "run" / "step-00000200"), "where the Checkpointer has written it"
+    assert found["checkpoint"] == str(tmp_path / "ray" / "run" / "checkpoints" / "step-00000200"), (
+        "where the Checkpointer has written it"
+    )

@@ -7,7 +7,8 @@
     def train(config):
         world = lockstep.init()
         ...
-        checkpointer = lockstep.Checkpointer("/shared/run", model=model, optimizer=optimizer, loader=loader)
+        run = Path(ray.train.get_context().get_storage().experiment_fs_path) / "checkpoints"
+        checkpointer = lockstep.Checkpointer(run, model=model, optimizer=optimizer, loader=loader)
         for epoch in checkpointer.epochs(90):
             for images, labels in loader:
                 ...
@@ -93,8 +94,9 @@ class LockstepTrainer(DataParallelTrainer):  # type: ignore[misc]
 def report(metrics: Mapping[str, Any], folder: str | Path | None = None) -> None:
     """**Collective.** Report metrics to Ray, with a checkpoint that stays where it is.
 
-    Nothing is copied: Ray notes the folder, and ``Result.checkpoint`` leads to it. Leave ``CheckpointConfig`` alone,
-    and let the Checkpointer's ``keep`` decide what stays.
+    Nothing is copied: Ray notes the folder, and ``Result.checkpoint`` leads to it. Ray takes no other folder than one
+    in its own for this run (``ray.train.get_context().get_storage().experiment_fs_path``). Leave ``CheckpointConfig``
+    alone, and let the Checkpointer's ``keep`` decide what stays.
 
     Args:
         metrics: what Ray shows and keeps; rank 0's count.

@@ -19,6 +19,8 @@ class Stat:
     processor: float
     #: When it started, in clock ticks since boot.
     started: int
+    #: The process that it is a child of.
+    parent: int
 
     @property
     def is_dead(self) -> bool:
@@ -105,4 +107,4 @@ def _parse(text: str) -> Stat | None:
     fields = text.rpartition(")")[2].split()  # the name before it may hold anything
     if len(fields) < 20:
         return None
-    return Stat(fields[0], (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[19]))
+    return Stat(fields[0], (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[19]), int(fields[1]))

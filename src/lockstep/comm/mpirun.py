@@ -83,16 +83,11 @@ def _host() -> str:
 def _starter() -> int:
     """Return the process that started the ranks of this host: the nearest of MPI's above this one, or its parent."""
     pid = os.getppid()
-    while pid > 1:
+    while pid > 1 and (found := _proc.stat(pid)) is not None:
         if _proc.read(pid, "comm").strip() in _STARTERS:
             return pid
-        pid = _parent(pid)
+        pid = found.parent
     return os.getppid()
-
-
-def _parent(pid: int) -> int:
-    fields = _proc.read(pid, "stat").rpartition(")")[2].split()
-    return int(fields[1]) if len(fields) > 1 else 0
 
 
 def _folder() -> Path:

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import fcntl
 import json
 import os
-import pty
 import select
 import signal
 import struct
-import termios
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -25,6 +22,7 @@ from typing import Any
 
 from lockstep.errors import LaunchError
 from lockstep.launch import processes, report
+from lockstep.launch.output import open_pty
 from lockstep.launch.processes import SAVE, STOPPING, SignalQueue
 from lockstep.launch.spec import free_port
 from lockstep.version import __version__
@@ -143,14 +141,7 @@ def obey() -> Order:
     """
     os.write(1, b"\n" + _HERE + json.dumps(asdict(Greeting(__version__, free_port()))).encode() + b"\n")
     order = _read_order()
-    if order.terminal is None:
-        output = os.pipe()
-    else:
-        output = pty.openpty()
-        attributes = termios.tcgetattr(output[1])
-        attributes[1] &= ~termios.OPOST  # the terminal that shows it turns \n into \r\n
-        termios.tcsetattr(output[1], termios.TCSANOW, attributes)
-        fcntl.ioctl(output[1], termios.TIOCSWINSZ, struct.pack("4H", *order.terminal, 0, 0))
+    output = os.pipe() if order.terminal is None else open_pty(struct.pack("4H", *order.terminal, 0, 0))
     error = None if order.one_stream else os.pipe()
     said = os.pipe()
     guard = os.getpid()

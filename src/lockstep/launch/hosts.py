@@ -19,7 +19,6 @@ second one, which stops the ranks at once. Any further signal is meant so, and g
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -30,7 +29,6 @@ import signal
 import struct
 import subprocess
 import sys
-import termios
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -41,7 +39,7 @@ from lockstep import knobs
 from lockstep.errors import LaunchError
 from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.hosted import BEAT, SILENT, Frames, Kind, Order
-from lockstep.launch.output import PATIENCE, Sink, error_sink
+from lockstep.launch.output import PATIENCE, Sink, error_sink, window_size
 from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ignored
 from lockstep.launch.spec import is_loopback
 from lockstep.version import __version__
@@ -232,7 +230,7 @@ def _address(host: Host) -> str:
 def _terminal_size() -> tuple[int, int] | None:
     if not os.isatty(1):
         return None
-    rows, columns, _, _ = struct.unpack("4H", fcntl.ioctl(1, termios.TIOCGWINSZ, b"\0" * 8))
+    rows, columns, _, _ = struct.unpack("4H", window_size(1))
     return rows, columns
 
 

@@ -87,7 +87,7 @@ class Streams:
     def resize(self) -> None:
         """Give rank 0's terminal the size that the user's has now."""
         if self._pty is not None:
-            _copy_window_size(1, self._pty)
+            _resize(self._pty, window_size(1))
 
     def _is_first(self, local_rank: int) -> bool:
         """Return whether the terminal is this rank's."""
@@ -102,14 +102,14 @@ class Streams:
         """Rank 0 through the relay: by a pseudo-terminal where the user has a terminal, else by pipes."""
         log = self._logs.open(rank) if self._spec.log_dir is not None else None
         if os.isatty(1):
-            reading, output = _open_pty()
+            reading, output = open_pty(window_size(1))
             self._pty = reading
         else:
             reading, output = os.pipe()
         self._relay.add(reading, rank=rank, sink=1, log=log)
         if error_sink() == 1:
             return [os.dup(0), output, os.dup(output)]
-        reading, error = _open_pty() if os.isatty(2) else os.pipe()
+        reading, error = open_pty(window_size(1 if os.isatty(1) else 2)) if os.isatty(2) else os.pipe()
         self._relay.add(reading, rank=rank, sink=2, log=None if log is None else os.dup(log))
         return [os.dup(0), output, error]
 
@@ -129,8 +129,12 @@ def error_sink() -> int:
     return 1 if os.path.sameopenfile(1, 2) else 2
 
 
-def _open_pty() -> tuple[int, int]:
-    """Return both ends of a pseudo-terminal that passes every byte on as it is."""
+def open_pty(size: bytes) -> tuple[int, int]:
+    """Return both ends of a pseudo-terminal that passes every byte on as it is.
+
+    Args:
+        size: of its window, as :func:`window_size` has it.
+    """
     import pty
     import termios
 
@@ -138,15 +142,23 @@ def _open_pty() -> tuple[int, int]:
     attributes = termios.tcgetattr(theirs)
     attributes[1] &= ~termios.OPOST  # the user's own terminal turns \n into \r\n; this must not be done twice
     termios.tcsetattr(theirs, termios.TCSANOW, attributes)
-    _copy_window_size(1 if os.isatty(1) else 2, ours)
+    _resize(ours, size)
     return ours, theirs
 
 
-def _copy_window_size(source: int, target: int) -> None:
+def window_size(terminal: int) -> bytes:
+    """Return the size of a terminal's window: four unsigned shorts, the first two its rows and columns."""
     import fcntl
     import termios
 
-    fcntl.ioctl(target, termios.TIOCSWINSZ, fcntl.ioctl(source, termios.TIOCGWINSZ, b"\0" * 8))
+    return fcntl.ioctl(terminal, termios.TIOCGWINSZ, b"\0" * 8)
+
+
+def _resize(terminal: int, size: bytes) -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, size)
 
 
 # The relay -----------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def _no_memory_on_host_1() -> tuple[str, list[str]]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         patch.setattr(Whereabouts, "mine", mine)
-        patch.setattr("lockstep.comm.choose.my_host", lambda: os.environ["GROUP_RANK"])
+        patch.setattr("lockstep.comm.hosts.grouping.my_host", lambda: os.environ["GROUP_RANK"])
         world = lockstep.init(timeout=30)
     assert world.all_reduce(1) == world.world_size
     return dist.get_backend(), [str(each.message) for each in seen]

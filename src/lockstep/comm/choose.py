@@ -18,11 +18,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 )
 
 from lockstep import callsite, knobs
-from lockstep.comm.hosts.engine import HostsEngine
-from lockstep.comm.hosts.grouping import my_host
-from lockstep.comm.shm.engine import Engine
 from lockstep.comm.shm.group import Group
-from lockstep.comm.shm.memory_engine import MemoryEngine
+from lockstep.comm.shm.register import make_engine
 from lockstep.comm.shm.rendezvous import ApartError, say_and_hear
 from lockstep.errors import RendezvousError
 from lockstep.identity import Identity
@@ -58,20 +55,14 @@ def _warn(what: str) -> None:
     callsite.warn(f'{what}. lockstep.init("gloo") or {knobs.BACKEND}=gloo chooses that, and ends this warning')
 
 
-def _engine(backend: str, store: Store, identity: Identity, timeout: float) -> Engine:
-    rank, size, chunk = identity.rank, identity.world_size, knobs.shm_chunk()
-    if backend == "shm":
-        return MemoryEngine(store, rank=rank, size=size, timeout=timeout, chunk=chunk)
-    return HostsEngine(store, rank=rank, size=size, timeout=timeout, chunk=chunk, host=my_host())
-
-
 def _try(backend: str, store: Store, identity: Identity, timeout: float) -> str | None:
     """Open the group over ``backend`` on all ranks, or on none and say why, in the same words on every rank."""
     rank, size = identity.rank, identity.world_size
     group: Group | None = None
     why: str | None = None
     try:
-        group = Group(_engine(backend, store, identity, timeout), timeout=timeout, name="world")
+        engine = make_engine(backend, store, rank=rank, size=size, timeout=timeout)
+        group = Group(engine, timeout=timeout, name="world")
         _hand_to_torch(backend, store, identity, timeout, group)
     except ApartError as error:
         return str(error)  # which all ranks have

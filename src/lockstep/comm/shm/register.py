@@ -13,7 +13,13 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lockstep.comm.shm.engine import Engine
 
 
 def register() -> None:
@@ -25,10 +31,10 @@ def register() -> None:
     if not hasattr(distributed, "Backend"):  # not loaded yet, or a build of torch without it
         return
     backends: Any = distributed
-    for name in _CREATE:
+    for name in _NAMES:
         try:
             if name not in backends.Backend.backend_list:
-                backends.Backend.register_backend(name, _CREATE[name], extended_api=True, devices=["cpu"])
+                backends.Backend.register_backend(name, partial(_create, name), extended_api=True, devices=["cpu"])
         except Exception as error:  # noqa: BLE001  (whatever a torch of the future makes of it)
             warnings.warn(
                 f'lockstep\'s backend "{name}" is not available: torch.distributed refuses to register it '
@@ -37,79 +43,64 @@ def register() -> None:
             )
 
 
-def _create_shm(options: Any, backend_options: Any) -> Any:
-    """**Collective.** Make a group over shared memory; torch calls this."""
+def make_engine(name: str, store: Any, *, rank: int, size: int, timeout: float, members: Sequence[int] = ()) -> Engine:
+    """**Collective.** Make the engine of a backend.
+
+    Args:
+        name: the backend.
+        store: where the ranks of the group meet.
+        rank: this process's rank in the group.
+        size: how many ranks it has.
+        timeout: how long a wait may take, in seconds.
+        members: the group's ranks in the world; none: all of them.
+    """
     from lockstep import knobs
-    from lockstep.comm.shm.memory_engine import MemoryEngine
 
-    return _group("shm", options, backend_options) or _over(
-        MemoryEngine(
-            options.store,
-            rank=options.group_rank,
-            size=options.group_size,
-            timeout=options.timeout.total_seconds(),
-            chunk=knobs.shm_chunk(),
-            members=options.global_ranks_in_group,  # (none for the default group)
-        ),
-        options,
-    )
+    if name == "shm":
+        from lockstep.comm.shm.memory_engine import MemoryEngine
 
+        return MemoryEngine(store, rank=rank, size=size, timeout=timeout, chunk=knobs.shm_chunk(), members=members)
+    if name == "hierarchical":
+        from lockstep.comm.hosts.engine import HostsEngine
+        from lockstep.comm.hosts.grouping import my_host
 
-def _create_hierarchical(options: Any, backend_options: Any) -> Any:
-    """**Collective.** Make a group that spans hosts; torch calls this."""
-    from lockstep import knobs
-    from lockstep.comm.hosts.engine import HostsEngine
-    from lockstep.comm.hosts.grouping import my_host
-
-    return _group("hierarchical", options, backend_options) or _over(
-        HostsEngine(
-            options.store,
-            rank=options.group_rank,
-            size=options.group_size,
-            timeout=options.timeout.total_seconds(),
+        return HostsEngine(
+            store,
+            rank=rank,
+            size=size,
+            timeout=timeout,
             chunk=knobs.shm_chunk(),
             host=my_host(),
-            members=options.global_ranks_in_group,
-        ),
-        options,
-    )
-
-
-def _create_mpi4py(options: Any, backend_options: Any) -> Any:
-    """**Collective.** Make a group over MPI; torch calls this."""
+            members=members,
+        )
     from lockstep.comm.mpi import MpiEngine
 
-    return _group("mpi4py", options, backend_options) or _over(
-        MpiEngine(
-            options.store,
-            rank=options.group_rank,
-            size=options.group_size,
-            timeout=options.timeout.total_seconds(),
-        ),
-        options,
-    )
+    return MpiEngine(store, rank=rank, size=size, timeout=timeout)
 
 
-def _group(name: str, options: Any, backend_options: Any) -> Any:
-    """Return the process group that lockstep.init() has opened, if it has: see Note [All ranks or none]."""
+def _create(name: str, options: Any, backend_options: Any) -> Any:
+    """**Collective.** Make a process group over a backend, or wrap what lockstep.init() has opened (see Note [All ranks
+    or none]); torch calls this."""
     from lockstep import _torch
     from lockstep.comm.shm.group import Group
     from lockstep.comm.shm.process_group import ProcessGroupLockstep
 
     _torch.leave_out_of_flight_recorder(name)
-    if isinstance(backend_options, Group):
-        return ProcessGroupLockstep(options.store, backend_options, name=options.group_id)
-    if backend_options is not None:
+    group = backend_options
+    if group is None:
+        timeout = options.timeout.total_seconds()
+        engine = make_engine(
+            name,
+            options.store,
+            rank=options.group_rank,
+            size=options.group_size,
+            timeout=timeout,
+            members=options.global_ranks_in_group,  # none for the default group
+        )
+        group = Group(engine, timeout=timeout, name=options.group_id)
+    if not isinstance(group, Group):
         raise ValueError(f'the backend "{name}" takes no pg_options')
-    return None
-
-
-def _over(engine: Any, options: Any) -> Any:
-    from lockstep.comm.shm.group import Group
-    from lockstep.comm.shm.process_group import ProcessGroupLockstep
-
-    group = Group(engine, timeout=options.timeout.total_seconds(), name=options.group_id)
     return ProcessGroupLockstep(options.store, group, name=options.group_id)
 
 
-_CREATE = {"shm": _create_shm, "hierarchical": _create_hierarchical, "mpi4py": _create_mpi4py}
+_NAMES = ("shm", "hierarchical", "mpi4py")

@@ -117,6 +117,23 @@ def _in_a_thread(call: Callable[[], None]) -> None:
     thread.join()
 
 
+def test_a_loader_opens_a_stretch_on_the_thread_that_trains() -> None:
+    """The one that called ``init``, or the main one; any other reads ahead."""
+    stretches = []
+
+    def train(streams: RandomStreams) -> None:
+        loader, common = Holder(), torch.get_rng_state()
+        streams.renew(loader)
+        stretches.append(not torch.equal(torch.get_rng_state(), common))
+        streams.leave_all()
+
+    made_here = RandomStreams(rank=1, world_size=2)
+    train(made_here)
+    _in_a_thread(lambda: train(made_here))
+    _in_a_thread(lambda: train(RandomStreams(rank=1, world_size=2)))
+    assert stretches == [True, False, True]
+
+
 def test_of_several_threads_the_one_that_began_a_stretch_ends_it(streams: RandomStreams) -> None:
     module = Holder()
 

@@ -302,7 +302,7 @@ def test_wait_in_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         time.sleep(0.01)
 
     _torch.wait_in_rendezvous(wait)
-    store = dist.FileStore(str(tmp_path / "store"))
+    store = dist.FileStore(str(tmp_path / "store"))  # type: ignore[attr-defined]
     timeout = dynamic_rendezvous.RendezvousTimeout(last_call=timedelta(seconds=0.5))
     handler = dynamic_rendezvous.DynamicRendezvousHandler.from_backend(
         "job", store, C10dRendezvousBackend(store, "job"), min_nodes=1, max_nodes=2, timeout=timeout

@@ -353,8 +353,8 @@ _OURS = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}")
 
 
 class LogFolder:
-    """The folder of one job's logs, and of the record of how it went. Made when there is something to write, and removed
-    at the end if it is empty.
+    """The folder of one job's logs, and of the record of how it went. Made when there is something to write; removed at
+    the end if it is empty.
 
     Args:
         given: the folder the user named; it is used as it is. None: a new one in the default place.

@@ -1,6 +1,6 @@
 """Take steps in which rank 1 is slower than the others in one phase, or no rank is; run by ``lockstep run``.
 
-``stragglers.py PHASE PART SECONDS``: in ``data``, ``forward`` or ``own``, by this part of what the others work in a step.
+``stragglers.py PHASE PART SECONDS``: in ``data``, ``forward`` or ``own``, by this part of the others' work in a step.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from lockstep._torch import wait_in_rendezvous
+from lockstep._torch import look_anew, wait_in_rendezvous
 from lockstep.job.messages import Channel, encode
 from lockstep.machine import is_loopback
 from lockstep.rendezvous.beats import Beats
@@ -219,6 +219,7 @@ class _Client:
             keep_alive_interval=1,
             keep_alive_max_attempt=4,
         )
+        look_anew(self._handler)
 
     def _key(self, name: str) -> str:
         return f"lockstep/{self._options.job}/{name}"

@@ -107,12 +107,15 @@ def test_a_run_is_listed_asked_for_its_stacks_and_readable_when_it_was_killed(tm
         assert shown.stdout.startswith("rank 1:\n"), shown
         assert "stragglers.py" in shown.stdout
         assert _say(tmp_path, "stack", "1", "7").stderr.endswith("has no rank 7 on this machine: it has 0, 1\n")
+        now = _say(tmp_path, "top", "--once")
+        assert re.search(r"^ +1 +\d+ +\d+\.\d +\d+% +\d+% +\d+ MB ", now.stdout, re.MULTILINE), now
         (series,) = (tmp_path / "state").rglob("series-0.bin")
         rows = series.stat().st_size
         wait_for(lambda: series.stat().st_size > rows, "another row")
         job.process.kill()
     assert " killed " in _say(tmp_path, "runs").stdout
-    assert "has ended (killed)" in _say(tmp_path, "stack").stderr
+    for command in ("stack", "top"):
+        assert "has ended (killed)" in _say(tmp_path, command).stderr
     same = _say(tmp_path, "compare", "1", "1")
     assert "too few steps" in same.stderr or "no difference" in same.stdout, same
     assert _say(tmp_path, "compare", "1", str(tmp_path)).stderr.startswith(f"lockstep compare: {tmp_path}: no run was")

@@ -1,4 +1,4 @@
-"""``lockstep runs``, ``stack`` and ``compare``: look at runs that were recorded."""
+"""``lockstep runs``, ``top``, ``stack`` and ``compare``: look at runs that were recorded."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lockstep.runs.history import Run
+    from lockstep.runs.live import Live, Row
 
 _RUN = click.argument("run", required=False)
 #: Columns where there is no terminal to ask.
@@ -38,7 +45,66 @@ def runs(count: int, folders: tuple[Path, ...]) -> None:
             step = f"{median * 1e3:.3g} ms" if median else "-"
             took, ranks, steps = _duration(run.seconds), str(run.world_size), f"{run.steps:,}"
             table.add_row(str(number), began, took, run.ending, ranks, steps, step, run.program, run.name)
-    Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False).print(table, markup=False)
+    Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False).print(table)
+
+
+@click.command()
+@_RUN
+@click.option("--once", is_flag=True, help="Look for two seconds, print one table, and end.")
+def top(run: str | None, once: bool) -> None:
+    """Show what the ranks of a run on this machine do, live, until it ends or Ctrl-C.
+
+    RUN is as for lockstep stack. Rates and shares are those of the last ten seconds.
+    """
+    from rich.console import Console
+    from rich.live import Live as Screen
+
+    from lockstep.runs import history
+    from lockstep.runs.live import Live
+
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
+    with _errors("top"):
+        found = history.find(run, _homes())
+        live = Live(found)
+        try:
+            _look(live, seconds=2.0 if once else 0.5)
+            if once:
+                console.print(_now(found, live.rows()))
+                return
+            with Screen(_now(found, live.rows()), console=console, auto_refresh=False) as screen:
+                while live.goes_on:
+                    _look(live, seconds=0.5)
+                    screen.update(_now(found, live.rows()), refresh=True)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            live.close()
+
+
+def _look(live: Live, *, seconds: float) -> None:
+    """Look at the ranks for some seconds, at irregular moments: regular ones might always find the same part of a
+    step."""
+    import random
+
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        live.look()
+        time.sleep(random.uniform(0.01, 0.04))
+
+
+def _now(run: Run, rows: list[Row]) -> Table:
+    from rich.table import Table
+
+    title = f"{run.name}: {run.program}, {_duration(time.time() - run.began)}"
+    table = Table(
+        "rank", "step", "steps/s", "waits", "data", "memory", "now", title=title, title_justify="left", box=None
+    )
+    for column in table.columns[:6]:
+        column.justify = "right"
+    for row in rows:
+        parts = [f"{row.waiting:.0%}", f"{row.data:.0%}", f"{row.memory / 2**20:,.0f} MB"]
+        table.add_row(str(row.rank), f"{row.steps:,}", f"{row.rate:.1f}", *parts, row.doing)
+    return table
 
 
 @click.command()

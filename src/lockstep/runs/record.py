@@ -90,7 +90,7 @@ class Recorder:
                 self._start["series"] = path.name
                 self._write()
             rows = [
-                [rank.steps, rank.samples, _memory(pids.get(number)), *rank.seconds] for number, rank in ranks.items()
+                [rank.steps, rank.samples, resident(pids.get(number)), *rank.seconds] for number, rank in ranks.items()
             ]
             self._series.add(self._seconds(), rows)
         except OSError as error:
@@ -129,7 +129,7 @@ class Recorder:
         self._tell(f"the record of this run ends here, the run goes on: {error}")
 
 
-def _memory(pid: int | None) -> int:
+def resident(pid: int | None) -> int:
     """Return the resident bytes of a process; 0: it has ended."""
     if pid is None or sys.platform != "linux":
         return 0

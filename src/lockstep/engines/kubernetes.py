@@ -12,9 +12,9 @@ Job makes new ones, which resume. ``podReplacementPolicy: Failed`` has it wait u
 Any other failure ends the whole Job (``backoffLimit: 0``), since a single new pod would meet the others in the middle
 of their steps. A JobSet then makes all pods anew, up to ``maxRestarts`` times; a Job of its own stays failed.
 
-Launchers that find each other (``--rdzv``) restart their ranks by themselves, and let a new pod take the place of one that
-was killed (137), up to ``backoffLimit`` times. What ends a pod with another code is the job's own end, told on all pods:
-then nothing is made anew.
+Launchers that find each other (``--rdzv``) restart their ranks by themselves, and let a new pod take the place of one
+that was killed (137), up to ``backoffLimit`` times. What ends a pod with another code is the job's own end, told on
+all pods: then nothing is made anew.
 """
 
 from __future__ import annotations

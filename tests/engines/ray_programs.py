@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.integrations.ray import LockstepTrainer, report, save_if_preempted
+from tests.engines import strike
 from tests.faults import jobs, training
 from tests.launching import wait_for
 
@@ -98,6 +99,7 @@ def script(folder: Path, _cluster: Cluster, _others: list[Any]) -> None:
 
 def _run_script(config: dict[str, str]) -> None:
     os.chdir(config["folder"])
+    strike.plant(Path(config["folder"], "strike", "struck"))
     runpy.run_path(str(Path(jobs.SCRIPT).parents[2] / "examples" / "train.py"))
 
 

@@ -16,15 +16,19 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 STEP = 30
-_DONE = Path(__file__).with_name("struck")
 
 
-def _strike(steps: Iterator[int]) -> None:
-    if next(steps) == STEP and dist.is_initialized() and dist.get_rank() == 1 and not _DONE.exists():
-        _DONE.touch()
+def plant(done: Path) -> None:
+    """Have it happen in this process, unless the file ``done`` says that it has."""
+    steps = count(1)
+    register_optimizer_step_post_hook(lambda *_: _strike(steps, done))
+
+
+def _strike(steps: Iterator[int], done: Path) -> None:
+    if next(steps) == STEP and dist.is_initialized() and dist.get_rank() == 1 and not done.exists():
+        done.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "sitecustomize":
-    steps = count(1)
-    register_optimizer_step_post_hook(lambda *_: _strike(steps))
+    plant(Path(__file__).with_name("struck"))

@@ -79,6 +79,7 @@ def test_by_hand(tmp_path: Path, variables: dict[str, str]) -> None:
     _has_resumed(tmp_path)
 
 
+@pytest.mark.campaign
 def test_over_ssh(tmp_path: Path, variables: dict[str, str]) -> None:
     (tmp_path / "sshd").mkdir()
     with sshd(tmp_path / "sshd") as server:
@@ -98,6 +99,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     opened.close()
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("launcher", [["-m", "lockstep", "run", "-n", "1"], []], ids=["launchers", "ranks"])
 def test_under_slurm(cluster: Cluster, tmp_path: Path, variables: dict[str, str], launcher: list[str]) -> None:
     """The job fails with its rank, and the same command resumes it."""
@@ -110,6 +112,7 @@ def test_under_slurm(cluster: Cluster, tmp_path: Path, variables: dict[str, str]
     _has_resumed(tmp_path)
 
 
+@pytest.mark.campaign
 def test_under_mpirun(tmp_path: Path, variables: dict[str, str]) -> None:
     """mpirun ends the job of which a rank dies, and the same command resumes it."""
     beside = Path(sys.executable).with_name("mpirun")
@@ -121,8 +124,10 @@ def test_under_mpirun(tmp_path: Path, variables: dict[str, str]) -> None:
     _has_resumed(tmp_path)
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: make engines")
 def test_under_ray(tmp_path: Path, variables: dict[str, str]) -> None:
+    variables["PYTHONPATH"] = python_path(_ROOT)  # of Ray's many processes only the workers need torch
     variables |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_METRICS_EXPORT_ENABLED": "0"}
     _run([sys.executable, "-m", "tests.engines.ray_programs", "script", str(tmp_path)], tmp_path, variables)
     _has_resumed(tmp_path)

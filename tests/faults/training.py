@@ -131,6 +131,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=3)
+    parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step takes longer")
     parser.add_argument("--while", type=Path, dest="slow_while", help="only while this file is there")
     parser.add_argument("--batch", type=int, default=BATCH, help="the global batch")
@@ -162,7 +163,12 @@ def main() -> None:
         DataLoader(Augmented(), batch_size=options.batch, shuffle=True, num_workers=options.workers)
     )
     saved = lockstep.Checkpointer(
-        options.folder / "run", model=model, optimizer=optimizer, scheduler=scheduler, loader=loader
+        options.folder / "run",
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        keep=options.keep,
     )
     faults.plant(model, optimizer)
 

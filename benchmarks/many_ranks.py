@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
 import signal
 import statistics
 import subprocess
@@ -28,19 +27,20 @@ from benchmarks.naming import machine_name
 from benchmarks.publishing import publish
 
 _SCRIPT = """
-import os, sys, time, torch
+import itertools, os, sys, time, torch
 from pathlib import Path
-folder, steps, victim, trouble = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+folder, victim, trouble = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)
 {begin}
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 count = os.open(folder / f"steps-{{rank}}", os.O_WRONLY | os.O_CREAT, 0o600)
-for step in range(1, steps + 1):
+for step in itertools.count(1):
     optimizer.zero_grad()
     model(torch.ones(4, 8)).square().mean().backward()
     optimizer.step()
     if step == 1:
-        (folder / f"first-{{rank}}").write_text(str(time.monotonic()))
+        (folder / f"taken-{{rank}}").write_text(str(time.monotonic()))
+        (folder / f"taken-{{rank}}").rename(folder / f"first-{{rank}}")
     os.pwrite(count, str(step).encode(), 0)
     if step == 20 and rank == victim:
         (folder / "struck").write_text(str(time.monotonic()))
@@ -48,21 +48,18 @@ for step in range(1, steps + 1):
             raise RuntimeError("the wrong turn")
         while True:
             time.sleep(1.0)
-{end}
 """
 _LOCKSTEP = _SCRIPT.format(
-    begin="import lockstep\nrank = lockstep.init().rank\nmodel = lockstep.replicate(torch.nn.Linear(8, 8))", end=""
+    begin="import lockstep\nrank = lockstep.init().rank\nmodel = lockstep.replicate(torch.nn.Linear(8, 8))"
 )
 _TORCH = _SCRIPT.format(
     begin=(
         'import torch.distributed as dist\ndist.init_process_group("gloo")\nrank = dist.get_rank()\n'
         "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))"
-    ),
-    end="dist.destroy_process_group()",
+    )
 )
 #: Seconds for one start of all ranks.
 _LIMIT = 600.0
-_ENDLESS = 10**9
 
 
 @dataclass(frozen=True)
@@ -101,8 +98,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="how long the launcher is watched")
     parser.add_argument("--write", action="store_true", help="write the tables to benchmarks/results/")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no ranks are left behind
     ranks = options.ranks
-    starts: dict[str, list[tuple[float, float]]] = {way.name: [] for way in _WAYS}
+    starts: dict[str, list[float | None]] = {way.name: [] for way in _WAYS}
     for number in range(options.rounds):
         for way in _WAYS:
             print(f"round {number + 1} of {options.rounds}: {way.name}", file=sys.stderr)
@@ -111,20 +109,22 @@ def main() -> None:
     victim = ranks * 37 // 64
     raised, ended = _name(ranks, victim, "raises", f"rank {victim} of {ranks} failed: exit code 1")
     stuck, _ = _name(ranks, victim, "gets stuck", f"rank {victim} of {ranks} has held up the others")
+    base = _median(starts["torchrun"])
     lines = [
         f"# {ranks} ranks on one machine, {time.strftime('%Y-%m-%d')}",
         "",
         machine_name(),
         "",
-        f"Medians of {options.rounds}, in seconds from the command; in brackets the fastest and the slowest.",
+        f"Medians of {options.rounds}, in seconds from the command; in brackets the fastest and the slowest; lost: it "
+        f"ended by itself, or there was no step of all ranks within {_LIMIT:g} s.",
         "",
-        "| | first step of all ranks | of torchrun's | command ended |",
-        "|---|---|---|---|",
+        "| | first step of all ranks | of torchrun's |",
+        "|---|---|---|",
     ]
-    base = statistics.median(first for first, _ in starts["torchrun"])
-    for name, rows in starts.items():
-        first, total = zip(*rows, strict=True)
-        lines.append(f"| {name} | {_spread(first)} | {statistics.median(first) / base:.2f}x | {_spread(total)} |")
+    for name, seconds in starts.items():
+        median = _median(seconds)
+        ratio = f"{median / base:.2f}x" if median is not None and base is not None else ""
+        lines.append(f"| {name} | {_render(seconds)} | {ratio} |")
     lines += [
         "",
         f"While all ranks train ({watch.steps_per_second:.0f} steps a second), over {options.seconds:g} s:",
@@ -141,26 +141,34 @@ def main() -> None:
     publish("\n".join(lines), name="many_ranks", write=options.write)
 
 
-def _spread(times: tuple[float, ...]) -> str:
-    return f"{statistics.median(times):.1f} ({min(times):.1f}-{max(times):.1f})"
+def _median(seconds: list[float | None]) -> float | None:
+    taken = [each for each in seconds if each is not None]
+    return statistics.median(taken) if taken else None
 
 
-def _start(way: Way, ranks: int) -> tuple[float, float]:
-    """Seconds from the command until the last rank has taken its first step, and until the command has ended."""
+def _render(seconds: list[float | None]) -> str:
+    taken = [each for each in seconds if each is not None]
+    lost = "" if len(taken) == len(seconds) else f"{len(seconds) - len(taken)} of {len(seconds)} lost"
+    if not taken:
+        return lost
+    shown = f"{statistics.median(taken):.1f} ({min(taken):.1f}-{max(taken):.1f})"
+    return f"{shown}, {lost}" if lost else shown
+
+
+def _start(way: Way, ranks: int) -> float | None:
+    """Seconds from the command until the last rank has taken its first step; None: it came to no such step."""
     begun = time.monotonic()
-    with _running(way, ranks, steps=1) as (process, folder):
-        _, err = process.communicate(timeout=_LIMIT)
-        ended = time.monotonic()
-        if process.returncode != 0:
-            raise RuntimeError(f"{way.name} ended with exit code {process.returncode}:\n{err.decode()}")
-        firsts = [float((folder / f"first-{rank}").read_text()) for rank in range(ranks)]
-    return max(firsts) - begun, ended - begun
+    with _running(way, ranks) as (process, folder):
+        if not _wait_for_all(process, folder, ranks):
+            return None
+        return max(float((folder / f"first-{rank}").read_text()) for rank in range(ranks)) - begun
 
 
 def _watch(ranks: int, seconds: float) -> Watch:
     """Read what the launcher needs while the ranks train."""
-    with _running(_WAYS[0], ranks, steps=_ENDLESS) as (process, folder):
-        _wait(lambda: all((folder / f"first-{rank}").exists() for rank in range(ranks)))
+    with _running(_WAYS[0], ranks) as (process, folder):
+        if not _wait_for_all(process, folder, ranks):
+            raise RuntimeError(f"{ranks} ranks did not start:\n{(folder / 'stderr').read_text()}")
         launcher = process.pid
         (zygote,) = map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
         began, before, step = time.monotonic(), (_cpu(launcher), _cpu(zygote)), _steps(folder)
@@ -177,54 +185,59 @@ def _watch(ranks: int, seconds: float) -> Watch:
 
 def _name(ranks: int, victim: int, trouble: str, words: str) -> tuple[float, float]:
     """Seconds until the launcher has said ``words`` of the rank, and until the command has ended, if it does."""
-    with _running(_WAYS[0], ranks, steps=_ENDLESS, victim=victim, trouble=trouble) as (process, folder):
-        assert process.stderr is not None
-        said, deadline = b"", time.monotonic() + _LIMIT
-        while words.encode() not in said:
-            ready, _, _ = select.select([process.stderr], [], [], max(0.0, deadline - time.monotonic()))
-            piece = os.read(process.stderr.fileno(), 65536) if ready else b""
-            if not piece:
-                raise RuntimeError(f"{words!r} was not said:\n{said.decode()}")
-            said += piece
+    with _running(_WAYS[0], ranks, victim=victim, trouble=trouble) as (process, folder):
+        said = folder / "stderr"
+        if not _wait(lambda: words in said.read_text()):
+            raise RuntimeError(f"{words!r} was not said:\n{said.read_text()}")
         named, struck = time.monotonic(), float((folder / "struck").read_text())
         if trouble != "raises":
             return named - struck, named - struck
-        _, rest = process.communicate(timeout=_LIMIT)
-        if b"RuntimeError: the wrong turn" not in said + rest:
-            raise RuntimeError(f"the traceback was not shown:\n{(said + rest).decode()}")
-        return named - struck, time.monotonic() - struck
+        process.wait(timeout=_LIMIT)
+        ended = time.monotonic()
+        if "RuntimeError: the wrong turn" not in said.read_text().partition(words)[2]:
+            raise RuntimeError(f"the traceback was not shown:\n{said.read_text()}")
+        return named - struck, ended - struck
 
 
 @contextmanager
 def _running(
-    way: Way, ranks: int, *, steps: int, victim: int = -1, trouble: str = ""
+    way: Way, ranks: int, *, victim: int = -1, trouble: str = ""
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """Start the ranks; whatever is left of them in the end is ended."""
+    """Start the ranks, with what they say in ``stderr`` of their folder; in the end they are ended."""
     with tempfile.TemporaryDirectory(prefix="many-ranks-") as name:
         folder = Path(name)
         script = folder / "train.py"
         script.write_text(way.script)
         command = [str(ranks) if word == "N" else word for word in way.command]
-        argv = [sys.executable, *command, str(script), name, str(steps), str(victim), trouble]
-        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+        argv = [sys.executable, *command, str(script), name, str(victim), trouble]
+        with (folder / "stderr").open("wb") as stderr:
+            process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True)
         try:
             yield process, folder
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
                 try:
-                    process.communicate(timeout=60)
+                    process.wait(timeout=120)
                 except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.communicate()
+                    process.kill()
+                    process.wait()
 
 
-def _wait(condition: Callable[[], bool]) -> None:
+def _wait_for_all(process: subprocess.Popen[bytes], folder: Path, ranks: int) -> bool:
+    """Wait until every rank has taken its first step; False if the command ends before."""
+    firsts = [folder / f"first-{rank}" for rank in range(ranks)]
+    _wait(lambda: process.poll() is not None or all(first.exists() for first in firsts))
+    return process.poll() is None and all(first.exists() for first in firsts)
+
+
+def _wait(condition: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + _LIMIT
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {_LIMIT:g} s")
+            return False
         time.sleep(0.05)
+    return True
 
 
 def _steps(folder: Path) -> int:

@@ -50,6 +50,9 @@ _MARK = "TESTS_OF_PROCESS"
 os.environ[_MARK] = str(os.getpid())
 
 
+#: Variables that are not a test's: pytest sets the one, torch the other where something is compiled or traced first.
+_OF_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
 #: Seconds that a thread has for its end after the test's.
 _ENDING = 5.0
 #: Seconds in which others' shared memory is known as theirs, or removed: their tests kill jobs and look what stays.
@@ -88,14 +91,6 @@ def temporary() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def compiler_is_loaded() -> None:
-    """Compile something before a test does: the first time leaves a variable in the environment."""
-    import torch  # here, because many tests do without
-
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
-
-
-@pytest.fixture(scope="session")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
     """Runs of so many epochs that nobody disturbs, one for each number asked for."""
     from tests.faults import jobs  # here, because it imports torch, which many tests do without
@@ -105,7 +100,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
 
 def _possessions() -> dict[str, set[str]]:
     return {
-        "environment": {f"{k}={v}" for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
+        "environment": {f"{k}={v}" for k, v in os.environ.items() if k not in _OF_OTHERS},
         "threads": {thread.name for thread in threading.enumerate()},
         "children": _children(),
         "descriptors": _descriptors(),

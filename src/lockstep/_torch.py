@@ -340,3 +340,17 @@ def transforms_active() -> Callable[[], bool]:
 
     active: Callable[[], bool] = torch._C._are_functorch_transforms_active
     return active
+
+
+def wait_in_rendezvous(wait: Callable[[float], None]) -> None:
+    """Have torch's rendezvous call ``wait`` with the seconds for which it would sleep, in this process from now on.
+
+    ``DynamicRendezvousHandler`` looks once a second whether the others have come, which is most of what a restart
+    takes, and hears nothing meanwhile. It has no setting for either.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    def delay(seconds: float | tuple[float, float]) -> None:
+        wait(seconds[1] if isinstance(seconds, tuple) else seconds)
+
+    dynamic_rendezvous._delay = delay  # type: ignore[attr-defined]

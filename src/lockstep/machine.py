@@ -70,3 +70,8 @@ def _listdir(folder: str) -> list[str]:
         return os.listdir(folder)
     except OSError:
         return []
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether ``host`` can only be this machine, whatever the network."""
+    return host in ("localhost", "::1") or host.startswith("127.")

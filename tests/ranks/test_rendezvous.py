@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.spec import free_port
 from tests.faults import jobs
 from tests.faults.machines import Machines, client, zygote
-from tests.launching import Finished, wait_for
+from tests.launching import Finished, Running, wait_for
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -98,14 +99,18 @@ def test_a_machine_that_comes_joins_without_a_step_lost(tmp_path: Path) -> None:
     assert "1 machine wants to join" in done[0].err
 
 
-def _listening(pid: int) -> list[str]:
-    """The IPv4 addresses at which a process listens, as /proc has them; any other address as it is there."""
-    sockets = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+def _sockets(pid: int, state: str) -> list[str]:
+    """The own addresses of a process's TCP sockets in a state (``0A``: it listens, ``01``: it is connected), as /proc
+    has them."""
+    own = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            own.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+            if fields[3] == state and f"socket:[{fields[9]}]" in own:
                 found.append(fields[1].partition(":")[0])
     return found
 
@@ -115,7 +120,7 @@ def test_a_signal_to_one_machine_stops_them_all(tmp_path: Path, calm: jobs.Calm)
         for _ in range(2):
             machines.start("--slow", "0.05")
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 3, "training")
-        listening = [address for machine in machines.running for address in _listening(client(machine))]
+        listening = [address for machine in machines.running for address in _sockets(client(machine), "0A")]
         assert listening == ["0100007F"] * 2, "the store of the rendezvous and that of the round, at 127.0.0.1 alone"
         os.kill(machines.running[1].pid, signal.SIGTERM)
         codes, done = _codes(machines)
@@ -186,7 +191,7 @@ def test_a_machine_whose_ranks_have_ended_starts_again_when_another_is_lost(tmp_
 
 
 def test_a_signal_while_the_machines_meet_again(tmp_path: Path) -> None:
-    """Their ranks have saved, to let another one join; the second machine takes no part any more."""
+    """Their ranks have saved, to let another one join; the second machine comes when the job has been stopped."""
     with Machines(tmp_path, "2:3") as machines:
         for _ in range(2):
             machines.start("--slow", "0.3", "--epochs", "6")
@@ -197,8 +202,12 @@ def test_a_signal_while_the_machines_meet_again(tmp_path: Path) -> None:
         machines.start("--epochs", "6")
         wait_for(lambda: len(children(zygote(here))) == 1, "the end of its rank")
         os.kill(here.pid, signal.SIGTERM)
-        done = here.finish(limit=20)
-        assert done.code == EXIT_SAVED, done
+        os.kill(there.pid, signal.SIGCONT)
+        codes, done = _codes(machines)
+    assert codes == [EXIT_SAVED] * 3, done
+    told = [each.err for each in done if "while the machines met again" in each.err]
+    assert told, done
+    assert all("lockstep: stopped by SIGTERM on " in each for each in told)
 
 
 _STUBBORN = """
@@ -224,6 +233,24 @@ def test_a_signal_to_a_machine_that_is_about_to_start_again(tmp_path: Path) -> N
         done = machine.finish(limit=20)
     assert done.code == 128 + signal.SIGTERM, done
     assert "stopped by SIGTERM" in done.err
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_machines_meet_though_a_client_dies_while_they_wait(tmp_path: Path, number: int) -> None:
+    """The first one serves the store. A third machine makes them enough."""
+    with Machines(tmp_path, "3") as machines:
+        for _ in range(2):
+            waits = machines.start()
+            wait_for(lambda: _has_client(waits), "its client")  # noqa: B023  (called before the next one)
+            wait_for(lambda: _sockets(client(waits), "01"), "its store")  # noqa: B023
+        os.kill(client(machines.running[number]), signal.SIGKILL)
+        machines.start()
+        codes, done = _codes(machines)
+    assert codes == [0, 0, 0], done
+
+
+def _has_client(machine: Running) -> bool:
+    return bool(children(machine.pid)) and bool(children(zygote(machine)))
 
 
 def test_machines_meet_over_ipv6(tmp_path: Path) -> None:

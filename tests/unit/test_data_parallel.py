@@ -24,10 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep import DataParallel
 from lockstep.data_parallel import data_parallel
 
-pytestmark = [
-    pytest.mark.internals,  # run on other versions of torch and Python, too
-    pytest.mark.usefixtures("compiler_is_loaded"),
-]
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
 
 TWO = ["cpu", "cpu"]
 

@@ -239,6 +239,16 @@ def test_a_shared_folder_is_a_rendezvous(tmp_path: Path) -> None:
     assert place.rendezvous.endpoint == f"file:{tmp_path}/a.rendezvous"
 
 
+#: What a rank of a job finds, and with it a launcher that it starts.
+_RANK = {"LOCKSTEP_JOB_DIR": "/tmp/x", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+
+
+def test_a_rank_can_start_a_job_of_its_own() -> None:
+    alone = {name: value for name, value in _RANK.items() if name != "RANK"}
+    assert node_place(NodeOptions(), alone) == node_place(NodeOptions(), {})
+    assert node_place(NodeOptions(), {**_RANK, "RANK": "0", "WORLD_SIZE": "1"}) == node_place(NodeOptions(), {})
+
+
 @pytest.mark.parametrize(
     ("options", "env", "text"),
     [
@@ -252,6 +262,7 @@ def test_a_shared_folder_is_a_rendezvous(tmp_path: Path) -> None:
         ({**_RDZV, "join_timeout": 0.0}, {}, "--join-timeout=0: expected a positive number"),
         (_RDZV, {"LOCKSTEP_KEY": "/nowhere"}, "LOCKSTEP_KEY is neither 64 hexadecimal digits nor a file"),
         (_RDZV, {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}, "torchrun has started 2"),
+        (_RDZV, _RANK, "started by rank 1 of a job of 2"),
     ],
 )
 def test_a_rendezvous_that_makes_no_sense_is_refused(options: dict[str, Any], env: dict[str, str], text: str) -> None:
@@ -349,6 +360,7 @@ def test_machines_of_a_step_of_slurm_meet_at_its_first() -> None:
         ({"nnodes": "2"}, {"JOB_COMPLETION_INDEX": "1"}, "machine 1 of 2, but not where they meet: pass --master-addr"),
         ({}, {**_MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun started 2 launchers on this machine"),
         ({}, {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}, "torchrun has started 2 of this launcher"),
+        ({}, _RANK, "each rank would start a job of its own: .* if this rank alone .* env -u RANK lockstep run"),
     ],
 )  # fmt: skip
 def test_a_place_that_makes_no_sense_is_refused(options: dict[str, Any], env: dict[str, str], text: str) -> None:

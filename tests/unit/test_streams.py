@@ -89,8 +89,7 @@ def test_the_outermost_call_of_a_module_ends_its_stretch(streams: RandomStreams)
     assert torch.equal(torch.get_rng_state(), common)
 
 
-def test_where_nothing_is_drawn_no_stretch_begins(streams: RandomStreams, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # fake tensors set it if it is not there
+def test_where_nothing_is_drawn_no_stretch_begins(streams: RandomStreams) -> None:
     plain = _torch.runs_plainly()
     seen = []
 
@@ -116,6 +115,23 @@ def _in_a_thread(call: Callable[[], None]) -> None:
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
+
+
+def test_a_loader_opens_a_stretch_on_the_thread_that_trains() -> None:
+    """The one that called ``init``, or the main one; any other reads ahead."""
+    stretches = []
+
+    def train(streams: RandomStreams) -> None:
+        loader, common = Holder(), torch.get_rng_state()
+        streams.renew(loader)
+        stretches.append(not torch.equal(torch.get_rng_state(), common))
+        streams.leave_all()
+
+    made_here = RandomStreams(rank=1, world_size=2)
+    train(made_here)
+    _in_a_thread(lambda: train(made_here))
+    _in_a_thread(lambda: train(RandomStreams(rank=1, world_size=2)))
+    assert stretches == [True, False, True]
 
 
 def test_of_several_threads_the_one_that_began_a_stretch_ends_it(streams: RandomStreams) -> None:

@@ -12,6 +12,8 @@ import inspect
 import operator
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,10 +32,7 @@ from lockstep import _torch
 from lockstep.comm.shm.fingerprint import REDUCE_OPS
 from tests.harness import run_ranks
 
-pytestmark = [
-    pytest.mark.internals,  # run on other versions of torch and Python, too
-    pytest.mark.usefixtures("compiler_is_loaded"),
-]
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
 
 SOURCE = Path(lockstep.__file__).parent
 
@@ -291,6 +292,26 @@ def test_leave_out_of_flight_recorder() -> None:
 # --- nothing private elsewhere ---------------------------------------------------------------------------------------
 
 
+def test_wait_in_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamic_rendezvous, "_delay", None)  # put back afterwards
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # else it opens one
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        time.sleep(0.01)
+
+    _torch.wait_in_rendezvous(wait)
+    store = dist.FileStore(str(tmp_path / "store"))  # type: ignore[attr-defined]
+    timeout = dynamic_rendezvous.RendezvousTimeout(last_call=timedelta(seconds=0.5))
+    handler = dynamic_rendezvous.DynamicRendezvousHandler.from_backend(
+        "job", store, C10dRendezvousBackend(store, "job"), min_nodes=1, max_nodes=2, timeout=timeout
+    )
+    assert handler.next_rendezvous().world_size == 1
+    assert set(waits) == {0.3, 1}, "before it looks first, and while it waits for a second machine"
+    assert handler.shutdown()
+
+
 def test_each_function_has_a_test() -> None:
     functions = [
         name
@@ -328,8 +349,7 @@ def test_private_names_stand_in_one_file() -> None:
     assert {name: read[name] for name in stray} == {}
 
 
-def test_runs_plainly_is_false_inside_transforms_modes_and_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # fake tensors set it if it is not there
+def test_runs_plainly_is_false_inside_transforms_modes_and_traces() -> None:
     plain = _torch.runs_plainly()
     seen: list[bool] = []
 

@@ -13,10 +13,7 @@ from torch._dynamo import compiled_autograd
 
 from lockstep import _torch
 
-pytestmark = [
-    pytest.mark.internals,  # run on other versions of torch and Python, too
-    pytest.mark.usefixtures("compiler_is_loaded"),
-]
+pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
 
 
 class _End:

@@ -19,9 +19,10 @@ end the generator is put back to where the common stream stands. Nothing else is
   replica's whole forward or a part of it.
 
 A world of one never leaves the common stream: its numbers are those of a lone process. A loader opens a stretch on the
-main thread only, since a thread that reads batches ahead for another must not move that one's generator. Of forwards in
-several threads, the one that opens a stretch ends it, and the others take no part. Nor does a forward that runs within
-another of the same replica (a model that calls itself): the outermost ends the stretch. Python's and NumPy's generators
+main thread only, or on the one that called ``init`` (Ray trains in a thread): one that reads batches ahead for another
+must not move that one's generator. Of forwards in several threads, the one that opens a stretch ends it, and the others
+take no part. Nor does a forward that runs within another of the same replica (a model that calls itself): the outermost
+ends the stretch. Python's and NumPy's generators
 stay common throughout (samples are seeded by position), and the generators of GPUs differ from rank to rank throughout.
 """
 
@@ -63,6 +64,7 @@ class RandomStreams:
     def __init__(self, *, rank: int, world_size: int) -> None:
         self._rank = rank
         self._alone = world_size == 1
+        self._thread = threading.get_ident()
         #: Where the common stream stands while this rank draws from its own; None while it is in force.
         self._common: torch.Tensor | None = None
         #: Loaders whose batch is in hand. Weak, as the module of a forward is: one may go without saying so.
@@ -112,7 +114,7 @@ class RandomStreams:
 
     def renew(self, loader: object) -> None:
         """Begin a new stretch for ``loader``, whatever is under way."""
-        if self._alone or threading.current_thread() is not threading.main_thread() or not self._plain():
+        if self._alone or not self._trains_here() or not self._plain():
             return
         with self._lock:
             self._loaders.add(loader)
@@ -129,6 +131,9 @@ class RandomStreams:
             self._loaders.discard(loader)
             if self._forward is None or self._forward.module() is None:
                 self._end_forward()
+
+    def _trains_here(self) -> bool:
+        return threading.get_ident() == self._thread or threading.current_thread() is threading.main_thread()
 
     def _end_forward(self) -> None:
         with self._lock:

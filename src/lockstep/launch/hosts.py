@@ -41,7 +41,7 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.hosted import BEAT, SILENT, Frames, Kind, Order
 from lockstep.launch.output import PATIENCE, Sink, error_sink, window_size
 from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ignored
-from lockstep.launch.spec import is_loopback
+from lockstep.machine import is_loopback
 from lockstep.version import __version__
 
 #: Seconds in which all hosts have to answer.

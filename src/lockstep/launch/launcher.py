@@ -22,7 +22,8 @@ from lockstep.launch.hangs import HangWatch
 from lockstep.launch.output import Streams
 from lockstep.launch.policy import Ending, Order, Policy
 from lockstep.launch.report import Outcome, say
-from lockstep.launch.spec import JobSpec, is_loopback, rank_environment
+from lockstep.launch.spec import JobSpec, rank_environment
+from lockstep.machine import is_loopback
 from lockstep.rendezvous.messages import Round
 
 #: Seconds between two comparisons of the ranks, and two looks for one that left a failure record but does not end.

@@ -8,6 +8,7 @@ import os
 import resource
 import selectors
 import signal
+import socket
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,7 +26,7 @@ from lockstep.launch.processes import SAVE, STOPPING, Arrival, SignalQueue, igno
 from lockstep.launch.report import say
 from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, check_program, free_port, is_free
 from lockstep.rendezvous.handle import Rendezvous
-from lockstep.rendezvous.messages import Alive, End, Ended, Event, Kind, Looks, Meet, Met, Refused, Verdict
+from lockstep.rendezvous.messages import Alive, End, Ended, Event, Kind, Leave, Looks, Meet, Met, Refused, Verdict
 
 #: Open files that a rank needs here while it starts, and that everything else does.
 _DESCRIPTORS_PER_RANK = 7
@@ -171,8 +172,8 @@ class _Run:
             if self._stage is _Stage.ENDED and self._verdict is not None:
                 self._settle(self._verdict)
             self._turn()
-            if self._stage in (_Stage.IMPORTING, _Stage.MEETING) and launcher.policy.stopped_by is not None:
-                launcher.zygote.kill()  # it has no ranks yet, and may be busy importing for a while
+            if launcher.policy.stopped_by is not None and self._stage in (_Stage.IMPORTING, _Stage.MEETING):
+                self._leave_early(launcher.policy.stopped_by)
         if self._stage is not _Stage.FINISHING:
             launcher.zygote.wait(limit=1.0)  # its exit code, before the sweep reaps it
             processes.sweep(patience=_PATIENCE)  # see Note [No orphans]
@@ -318,11 +319,32 @@ class _Run:
             pid = None if self._others is None else self._others.pid
             self._launcher.zygote.clear([] if pid is None else [pid])
         elif self._others is not None and self._others.pid is not None:
-            self._stage = _Stage.LEAVING
-            self._patience = time.monotonic() + _FAREWELL
-            self._others.leave(over=True, exit_code=self._exit_code(verdict))
+            self._leave(self._others, verdict, meanwhile=again)
         else:
             self._finish()
+
+    def _leave_early(self, signum: signal.Signals) -> None:
+        """End this machine's part of the job while it has no ranks, because of a signal."""
+        if self._stage is _Stage.MEETING and self._others is not None and self._last_round >= 0:
+            self._verdict = Verdict(Kind.STOPPED, self._launcher.attempt.round.node_rank, signum=signum)
+            self._leave(self._others, self._verdict, meanwhile=True)
+        else:
+            self._launcher.zygote.kill()  # it may be busy importing for a while
+
+    def _leave(self, others: Rendezvous, verdict: Verdict, *, meanwhile: bool) -> None:
+        """Have the client tell the other machines that the job is over, and leave.
+
+        Args:
+            others: the client.
+            verdict: of this machine's last round.
+            meanwhile: they may be about to start again, since the signal came after the verdict.
+        """
+        signum, why = self._launcher.policy.stopped_by, ""
+        if signum is not None and meanwhile:
+            why = f"stopped by {signum.name} on {socket.gethostname()}, while the machines met again"
+        self._stage = _Stage.LEAVING
+        self._patience = time.monotonic() + _FAREWELL
+        others.leave(Leave(over=True, exit_code=self._exit_code(verdict), why=why))
 
     def _exit_code(self, verdict: Verdict) -> int:
         """Return what machines that wait for a round which will not come are to end with."""
@@ -520,8 +542,8 @@ class _Run:
             say(text, once=text)
             return EXIT_SAVED
         signum = policy.stopped_by
-        lost = verdict is not None and verdict.kind is Kind.LOST
-        if signum is not None and (not policy.failing or lost or self._stage is _Stage.MEETING):
+        not_failed = verdict is not None and verdict.kind in (Kind.LOST, Kind.STOPPED)
+        if signum is not None and (not policy.failing or not_failed):
             late = self._asked_listeners and outcome.completed
             text = report.came_late(signum) if late else report.stopped(outcome, signum)
             say(text, once=text)

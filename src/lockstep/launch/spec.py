@@ -236,7 +236,7 @@ def node_place(options: NodeOptions, env: Mapping[str, str] = os.environ) -> Nod
     nnodes = None if options.nnodes is None else _fixed(options.nnodes, standalone=options.standalone)
     if options.node_rank is not None:
         return NodePlace(nnodes or 1, options.node_rank, options.master_addr, options.master_port)
-    _refuse_below_torchrun(env)
+    _refuse_in_a_rank(env)
     found = engine_node(env)
     if found is None:
         return NodePlace(nnodes or 1, 0, options.master_addr, options.master_port)
@@ -284,7 +284,7 @@ def _meeting(options: NodeOptions, endpoint: str, env: Mapping[str, str]) -> Nod
         raise ValueError(f"--standalone is for jobs on one machine, and --rdzv={endpoint}: drop one of them")
     if options.nnodes is None:
         raise ValueError(f"--rdzv={endpoint}: say how many machines there are, --nnodes N or --nnodes MIN:MAX")
-    _refuse_below_torchrun(env)
+    _refuse_in_a_rank(env)
     kind, _, path = endpoint.partition(":")
     if kind == "file":
         # Two jobs must not meet in one file.
@@ -327,9 +327,18 @@ def _meeting_of_pods(options: NodeOptions, env: Mapping[str, str]) -> NodePlace:
 _ENDPOINT = re.compile(r"([^\s:\[\]]+|\[[0-9a-fA-F:.%\w]+\])(:\d{1,5})?")
 
 
-def _refuse_below_torchrun(env: Mapping[str, str]) -> None:
+def _refuse_in_a_rank(env: Mapping[str, str]) -> None:
+    """Refuse to start a job in each rank of another one."""
     world_size = env.get("WORLD_SIZE", "1")
-    if "TORCHELASTIC_RUN_ID" in env and knobs.JOB_DIR not in env and world_size != "1":
+    if world_size == "1" or "RANK" not in env:
+        return
+    if knobs.JOB_DIR in env:
+        raise EnvironmentMismatch(
+            f"this launcher was started by rank {env['RANK']} of a job of {world_size}, and each rank would start a "
+            "job of its own: let lockstep run start the program itself; if this rank alone is to start another job: "
+            "env -u RANK lockstep run ..."
+        )
+    if "TORCHELASTIC_RUN_ID" in env:
         raise EnvironmentMismatch(
             f"torchrun has started {world_size} of this launcher, and each would start a job of its own: let torchrun "
             "start the program itself, or start lockstep run without torchrun, once on each machine"
@@ -489,8 +498,3 @@ def is_free(port: int) -> bool:
             if family == socket.AF_INET:
                 raise  # without IPv6 there is nothing more to ask
     return True
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether ``host`` can only be this machine, whatever the network."""
-    return host in ("localhost", "::1") or host.startswith("127.")

@@ -16,6 +16,9 @@ has been heard of since, for the peer may have been lost because its whole machi
 
 When all ranks of a machine have ended well it says so, and the last machine to say so writes the verdict DONE. The
 machine that serves the store leaves last.
+
+Between two rounds there are no ranks, and nobody to write a verdict to: a machine of the last round that is told to
+stop then closes the rendezvous, and the others read the job's end there.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
+from lockstep._torch import wait_in_rendezvous
 from lockstep.job.messages import Channel, encode
+from lockstep.machine import is_loopback
 from lockstep.rendezvous.beats import Beats
 from lockstep.rendezvous.messages import (
     Alive,
@@ -109,7 +114,7 @@ def main(fd: int, options: dict[str, Any]) -> NoReturn:
         pass  # the launcher is gone
     except Exception as error:  # noqa: BLE001  (whatever it is, the launcher tells the user; nobody reads this process)
         again = isinstance(error, _CUT_OFF) and (client.is_connected or time.monotonic() - began < _EARLY)
-        channel.send(encode(Refused(_words(error, client.endpoint), client.exit_code, again)))
+        channel.send(encode(Refused(_words(error, client.endpoint, client.ended), client.exit_code, again)))
     os._exit(0)  # nothing here needs torch's teardown
 
 
@@ -125,11 +130,17 @@ class _Client:
         self.endpoint = options.endpoint
         #: What the launcher is to end with if the machines can't meet.
         self.exit_code = 1
+        #: Why the job is over that did not need this machine any more, where there is more to say.
+        self.ended = ""
         #: Whether the store that the machines meet at has answered.
         self.is_connected = False
+        #: The number of the last round that this machine took part in, and the round, if this process was there.
+        self._last = -1
+        self._round: Round | None = None
+        #: Whether it waits for the next one.
+        self._meets = False
         self._serves = False
         self._server: Store | None = None
-        self._round: Round | None = None
 
     def serve(self) -> None:
         meet = self._wait_for_meet()
@@ -178,6 +189,8 @@ class _Client:
             self._address = options.local_addr or _own_address(None)
         else:
             host, port = _split(options.endpoint)
+            if is_only_here(host, port):
+                host = options.local_addr or _own_address(None)
             self._address = options.local_addr or _own_address((host, port))
             listener = _listen(host, port)
             self._serves = listener is not None
@@ -191,6 +204,7 @@ class _Client:
             )
         self._base.set_timeout(timedelta(seconds=_OPERATION))
         self.is_connected = True
+        wait_in_rendezvous(self._wait_for_others)
         # torch's agent shares one store between all rounds unless this is set; then its handler remembers the address
         # of a machine that may have left (it reads the variable at each round).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -218,11 +232,13 @@ class _Client:
     def _meet(self, meet: Meet) -> Round:
         """Take part in the next round; see Note [A round]."""
         self._server = None  # of the round before
+        self._last, self._meets = meet.last, True
         self._base.add(self._key("waiting"), 1)
         try:
             info = self._handler.next_rendezvous()
         except _OVER:
-            self.exit_code = int(self._base.get(self._key("result")))
+            self.exit_code, self.ended = json.loads(self._base.get(self._key("result")))
+            self._base.add(self._key(f"{meet.last}/left"), 1)
             raise
         finally:
             self._base.add(self._key("waiting"), -1)
@@ -272,9 +288,18 @@ class _Client:
             interface=_interface(self._address),
             served=True,
         )
+        self._last, self._meets = number, False
         self._verdict_key = self._key(f"{number}/verdict")
         self._say(Met(vars(round_), _skew(clocks, round_)))
         return round_
+
+    def _wait_for_others(self, seconds: float) -> None:
+        """Wait a moment until torch's rendezvous looks again, or leave if the launcher says so."""
+        self._hear(min(seconds, _TICK))
+        while self._commands:
+            command = self._commands.pop(0)
+            if isinstance(command, Leave):
+                self._leave(command)
 
     def _prove(self, challenges: list[str], hosts: list[str]) -> None:
         """Show that this machine knows the job's key, and that the others do: a keyed digest (HMAC, RFC 2104) of what
@@ -363,23 +388,27 @@ class _Client:
 
     def _leave(self, command: Leave) -> NoReturn:
         """Leave; the machine that serves the store does so when the others have, and those that wait to join."""
-        if command.over and self._round is not None:
-            self._base.set(self._key("result"), str(command.exit_code))
+        if command.over and self._is_current():
+            self._base.set(self._key("result"), json.dumps([command.exit_code, command.why]))
             self._handler.set_closed()
-            machines = len(self._round.ranks)
-            serves = self._serves or self._server is not None
+            machines = 1 if self._round is None else len(self._round.ranks)
             kind, _, path = self._options.endpoint.partition(":")
-            left = self._store.add("left", 1)
+            left = self._base.add(self._key(f"{self._last}/left"), 1)
             limit = time.monotonic() + _FAREWELL
             # The last one at a file waits for those that wait to join, for then the file goes.
-            while (serves or (kind == "file" and left == machines)) and time.monotonic() < limit:
-                if left == machines and not self._base.add(self._key("waiting"), 0):
+            stays = self._serves or self._server is not None or (kind == "file" and (self._meets or left == machines))
+            while stays and time.monotonic() < limit:
+                if left >= machines and self._base.add(self._key("waiting"), 0) <= int(self._meets):
                     break
                 select.select([], [], [], 0.02)
-                left = self._store.add("left", 0)
-            if kind == "file" and left == machines:
+                left = self._base.add(self._key(f"{self._last}/left"), 0)
+            if kind == "file" and left >= machines:
                 Path(path).unlink(missing_ok=True)
         raise _Left
+
+    def _is_current(self) -> bool:
+        """Return whether this machine took part in the job's last round, so that it may speak for the job."""
+        return self._last >= 0 and self._base.add(self._key("rounds"), 0) == self._last + 1
 
 
 def _split(endpoint: str) -> tuple[str, int]:
@@ -402,6 +431,14 @@ def _listen(host: str, port: int) -> socket.socket | None:
         else:
             return server
     return None
+
+
+def is_only_here(host: str, port: int) -> bool:
+    """Return whether a name that others may know leads back to this machine: Debian and Ubuntu write a machine's own
+    name into /etc/hosts with the address 127.0.1.1, at which no other machine reaches it."""
+    if is_loopback(host):
+        return False
+    return all(is_loopback(str(found[4][0])) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
 
 
 def _own_address(endpoint: tuple[str, int] | None) -> str:
@@ -453,12 +490,16 @@ def _skew(clocks: list[float], round_: Round) -> str:
     )
 
 
-def _words(error: Exception, endpoint: str) -> str:
-    """Say why the machines could not meet."""
+def _words(error: Exception, endpoint: str, ended: str) -> str:
+    """Say why the machines could not meet; ``ended`` is why the job is over, where there is more to say."""
     if isinstance(error, RendezvousTimeoutError):
         return f"too few machines came to {endpoint} in time (--join-timeout)"
     if isinstance(error, _OVER):
-        return f"the job at {endpoint} is over, and did not need this machine any more"
+        if ended:
+            return ended
+        kind, _, path = endpoint.partition(":")
+        again = f" (to run it again: remove {path}, or give it another --rdzv-id)" if kind == "file" else ""
+        return f"the job at {endpoint} is over, and did not need this machine any more{again}"
     if not isinstance(error, (RendezvousError, RuntimeError, OSError, ValueError)):
         return "".join(traceback.format_exception(error))
     cause: BaseException = error

@@ -82,10 +82,10 @@ class Rendezvous:
         """Have it tell the other machines how the ranks of this one are, with its next heartbeat."""
         self._send(looks)
 
-    def leave(self, *, over: bool, exit_code: int) -> None:
-        """Have it leave; the arguments are those of :class:`Leave`."""
+    def leave(self, leave: Leave) -> None:
+        """Have it leave; it is gone when it has done what it owes to the others."""
         self._deadline = None
-        self._send(Leave(over, exit_code))
+        self._send(leave)
 
     def receive(self) -> list[Event]:
         """Return what it has said. Raises EOFError if it is gone."""

@@ -165,8 +165,9 @@ class Leave:
 
     #: Whether the job is over for all machines.
     over: bool
-    #: What it ends with, for machines that wait to join.
+    #: What it ends with, for machines that wait for the next round or to join, and why, if they don't know.
     exit_code: int = 0
+    why: str = ""
 
 
 # Client to launcher --------------------------------------------------------------------------------------------------

@@ -396,14 +396,14 @@ class _Client:
             kind, _, path = self._options.endpoint.partition(":")
             left = self._base.add(self._key(f"{self._last}/left"), 1)
             limit = time.monotonic() + _FAREWELL
-            # The last one at a file waits for those that wait to join, for then the file goes.
-            stays = self._serves or self._server is not None or (kind == "file" and (self._meets or left == machines))
+            stays = self._serves or self._server is not None or (kind == "file" and self._meets)
             while stays and time.monotonic() < limit:
                 if left >= machines and self._base.add(self._key("waiting"), 0) <= int(self._meets):
                     break
                 select.select([], [], [], 0.02)
                 left = self._base.add(self._key(f"{self._last}/left"), 0)
-            if kind == "file" and left >= machines:
+            # Only who waits for the others removes the file: one that looked into it later would make it anew.
+            if kind == "file" and stays and left >= machines:
                 Path(path).unlink(missing_ok=True)
         raise _Left
 

@@ -22,13 +22,13 @@ from tests.engines.slurm import Cluster, missing
 from tests.launching import Running, environment, python_path
 from tests.sshd import sshd
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(450)
 
 _ROOT = Path(__file__).parents[2]
 _SCRIPT = str(_ROOT / "examples" / "train.py")
 #: 1,797 pictures in batches of 64.
 _BATCHES = 29
-_LIMIT = 120.0
+_LIMIT = 200.0
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._worker.work("forward")
-        return self.linear(x)
+        return self.linear(x)  # type: ignore[no-any-return]
 
 
 class Data(Dataset[torch.Tensor]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,16 +34,16 @@ def _grads(params: Any) -> list[torch.Tensor]:
     return [param.grad.clone() for param in params if param.grad is not None]
 
 
-def _compare(params: list[nn.Parameter], clip: Callable[[], torch.Tensor], *how: Any) -> None:
-    """Clip what the parameters have and copies of it, by us and by torch."""
+def _compare(params: list[nn.Parameter], what: Any, *how: float, within: float = 1e-12) -> None:
+    """Clip what the parameters have by us, through ``what``, and copies of it by torch."""
     copies = [nn.Parameter(torch.zeros_like(param)) for param in params]
     for param, other in zip(params, copies, strict=True):
         other.grad = None if param.grad is None else param.grad.clone()
     expected = torch.nn.utils.clip_grad_norm_(copies, *how)
-    got = clip()
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    got = lockstep.clip_grad_norm_(what, *how)
+    torch.testing.assert_close(got, expected, rtol=within, atol=within, equal_nan=True)
     for param, other in zip(params, copies, strict=True):
-        torch.testing.assert_close(param.grad, other.grad, rtol=1e-12, atol=1e-12, equal_nan=True)
+        torch.testing.assert_close(param.grad, other.grad, rtol=within, atol=within, equal_nan=True)
 
 
 def _like_torch(overlap: bool | None, as_view: bool) -> list[float]:
@@ -57,12 +56,7 @@ def _like_torch(overlap: bool | None, as_view: bool) -> list[float]:
             for what in (model, model.parameters(), params):
                 model.zero_grad()
                 _backward(model)
-                _compare(
-                    params,
-                    lambda w=what, m=max_norm, n=norm_type: lockstep.clip_grad_norm_(w, m, n),
-                    max_norm,
-                    norm_type,
-                )
+                _compare(params, what, max_norm, norm_type)
     for param in params:  # the same on every rank
         assert param.grad is not None
         everyones = world.gather(param.grad)
@@ -97,7 +91,8 @@ def _after_changes() -> None:
 
     def by_hand(param: nn.Parameter) -> None:
         assert param.grad is not None
-        param.grad.add_(param)
+        with torch.no_grad():
+            param.grad.add_(param)
 
     def anew(param: nn.Parameter) -> None:
         assert param.grad is not None
@@ -114,20 +109,20 @@ def _after_changes() -> None:
                 before = float(lockstep.clip_grad_norm_(model, 1e9))
                 for param in chosen:
                     change(param)
-                _compare(params, lambda m=max_norm: lockstep.clip_grad_norm_(model, m), max_norm)
+                _compare(params, model, max_norm)
                 if change is by_data and chosen is params:
                     assert float(torch.nn.utils.get_total_norm(_grads(params))) != pytest.approx(before)
     model.zero_grad()
     _backward(model)
-    _compare(params[1:4], lambda: lockstep.clip_grad_norm_(params[1:4], 1e-3), 1e-3)  # a part of a bucket
+    _compare(params[1:4], params[1:4], 1e-3)  # a part of a bucket
     one = params[0]
-    _compare([one], lambda: lockstep.clip_grad_norm_(one, 1e-3), 1e-3)
+    _compare([one], one, 1e-3)
     with lockstep.no_sync(model):
         _backward(model)
-    _compare(params, lambda: lockstep.clip_grad_norm_(model, 1e-3), 1e-3)
+    _compare(params, model, 1e-3)
     assert norms._in_buckets(params)[1] == []
     lockstep.release(model)
-    _compare(params, lambda: lockstep.clip_grad_norm_(model, 1e-4), 1e-4)
+    _compare(params, model, 1e-4)
 
 
 def test_a_norm_is_never_stale() -> None:
@@ -168,7 +163,7 @@ def _not_finite() -> None:
             lockstep.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
         for now, then in zip(_grads(params), before, strict=True):
             torch.testing.assert_close(now, then, equal_nan=True, rtol=0, atol=0)
-        _compare(params, lambda: lockstep.clip_grad_norm_(model, 1.0), 1.0)
+        _compare(params, model, 1.0)
     empty = nn.Linear(2, 2)
     assert float(lockstep.clip_grad_norm_(empty, 1.0)) == 0.0
     nothing = lockstep.grad_norms(empty)
@@ -197,7 +192,7 @@ def _mixed() -> None:
     (model[-1](hidden.float()).square().sum() + hidden.sum()).backward()
     plain(other(torch.ones(2, 3, dtype=torch.float64))).sum().backward()
     assert len(norms._in_buckets(params)[0]) == 3
-    _compare(params, lambda: lockstep.clip_grad_norm_(params, 1e9), 1e9)
+    _compare(params, params, 1e9, within=1e-7)  # float32's
     assert model[0].weight.grad is None
 
 
@@ -245,8 +240,9 @@ def _digits() -> tuple[float, float, float]:
 
 
 def test_a_large_bucket_keeps_its_digits() -> None:
-    _, ours, _ = run_ranks(_digits, 1)[0]
-    assert ours < 1e-6
+    for _, ours, torchs in run_ranks(_digits, 2):
+        assert ours < 1e-5
+        assert ours <= torchs
 
 
 def _compiled() -> None:

@@ -27,7 +27,7 @@ from tests.launching import run
 pytestmark = EACH_BACKEND
 
 
-def _lines(folder: Path | str, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+def _lines(folder: Path | str, name: str = "metrics.jsonl") -> list[Any]:
     return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
 
 
@@ -144,7 +144,7 @@ def _log_by_the_clock(folder: str) -> list[int]:
         time = staticmethod(time.time)
         monotonic = staticmethod(lambda: now[0])
 
-    lines.time = Clock  # type: ignore[assignment]
+    vars(lines)["time"] = Clock
     log = lockstep.Log(folder, seconds=20)
     for step in range(120):
         now[0] += (1.0 if step < 80 else 10.0) if world.is_main else 0.0
@@ -183,7 +183,9 @@ def _log_wrongly(folder: str, how: str) -> str:
     }[how]
     raised = ""
     for step in range(1, 9):
-        values = {"loss": float(step), "phase": "warm"} if step != 2 or world.rank != 1 else {"phase": "warm"} | bad
+        values: dict[str, Any] = (
+            {"loss": float(step), "phase": "warm"} if step != 2 or world.rank != 1 else {"phase": "warm"} | bad
+        )
         if step == 2 and world.rank == 1 and "loss" not in values and how == "missing":
             del values["phase"]
         try:
@@ -230,7 +232,7 @@ def test_a_key_that_is_left_out_once_is_no_error(tmp_path: Path) -> None:
 
 def _log_otherwise_from_the_start(folder: str) -> None:
     world = lockstep.init(timeout=20)
-    lockstep.Log(folder)(**{f"loss{world.rank}": 1.0})
+    lockstep.Log(folder)({f"loss{world.rank}": 1.0})
 
 
 def test_different_keys_are_an_error_at_the_first_call(tmp_path: Path) -> None:
@@ -350,7 +352,7 @@ def _wrong_arguments() -> None:
     with pytest.raises(lockstep.LockstepError, match=r"call lockstep\.init\(\) first"):
         lockstep.Log("run")
     lockstep.init()
-    for error, arguments in [
+    wrong: list[tuple[type[Exception], dict[str, Any]]] = [
         (TypeError, {"run": 3}),
         (TypeError, {"every": 2.5}),
         (ValueError, {"every": 0}),
@@ -359,9 +361,10 @@ def _wrong_arguments() -> None:
         (ValueError, {"after": -1}),
         (TypeError, {"sinks": "wandb"}),
         (TypeError, {"sinks": object()}),
-    ]:
+    ]
+    for error, arguments in wrong:
         with pytest.raises(error, match=next(iter(arguments))):
-            lockstep.Log(**({"run": "run"} | arguments))  # type: ignore[arg-type]
+            lockstep.Log(**({"run": "run"} | arguments))
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -373,7 +376,7 @@ def _log_after_the_end(folder: str) -> None:
     log = lockstep.Log(folder, every=1)
     log(loss=1.0)
     log.close()
-    for call in (lambda: log(loss=1.0), log.line):
+    for call in (log, log.line):
         with pytest.raises(lockstep.LockstepError, match=r"this lockstep\.Log is closed"):
             call()
     with contextlib.suppress(KeyError), lockstep.Log(folder + "/two", every=5) as other:

@@ -80,7 +80,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients so that their norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    The same norm and gradients to rounding, with fewer calls where the gradients lie in a replica's buckets, and without
+    The same norm and gradients to rounding, with fewer calls where gradients lie in a replica's buckets, and without
     writing to gradients on a CPU that are within the limit. It looks at the gradients as they are now, whoever changed
     them since backward. After a backward of a replica it does the same on every rank, and sends nothing.
 

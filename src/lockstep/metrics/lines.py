@@ -9,7 +9,7 @@ rank knows by itself, and all ranks call the log equally often:
 - every s seconds: clocks differ, and no rank may decide by its own. When the ranks meet they hear rank 0's clock, and
   all compute from it at which call they meet next: as many calls on as fit into the seconds that are left at the rate
   so far, but no more than twice as many as there were since the last line. If it is not time yet when they meet, they
-  only plan the next meeting. So a line comes at the end of its seconds where the steps take as long as before, and later
+  only plan the next meeting. So a line comes at the end of its seconds where steps take as long as before, and later
   where they have become slower, but never on some ranks alone.
 - before a save, at the end of ``Checkpointer.epochs``, and when the script asks for one: all ranks are there together.
 
@@ -291,7 +291,7 @@ class Lines:
             return self._peers.gather(record)
 
     def _tell(self) -> _Told:
-        kinds = {key: self._kinds[key] for key in (*self._numbers, *self._texts)}
+        kinds = {key: kind for key, kind in self._kinds.items() if key in self._numbers or key in self._texts}
         return _Told(self.step, kinds, texts=self._texts, wrong=self._wrong)
 
     def _write(self, told: Sequence[_Told], file: LogFile) -> None:

@@ -45,8 +45,14 @@ def test_what_is_not_finite_is_counted_apart_and_what_weighs_nothing_not_at_all(
     assert merged([]).value is None
 
 
-def test_large_numbers_do_not_overflow() -> None:
-    assert summary_of([(1.7e308, 1000.0), (-1.7e308, 1000.0), (1.6e308, 1000.0)]).value == pytest.approx(1.6e308 / 3)
+def test_means_have_no_digits_of_their_making() -> None:
+    halves = [summary_of([(0.25, 4.0), (0.5, 4.0)]), summary_of([(0.375, 3.0), (0.0, 1.0), (0.75, 1.0)])]
+    assert merged(halves).value == 0.375 * 13 / 13
+
+
+def test_numbers_too_large_to_be_added_are_counted_apart() -> None:
+    summary = summary_of([(1.7e308, 1000.0), (-1.7e308, 1.0), (2.0, 1.0)])
+    assert (summary.value, summary.nonfinite) == (2.0, 2)
 
 
 _TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
@@ -274,3 +280,18 @@ def test_numpy_numbers_are_numbers() -> None:
     assert json.dumps([plain(np.float32(0.5)), plain(np.int64(3)), plain(True)]) == "[0.5, 3, 1]"
     with pytest.raises(ValueError, match="4097 bits"):
         plain(1 << 4096)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_logging_waits_for_no_gpu() -> None:
+    numbers = Numbers()
+    values = torch.arange(600.0, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for value in values:
+            numbers.add_tensor(value, 1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert numbers.take().value == 299.5

@@ -22,6 +22,8 @@ import torch
 
 #: Copies that are stacked at once: few objects, and a call of stack for many of them.
 _STACKED = 256
+#: Greater products of a number and its weight might overflow when they are added.
+_MOST = 1e280
 #: Dtypes whose values reach Python as they are; others (float8, booleans) are copied as float64, which holds theirs.
 _READ_AS_IT_IS = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -41,11 +43,11 @@ class Summary:
 
     #: How much the finite numbers weigh together.
     weight: float
-    #: Their weighted mean in float64, and the least and the greatest; 0 where the weight is.
-    mean: float
+    #: Their weighted sum, the least and the greatest of them; 0 where the weight is.
+    total: float
     least: float
     greatest: float
-    #: Numbers that were infinite or NaN; they count in none of the others.
+    #: Numbers that were infinite or NaN, or too large to be added; they count in none of the others.
     nonfinite: int
 
     def to_json(self) -> list[float]:
@@ -66,34 +68,34 @@ class Summary:
         """
         if not self.weight:
             return None
-        return self.least if self.least == self.greatest else self.mean
+        return self.least if self.least == self.greatest else self.total / self.weight
 
 
 def summary_of(numbers: Iterable[tuple[float, float]]) -> Summary:
     """Summarise pairs of a number and its weight. A number of weight 0 does not count, whatever it is."""
-    counting = [(number, weight) for number, weight in numbers if weight]
-    finite = [(number, weight) for number, weight in counting if math.isfinite(number)]
-    return _combined(
-        [(number, number, number, weight) for number, weight in finite], nonfinite=len(counting) - len(finite)
-    )
+    counting = [(number, weight, number * weight) for number, weight in numbers if weight]
+    finite = [each for each in counting if abs(each[2]) <= _MOST]  # which NaN is not
+    nonfinite = len(counting) - len(finite)
+    if not finite:
+        return Summary(0.0, 0.0, 0.0, 0.0, nonfinite)
+    values, weights, products = zip(*finite, strict=True)
+    return Summary(math.fsum(weights), math.fsum(products), min(values), max(values), nonfinite)
 
 
 def merged(summaries: Iterable[Summary]) -> Summary:
     """Summarise what several ranks have."""
     summaries = list(summaries)
-    return _combined(
-        [(each.mean, each.least, each.greatest, each.weight) for each in summaries if each.weight],
-        nonfinite=sum(each.nonfinite for each in summaries),
-    )
-
-
-def _combined(parts: Sequence[tuple[float, float, float, float]], *, nonfinite: int) -> Summary:
-    if not parts:
+    counting = [each for each in summaries if each.weight]
+    nonfinite = sum(each.nonfinite for each in summaries)
+    if not counting:
         return Summary(0.0, 0.0, 0.0, 0.0, nonfinite)
-    weight = math.fsum(part[3] for part in parts)
-    # Each number times its part of the weight: no product is too large, whatever the numbers.
-    mean = math.fsum(number * (own / weight) for number, _, _, own in parts)
-    return Summary(weight, mean, min(part[1] for part in parts), max(part[2] for part in parts), nonfinite)
+    return Summary(
+        math.fsum(each.weight for each in counting),
+        math.fsum(each.total for each in counting),
+        min(each.least for each in counting),
+        max(each.greatest for each in counting),
+        nonfinite,
+    )
 
 
 class Numbers:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +36,7 @@ def _grads(params: Any) -> list[torch.Tensor]:
     return [param.grad.clone() for param in params if param.grad is not None]
 
 
-def _compare(params: list[nn.Parameter], what: Any, *how: float, within: float = 1e-12) -> None:
+def _compare(params: list[nn.Parameter], what: Any, *how: Any, within: float = 1e-12) -> None:
     """Clip what the parameters have by us, through ``what``, and copies of it by torch."""
     copies = [nn.Parameter(torch.zeros_like(param)) for param in params]
     for param, other in zip(params, copies, strict=True):
@@ -245,8 +247,9 @@ def test_a_large_bucket_keeps_its_digits() -> None:
         assert ours <= torchs
 
 
-def _compiled() -> None:
+def _compiled(folder: str) -> None:
     lockstep.init()
+    log = lockstep.Log(folder, every=1)
     model = lockstep.replicate(_net())
     alone = copy.deepcopy(model)
 
@@ -254,7 +257,9 @@ def _compiled() -> None:
     def step(inputs: torch.Tensor) -> torch.Tensor:
         model.zero_grad()
         model(inputs).square().sum().backward()
-        return lockstep.clip_grad_norm_(model, 0.1)
+        norm = lockstep.clip_grad_norm_(model, 0.1)
+        log(norm=norm, layer=lockstep.grad_norms(model).layers["3"])
+        return norm
 
     inputs = torch.ones(2, 6, dtype=torch.float64)
     alone(inputs).square().sum().backward()
@@ -264,5 +269,7 @@ def _compiled() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
 
 
-def test_a_compiled_step_clips() -> None:
-    run_ranks(_compiled, 1, timeout=100.0)
+def test_a_compiled_step_clips_and_logs(tmp_path: Path) -> None:
+    run_ranks(_compiled, 1, str(tmp_path), timeout=100.0)
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert line["norm"] > line["layer"] > 0

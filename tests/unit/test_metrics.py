@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lockstep.errors import LockstepError
+from lockstep.metrics import series
 from lockstep.metrics.file import LogFile
 from lockstep.metrics.series import Numbers, Summary, merged, summary_of
 from lockstep.metrics.sinks import Sink, make
@@ -58,6 +59,13 @@ def test_numbers_too_large_to_be_added_are_counted_apart() -> None:
 _TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
 
 
+@pytest.fixture(params=[True, False], ids=["at hand", "on a device"])
+def at_hand(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of Note [Read at a line]."""
+    monkeypatch.setattr(series, "_READS_AT_HAND", request.param)
+
+
+@pytest.mark.usefixtures("at_hand")
 @pytest.mark.parametrize("dtype", _TYPES, ids=str)
 def test_tensors_of_any_dtype_are_read_exactly(dtype: torch.dtype) -> None:
     numbers = Numbers()
@@ -68,6 +76,7 @@ def test_tensors_of_any_dtype_are_read_exactly(dtype: torch.dtype) -> None:
     assert json.loads(json.dumps(summary.to_json())) == summary.to_json()
 
 
+@pytest.mark.usefixtures("at_hand")
 def test_a_tensor_counts_as_it_was_when_it_was_logged() -> None:
     numbers, total = Numbers(), torch.zeros((), requires_grad=True)
     with torch.no_grad():
@@ -84,6 +93,7 @@ def test_logging_reads_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a tensor was read")
 
+    monkeypatch.setattr(series, "_READS_AT_HAND", False)  # as on any other device
     numbers = Numbers()
     with monkeypatch.context() as patched:
         for name in ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy"):
@@ -93,6 +103,7 @@ def test_logging_reads_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numbers.take().value == 149.5
 
 
+@pytest.mark.usefixtures("at_hand")
 def test_whole_numbers_beyond_float64_stay_whole() -> None:
     numbers = Numbers()
     numbers.add_tensor(torch.tensor(2**62 + 1), 3.0)
@@ -276,10 +287,9 @@ def test_a_sink_that_raises_is_a_warning_and_gets_the_next_line() -> None:
 def test_numpy_numbers_are_numbers() -> None:
     from lockstep.metrics.lines import _plain
 
-    plain: Any = _plain
-    assert json.dumps([plain(np.float32(0.5)), plain(np.int64(3)), plain(True)]) == "[0.5, 3, 1]"
+    assert json.dumps([_plain(np.float32(0.5)), _plain(np.int64(3)), _plain(True)]) == "[0.5, 3, 1]"
     with pytest.raises(ValueError, match="4097 bits"):
-        plain(1 << 4096)
+        _plain(1 << 4096)
 
 
 @pytest.mark.gpu

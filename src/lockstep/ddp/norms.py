@@ -14,6 +14,7 @@ the limit are left as they are instead of being multiplied by one: one pass over
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ from lockstep.ddp.bucket import Bucket
 
 #: Elements of a bucket whose norm is computed at once. See Note [Norms are of what is there].
 _PIECE = 1 << 16
+#: What torch adds to a norm before it divides by it.
+_APART = 1e-6
 #: The norms of pieces, put together, are the norm of the whole.
 _OF_PIECES = (1.0, 2.0, float("inf"))
 
@@ -99,7 +102,7 @@ def clip_grad_norm_(
         RuntimeError: the norm is infinite or NaN, and ``error_if_nonfinite`` is set; nothing is changed then.
     """
     if isinstance(parameters, nn.Module):
-        params = list(parameters.parameters())
+        params: list[Tensor] = list(parameters.parameters())
     else:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm_type = float(norm_type)
@@ -107,24 +110,32 @@ def clip_grad_norm_(
     if not buckets:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     with torch.no_grad():
-        norms = [get_total_norm(bucket.values.split(_PIECE), norm_type) for bucket in buckets]
         grads = [param.grad for param in rest if param.grad is not None]
+        norms = [_norm_of(bucket.values, norm_type) for bucket in buckets]
         if grads:
             norms.append(get_total_norm(grads, norm_type, foreach=foreach))
         norm = norms[0] if len(norms) == 1 else get_total_norm(norms, norm_type)
-        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        is_at_hand = norm.device.type == "cpu"
+        if error_if_nonfinite and not math.isfinite(float(norm)):
             raise RuntimeError(
                 f"the total norm of order {norm_type:g} of the gradients is {float(norm)}, so they can't be clipped; "
                 "with error_if_nonfinite=False they are scaled by it all the same"
             )
-        factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)  # torch's
-        if factor.device.type == "cpu" and bool(factor >= 1):
+        if is_at_hand and float(max_norm) / (float(norm) + _APART) >= 1:
             return norm
+        factor = torch.clamp(float(max_norm) / (norm + _APART), max=1.0)
         for bucket in buckets:
             bucket.values.mul_(factor.to(bucket.values.device))
         if grads:
             clip_grads_with_norm_(rest, max_norm, norm, foreach=foreach)
     return norm
+
+
+def _norm_of(values: Tensor, norm_type: float) -> Tensor:
+    if values.numel() <= _PIECE:
+        norm: Tensor = torch.linalg.vector_norm(values, norm_type)
+        return norm
+    return get_total_norm(values.split(_PIECE), norm_type)
 
 
 def _in_buckets(params: Sequence[Tensor]) -> tuple[list[Bucket], list[Tensor]]:

@@ -34,10 +34,10 @@ class Run(Protocol):
 class Log:
     """The numbers of a run, one line of JSON for every so many steps: ``log(loss=loss, acc=acc)`` inside the loop.
 
-    A call reads no number, waits for no device and sends nothing: what is logged stays on its device until a line is
-    due. Then the ranks put it together: each number of a line is the mean over all samples of all ranks since the line
-    before, in float64, weighted as :meth:`World.mean <lockstep.World.mean>` does it, so that unequal and empty slices
-    are exact. Rank 0 writes the line to ``metrics.jsonl`` and hands it to the sinks. See docs/metrics.md.
+    A call waits for no device and sends nothing: what is on a GPU stays there until a line is due. Then the ranks put
+    all together: each number of a line is the mean over all samples of all ranks since the line before, in float64,
+    weighted as :meth:`World.mean <lockstep.World.mean>` does it, so that unequal and empty slices are exact. Rank 0
+    writes the line to ``metrics.jsonl`` and hands it to the sinks. See docs/metrics.md.
 
     A line is due every so many steps or seconds (at the same call on every rank), before each save of the Checkpointer
     and at the end of its ``epochs``, when :meth:`line` asks for it, and at :meth:`close`.
@@ -148,7 +148,7 @@ class Log:
             CollectiveTimeout, PeerLost: another rank is late or gone, when a line is due.
         """
         lines, world = self._lines, self._world
-        if values:
+        if values is not None:
             named = {**values, **named}
         if self._run is not None:
             given, step = step, self._run.step

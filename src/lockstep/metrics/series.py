@@ -9,6 +9,9 @@ them up on the device instead would take three kernels for each number (its weig
 add in the order and precision of the device. Read as they are, they are added in float64, rounded once
 (``math.fsum``), and those that are not finite are counted apart: one NaN in fifty steps takes nothing from the mean of
 the others.
+
+A number in the CPU's own memory is there when the call that made it has returned. To read it waits for nothing, and
+takes a tenth of the time of a copy.
 """
 
 from __future__ import annotations
@@ -29,12 +32,17 @@ _READ_AS_IT_IS = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
 }
+#: Of those that this torch has.
+_QUANTIZED = {getattr(torch, name, None) for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")}
+#: Whether numbers in the CPU's memory are read at once; tests of what happens on other devices turn it off.
+_READS_AT_HAND = True
 
 
 def readable(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds real numbers, without looking at them."""
-    plain = not (tensor.is_complex() or tensor.is_meta or tensor.is_quantized)
-    return plain and tensor.layout == torch.strided
+    """Return whether a tensor holds real numbers, without looking at them. (Asked in each step.)"""
+    dtype = tensor.dtype
+    is_real = not dtype.is_complex and dtype not in _QUANTIZED
+    return is_real and tensor.layout is torch.strided and not tensor.is_meta
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,11 @@ class Numbers:
         self._plain.append((number, weight))
 
     def add_tensor(self, tensor: torch.Tensor, weight: float) -> None:
-        """Add the one element of ``tensor``, as it is now, without waiting for it."""
+        """Add the one element of ``tensor``, as it is now, without waiting for its device."""
+        if tensor.is_cpu and _READS_AT_HAND:
+            number = tensor.item()
+            self._plain.append((int(number) if number is True or number is False else number, weight))
+            return
         copies = self._copies
         if copies and (len(copies) == _STACKED or copies[0].dtype != tensor.dtype or copies[0].device != tensor.device):
             self._stack()

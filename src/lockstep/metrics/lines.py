@@ -399,18 +399,19 @@ class Lines:
         """End without the other ranks: the log or the process is gone. A world of one has nobody to ask."""
         if self._closed or os.getpid() != self._process:
             return
-        if self._owed is not None and self._world.is_main:
-            print(f"lockstep: {self._owed}", file=sys.stderr, flush=True)
-        left = sum(map(len, self._numbers.values())) + len(self._texts)
-        if left and self._begun and self._world.world_size == 1:
-            self.line()
-        elif left and self._begun and self._world.is_main and getattr(sys, "last_value", None) is None:
-            print(
-                f"lockstep: {left} value(s) that were logged after step {self._last_step} are not in "
-                f"{self._target.path}: call close() of the lockstep.Log on every rank, or use it in a with statement",
-                file=sys.stderr,
-                flush=True,
+        if self._begun and self._world.world_size == 1:
+            self._write_line()
+        words = [] if self._owed is None else [str(self._owed)]
+        if self._file is not None and self._file.failure is not None:
+            words.append(self._file.failure)
+        left = (sum(map(len, self._numbers.values())) + len(self._texts)) * self._begun
+        if left and getattr(sys, "last_value", None) is None:
+            words.append(
+                f"{left} value(s) that were logged after step {self._last_step} are not in {self._target.path}: call "
+                "close() of the lockstep.Log on every rank, or use it in a with statement"
             )
+        if words and self._world.is_main:
+            print(*(f"lockstep: {each}" for each in words), sep="\n", file=sys.stderr, flush=True)
         self._end()
 
 

@@ -3,13 +3,13 @@
 Note [Norms are of what is there]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Between backward and clipping a script may change gradients: ``GradScaler.unscale_`` does, so do hooks and weight decay
-by hand. A norm that was found while the ranks averaged would be stale then, and nothing tells so for
-certain: a tensor counts its in-place changes, but not those through ``grad.data``, NumPy or memory that was handed to
-C. So a norm is always computed from the gradients as they are when it is asked for. What is known is where they
-lie: gradients that are views of one bucket are one flat tensor, for which one call does what takes one for each
-parameter. It is cut into pieces, because a sum of squares in float32 over a bucket of millions would lose digits that
-torch's sums over parameters keep. And on a CPU, where the factor can be read without waiting for it, gradients below
-the limit are left as they are instead of being multiplied by one: one pass over them instead of three.
+by hand. A norm that was found while the ranks averaged would be stale then, and nothing tells so for certain: a tensor
+counts its in-place changes, but not those through ``grad.data``, NumPy or memory that was handed to C. So a norm is
+always computed from the gradients as they are when it is asked for. What is known is where they lie: gradients that are
+views of one bucket are one flat tensor, for which a few calls do what takes one for each parameter. It is looked at as
+a matrix, because a sum of squares in float32 over millions of elements loses most of its digits: each row is added by
+itself, and the norms of the rows in float64. And on a CPU, where the factor can be read without waiting for it,
+gradients below the limit are left as they are instead of being multiplied by one: one pass over them instead of three.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lockstep import _torch
 from lockstep.ddp.api import replicas
 from lockstep.ddp.bucket import Bucket
 
-#: Elements of a bucket whose norm is computed at once. See Note [Norms are of what is there].
-_PIECE = 1 << 16
+#: Elements of a bucket that are added in their own precision. See Note [Norms are of what is there].
+_ROW = 1 << 10
 #: What torch adds to a norm before it divides by it.
 _APART = 1e-6
-#: The norms of pieces, put together, are the norm of the whole.
-_OF_PIECES = (1.0, 2.0, float("inf"))
+#: The p of p-norms for which the norm of the rows' norms is the norm of the whole.
+_OF_ROWS = (1.0, 2.0, float("inf"))
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def clip_grad_norm_(
     else:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm_type = float(norm_type)
-    buckets, rest = _in_buckets(params) if norm_type in _OF_PIECES else ([], params)
+    buckets, rest = _in_buckets(params) if norm_type in _OF_ROWS else ([], params)
     if not buckets:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     with torch.no_grad():
@@ -132,10 +132,17 @@ def clip_grad_norm_(
 
 
 def _norm_of(values: Tensor, norm_type: float) -> Tensor:
-    if values.numel() <= _PIECE:
-        norm: Tensor = torch.linalg.vector_norm(values, norm_type)
+    """Return the norm of a bucket's gradients, 1-D, in few calls; see Note [Norms are of what is there]."""
+    norm: Tensor
+    rows, rest = divmod(values.numel(), _ROW)
+    if not rows:
+        norm = torch.linalg.vector_norm(values, norm_type)
         return norm
-    return get_total_norm(values.split(_PIECE), norm_type)
+    norms = torch.linalg.vector_norm(values[: rows * _ROW].view(rows, _ROW), norm_type, dim=1)
+    if rest:
+        norms = torch.cat([norms, torch.linalg.vector_norm(values[rows * _ROW :], norm_type).view(1)])
+    norm = torch.linalg.vector_norm(norms.to(torch.float64), norm_type)
+    return norm.to(norms.dtype)
 
 
 def _in_buckets(params: Sequence[Tensor]) -> tuple[list[Bucket], list[Tensor]]:

@@ -361,4 +361,4 @@ def quicken_rendezvous(handler: Any, wait: Callable[[float], None]) -> None:
 
     dynamic_rendezvous._delay = delay  # type: ignore[attr-defined]
     handler._state_holder._cache_duration = 0
-    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # type: ignore[attr-defined]
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name

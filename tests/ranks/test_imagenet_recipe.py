@@ -17,7 +17,7 @@ from examples.imagenet.options import parse
 from examples.imagenet.records import read_table
 from examples.imagenet.schedule import factors
 from safetensors.torch import load_file, save_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep import knobs
 from lockstep.launch.spec import free_port

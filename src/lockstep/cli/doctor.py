@@ -52,6 +52,8 @@ def doctor(ranks: str | None, folder: str, quick: bool, as_json: bool, hosted: b
     except (ValueError, LockstepError) as error:
         click.echo(f"lockstep doctor: {error}", err=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # 1 says that something is wrong
     click.echo(json.dumps(_as_json(report), indent=2) if as_json else _as_text(report))
     sys.exit(1 if any(finding.level.value == "wrong" for finding in report.findings) else 0)
 

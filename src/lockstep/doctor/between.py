@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 from lockstep.doctor.findings import Finding, ok, seconds, warning, wrong
@@ -218,11 +217,6 @@ def judge_folder(folder: str, owner: str, seen: Mapping[str, bool]) -> Iterator[
         )  # fmt: skip
     else:
         yield ok("folder", f"{folder} is the same on all hosts")
-
-
-def pairs_of(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return every host with every other, both ways."""
-    return [pair for one, other in combinations(names, 2) for pair in ((one, other), (other, one))]
 
 
 def name_ranks(places: Sequence[Sequence[str]], hosts: Mapping[str, Sequence[str]]) -> list[str]:

@@ -23,6 +23,7 @@ from lockstep.launch.run import descriptors
 from lockstep.launch.spec import DEFAULT_MASTER_PORT, is_free
 from lockstep.machine import is_loopback
 from lockstep.rendezvous.messages import DEFAULT_PORT
+from lockstep.version import __version__
 
 _MIB, _GIB = 1 << 20, 1 << 30
 #: What lockstep is tested with (docs/support.md).
@@ -72,7 +73,7 @@ def check_versions(task: Task) -> Iterator[Finding]:
     elif tuple(int(part) for part in re.findall(r"\d+", torch)[:2]) < _TORCH:
         yield wrong("versions", f"torch {torch} is too old", "install torch 2.9 or newer")
     else:
-        yield ok("versions", f"lockstep {facts.collect()['lockstep']}, torch {torch}, Python {python}")
+        yield ok("versions", f"lockstep {__version__}, torch {torch}, Python {python}")
 
 
 def check_cores(task: Task) -> Iterator[Finding]:

@@ -48,6 +48,9 @@ def doctor(ranks: str | None, folder: str, quick: bool, as_json: bool, hosted: b
 
         if ranks is not None and not hosts:
             parse_ranks(ranks, cores=machine.cores(), gpus=machine.gpus())  # refuses what makes no sense
+        if sys.stderr.isatty() and not quick:
+            where = "this machine" if not hosts else f"{len(hosts)} host{'' if len(hosts) == 1 else 's'}"
+            click.echo(f"lockstep doctor: looking at {where}; this takes some ten to thirty seconds", err=True)
         report = look_at(parse_hosts(",".join(hosts)) if hosts else (), Asked(ranks, folder, quick))
     except (ValueError, LockstepError) as error:
         click.echo(f"lockstep doctor: {error}", err=True)

@@ -26,7 +26,7 @@ _REPEATS = 5
 def check_folder(task: Task) -> Iterator[Finding]:
     """Look at the folder that a run goes to, or where it would be made. What is written there has no name."""
     folder = task.folder.absolute()
-    there = next(each for each in (folder, *folder.parents) if each.exists())
+    there = nearest(folder)
     name = str(folder) if there == folder else f"{there}, where {folder.name} would be made,"
     if not there.is_dir():
         yield wrong("folder", f"{there} is no folder", "name another with --folder")
@@ -68,6 +68,12 @@ def check_folder(task: Task) -> Iterator[Finding]:
         yield warning("disk", what, "save with async_save (docs/checkpoints.md), or to a faster disk")
     else:
         yield ok("disk", what)
+
+
+def nearest(folder: Path) -> Path:
+    """Return a folder, or if it is not there yet the one in which it would be made."""
+    folder = folder.absolute()
+    return next(each for each in (folder, *folder.parents) if each.exists())
 
 
 def file_system(folder: Path) -> str:

@@ -38,7 +38,7 @@ from lockstep.doctor.checks import (
     check_temporary,
     check_versions,
 )
-from lockstep.doctor.disk import check_folder
+from lockstep.doctor.disk import check_folder, nearest
 from lockstep.doctor.findings import Finding, wrong
 from lockstep.doctor.trials import check_job, check_torch
 from lockstep.doctor.variables import check_variables
@@ -118,7 +118,7 @@ class _Host:
             "connect": self._connect,
             "deafen": self._deafen,
             "mark": self._mark,
-            "see": lambda order: os.path.exists(_mark(order)),
+            "see": lambda order: _mark(Path(order["folder"]), order["token"]).exists(),
             "logs": self._logs,
         }
         while True:
@@ -142,9 +142,13 @@ class _Host:
 
     def _look(self, order: dict[str, Any]) -> dict[str, Any]:
         found = facts.collect()
-        asked = order["ranks"] or "auto"
+        try:
+            ranks = parse_ranks(order["ranks"] or "auto", cores=machine.cores(), gpus=machine.gpus())
+        except ValueError as error:
+            ranks = 1
+            _say({"found": wrong("ranks", str(error), "say another number for this host: HOST:N").to_json()})
         task = Task(
-            ranks=parse_ranks(asked, cores=machine.cores(), gpus=machine.gpus()),
+            ranks=ranks,
             folder=Path(order["folder"]),
             several=order["several"],
             quick=order["quick"],
@@ -196,11 +200,17 @@ class _Host:
             server.close()
         self._listeners.clear()
 
-    def _mark(self, order: dict[str, Any]) -> None:
-        """Make a file that other hosts see if the folder is theirs as well."""
-        path = Path(_mark(order))
+    def _mark(self, order: dict[str, Any]) -> str | None:
+        """Make a file that other hosts see if the folder is theirs as well, and return where: in the folder, or in the
+        one in which it would be made. None: nothing can be written there, which the check of the folder tells."""
+        folder = nearest(Path(order["folder"]))
+        path = _mark(folder, order["token"])
         self._made.append(path)
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+        except OSError:
+            return None
+        return str(folder)
 
     def _logs(self, order: dict[str, Any]) -> None:
         """Make a folder for a job's logs."""
@@ -217,10 +227,10 @@ def logs_of(token: str) -> str:
     return os.path.join(tempfile.gettempdir(), f"lockstep-doctor-{token}")
 
 
-def _mark(order: dict[str, Any]) -> str:
-    if not _SAFE.fullmatch(order["token"]):
-        raise ValueError(order["token"])
-    return os.path.join(order["folder"], f".lockstep-doctor-{order['token']}")
+def _mark(folder: Path, token: str) -> Path:
+    if not _SAFE.fullmatch(token):
+        raise ValueError(token)
+    return folder / f".lockstep-doctor-{token}"
 
 
 def _hand_out(server: socket.socket, token: bytes) -> None:

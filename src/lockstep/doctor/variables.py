@@ -17,6 +17,8 @@ from lockstep.identity import Identity
 _OURS = "LOCKSTEP_"
 #: What describes a rank: a launcher sets it for the ranks, and nobody for a shell.
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+#: Seconds for a collective that ranks which load data, compile or save may take by themselves.
+_SHORT = 20.0
 #: Switches that cost much, the values that turn them on, and what they do.
 _COSTLY = (
     ("CUDA_LAUNCH_BLOCKING", "1", "makes the GPU wait for each kernel"),
@@ -46,6 +48,18 @@ def check_own(env: Mapping[str, str]) -> Iterator[Finding]:
         yield warning("variables", f"{name} is no variable of lockstep, and does nothing", advice)
     for text in knobs.bad_values(env):
         yield wrong("variables", text, "set it so, or unset it")
+    try:
+        limit = knobs.timeout(env)
+    except EnvironmentMismatch:
+        pass  # it is among the bad values
+    else:
+        if limit < _SHORT:
+            yield warning(
+                "variables",
+                f"{knobs.TIMEOUT}={env[knobs.TIMEOUT]} ends a job as soon as a rank is {limit:g} s late, as in a save or "
+                "a first step",
+                f"unset it: the default is {knobs.DEFAULT_TIMEOUT:g} s",
+            )
     left = [name for name in knobs.OF_A_RANK if env.get(name)]
     if left:
         yield wrong(

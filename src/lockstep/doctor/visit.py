@@ -331,12 +331,13 @@ def _clock(party: _Party, visit: _Visit) -> between.Clock:
 
 
 def _look_at_folder(party: _Party, folder: str) -> Iterator[Finding]:
-    order = {"folder": folder, "token": secrets.token_hex(16)}
     owner, *others = party.there
-    if not os.path.basename(folder) or not party.ask({owner: {"do": "mark", **order}}):
+    token = secrets.token_hex(16)
+    there = party.ask({owner: {"do": "mark", "folder": folder, "token": token}}).get(owner)
+    if there is None:
         return
-    seen = party.ask({visit: {"do": "see", **order} for visit in others})
-    yield from between.judge_folder(folder, owner.name, {visit.name: sees for visit, sees in seen.items()})
+    seen = party.ask({visit: {"do": "see", "folder": there, "token": token} for visit in others})
+    yield from between.judge_folder(there, owner.name, {visit.name: sees for visit, sees in seen.items()})
 
 
 def _look_at_ways(party: _Party) -> Iterator[Finding]:

@@ -56,8 +56,8 @@ def check_own(env: Mapping[str, str]) -> Iterator[Finding]:
         if limit < _SHORT:
             yield warning(
                 "variables",
-                f"{knobs.TIMEOUT}={env[knobs.TIMEOUT]} ends a job as soon as a rank is {limit:g} s late, as in a save or "
-                "a first step",
+                f"{knobs.TIMEOUT}={env[knobs.TIMEOUT]} ends a job as soon as a rank is {limit:g} s late, as in a save "
+                "or a first step",
                 f"unset it: the default is {knobs.DEFAULT_TIMEOUT:g} s",
             )
     left = [name for name in knobs.OF_A_RANK if env.get(name)]

@@ -40,9 +40,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
         yield server
 
 
+def _start(folder: Path, *words: str, before: str = "", **env: str) -> Running:
+    """The command itself imports nothing large, so it starts cold."""
+    job_env = environment(folder, torch=True) | env
+    return Running(["lockstep", *words], cwd=folder, env=job_env, cold=True, before=before)
+
+
 def _quick(folder: Path, *options: str, before: str = "", **env: str) -> dict[str, Any]:
-    done = run(["lockstep", "doctor", "--quick", "--json", *options], folder, before=before, **env)
-    return _read(done)
+    with _start(folder, "doctor", "--quick", "--json", *options, before=before, **env) as job:
+        return _read(job.finish(LIMIT))
 
 
 def _read(done: Finished) -> dict[str, Any]:
@@ -63,8 +69,7 @@ def _bad(findings: list[dict[str, str]]) -> list[tuple[str, str, str, str]]:
 
 
 def test_this_machine(tmp_path: Path, temporary: Path) -> None:
-    env = environment(tmp_path, torch=True, TMPDIR=str(temporary))
-    with Running(["lockstep", "doctor", "-n", "2"], cwd=tmp_path, env=env) as job:
+    with _start(tmp_path, "doctor", "-n", "2", TMPDIR=str(temporary)) as job:
         done = job.finish(LIMIT)
     assert done.code == 0, done
     lines = done.out.splitlines()
@@ -189,8 +194,7 @@ def _there(pid: int) -> list[int]:
 
 
 def test_nothing_is_left_when_it_is_killed(tmp_path: Path, temporary: Path) -> None:
-    env = environment(tmp_path, torch=True, TMPDIR=str(temporary))
-    with Running(["lockstep", "doctor"], cwd=tmp_path, env=env) as job:
+    with _start(tmp_path, "doctor", TMPDIR=str(temporary)) as job:
         wait_for(lambda: _in_a_job(job.pid), "the short job", limit=LIMIT)
         there = job.tree()
         job.process.kill()
@@ -200,8 +204,7 @@ def test_nothing_is_left_when_it_is_killed(tmp_path: Path, temporary: Path) -> N
 
 
 def test_ctrl_c_ends_it(tmp_path: Path, temporary: Path) -> None:
-    env = environment(tmp_path, torch=True, TMPDIR=str(temporary))
-    with Running(["lockstep", "doctor"], cwd=tmp_path, env=env) as job:
+    with _start(tmp_path, "doctor", TMPDIR=str(temporary)) as job:
         wait_for(lambda: len(job.tree()) >= 1, "a look", limit=LIMIT)
         there = job.tree()
         os.kill(job.pid, signal.SIGINT)
@@ -216,7 +219,7 @@ def test_ctrl_c_ends_it(tmp_path: Path, temporary: Path) -> None:
 
 def _over_ssh(server: Sshd, folder: Path, *options: str, **env: str) -> Running:
     env = {"LOCKSTEP_SSH": server.client, "LOCKSTEP_BACKEND": "gloo", **env}
-    return Running(["lockstep", "doctor", *options], cwd=folder, env=environment(folder, torch=True, **env))
+    return _start(folder, "doctor", *options, **env)
 
 
 def test_two_hosts(server: Sshd, tmp_path: Path) -> None:
@@ -317,9 +320,8 @@ class _Machines:
 
     def look(self, *options: str) -> tuple[list[dict[str, Any]], list[tuple[str, str, str, str]]]:
         """Return what is between them, and what of it is not ok."""
-        env = environment(self.folder, torch=True, LOCKSTEP_SSH=str(self._ssh), LOCKSTEP_BACKEND="gloo")
-        command = ["lockstep", "doctor", "--json", *options, *self.names]
-        with Running(command, cwd=self.folder, env=env) as job:
+        env = {"LOCKSTEP_SSH": str(self._ssh), "LOCKSTEP_BACKEND": "gloo"}
+        with _start(self.folder, "doctor", "--json", *options, *self.names, **env) as job:
             report = _read(job.finish(LIMIT))
         self.report = report
         return report["between"], _bad(report["between"])
@@ -379,8 +381,7 @@ def test_a_network_that_is_cut(machines: _Machines) -> None:
 def test_env_has_what_a_report_needs_and_no_secret(tmp_path: Path) -> None:
     key = "0123456789abcdef" * 4
     secrets = {"LOCKSTEP_KEY": key, "RAY_TOKEN": "open-sesame", "TORCH_HOME": "https://me:pa55@host/hf_abcdefgh12345"}
-    env = environment(tmp_path, torch=True, NCCL_DEBUG="INFO", **secrets)
-    with Running(["lockstep", "env"], cwd=tmp_path, env=env) as job:
+    with _start(tmp_path, "env", NCCL_DEBUG="INFO", **secrets) as job:
         done = job.finish(LIMIT)
     assert (done.code, done.err) == (0, ""), done
     for name in ("lockstep", "torch", "Python", "system", "processor", "cores", "memory", "GPUs", "backends"):

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 from lockstep.doctor import child, facts
@@ -32,7 +33,7 @@ def describe() -> str:
         ("GPUs", f"{found['visible_gpus']} visible of {found['gpus']}" if found["gpus"] else "none"),
         *([("driver", found["driver"])] if found["driver"] else []),
         *_torch(),
-        ("folder", f"{os.getcwd()} ({file_system(facts.Path.cwd())})"),
+        ("folder", f"{os.getcwd()} ({file_system(Path.cwd())})"),
     ]
     variables = telling()
     width = max(len(name) for name, _ in rows)

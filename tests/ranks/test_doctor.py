@@ -348,13 +348,26 @@ def test_machines_as_debian_names_them(machines: _Machines) -> None:
 
 
 def test_a_name_that_leads_back(machines: _Machines) -> None:
-    machines.write(0, "127.0.1.1 doctor-1 doctor-2")
+    machines.write(1, "127.0.1.1 doctor-2 doctor-1")
     _, bad = machines.look("--quick")
     ((level, _, what, advice),) = [each for each in bad if "own name" not in each[2]]
     assert (level, what) == (
-        "wrong", "on doctor-1 the name doctor-2 leads to 127.0.1.1, doctor-1 itself, not to doctor-2",
+        "wrong", "on doctor-2 the name doctor-1 leads to 127.0.1.1, doctor-2 itself, not to doctor-1",
     )  # fmt: skip
-    assert "/etc/hosts on doctor-1" in advice
+    assert "/etc/hosts on doctor-2" in advice
+
+
+def test_a_name_that_leads_back_where_nobody_meets(machines: _Machines) -> None:
+    machines.write(0, "127.0.1.1 doctor-1 doctor-2")
+    _, bad = machines.look("--quick")
+    assert [each[:3] for each in bad] == [
+        (
+            "warning",
+            "ways",
+            "on doctor-1 the name doctor-2 leads to 127.0.1.1, doctor-1 itself, not to doctor-2; another address of "
+            "doctor-2 is reached, so that jobs run that do not meet there",
+        )
+    ]
 
 
 def test_a_name_that_one_machine_does_not_know(machines: _Machines) -> None:

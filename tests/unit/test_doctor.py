@@ -411,7 +411,7 @@ def _try(how: str = "ok", *, source: str = "a", target: str = "b", port: int = 4
 
 
 def test_hosts_that_reach_each_other() -> None:
-    found = judge_ways([_try(), _try(source="b", target="a", seconds=0.002), _try(port=29400)], limit=3.0)
+    found = judge_ways([_try(), _try(source="b", target="a", seconds=0.002), _try(port=29400)], first="b", limit=3.0)
     assert one(found, Level.OK).what == "a and b reach each other, in 2 ms"
 
 
@@ -444,7 +444,7 @@ def test_hosts_that_reach_each_other() -> None:
     ],
 )
 def test_hosts_that_do_not(tries: list[Try], what: str, advice: str) -> None:
-    found = list(judge_ways([*tries, _try(source="b", target="a")], limit=3.0))
+    found = list(judge_ways([*tries, _try(source="b", target="a")], first="b", limit=3.0))
     assert what in one(found, Level.WRONG).what
     assert advice in one(found, Level.WRONG).advice
     assert one(found, Level.OK).what == "b reaches a"
@@ -452,7 +452,16 @@ def test_hosts_that_do_not(tries: list[Try], what: str, advice: str) -> None:
 
 def test_a_second_address_is_judged_by_itself() -> None:
     tries = [_try(), _try("silent", address="172.17.0.1", resolved="172.17.0.1")]
-    assert "a does not reach b at 172.17.0.1 within" in one(judge_ways(tries, limit=3.0), Level.WRONG).what
+    assert "a does not reach b at 172.17.0.1 within" in one(judge_ways(tries, first="b", limit=3.0), Level.WRONG).what
+
+
+def test_the_name_of_a_host_that_nobody_meets_at() -> None:
+    """One address is enough there."""
+    tries = [_try("unknown", why="Name or service not known"), _try(address="10.0.0.2")]
+    found = one(judge_ways(tries, first="c", limit=3.0), Level.WARNING)
+    assert "another address of b is reached" in found.what
+    assert levels(judge_ways(tries, first="b", limit=3.0)) == {Level.WRONG}
+    assert levels(judge_ways(tries[:1], first="c", limit=3.0)) == {Level.WRONG}
 
 
 def test_a_folder_that_is_not_everybodys() -> None:

@@ -127,11 +127,13 @@ class Try:
     seconds: float
 
 
-def judge_ways(tries: Sequence[Try], *, limit: float) -> Iterator[Finding]:
+def judge_ways(tries: Sequence[Try], *, first: str, limit: float) -> Iterator[Finding]:
     """Say who reaches whom.
 
     Args:
         tries: every connection that was tried.
+        first: the host that the others meet at, which has to be reached under its name. Of the others one address is
+            enough.
         limit: seconds that each had.
     """
     pairs: dict[tuple[str, str], list[Try]] = {}
@@ -140,7 +142,7 @@ def judge_ways(tries: Sequence[Try], *, limit: float) -> Iterator[Finding]:
     bad = {pair for pair, found in pairs.items() if any(each.how != "ok" for each in found)}
     for source, target in pairs:
         if (source, target) in bad:
-            yield from _judge_way(source, target, pairs[source, target], limit)
+            yield from _judge_way(source, target, pairs[source, target], first, limit)
     good = [pair for pair in pairs if pair not in bad]
     if good:
         slowest = max(each.seconds for pair in good for each in pairs[pair])
@@ -152,23 +154,35 @@ def judge_ways(tries: Sequence[Try], *, limit: float) -> Iterator[Finding]:
             yield ok("ways", f"{', '.join(f'{source} reaches {target}' for source, target in good)}")
 
 
-def _judge_way(source: str, target: str, tries: Sequence[Try], limit: float) -> Iterator[Finding]:
+def _judge_way(source: str, target: str, tries: Sequence[Try], first: str, limit: float) -> Iterator[Finding]:
     by_address: dict[str, list[Try]] = {}
     for each in tries:
         by_address.setdefault(each.address, []).append(each)
+    whole = any(all(each.how == "ok" for each in found) for found in by_address.values())
+    for finding in _judge_addresses(source, target, by_address, limit):
+        if whole and target != first:
+            what = f"{finding.what}; another address of {target} is reached, so that jobs run that do not meet there"
+            yield warning(finding.about, what, finding.advice)
+        else:
+            yield finding
+
+
+def _judge_addresses(
+    source: str, target: str, by_address: Mapping[str, Sequence[Try]], limit: float
+) -> Iterator[Finding]:
     for address, found in by_address.items():
-        first, failed = found[0], [each for each in found if each.how != "ok"]
+        one, failed = found[0], [each for each in found if each.how != "ok"]
         if not failed:
             continue
-        name = address if first.resolved in ("", address) else f"{address} ({first.resolved})"
-        if first.how == "unknown":
+        name = address if one.resolved in ("", address) else f"{address} ({one.resolved})"
+        if one.how == "unknown":
             yield wrong(
-                "ways", f"{source} does not know the name {address}, which is {target}: {first.why}",
+                "ways", f"{source} does not know the name {address}, which is {target}: {one.why}",
                 f"write it into /etc/hosts on {source}, or name the hosts by addresses",
             )  # fmt: skip
-        elif is_loopback(first.resolved) and not is_loopback(address) and len(failed) == len(found):
+        elif is_loopback(one.resolved) and not is_loopback(address) and len(failed) == len(found):
             yield wrong(
-                "ways", f"on {source} the name {address} leads to {first.resolved}, {source} itself, not to {target}",
+                "ways", f"on {source} the name {address} leads to {one.resolved}, {source} itself, not to {target}",
                 f"correct /etc/hosts on {source}: Debian and Ubuntu write a machine's own name there with 127.0.1.1",
             )  # fmt: skip
         elif any(each.how == "other" for each in failed):
@@ -178,7 +192,7 @@ def _judge_way(source: str, target: str, tries: Sequence[Try], limit: float) -> 
                 "between them",
             )  # fmt: skip
         elif len(failed) == len(found):
-            how = f"within {limit:g} s" if first.how == "silent" else f"({first.why})"
+            how = f"within {limit:g} s" if one.how == "silent" else f"({one.why})"
             yield wrong(
                 "ways", f"{source} does not reach {target} at {name} {how}",
                 f"let the hosts connect to each other at all ports ({target}'s firewall or security group), or use "

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.doctor import between, child, trials
-from lockstep.doctor.findings import Finding, warning, wrong
+from lockstep.doctor.findings import Finding, Level, warning, wrong
 from lockstep.doctor.hosted import CONNECT, logs_of
 from lockstep.doctor.variables import check_own
 from lockstep.errors import LaunchError
@@ -310,7 +310,7 @@ def _look_between(party: _Party, *, folder: str, quick: bool) -> Iterator[Findin
     yield from _look_at_folder(party, folder)
     reached = True
     for finding in _look_at_ways(party):
-        reached = reached and finding.advice == ""
+        reached = reached and finding.level is not Level.WRONG
         yield finding
     if quick:
         return
@@ -364,7 +364,8 @@ def _look_at_ways(party: _Party) -> Iterator[Finding]:
             if target is source:
                 continue
             own = ways[target][visits.index(source)]
-            addresses = [target.address, *([own] if own and own != target.address and not is_loopback(own) else [])]
+            addresses = [target.address] if is_loopback(visits[0].address) or not is_loopback(target.address) else []
+            addresses += [own] if own and own != target.address and not is_loopback(own) else []
             targets += [
                 {"to": target.name, "address": address, "port": port, "token": tokens[target]}
                 for address in addresses
@@ -381,7 +382,7 @@ def _look_at_ways(party: _Party) -> Iterator[Finding]:
         for source, results in answers.items()
         for each in results
     ]  # fmt: skip
-    yield from between.judge_ways(tries, limit=CONNECT)
+    yield from between.judge_ways(tries, first=visits[0].name, limit=CONNECT)
 
 
 def _try_job(party: _Party) -> Iterator[Finding]:

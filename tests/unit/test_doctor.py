@@ -321,6 +321,18 @@ def test_gpus(changes: dict[str, Any], seen: tuple[int, int], level: Level | Non
         assert advice in finding.advice
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.104.05  Release Build  (dvs-builder@U16)",
+    ],
+)
+def test_the_drivers_version(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "text", lambda _path: f"{line}\nGCC version:  gcc version 12.2.0\n")
+    assert facts.driver() == "535.104.05"
+
+
 def test_more_ranks_than_gpus() -> None:
     found = one(trials.judge_torch(_CUDA, gpus=2, visible=2, ranks=3), Level.WARNING)
     assert found.what == "3 ranks for 2"

@@ -63,7 +63,7 @@ def processor() -> str:
 
 def driver() -> str:
     """Return the version of NVIDIA's driver; empty: none is loaded."""
-    found = re.search(r"Kernel Module\D*([\d.]+)", text(_DRIVER))
+    found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", text(_DRIVER))
     return found[1] if found else ""
 
 

@@ -197,7 +197,8 @@ _WORDS = (
 
 
 def _advice(words: str, host: str) -> str:
-    advice = next((advice for part, advice in _WORDS if part in words), "try ssh HOST true by hand")
+    low = words.lower()
+    advice = next((advice for part, advice in _WORDS if part.lower() in low), "try ssh HOST true by hand")
     return advice.replace("HOST", host)
 
 

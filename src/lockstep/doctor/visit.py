@@ -192,6 +192,7 @@ _WORDS = (
         "install the same Python with lockstep at the same path, and have the same folder there",
     ),
     ("No module named", "install lockstep for that Python, or set PYTHONPATH, which goes along"),
+    ("No such command", "install the same version of lockstep there"),
     ("not found", "install the same Python with lockstep at the same path on all hosts"),
 )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lockstep._proc import descendants
+from lockstep._proc import descendants, read
 from lockstep.doctor import child
 from tests.faults.machines import network, set_link
 from tests.launching import (
@@ -188,11 +188,7 @@ def _first(folder: Path) -> str:
 
 
 def _in_a_job(pid: int) -> bool:
-    return any("lockstep.doctor.trial" in Path(f"/proc/{each}/cmdline").read_text() for each in _there(pid))
-
-
-def _there(pid: int) -> list[int]:
-    return [each for each in descendants(pid) if Path(f"/proc/{each}/cmdline").exists()]
+    return any("lockstep.doctor.trial" in read(each, "cmdline") for each in descendants(pid))
 
 
 def test_nothing_is_left_when_it_is_killed(tmp_path: Path, temporary: Path) -> None:

@@ -94,7 +94,9 @@ def _write(folder: Path) -> list[float]:
         for _ in range(_REPEATS):
             file.seek(0)
             start = time.perf_counter()
-            file.write(os.urandom(_MIB))
+            data = memoryview(os.urandom(_MIB))
+            while data:  # where there is room for some of it only, the next write says so
+                data = data[os.write(file.fileno(), data) :]
             os.fsync(file.fileno())
             durations.append(time.perf_counter() - start)
     return durations

@@ -172,8 +172,7 @@ def test_no_place_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_folder_of_a_run(tmp_path: Path) -> None:
     fine = list(check_folder(replace(HERE, folder=tmp_path / "runs" / "first")))
     assert Level.WRONG not in levels(fine)
-    assert fine[0].what.endswith(")")
-    assert f"{tmp_path}, where first would be made," in fine[0].what
+    assert f" free in {tmp_path}, where runs/first would be made; " in fine[0].what
     assert os.listdir(tmp_path) == [], "it only looks"
     (tmp_path / "file").write_text("")
     assert (

@@ -27,7 +27,7 @@ def check_folder(task: Task) -> Iterator[Finding]:
     """Look at the folder that a run goes to, or where it would be made. What is written there has no name."""
     folder = task.folder.absolute()
     there = nearest(folder)
-    name = str(folder) if there == folder else f"{there}, where {folder.name} would be made,"
+    name = str(folder) if there == folder else f"{there}, where {folder.relative_to(there)} would be made,"
     if not there.is_dir():
         yield wrong("folder", f"{there} is no folder", "name another with --folder")
         return
@@ -49,7 +49,7 @@ def check_folder(task: Task) -> Iterator[Finding]:
         yield warning("folder", f"{name} has {size(free)} left", "make room: a save writes the new checkpoint before "
                       "it removes an old one")  # fmt: skip
     else:
-        yield ok("folder", f"{size(free)} free in {name}" + (f" ({kind})" if kind else ""))
+        yield ok("folder", f"{size(free)} free in {name.rstrip(',')}" + (f"; {kind}" if kind else ""))
     if fs.f_files > 0 and fs.f_favail < _FEW_FILES:
         yield warning("folder", f"{name} has room for {fs.f_favail} more files (df -i)", "remove files there")
     if kind in ("tmpfs", "ramfs"):

@@ -108,7 +108,7 @@ def environment(tmp_path: Path, *, torch: bool = False, **changes: str) -> dict[
     Most tests here are about processes, and importing torch is nine tenths of their time; with ``torch=True`` the
     zygote is as users have it.
     """
-    env = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")} | {knobs.QUIET: "1"}
     return env | {"XDG_STATE_HOME": str(tmp_path / "state")} | ({} if torch else {knobs.PRELOAD: ""}) | changes
 
 

@@ -354,3 +354,11 @@ def wait_in_rendezvous(wait: Callable[[float], None]) -> None:
         wait(seconds[1] if isinstance(seconds, tuple) else seconds)
 
     dynamic_rendezvous._delay = delay  # type: ignore[attr-defined]
+
+
+def look_anew(handler: Any) -> None:
+    """Have a ``DynamicRendezvousHandler`` read the state of the rendezvous whenever it looks, not once a second.
+
+    It has no setting for how long it goes by what it has read.
+    """
+    handler._state_holder._cache_duration = 0

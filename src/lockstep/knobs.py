@@ -23,6 +23,8 @@
                        stages per rank); for tests, and for machines whose caches differ much.
 ``LOCKSTEP_LATE``      seconds that a rank may hold up the others before ``lockstep run`` says so, where ten
                        steps take less. 5 by default.
+``LOCKSTEP_QUIET``     1: leave out the summary at the end of ``lockstep.spawn``, and of ``lockstep run``, which
+                       also has ``--quiet``.
 ``LOCKSTEP_KEY``       32 random bytes as hexadecimal digits, or the path of a file (0600) that holds them: machines
                        that meet by ``--rdzv`` prove to each other that they know it.
 ``LOCKSTEP_SSH``       the ssh client for ``lockstep run --hosts``, with options if need be (``ssh -F FILE``). By
@@ -54,12 +56,13 @@ TIMEOUT = "LOCKSTEP_TIMEOUT"
 KEEP_MEMORY = "LOCKSTEP_KEEP_MEMORY"
 SHM_CHUNK = "LOCKSTEP_SHM_CHUNK"
 LATE = "LOCKSTEP_LATE"
+QUIET = "LOCKSTEP_QUIET"
 KEY = "LOCKSTEP_KEY"
 SSH = "LOCKSTEP_SSH"
 TRACEBACK = "LOCKSTEP_TRACEBACK"
 
 #: Those that the user sets and that mean the same on every machine.
-PASSED_ON = (PRELOAD, BACKEND, TIMEOUT, KEEP_MEMORY, SHM_CHUNK, LATE, TRACEBACK)
+PASSED_ON = (PRELOAD, BACKEND, TIMEOUT, KEEP_MEMORY, SHM_CHUNK, LATE, QUIET, TRACEBACK)
 
 #: Those that the launcher sets for its ranks, and a rank for what it starts; nobody else has a use for them.
 OF_A_RANK = (STORE, JOB_DIR, RANK_PROCESS, JOINED, RESTART, ROUND)
@@ -163,6 +166,11 @@ def late(env: Mapping[str, str] = os.environ) -> float:
         EnvironmentMismatch: ``LOCKSTEP_LATE`` is not a positive number.
     """
     return _seconds(env, LATE, DEFAULT_LATE)
+
+
+def quiet(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the summary at the end is to be left out: ``LOCKSTEP_QUIET`` is neither empty nor 0."""
+    return env.get(QUIET, "") not in ("", "0")
 
 
 def key(env: Mapping[str, str] = os.environ) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep._proc import descendants
+from lockstep._proc import children, descendants
 from tests.launching import wait_for
 
 #: What the machine must let us do; see tests/namespaces.py.
@@ -87,6 +87,11 @@ class Pods:
     def terminate(self, index: int) -> None:
         """Do what a kubelet does to a pod that is to leave: SIGTERM to process 1."""
         os.kill(descendants(self._pods[index].pid)[0], signal.SIGTERM)
+
+    def kill_rank(self, index: int) -> None:
+        """Kill the last rank that a pod's launcher has started."""
+        (launcher,) = children(self._pods[index].pid)
+        os.kill(max(children(children(launcher)[0])), signal.SIGKILL)
 
     @property
     def running(self) -> bool:

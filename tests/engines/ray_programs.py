@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.integrations.ray import LockstepTrainer, report, save_if_preempted
+from tests.engines import strike
 from tests.faults import jobs, training
 from tests.launching import wait_for
 
@@ -36,7 +38,7 @@ _STEPS = 200
 
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
-    nodes = {"places": [2, 1], "killed": [1, 1], "preempted": [1, 1, 1]}[name]
+    nodes = {"places": [2, 1], "killed": [1, 1], "preempted": [1, 1, 1], "script": [1, 1]}[name]
     # Ray counts nodes by their addresses.
     address = {"num_cpus": nodes[0], "object_store_memory": _STORE, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=address)
@@ -46,7 +48,8 @@ def main() -> None:
             for number, cpus in enumerate(nodes[1:], 2)
         ]
         ray.init(address=cluster.address, log_to_driver=True, logging_level="warning")
-        found = {"places": places, "killed": killed, "preempted": preempted}[name](folder, cluster, others)
+        programs = {"places": places, "killed": killed, "preempted": preempted, "script": script}
+        found = programs[name](folder, cluster, others)
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -87,6 +90,17 @@ def _train(config: dict[str, str]) -> None:
     folder = Path(config["folder"])
     sys.argv = ["training.py", str(folder), "--slow", "0.05", "--save-every", "5"]
     training.main()
+
+
+def script(folder: Path, _cluster: Cluster, _others: list[Any]) -> None:
+    """Run the README's script, as it stands there, in each worker."""
+    _fit(_run_script, folder, ScalingConfig(num_workers=2), max_failures=1)
+
+
+def _run_script(config: dict[str, str]) -> None:
+    os.chdir(config["folder"])
+    strike.plant(Path(config["folder"], "strike", "struck"))
+    runpy.run_path(str(Path(jobs.SCRIPT).parents[2] / "examples" / "train.py"))
 
 
 def preempted(folder: Path, cluster: Cluster, others: list[Any]) -> dict[str, Any]:

@@ -26,10 +26,24 @@ def _namespaces() -> None:
     skip_unless(NEEDS, "a pod")
 
 
-def _containers(engine: str, folder: Path) -> tuple[Container, Container]:
+def _containers(engine: str, folder: Path, *more: str) -> tuple[Container, Container]:
     """Print a manifest for the training over ``folder``, and read from it what the two pods run."""
     yaml = pytest.importorskip("yaml", reason="PyYAML comes with kubernetes-validate, which is not installed")
-    options = ["--engine", engine, "--image", "train", "--nodes", "2", "-n", "1", "--name", "digits", "--env", "A=$B"]
+    options = [
+        "--engine",
+        engine,
+        "--image",
+        "train",
+        "--nodes",
+        "2",
+        "-n",
+        "1",
+        "--name",
+        "digits",
+        "--env",
+        "A=$B",
+        *more,
+    ]
     done = CliRunner().invoke(main, ["manifest", *options, str(jobs.SCRIPT), str(folder), "--slow", "0.05"])
     assert done.exit_code == 0, done.output
     documents = {document["kind"]: document["spec"] for document in yaml.safe_load_all(done.stdout)}
@@ -89,3 +103,21 @@ def test_pods_train_and_new_ones_resume_after_one_is_evicted(engine: str, tmp_pa
     assert len(jobs.lines(folder, 0)) > before
     assert jobs.final(folder) == calm(jobs.EPOCHS)
     jobs.check_audit(folder)
+
+
+def test_launchers_in_pods_find_each_other_and_restart_their_ranks(tmp_path: Path, calm: jobs.Calm) -> None:
+    containers = _containers("job", tmp_path, "--rdzv", "service")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = environment(tmp_path, torch=True, PATH=path, PYTHONPATH=python_path(_ROOT))
+    pods = Pods(containers, tmp_path, env)
+    try:
+        wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 4 or not pods.running, "training")
+        pods.kill_rank(1)
+        assert pods.wait(60.0) == [0, 0], "\n".join(output.read_text() for output in pods.outputs)
+    finally:
+        pods.close()
+    assert jobs.lives(tmp_path) == 2
+    assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
+    jobs.check_audit(tmp_path)
+    for output in pods.outputs:
+        assert "restart 1 of 10: all ranks start again" in output.read_text()

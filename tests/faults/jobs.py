@@ -21,6 +21,7 @@ RANKS = 2
 def start_job(
     folder: Path,
     *options: str,
+    ranks: int = RANKS,
     restarts: int = 0,
     grace: float = 10.0,
     plan: list[dict[str, Any]] | None = None,
@@ -28,7 +29,7 @@ def start_job(
     **env: str,
 ) -> Running:
     """Start the training over ``folder``; what is there already is gone on from. ``cold`` as for :class:`Running`."""
-    run = ["lockstep", "run", "-n", str(RANKS), "--log-dir", str(folder / "logs"), "--grace", str(grace)]
+    run = ["lockstep", "run", "-n", str(ranks), "--log-dir", str(folder / "logs"), "--grace", str(grace)]
     if restarts:
         run += ["--max-restarts", str(restarts)]
     if plan is not None:
@@ -58,9 +59,9 @@ def undisturbed(folder: Path, epochs: int) -> list[dict[str, Any]]:
     return final(folder)
 
 
-def final(folder: Path) -> list[dict[str, Any]]:
+def final(folder: Path, ranks: int = RANKS) -> list[dict[str, Any]]:
     """What each rank had at the end."""
-    return [json.loads((folder / f"final-{rank}.json").read_text()) for rank in range(RANKS)]
+    return [json.loads((folder / f"final-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def lines(folder: Path, rank: int) -> list[dict[str, Any]]:

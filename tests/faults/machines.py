@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -34,14 +37,26 @@ class Machines:
         nodes: as after ``--nnodes``.
         endpoint: as after ``--rdzv``; None: a free port of this machine.
         network: the names of network namespaces, one for each machine; none: all are on this machine.
+        options: more of ``lockstep run``.
     """
 
-    def __init__(self, folder: Path, nodes: str, *, endpoint: str | None = None, network: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nodes: str,
+        *,
+        endpoint: str | None = None,
+        network: tuple[str, ...] = (),
+        options: tuple[str, ...] = (),
+    ) -> None:
         self._folder = folder
         self._network = network
         self._options = ["--nnodes", nodes, "--rdzv", endpoint or f"127.0.0.1:{free_port()}", "--regroup-after", "0.5"]
+        self._options += options
         self._undo = ExitStack()
         self.running: list[Running] = []
+        #: Where each machine's temporary files are.
+        self._temporary: list[Path] = []
 
     def __enter__(self) -> Machines:
         return self
@@ -50,18 +65,37 @@ class Machines:
         self._undo.close()
 
     def start(
-        self, *options: str, ranks: int = 1, restarts: int = 2, script: Path = jobs.SCRIPT, **env: str
+        self,
+        *options: str,
+        ranks: int = 1,
+        restarts: int = 2,
+        script: Path = jobs.SCRIPT,
+        place: int | None = None,
+        **env: str,
     ) -> Running:
-        """Start one more; ``options`` are the script's."""
+        """Start one more; ``options`` are the script's. ``place``: its network, counted from 0; None: the next one."""
         number = len(self.running)
         command = ["lockstep", "run", "-n", str(ranks), "--max-restarts", str(restarts), *self._options]
         command += ["--log-dir", str(self._folder / f"logs-{number}"), str(script), str(self._folder), *options]
         # Launchers on one machine would find that their ranks can share memory.
         env = {"LOCKSTEP_BACKEND": "gloo", "PYTHONPATH": python_path(jobs.SCRIPT.parents[2]), **env}
-        before = _ENTER.format(name=self._network[number]) if self._network else ""
+        before = _ENTER.format(name=self._network[number if place is None else place]) if self._network else ""
+        self._temporary.append(Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="machine-"))))
+        env.setdefault("TMPDIR", str(self._temporary[-1]))
         job = Running(command, cwd=self._folder, env=environment(self._folder, torch=True, **env), before=before)
         self.running.append(self._undo.enter_context(job))
         return job
+
+    def left(self, *, lost: Running | None = None) -> list[str]:
+        """What the job has left on any machine, now that all have ended: processes, and files of its own.
+
+        A machine of which everything died at once can't remove its files; ``lost`` says which. (The next job does.)
+        """
+        found = [f"process {pid} in {name}" for name in self._network for pid in processes(name)]
+        for machine, temporary in zip(self.running, self._temporary, strict=True):
+            if machine is not lost:
+                found += [str(path) for path in temporary.glob("lockstep-*")]
+        return found
 
 
 def zygote(machine: Running) -> int:
@@ -72,6 +106,15 @@ def zygote(machine: Running) -> int:
 def client(machine: Running) -> int:
     """A machine's rendezvous client: the first process that the zygote has forked."""
     return min(children(zygote(machine)))
+
+
+def kill_all(machine: Running) -> list[int]:
+    """Kill a machine's processes, all at once; they are returned."""
+    everyone = [machine.pid, *machine.tree()]
+    for pid in everyone:
+        with suppress(ProcessLookupError):  # an end of its own
+            os.kill(pid, signal.SIGKILL)
+    return everyone
 
 
 @contextmanager
@@ -108,10 +151,57 @@ def network(count: int, tag: str) -> Iterator[tuple[str, ...]]:
 
 def set_link(names: tuple[str, ...], number: int, state: str) -> None:
     """Cut a machine off, or let it back: ``state`` is ``down`` or ``up``. Nobody gets a reset."""
-    hub = names[0].rpartition("-")[0] + "-hub"
-    _ip(f"-n {hub} link set p{number} {state}")
+    _ip(f"-n {_hub(names)} link set p{number} {state}")
+
+
+def deafen(names: tuple[str, ...], number: int) -> None:
+    """Drop all that is sent to a machine, while what it sends still arrives; until :func:`let_through`."""
+    _run(f"tc -n {_hub(names)} qdisc add dev p{number} root blackhole")
+
+
+def silence(names: tuple[str, ...], number: int) -> None:
+    """Drop all that a machine sends, while what is sent to it still arrives; until :func:`let_through`."""
+    _run(f"tc -n {names[number - 1]} qdisc add dev eth0 root blackhole")
+
+
+def set_rate(names: tuple[str, ...], mbit: float) -> None:
+    """Have each machine's link carry so many Mbit/s each way; a packet takes its time, the next one waits.
+
+    The queue has room for a quarter of a second, and for some large packets in any case.
+    """
+    room = max(200_000, round(mbit * 1e6 / 8 / 4))
+    for where, device in _ends(names):
+        _run(f"tc -n {where} qdisc replace dev {device} root tbf rate {mbit}mbit burst 3000 limit {room}")
+
+
+def let_through(names: tuple[str, ...]) -> None:
+    """Undo whatever was done to the links."""
+    for number in range(1, len(names) + 1):
+        set_link(names, number, "up")
+    for where, device in _ends(names):
+        subprocess.run(["tc", "-n", where, "qdisc", "del", "dev", device, "root"], check=False, capture_output=True)
+
+
+def processes(name: str) -> list[int]:
+    """The processes in a network namespace."""
+    done = subprocess.run(["ip", "netns", "pids", name], check=True, capture_output=True, text=True)
+    return [int(pid) for pid in done.stdout.split()]
+
+
+def _ends(names: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Both ends of each machine's link: namespace and device."""
+    hub = _hub(names)
+    return [(name, "eth0") for name in names] + [(hub, f"p{number}") for number in range(1, len(names) + 1)]
+
+
+def _hub(names: tuple[str, ...]) -> str:
+    return names[0].rpartition("-")[0] + "-hub"
 
 
 def _ip(*commands: str) -> None:
     for command in commands:
-        subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
+        _run(f"ip {command}")
+
+
+def _run(command: str) -> None:
+    subprocess.run(command.split(), check=True, capture_output=True, text=True)

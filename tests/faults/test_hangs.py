@@ -61,7 +61,7 @@ def test_a_selection_of_hangs_is_named(tmp_path: Path) -> None:
 
 def _straggle(tmp_path: Path, *, seconds: float) -> Finished:
     """Train with a rank that fetches its data three times slower than the other."""
-    env = environment(tmp_path, torch=True)
+    env = environment(tmp_path, torch=True, LOCKSTEP_QUIET="")
     options = ["--seconds", str(seconds), "--work", "0.01", "--slow", "3"]
     with Running(["lockstep", "run", "-n", "2", str(SCRIPT), str(tmp_path), *options], cwd=tmp_path, env=env) as job:
         return job.finish(seconds + 60)
@@ -70,7 +70,7 @@ def _straggle(tmp_path: Path, *, seconds: float) -> Finished:
 def _check_straggler(done: Finished) -> None:
     assert done.code == 0, done
     assert "held up" not in done.err, done.err
-    assert "lockstep: rank 1 was steadily slower than" in done.err
+    assert "input straggler: rank 1, in data: " in done.err
     assert "rank 0 took" in done.out
 
 

@@ -35,6 +35,7 @@ POINTS = ("restore", "started", "data", "forward", "backward", "reduce", "optimi
 EPOCHS = 3
 LENGTH = 46  # 11 batches of 4 and one of 2
 BATCH = 4
+WIDTH = 8
 
 
 class Augmented(Dataset[tuple[torch.Tensor, int, int]]):
@@ -130,7 +131,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=3)
+    parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step takes longer")
+    parser.add_argument("--while", type=Path, dest="slow_while", help="only while this file is there")
+    parser.add_argument("--batch", type=int, default=BATCH, help="the global batch")
+    parser.add_argument("--width", type=int, default=WIDTH, help="of the hidden layer: a gradient has 12 times as many")
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="no dropout, float64: the number of ranks changes roundings alone; losses and parameters are noted",
+    )
     return parser.parse_args()
 
 
@@ -144,13 +154,21 @@ def main() -> None:
     faults = Faults(options.plan, rank=world.rank, life=life)
     faults.folder = options.folder
 
-    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 3))
+    net = _net(options.width, exact=options.exact)
     model = lockstep.replicate(lockstep.convert_sync_batchnorm(net))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=options.epochs * -(-LENGTH // BATCH))
-    loader = lockstep.shard(DataLoader(Augmented(), batch_size=BATCH, shuffle=True, num_workers=options.workers))
+    steps = options.epochs * -(-LENGTH // options.batch)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+    loader = lockstep.shard(
+        DataLoader(Augmented(), batch_size=options.batch, shuffle=True, num_workers=options.workers)
+    )
     saved = lockstep.Checkpointer(
-        options.folder / "run", model=model, optimizer=optimizer, scheduler=scheduler, loader=loader
+        options.folder / "run",
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        keep=options.keep,
     )
     faults.plant(model, optimizer)
 
@@ -162,11 +180,11 @@ def main() -> None:
     for epoch in saved.epochs(options.epochs):
         if not begun:
             begun = True
-            audit.write(resumed=saved.step)
+            audit.write(resumed=saved.step, world=world.world_size)
             faults.at("started")
         for images, labels, indices in loader:
             faults.at("data")
-            loss = nn.functional.cross_entropy(model(images), labels)
+            loss = nn.functional.cross_entropy(model(images.double() if options.exact else images), labels)
             loss.register_hook(lambda _: faults.at("backward"))
             optimizer.zero_grad()
             faults.backward = True
@@ -174,15 +192,16 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             faults.taken += 1
-            audit.write(epoch=epoch, step=saved.step, indices=indices.tolist())
-            if options.slow:
+            noted = {"loss": world.mean(loss)} if options.exact else {}
+            audit.write(epoch=epoch, step=saved.step, indices=indices.tolist(), **noted)
+            if options.slow and (options.slow_while is None or options.slow_while.exists()):
                 time.sleep(options.slow)
             if saved.step % options.save_every == 0:
                 save()
         faults.at("epoch")
         torch.rand(2)  # whatever a script draws between epochs
         save()
-    final = {
+    final: dict[str, Any] = {
         "step": saved.step,
         "model": digest_of(model.state_dict()),
         "optimizer": digest_of(optimizer.state_dict()),
@@ -194,7 +213,16 @@ def main() -> None:
             digest_of([str(part) for part in np.random.get_state()]),
         ],
     }
+    if options.exact:
+        final["parameters"] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
     (options.folder / f"final-{world.rank}.json").write_text(json.dumps(final))
+
+
+def _net(width: int, *, exact: bool) -> nn.Module:
+    net = nn.Sequential(
+        nn.Linear(6, width), nn.BatchNorm1d(width), nn.Dropout(0.0 if exact else 0.3), nn.ReLU(), nn.Linear(width, 3)
+    )
+    return net.double() if exact else net
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def check(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("options", [_ALL, ["-n", "1"]])
+@pytest.mark.parametrize("options", [_ALL, ["-n", "1"], [*_ALL, "--rdzv", "service"]])
 def test_a_manifest_is_valid(engine: str, options: list[str]) -> None:
     for document in _documents("--engine", engine, *options, "train.py", "--lr", "0.1"):
         check(document)
@@ -91,6 +91,44 @@ def test_a_typo_in_any_word_of_a_manifest_is_found(engine: str) -> None:
                 continue
             unnoticed.append(f"{document['kind']}: {key}")
     assert not unnoticed
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("rdzv", "first"), [("service", None), ("file:/runs/meet", "file:/runs/meet")])
+def test_launchers_that_find_each_other_restart_by_themselves(engine: str, rdzv: str, first: str | None) -> None:
+    documents = _documents("--engine", engine, *_ALL, "--rdzv", rdzv, "--max-restarts", "3", "train.py")
+    job = _jobs_of(documents[-1 if engine == "job" else 0])
+    assert job["backoffLimit"] == 3, "new pods for those that were killed"
+    rules = job["podFailurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules] == ["Ignore", "Ignore", "FailJob"]
+    assert rules[2]["onExitCodes"]["values"] == [75, 137]
+    host = {"job": "digits-0", "jobset": "digits-node-0-0", "trainjob": "digits-node-0-0"}[engine]
+    if engine == "trainjob":
+        command = documents[1]["spec"]["trainer"]["command"]
+    else:
+        (container,) = job["template"]["spec"]["containers"]
+        command, port = container["command"], container["ports"][0]["containerPort"]
+        assert port == 29400
+    words = ["--nnodes", "3", "--rdzv", first or f"{host}.digits", "--max-restarts", "3"]
+    assert " ".join(words) in " ".join(command)
+    assert "--master-addr" not in command
+    if engine == "jobset":
+        assert documents[0]["spec"]["failurePolicy"] == {"maxRestarts": 0}
+
+
+@pytest.mark.parametrize(
+    ("rdzv", "text"),
+    [
+        ("host0", "expected 'service', or file:/FOLDER"),
+        ("file:runs", "expected 'service', or file:/FOLDER"),
+        ("file:/elsewhere", "on no --volume"),
+        ("file:/runs2", "on no --volume"),
+    ],
+)
+def test_a_place_where_pods_can_t_meet_is_refused(rdzv: str, text: str) -> None:
+    done = _run("--engine", "job", *_ALL, "--rdzv", rdzv, "train.py")
+    assert done.exit_code == 2
+    assert text in done.stderr
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -292,7 +292,7 @@ def test_leave_out_of_flight_recorder() -> None:
 # --- nothing private elsewhere ---------------------------------------------------------------------------------------
 
 
-def test_wait_in_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_in_rendezvous_and_look_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamic_rendezvous, "_delay", None)  # put back afterwards
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # else it opens one
     waits: list[float] = []
@@ -307,8 +307,15 @@ def test_wait_in_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     handler = dynamic_rendezvous.DynamicRendezvousHandler.from_backend(
         "job", store, C10dRendezvousBackend(store, "job"), min_nodes=1, max_nodes=2, timeout=timeout
     )
+    _torch.look_anew(handler)
     assert handler.next_rendezvous().world_size == 1
     assert set(waits) == {0.3, 1}, "before it looks first, and while it waits for a second machine"
+    reads = []
+    monkeypatch.setattr(C10dRendezvousBackend, "get_state", lambda *_: reads.append(1))
+    for _ in range(5):
+        handler.num_nodes_waiting()
+    assert len(reads) == 5
+    monkeypatch.undo()
     assert handler.shutdown()
 
 

@@ -43,7 +43,12 @@ import click
     "--max_restarts",
     type=click.IntRange(min=0),
     metavar="K",
-    help="Start all pods again after a failure, up to K times; 10 if not given. Not with --engine job.",
+    help="Start all ranks again after a failure, up to K times; 10 if not given. With --engine job: --rdzv, too.",
+)
+@click.option(
+    "--rdzv",
+    metavar="service|file:FOLDER",
+    help="Let the launchers find each other, at the first pod or on a volume: they restart without new pods.",
 )
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as for python -m.")
 @click.argument("program")
@@ -62,6 +67,7 @@ def manifest(
     namespace: str | None,
     grace: float,
     max_restarts: int | None,
+    rdzv: str | None,
     is_module: bool,
     program: str,
     args: tuple[str, ...],
@@ -92,6 +98,7 @@ def manifest(
             volumes=tuple(Volume.parse(text) for text in volumes),
             env=env,
             max_restarts=max_restarts,
+            rdzv=rdzv,
         )
         click.echo(described.text(), nl=False)
     except ValueError as error:

@@ -52,6 +52,7 @@ import click
     "--log-dir", "--log_dir", type=click.Path(path_type=Path), help="Folder for every rank's log (rank1.log …)."
 )
 @click.option("--all-output", is_flag=True, help="Show every rank's lines, not only rank 0's.")
+@click.option("--quiet", is_flag=True, help="No summary at the end (LOCKSTEP_QUIET=1).")
 @click.option("--grace", default=10.0, show_default=True, metavar="SECONDS", help="Time to stop before being killed.")
 @click.option(
     "--max-restarts",
@@ -79,6 +80,7 @@ def run(
     is_module: bool,
     log_dir: Path | None,
     all_output: bool,
+    quiet: bool,
     grace: float,
     max_restarts: int | None,
     program: str,
@@ -124,6 +126,7 @@ def run(
             master_port=place.master_port,
             log_dir=log_dir,
             output=Output.ALL if all_output else Output.FIRST,
+            quiet=quiet or knobs.quiet(),
             grace=grace,
             max_restarts=(place.restarts or 0) if max_restarts is None else max_restarts,
             rendezvous=None if place.rendezvous is None else replace(place.rendezvous, ranks=nproc),
@@ -159,6 +162,7 @@ def _run_on_hosts(hosts: str, given: dict[str, Any]) -> int:
     refuse_with_hosts(hosts, {_option(name): given[name] for name in _ELSEWHERE})
     words = [f"{_option(name)}={given[name]}" for name in _EVERYWHERE if given[name] is not None]
     words += ["--all-output"] if given["all_output"] else []
+    words += ["--quiet"] if given["quiet"] else []
     words += ["-m"] if given["is_module"] else []
     rest = (*words, "--", given["program"], *given["args"])
     return run_on_hosts(parse_hosts(hosts), Line(given["ranks"], rest, grace=given["grace"]))

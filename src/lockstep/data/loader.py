@@ -282,6 +282,7 @@ class ShardedLoader:
                 share = BatchShare(fetched.samples, fetched.global_samples)
                 world.in_hand.hand_out(self, share)
                 self._advance(fetched)
+                flight.current.batch += fetched.samples
                 yield fetched.batch
                 if self._may_drop and world.share is share:
                     self._say_what_was_dropped(fetched)

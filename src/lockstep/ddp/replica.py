@@ -223,7 +223,11 @@ class Replica(Joinable, BackwardListener):
         records = torch.is_grad_enabled()
         if records and self._own.has_registered:
             _raise_if(self._own.find_registered())
-        flight.current.enter(_FORWARD if module.training else _EVALUATE)
+        if module.training:
+            flight.current.enter(_FORWARD)
+        else:
+            flight.current.enter(_EVALUATE)
+            flight.current.batch = 0  # no step is taken with it
         for param in self._frozen:
             if param.requires_grad:
                 if self._own.are_all(module):  # else at the next forward that uses the module's own

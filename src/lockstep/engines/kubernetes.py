@@ -11,6 +11,10 @@ Job makes new ones, which resume. ``podReplacementPolicy: Failed`` has it wait u
 
 Any other failure ends the whole Job (``backoffLimit: 0``), since a single new pod would meet the others in the middle
 of their steps. A JobSet then makes all pods anew, up to ``maxRestarts`` times; a Job of its own stays failed.
+
+Launchers that find each other (``--rdzv``) restart their ranks by themselves, and let a new pod take the place of one
+that was killed (137), up to ``backoffLimit`` times. What ends a pod with another code is the job's own end, told on
+all pods: then nothing is made anew.
 """
 
 from __future__ import annotations
@@ -25,8 +29,12 @@ from lockstep.engines.start import SAVED, Start
 #: What a manifest is made of.
 Yaml = Mapping[str, "Yaml"] | Sequence["Yaml"] | str | int | bool
 
-#: lockstep's own, where --master-port is not given.
-_PORT = 29500
+#: lockstep's own, where --master-port is not given, and where the launchers meet.
+_PORT, _MEETING_PORT = 29500, 29400
+#: Restarts where the user says nothing of them.
+_RESTARTS = 10
+#: The exit code of a container that was killed: for want of memory, say.
+_KILLED = 137
 #: Seconds that a pod has after --grace: the last ranks are killed and reported.
 _MARGIN = 30
 #: The container's name: in TrainJobs and JobSets of Kubeflow's runtimes it has to be this one.
@@ -88,8 +96,11 @@ class Manifest:
     volumes: tuple[Volume, ...] = ()
     #: Variables of the program, each ``NAME=VALUE``.
     env: tuple[str, ...] = ()
-    #: How often a JobSet makes all pods anew after a failure; None: ten times.
+    #: How often all ranks are started again after a failure; None: ten times.
     max_restarts: int | None = None
+    #: Where the launchers find each other: ``service``, at the first pod, or ``file:FOLDER`` on a volume. None: they do
+    #: not, and what restarts is the pods.
+    rdzv: str | None = None
 
     def __post_init__(self) -> None:
         host = self._host(self.start.machines - 1)
@@ -104,11 +115,13 @@ class Manifest:
             raise ValueError(f"--image {self.image!r}: expected the name of an image, such as registry/train:1")
         if self.memory is not None and not re.fullmatch(r"\d+([KMGTP]i?|k)?", self.memory):
             raise ValueError(f"--mem {self.memory}: expected a size for each pod, such as 64Gi")
-        if self.max_restarts is not None and self.engine is Engine.JOB:
+        if self.max_restarts is not None and self.engine is Engine.JOB and self.rdzv is None:
             raise ValueError(
                 f"--max-restarts {self.max_restarts} with --engine job: a Job makes single pods anew, which would meet "
-                "the others in the middle of their steps; a JobSet makes all of them anew (--engine jobset)"
+                "the others in the middle of their steps; a JobSet makes all of them anew (--engine jobset), and "
+                "launchers that find each other start their ranks again by themselves (--rdzv service)"
             )
+        self._check_rdzv()
         paths = [volume.path for volume in self.volumes]
         if len(set(paths)) < len(paths):
             raise ValueError(f"--volume: two are mounted at the same path ({', '.join(sorted(paths))})")
@@ -118,6 +131,15 @@ class Manifest:
                 raise ValueError(f"--env {text}: expected NAME=VALUE")
             if name[1].startswith("PET_") or name[1] == "JOB_COMPLETION_INDEX":
                 raise ValueError(f"--env {text}: this variable is the engine's, which says with it where a pod belongs")
+
+    def _check_rdzv(self) -> None:
+        if self.rdzv is None or self.rdzv == "service":
+            return
+        kind, _, folder = self.rdzv.partition(":")
+        if kind != "file" or not re.fullmatch(r"/[^:]+", folder):
+            raise ValueError(f"--rdzv {self.rdzv}: expected 'service', or file:/FOLDER on a volume of all pods")
+        if not any(f"{folder}/".startswith(f"{volume.path}/") for volume in self.volumes):
+            raise ValueError(f"--rdzv {self.rdzv}: on no --volume, so each pod would have a folder of its own")
 
     def documents(self) -> list[Yaml]:
         """Return the manifest's documents, in the order in which they are made."""
@@ -136,10 +158,17 @@ class Manifest:
     def command(self) -> list[str]:
         """Return what each pod runs, as the program's process sees it."""
         place = []
-        if self.engine is not Engine.TRAINJOB:  # which says it by PET_NNODES and PET_MASTER_ADDR
+        if self.rdzv is not None:
+            first = f"{self._host(0)}.{self.name}" if self.rdzv == "service" else self.rdzv
+            place = ["--nnodes", str(self.start.machines), "--rdzv", first, "--max-restarts", str(self._restarts)]
+        elif self.engine is not Engine.TRAINJOB:  # which says it by PET_NNODES and PET_MASTER_ADDR
             place = ["--nnodes", str(self.start.machines), "--master-addr", f"{self._host(0)}.{self.name}"]
         # What ranks print is gone with the pod, but for what kubectl logs shows.
         return ["lockstep", "run", *self.start.options(), *place, "--all-output", *self.start.target()]
+
+    @property
+    def _restarts(self) -> int:
+        return _RESTARTS if self.max_restarts is None else self.max_restarts
 
     def _host(self, index: int) -> str:
         return f"{self.name}-{index}" if self.engine is Engine.JOB else f"{self.name}-{_CONTAINER}-0-{index}"
@@ -158,7 +187,7 @@ class Manifest:
     def _jobset(self) -> dict[str, Yaml]:
         jobs: Yaml = {"name": _CONTAINER, "replicas": 1, "template": {"spec": self._job()}}
         return {
-            "failurePolicy": {"maxRestarts": 10 if self.max_restarts is None else self.max_restarts},
+            "failurePolicy": {"maxRestarts": self._restarts if self.rdzv is None else 0},
             "network": {"enableDNSHostnames": True, "subdomain": self.name, "publishNotReadyAddresses": True},
             "replicatedJobs": [jobs],
         }
@@ -189,10 +218,13 @@ class Manifest:
 
     def _job(self, *, subdomain: bool = False) -> Yaml:
         """Return the spec of a Job with a pod for each machine; see Note [Pods that are replaced]."""
-        ignored: list[Yaml] = [
+        rules: list[Yaml] = [
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             {"action": "Ignore", "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": [SAVED]}},
         ]
+        if self.rdzv is not None:
+            codes: Yaml = {"containerName": _CONTAINER, "operator": "NotIn", "values": [SAVED, _KILLED]}
+            rules.append({"action": "FailJob", "onExitCodes": codes})
         pod: dict[str, Yaml] = {
             **({"subdomain": self.name} if subdomain else {}),
             "restartPolicy": "Never",
@@ -204,9 +236,9 @@ class Manifest:
             "completionMode": "Indexed",
             "completions": self.start.machines,
             "parallelism": self.start.machines,
-            "backoffLimit": 0,
+            "backoffLimit": 0 if self.rdzv is None else self._restarts,
             "podReplacementPolicy": "Failed",
-            "podFailurePolicy": {"rules": ignored},
+            "podFailurePolicy": {"rules": rules},
             "template": {"spec": pod},
         }
 
@@ -217,7 +249,8 @@ class Manifest:
         if self.engine is not Engine.TRAINJOB:  # there the TrainJob has these
             described["command"] = [_unexpanded(word) for word in self.command()]
             described |= {"env": self._env()} if self.env else {}
-            described |= {"ports": [{"containerPort": _PORT, "protocol": "TCP"}], "resources": self._resources()}
+            port = _PORT if self.rdzv is None else _MEETING_PORT
+            described |= {"ports": [{"containerPort": port, "protocol": "TCP"}], "resources": self._resources()}
         return {**described, "volumeMounts": mounts}
 
     def _claims(self) -> list[Yaml]:

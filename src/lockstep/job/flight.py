@@ -28,7 +28,7 @@ from lockstep.callsite import user_frame, user_frame_and_depth, words
 from lockstep.job.files import JobFiles
 from lockstep.job.page import ENTERED, PAGE, SERIAL, STACK_SIGNAL, WAITS, Cell, Pages, Phase, Text, encode
 
-_MARK, _STEPS = int(Cell.MARK), int(Cell.STEPS)
+_MARK, _STEPS, _SAMPLES = int(Cell.MARK), int(Cell.STEPS), int(Cell.SAMPLES)
 _OPTIMIZER = int(Phase.OPTIMIZER)
 _getframe = sys._getframe
 
@@ -63,6 +63,8 @@ class Flight:
         #: Whether the optimizer's steps are counted, and what the page says after the next one.
         self.counts = False
         self._next_steps = count(2)
+        #: Samples in the batches that came since the last step.
+        self.batch = 0
         #: The code and instruction from which the optimizer took its last step, and how many callers away it was.
         self._code: CodeType | None = None
         self._instruction = 0
@@ -94,6 +96,9 @@ class Flight:
     def took_step(self) -> None:
         """An optimizer took a step."""
         self._cells[_STEPS] = next(self._next_steps)
+        if self.batch:
+            self._cells[_SAMPLES] += self.batch
+            self.batch = 0
         try:
             frame = _getframe(self._away)
         except ValueError:  # the stack is not that deep today

@@ -1,4 +1,4 @@
-"""Decide from looks at the ranks' pages which rank holds up which, which lags, and where the time goes. Pure.
+"""Decide from looks at the ranks' pages which rank holds up which, and add up where their time goes. Pure.
 
 Note [Late or slow]
 ~~~~~~~~~~~~~~~~~~~
@@ -47,14 +47,14 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.job.page import ENTERED, NAMES, SERIAL, WAITS, Look, Phase
+from lockstep.job.page import ENTERED, SERIAL, WAITS, Look, Phase
 
 #: Seconds without a sign of life; see Note [Late or slow].
 STEPS = 10
 WARMING_UP = 60.0
 LONG = 300.0
 #: Steps that a rank has taken before its time to start is over.
-_WARM = 2
+WARM = 2
 #: How many steps' times the median is of.
 _REMEMBERED = 101
 #: Seconds between two looks: this part of the time that has passed, within these bounds.
@@ -75,17 +75,24 @@ class Shares:
     def __init__(self, ranks: int) -> None:
         #: float [ranks][len(Phase)].
         self.seconds = [[0.0] * len(Phase) for _ in range(ranks)]
+        #: float [ranks]: seconds for which others waited while the rank worked. See ``Progress.held`` in summary.py.
+        self.held = [0.0] * ranks
         self._spent = [int(Phase.START)] * ranks
 
     def add(self, marks: Sequence[int], passed: float) -> None:
         """Add a look that found these marks, one a rank, ``passed`` seconds after the last look. Half of the time goes
         to what either look has found."""
-        half = passed / 2
+        half, wait, works = passed / 2, int(Phase.WAIT), []
         for rank, mark in enumerate(marks):
             spends, seconds = _SPENDS[mark % SERIAL], self.seconds[rank]
             seconds[self._spent[rank]] += half
             seconds[spends] += half
             self._spent[rank] = spends
+            if spends != wait:
+                works.append(rank)
+        if len(works) < len(marks):
+            for rank in works:
+                self.held[rank] += passed * (len(marks) - len(works)) / len(works)
 
     def of(self, rank: int, phases: Iterable[Phase] = tuple(Phase)) -> dict[Phase, float]:
         """Return the part of a rank's time in ``phases`` that went to each; the parts add up to 1, or to 0."""
@@ -104,6 +111,8 @@ class Looker:
 
     def __init__(self, ranks: int, now: float) -> None:
         self.shares = Shares(ranks)
+        #: How often it has looked.
+        self.looks = 0
         #: Of each rank, its mark at the last look, and when that was first found (or, after a break in which this
         #: process did not look, when it looked again: what came before does not count).
         self.marks = [0] * ranks
@@ -122,6 +131,7 @@ class Looker:
             self.moved = [now] * len(marks)
         else:
             self.shares.add(marks, passed)
+            self.looks += 1
         for rank, mark in enumerate(marks):
             if mark != self.marks[rank]:
                 self.marks[rank], self.moved[rank] = mark, now
@@ -196,7 +206,7 @@ class StepTimes:
 
     def add(self, steps: int, at: float) -> None:
         """Record that the slowest rank has taken ``steps`` by ``at``."""
-        if steps < _WARM or steps <= self._steps:
+        if steps < WARM or steps <= self._steps:
             return
         if self._at is not None:
             self._times.append((at - self._at) / (steps - self._steps))
@@ -215,7 +225,7 @@ def patience(seen: Seen, *, usual: float, shortest: float) -> float:
         return shortest
     if look.reason:
         return math.inf
-    if (look.steps or 0) < _WARM or phase is Phase.EVALUATE:
+    if (look.steps or 0) < WARM or phase is Phase.EVALUATE:
         usual = max(usual, WARMING_UP)
     if phase in (Phase.SAVE, Phase.RESTORE, Phase.COMPILE):
         usual = max(usual, LONG)
@@ -318,100 +328,3 @@ def odd_ones(looks: Mapping[int, Look], waits_in: Mapping[int, str]) -> tuple[in
 def _within_step(look: Look) -> int:
     entered = look.mark.entered
     return _ORDER.index(entered) if entered in _ORDER else 0
-
-
-#: What a rank does by itself in a step. What it waits for, and what only some ranks do, is left out.
-_STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OWN)
-#: A rank is slow in an interval if it took this much longer than the median of the others ...
-_SLOWER = 1.2
-#: ... and steadily so if it was in this part of the intervals, of at least so many.
-_PART = 0.7
-_INTERVALS = 5
-
-
-@dataclass(frozen=True)
-class Laggard:
-    """A rank that was steadily slower than the others. Times are seconds a step."""
-
-    rank: int
-    own: float
-    others: float
-    #: Where most of the difference is, and how long it took there.
-    phase: Phase
-    own_phase: float
-    others_phase: float
-
-    def describe(self) -> str:
-        """Describe it in one sentence."""
-        return (
-            f"rank {self.rank} was steadily slower than the others: {_time(self.own)} of work a step against their "
-            f"{_time(self.others)}, most of the difference in {NAMES[self.phase]} ({_time(self.own_phase)} against "
-            f"{_time(self.others_phase)})"
-        )
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a rank has come: the steps it has taken, and the seconds it has spent, by phase."""
-
-    steps: int
-    seconds: tuple[float, ...]
-
-
-class Pace:
-    """Compares the ranks interval by interval."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, Progress] = {}
-        self._first: dict[int, Progress] = {}
-        self._latest: dict[int, Progress] = {}
-        self._intervals = 0
-        self._slow: dict[int, int] = {}
-
-    def add(self, ranks: Mapping[int, Progress]) -> None:
-        """Record how far all ranks have come at a moment. Steps before the first two are not looked at."""
-        if len(ranks) < 2 or any(rank.steps < _WARM for rank in ranks.values()):
-            return
-        if not self._first:
-            self._first = self._before = dict(ranks)
-            return
-        if any(now.steps == self._before[rank].steps for rank, now in ranks.items()):
-            return  # some rank took no complete step: the interval continues
-        work = {rank: sum(_per_step(self._before[rank], now, phase) for phase in _STEP) for rank, now in ranks.items()}
-        self._before = self._latest = dict(ranks)
-        self._intervals += 1
-        slowest = max(work, key=lambda rank: work[rank])
-        if work[slowest] > _SLOWER * _median_of_others(work, slowest):
-            self._slow[slowest] = self._slow.get(slowest, 0) + 1
-
-    def laggard(self) -> Laggard | None:
-        """Return the rank that was steadily slower, if one was."""
-        rank = max(self._slow, key=lambda rank: self._slow[rank], default=None)
-        if rank is None or self._intervals < _INTERVALS or self._slow[rank] < _PART * self._intervals:
-            return None
-        by_phase = {
-            phase: {each: _per_step(self._first[each], now, phase) for each, now in self._latest.items()}
-            for phase in _STEP
-        }
-        total = {each: sum(by_phase[phase][each] for phase in _STEP) for each in self._latest}
-        phase = max(_STEP, key=lambda phase: by_phase[phase][rank] - _median_of_others(by_phase[phase], rank))
-        return Laggard(
-            rank,
-            total[rank],
-            _median_of_others(total, rank),
-            phase,
-            by_phase[phase][rank],
-            _median_of_others(by_phase[phase], rank),
-        )
-
-
-def _per_step(before: Progress, after: Progress, phase: Phase) -> float:
-    return (after.seconds[phase] - before.seconds[phase]) / max(1, after.steps - before.steps)
-
-
-def _median_of_others(values: Mapping[int, float], rank: int) -> float:
-    return statistics.median(value for other, value in values.items() if other != rank)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

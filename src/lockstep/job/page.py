@@ -80,14 +80,16 @@ NAMES = {
 class Cell(enum.IntEnum):
     """The numbers of a page, by their place in it.
 
-    The first two are written at every event. The others have a cache line of their own, for the other ranks read it
-    at every step.
+    The first is written at every event, the next two at every step. The others have a cache line of their own, for the
+    other ranks read it at every step.
     """
 
     #: See Note [One writer a page], and :class:`Mark`.
     MARK = 0
     #: Optimizer steps that this process has taken, plus one; 0: nobody counts them.
     STEPS = 1
+    #: Samples that these steps were taken with, as the sharded loaders have handed them out; 0: nobody counts them.
+    SAMPLES = 2
     #: Optimizer steps of the whole run by a Checkpointer's count, those before a restart included, plus one; 0: no
     #: Checkpointer counts.
     RUN_STEPS = 8

@@ -20,8 +20,6 @@ from lockstep.job.hang import (
     Doing,
     Kind,
     Looker,
-    Pace,
-    Progress,
     Seen,
     Standstill,
     StepTimes,
@@ -30,6 +28,7 @@ from lockstep.job.hang import (
     settle,
 )
 from lockstep.job.page import STACK_SIGNAL, Cell, Look, Mark, Pages, Phase
+from lockstep.job.summary import Ledger, Progress, Summary
 from lockstep.launch import evidence, report
 from lockstep.launch.evidence import ProcessFacts, Stillness
 from lockstep.launch.policy import RankState
@@ -77,7 +76,7 @@ class HangWatch:
         self._still = {rank: Stillness() for rank in ranks}
         self._standstills: dict[int, Standstill | None] = {}
         self._times = StepTimes()
-        self._pace = Pace()
+        self._ledger = Ledger()
         self._asked: _Asked | None = None
         #: When to ask again, where the answers were that nobody is late.
         self._quiet_until: dict[Kind, float] = {}
@@ -99,7 +98,7 @@ class HangWatch:
         ranks = self._ranks
         self._looker.look(self._pages.all(Cell.MARK)[ranks.start : ranks.stop], now)
 
-    def summary(self) -> list[list[Any]]:
+    def told(self) -> list[list[Any]]:
         """Return how this machine's ranks are, in JSON's types, for :meth:`hear` of the others' launchers."""
         return [
             [rank, mark, look.steps, look.waits_in, look.reason]
@@ -126,8 +125,7 @@ class HangWatch:
         self.glance(now)
         self._looks = {rank: self._pages.look(rank) for rank in self._ranks}
         self._times.add(min(look.steps or 0 for look in self._looks.values()), now)
-        if all(state.exit_code is None for state in states.values()):
-            self._pace.add(self._progress())
+        self._ledger.add(self.progress(), now=now, looks=self._looker.looks)
         if self._verdict is not None:
             return self._see_whether_over(states, now)
         if self._asked is not None:
@@ -139,24 +137,26 @@ class HangWatch:
         return []
 
     def ended(self, states: Mapping[int, RankState]) -> list[str]:
-        """Return what is left to say when all ranks have ended: that those who were late have moved on, if all is well,
-        and which rank was steadily slower than the others."""
-        said = []
-        if self._verdict is not None and all(state.exit_code == 0 for state in states.values()):
-            said.append(report.over(self._verdict, now=time.monotonic()))
-            self._verdict, self.text = None, ""
-        laggard = self._pace.laggard()
-        return said if laggard is None else [*said, laggard.describe()]
+        """Return what is left to say when all ranks have ended: that those who were late have moved on, if all is
+        well."""
+        if self._verdict is None or any(state.exit_code != 0 for state in states.values()):
+            return []
+        text = report.over(self._verdict, now=time.monotonic())
+        self._verdict, self.text = None, ""
+        return [text]
 
-    def shares(self, rank: int) -> dict[Phase, float]:
-        """Return what part of its time a rank has spent in each phase, and waiting."""
-        return self._looker.shares.of(rank - self._ranks.start)
+    def summary(self) -> Summary | None:
+        """Return what the ranks' time went to, once they have ended; None: they took no step."""
+        self._ledger.add(self.progress(), now=time.monotonic(), looks=self._looker.looks)
+        return self._ledger.summary(median=self._times.median, elsewhere=self._world_size > len(self._ranks))
 
-    def _progress(self) -> dict[int, Progress]:
-        seconds = self._looker.shares.seconds
+    def progress(self) -> dict[int, Progress]:
+        """Return how far each rank of this machine has come."""
+        shares, ranks = self._looker.shares, self._ranks
+        steps, samples = (self._pages.all(cell)[ranks.start : ranks.stop] for cell in (Cell.STEPS, Cell.SAMPLES))
         return {
-            rank: Progress(look.steps or 0, tuple(seconds[rank - self._ranks.start]))
-            for rank, look in self._looks.items()
+            rank: Progress(max(0, steps[place] - 1), tuple(shares.seconds[place]), samples[place], shares.held[place])
+            for place, rank in enumerate(ranks)
         }
 
     def _marks(self) -> dict[int, Mark]:

@@ -25,6 +25,7 @@ from lockstep.launch.report import Outcome, say
 from lockstep.launch.spec import JobSpec, rank_environment
 from lockstep.machine import is_loopback
 from lockstep.rendezvous.messages import Round
+from lockstep.runs.record import Recorder
 
 #: Seconds between two comparisons of the ranks, and two looks for one that left a failure record but does not end.
 _HEARTBEAT = 1.0
@@ -133,10 +134,12 @@ class Launcher:
         spec: the job.
         round_: the machines that start together; where they have not met yet: this one alone.
         home: its private folder.
+        recorder: writes down how the run goes.
     """
 
-    def __init__(self, spec: JobSpec, round_: Round, *, home: str) -> None:
+    def __init__(self, spec: JobSpec, round_: Round, *, home: str, recorder: Recorder) -> None:
         self.spec = spec
+        self.recorder = recorder
         self._home = home
         self.attempt = Attempt(round_, home=home, number=0, grace=spec.grace)
         #: The traceback of the zygote's imports, if they failed.
@@ -152,6 +155,7 @@ class Launcher:
             self.attempt.close()
             raise
         self.selector.register(self.zygote, selectors.EVENT_READ)
+        self._record_start()
 
     @property
     def policy(self) -> Policy:
@@ -221,7 +225,19 @@ class Launcher:
         """Begin another attempt; the one before has ended."""
         self.attempt.close()
         self.attempt = Attempt(round_, home=self._home, number=self.attempt.number + 1, grace=self.spec.grace)
+        self._record_start()
         return self.attempt
+
+    def conclude(self, exit_code: int) -> list[str]:
+        """End the record, and return what is left to say when all ranks have ended: that those who were late have moved
+        on, and, if all is well, what the time went to."""
+        states, hangs = self.policy.states, self.attempt.hangs
+        said, summary = hangs.ended(states), hangs.summary()
+        peaks = {rank: state.peak for rank, state in states.items()}
+        if summary is not None and exit_code in (0, EXIT_SAVED) and not self.spec.quiet:
+            said.append(summary.describe(peaks))
+        self.recorder.end(exit_code=exit_code, summary=summary, peaks=peaks)
+        return said
 
     def close(self) -> None:
         """End the zygote and everything below it, and release what was held."""
@@ -229,12 +245,20 @@ class Launcher:
         self.zygote.close()
         self.attempt.close()
 
+    def _record_start(self) -> None:
+        attempt = self.attempt
+        place, world_size = attempt.round.node_rank, attempt.round.world_size
+        self.recorder.begin(number=attempt.number, node=place, world_size=world_size, job_folder=attempt.folder)
+
     def _look(self, now: float) -> None:
         """Say which rank is late, and end a job that is held up by a rank whose exception was recorded: it does not get
         out of a thread or a collective."""
         if not (self.policy.stopping or self.policy.done):
-            for text in self.attempt.hangs.look(self.policy.states, now, ask=self.zygote.signal):
+            hangs, states = self.attempt.hangs, self.policy.states
+            for text in hangs.look(states, now, ask=self.zygote.signal):
                 say(text)
+                self.recorder.event("late", text)
+            self.recorder.add(hangs.progress(), {rank: state.pid for rank, state in states.items()})
         for rank in self.policy.alive:
             record = self.attempt.record(rank)
             if record is not None and now - record.at > self.spec.grace:

@@ -353,7 +353,8 @@ _OURS = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}")
 
 
 class LogFolder:
-    """The logs of one job. Made when the first log is opened; an empty one is removed at the end.
+    """The folder of one job's logs, and of the record of how it went. Made when there is something to write; removed at
+    the end if it is empty.
 
     Args:
         given: the folder the user named; it is used as it is. None: a new one in the default place.
@@ -380,8 +381,7 @@ class LogFolder:
             LaunchError: the folder or the file can't be made.
         """
         try:
-            if self.path is None:
-                self.path = self._make()
+            self.make()
             if self.restart:
                 self.log(rank).parent.mkdir(mode=0o700, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
@@ -392,6 +392,16 @@ class LogFolder:
                 f"the ranks' logs can't be written to {self._given or error.filename}: {error.strerror or error}; "
                 "name another folder with --log-dir"
             ) from error
+
+    def make(self) -> Path:
+        """Return the folder; it is made the first time.
+
+        Raises:
+            OSError: it can't be made.
+        """
+        if self.path is None:
+            self.path = self._make()
+        return self.path
 
     def log(self, rank: int) -> Path:
         """Return the path of a rank's log since the last restart."""

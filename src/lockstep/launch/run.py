@@ -27,6 +27,7 @@ from lockstep.launch.report import say
 from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, check_program, free_port, is_free
 from lockstep.rendezvous.handle import Rendezvous
 from lockstep.rendezvous.messages import Alive, End, Ended, Event, Kind, Leave, Looks, Meet, Met, Refused, Verdict
+from lockstep.runs.record import Recorder
 
 #: Open files that a rank needs here while it starts, and that everything else does.
 _DESCRIPTORS_PER_RANK = 7
@@ -65,7 +66,9 @@ def run(spec: JobSpec) -> int:
         undo.callback(folder.remove)
         logs = LogFolder(spec.log_dir, program=spec.program.name)
         undo.callback(logs.close)
-        job = _Run(Launcher(spec, spec.round(*master), home=folder.path), logs=logs, signals=signals)
+        recorder = Recorder(logs.make, program=spec.program.words, tell=say)
+        launcher = Launcher(spec, spec.round(*master), home=folder.path, recorder=recorder)
+        job = _Run(launcher, logs=logs, signals=signals)
         undo.callback(job.close)
         code = job.watch()
         ended_saved = code == EXIT_SAVED
@@ -184,7 +187,7 @@ class _Run:
             processes.sweep(patience=_PATIENCE)  # see Note [No orphans]
         self._drain()
         code = self._conclude()
-        for text in launcher.attempt.hangs.ended(launcher.policy.states):
+        for text in launcher.conclude(code):
             say(text)
         unseen = self._streams.unseen()
         if unseen:
@@ -418,7 +421,7 @@ class _Run:
             case Alive(waiting, ranks):
                 self._launcher.attempt.hangs.hear(ranks, now)
                 if self._others is not None:
-                    self._others.tell(Looks(self._launcher.attempt.hangs.summary()))
+                    self._others.tell(Looks(self._launcher.attempt.hangs.told()))
                 self._on_waiting(waiting, now)
             case Refused(error, exit_code, again):
                 if self._stage is _Stage.MEETING and again and self._others is not None:
@@ -578,4 +581,6 @@ class _Run:
         what_now = verdict.what_now
         if verdict.kind is Kind.LOST and self._stage is _Stage.CLEARING:
             what_now = "all ranks start again when there are enough machines"
-        say("\n".join(line for line in (text, what_now) if line), once=f"end of round {round_.number}", later=not mine)
+        text = "\n".join(line for line in (text, what_now) if line)
+        say(text, once=f"end of round {round_.number}", later=not mine)
+        self._launcher.recorder.event(verdict.kind.value, text)

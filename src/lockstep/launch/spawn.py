@@ -19,8 +19,10 @@ from lockstep.launch import report
 from lockstep.launch.channel import Fork
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
+from lockstep.launch.output import LogFolder
 from lockstep.launch.report import say
 from lockstep.launch.spec import JobSpec, Program, free_port
+from lockstep.runs.record import Recorder
 
 if TYPE_CHECKING:
     from lockstep.launch.rank import SentDescriptor
@@ -73,6 +75,10 @@ def spawn(
     return None
 
 
+def _name(fn: Callable[..., object]) -> str:
+    return str(getattr(fn, "__qualname__", type(fn).__name__))
+
+
 class SpawnContext:
     """Ranks that run; returned by ``lockstep.spawn(…, join=False)``. To be used by one thread at a time."""
 
@@ -87,7 +93,9 @@ class SpawnContext:
         self._folder = JobFolder()
         try:
             spec = JobSpec(Program("lockstep.spawn"), nproc=nprocs)
-            self._launcher = Launcher(spec, spec.round(*master), home=self._folder.path)
+            self._logs = LogFolder(None, program=spec.program.name)
+            recorder = Recorder(self._logs.make, program=["lockstep.spawn", _name(fn)], tell=say)
+            self._launcher = Launcher(spec, spec.round(*master), home=self._folder.path, recorder=recorder)
         except BaseException:
             self._folder.remove()
             raise
@@ -172,7 +180,7 @@ class SpawnContext:
                 exit_code=first.exit_code,
                 traceback=(first.record.traceback or None) if first.record is not None else None,
             )
-        for text in attempt.hangs.ended(attempt.policy.states):
+        for text in self._launcher.conclude(0 if first is None else first.exit_code):
             say(text)
         self._close()
 
@@ -186,6 +194,7 @@ class SpawnContext:
         if launcher.policy.alive:
             launcher.zygote.signal(launcher.policy.alive, signal.SIGKILL)
         launcher.close()
+        self._logs.close()
         self._folder.remove()
 
     def _at_exit(self) -> None:

@@ -15,7 +15,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep import knobs
@@ -50,6 +50,11 @@ class Program:
     is_module: bool = False
 
     @property
+    def words(self) -> list[str]:
+        """What was typed after the options of ``lockstep run``."""
+        return [*(["-m"] if self.is_module else []), self.target, *self.args]
+
+    @property
     def name(self) -> str:
         """A short word for it, fit for a folder's name."""
         stem = self.target if self.is_module else Path(self.target).stem
@@ -74,6 +79,8 @@ class JobSpec:
     output: Output = Output.FIRST
     #: Seconds between asking the ranks to stop and killing them.
     grace: float = DEFAULT_GRACE
+    #: Whether to leave out the summary at the end.
+    quiet: bool = field(default_factory=knobs.quiet)
     #: How often all ranks are started again after one failed.
     max_restarts: int = 0
     #: Where this launcher meets those of other machines; None: it does not, the machines are known beforehand.

@@ -49,7 +49,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from lockstep._torch import wait_in_rendezvous
+from lockstep._torch import look_anew, wait_in_rendezvous
 from lockstep.job.messages import Channel, encode
 from lockstep.rendezvous.addresses import interface_of, is_only_here, own_address
 from lockstep.rendezvous.beats import Beats
@@ -215,6 +215,7 @@ class _Client:
             keep_alive_interval=1,
             keep_alive_max_attempt=4,
         )
+        look_anew(self._handler)
 
     def _key(self, name: str) -> str:
         return f"lockstep/{self._options.job}/{name}"
@@ -391,14 +392,14 @@ class _Client:
             kind, _, path = self._options.endpoint.partition(":")
             left = self._base.add(self._key(f"{self._last}/left"), 1)
             limit = time.monotonic() + _FAREWELL
-            # The last one at a file waits for those that wait to join, for then the file goes.
-            stays = self._serves or self._server is not None or (kind == "file" and (self._meets or left == machines))
+            stays = self._serves or self._server is not None or (kind == "file" and self._meets)
             while stays and time.monotonic() < limit:
                 if left >= machines and self._base.add(self._key("waiting"), 0) <= int(self._meets):
                     break
                 select.select([], [], [], 0.02)
                 left = self._base.add(self._key(f"{self._last}/left"), 0)
-            if kind == "file" and left >= machines:
+            # Only who waits for the others removes the file: one that looked into it later would make it anew.
+            if kind == "file" and stays and left >= machines:
                 Path(path).unlink(missing_ok=True)
         raise _Left
 

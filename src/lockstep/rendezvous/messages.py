@@ -159,7 +159,7 @@ class End:
 
 @dataclass(frozen=True)
 class Looks:
-    """How the ranks of this machine are, for the launchers of the others; see ``HangWatch.summary``."""
+    """How the ranks of this machine are, for the launchers of the others; see ``HangWatch.told``."""
 
     ranks: list[list[Any]]
 

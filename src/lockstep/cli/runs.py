@@ -1,0 +1,168 @@
+"""``lockstep runs``, ``top``, ``stack`` and ``compare``: look at runs that were recorded."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lockstep.runs.history import Run
+    from lockstep.runs.live import Live, Row
+
+_RUN = click.argument("run", required=False)
+#: Columns where there is no terminal to ask.
+_WIDTH = 160
+
+
+@click.command()
+@click.option("-n", "count", default=20, show_default=True, metavar="N", help="How many.")
+@click.argument("folders", nargs=-1, type=click.Path(path_type=Path))
+def runs(count: int, folders: tuple[Path, ...]) -> None:
+    """List the runs of this user on this machine, newest first: those that took steps.
+
+    FOLDERS: where to look instead of where logs are by default; those that --log-dir has named are below them.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from lockstep.runs import history
+
+    table = Table("", "began", "took", "ended", "ranks", "steps", "step", "program", "name", box=None, pad_edge=False)
+    for place in (0, 2, 4, 5, 6):
+        table.columns[place].justify = "right"
+    with _errors("runs"):
+        for number, run in enumerate(history.runs(folders or _homes())[:count], start=1):
+            began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
+            median = (run.summary or {}).get("median") or 0.0
+            step = f"{median * 1e3:.3g} ms" if median else "-"
+            took, ranks, steps = _duration(run.seconds), str(run.world_size), f"{run.steps:,}"
+            table.add_row(str(number), began, took, run.ending, ranks, steps, step, run.program, run.name)
+    Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False).print(table)
+
+
+@click.command()
+@_RUN
+@click.option("--once", is_flag=True, help="Look for two seconds, print one table, and end.")
+def top(run: str | None, once: bool) -> None:
+    """Show what the ranks of a run on this machine do, live, until it ends or Ctrl-C.
+
+    RUN is as for lockstep stack. Rates and shares are those of the last ten seconds.
+    """
+    from rich.console import Console
+    from rich.live import Live as Screen
+
+    from lockstep.runs import history
+    from lockstep.runs.live import Live
+
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
+    with _errors("top"):
+        found = history.find(run, _homes())
+        live = Live(found)
+        try:
+            _look(live, seconds=2.0 if once else 0.5)
+            if once:
+                console.print(_now(found, live.rows()))
+                return
+            with Screen(_now(found, live.rows()), console=console, auto_refresh=False) as screen:
+                while live.goes_on:
+                    _look(live, seconds=0.5)
+                    screen.update(_now(found, live.rows()), refresh=True)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            live.close()
+
+
+def _look(live: Live, *, seconds: float) -> None:
+    """Look at the ranks for some seconds, at irregular moments: regular ones might always find the same part of a
+    step."""
+    import random
+
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        live.look()
+        time.sleep(random.uniform(0.01, 0.04))
+
+
+def _now(run: Run, rows: list[Row]) -> Table:
+    from rich.table import Table
+
+    title = f"{run.name}: {run.program}, {_duration(time.time() - run.began)}"
+    table = Table(
+        "rank", "step", "steps/s", "waits", "data", "memory", "now", title=title, title_justify="left", box=None
+    )
+    for column in table.columns[:6]:
+        column.justify = "right"
+    for row in rows:
+        parts = [f"{row.waiting:.0%}", f"{row.data:.0%}", f"{row.memory / 2**20:,.0f} MB"]
+        table.add_row(str(row.rank), f"{row.steps:,}", f"{row.rate:.1f}", *parts, row.doing)
+    return table
+
+
+@click.command()
+@_RUN
+@click.argument("rank", required=False, type=int)
+def stack(run: str | None, rank: int | None) -> None:
+    """Show the Python stacks of a rank that runs on this machine, or of all of them, as they are now.
+
+    RUN is a run's name, its number in the list of lockstep runs, or its folder; the newest if not given.
+    """
+    from lockstep.launch.stacks import stacks_of
+    from lockstep.runs import history
+
+    with _errors("stack"):
+        found = history.find(run, _homes())
+        for number, text in stacks_of(found, rank):
+            click.echo(f"rank {number}:\n{text}\n")
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@click.option("--fail-over", metavar="PERCENT", help="End with exit code 1 if a step of B takes so much longer.")
+def compare(a: str, b: str, fail_over: str | None) -> None:
+    """Show two runs side by side: what changed from A to B, by how much, and what of it may be chance.
+
+    A and B are runs' names, their numbers in the list of lockstep runs, or their folders.
+    """
+    from lockstep.runs import comparison, history
+
+    with _errors("compare"):
+        limit = None if fail_over is None else comparison.parse_percent(fail_over)
+        found = comparison.compare(history.find(a, _homes()), history.find(b, _homes()))
+    click.echo(found.describe())
+    if limit is not None and found.is_slower_by(limit):
+        click.echo(f"lockstep compare: a step takes over {limit:.3g}% longer", err=True)
+        sys.exit(1)
+
+
+def _homes() -> list[Path]:
+    from lockstep.launch.output import default_home, spare_home
+
+    home = default_home()
+    return [*([] if home is None else [home]), spare_home()]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+@contextmanager
+def _errors(command: str) -> Iterator[None]:
+    from lockstep.errors import LockstepError
+
+    try:
+        yield
+    except (LockstepError, ValueError, OSError) as error:
+        click.echo(f"lockstep {command}: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,181 @@
+"""Two runs side by side: what changed, and whether it is more than chance. Pure.
+
+Note [The noise of a run]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A run's series has, for each interval between two rows, the seconds that a step took on average. The median of these is
+the run's step. How surely it is known says its notch: 1.57 times the distance of the quartiles, divided by the square
+root of the number of intervals (McGill, Tukey and Larsen, Variations of box plots, 1978). Where the notches of two
+runs do not overlap, their medians differ, at about 95 %. Intervals of one run resemble each other more than those of
+two (another machine, other work beside it), which no single run can tell: repeat what matters.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lockstep.job.page import NAMES, Phase
+from lockstep.runs.history import Run, UnknownRun
+from lockstep.runs.series import Series
+
+#: Intervals at the beginning that warm up, and how many there must be beyond them.
+_WARM, _FEWEST = 2, 4
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A run's steps. Times are in seconds."""
+
+    #: The median over intervals of a step's time, and what it may be off by.
+    step: float
+    notch: float
+    samples_per_second: float | None
+    #: What a step takes by phase, in the mean over ranks.
+    phases: dict[str, float]
+    memory: float
+
+    @classmethod
+    def of(cls, run: Run) -> Pace:
+        """Work it out.
+
+        Raises:
+            UnknownRun: there are too few steps.
+        """
+        times, steps, samples, seconds, memory = [], 0.0, 0.0, dict.fromkeys(_names(), 0.0), 0.0
+        watched = 0.0
+        for series in run.series:
+            for before, after in list(_intervals(series))[_WARM:]:
+                taken = min(_difference(series, "steps", before, after))
+                times.append((series.times[after] - series.times[before]) / taken)
+                steps += taken
+                watched += series.times[after] - series.times[before]
+                samples += sum(_difference(series, "samples", before, after))
+                for name in seconds:
+                    seconds[name] += statistics.mean(_difference(series, name, before, after))
+            memory = max([memory, *(max(row) for row in series.columns["memory"])])
+        if len(times) < _FEWEST:
+            raise UnknownRun(f"{run.name}: it took too few steps to be compared: {run.steps:,} in {run.seconds:.0f} s")
+        quarters = statistics.quantiles(times, n=4)
+        notch = 1.57 * (quarters[2] - quarters[0]) / math.sqrt(len(times))
+        phases = {name: value / steps for name, value in seconds.items()}
+        return cls(statistics.median(times), notch, samples / watched if samples else None, phases, memory)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs, side by side."""
+
+    a: Run
+    b: Run
+    before: Pace
+    after: Pace
+
+    @property
+    def change(self) -> float:
+        """By which part a step of the second takes longer; negative: less long."""
+        return self.after.step / self.before.step - 1
+
+    @property
+    def differs(self) -> bool:
+        """Whether that is more than chance, as far as these two runs can tell."""
+        return abs(self.after.step - self.before.step) > self.before.notch + self.after.notch
+
+    def is_slower_by(self, percent: float) -> bool:
+        """Return whether a step takes more than ``percent`` longer, beyond chance."""
+        return self.differs and self.change * 100 > percent
+
+    def describe(self) -> str:
+        """Describe it in a table and a sentence."""
+        before, after = self.before, self.after
+        rows = [["", "A", "B", "change"]]
+        rows += [[name, str(one), str(other), ""] for name, one, other in self._facts() if one != other]
+        rows.append(["step", *(_with_notch(each) for each in (before, after)), f"{self.change:+.1%}"])
+        if before.samples_per_second and after.samples_per_second:
+            one, other = before.samples_per_second, after.samples_per_second
+            rows.append(["samples/s", f"{one:,.0f}", f"{other:,.0f}", f"{other / one - 1:+.1%}"])
+        for name in _names():
+            one, other = before.phases[name], after.phases[name]
+            if max(one, other) >= 0.005 * max(before.step, after.step):
+                part = (other - one) / before.step
+                rows.append([f"  {_shown(name)}", _time(one), _time(other), f"{part:+.1%} of the step"])
+        if before.memory and after.memory:
+            sizes = [f"{each / 2**20:,.0f} MB" for each in (before.memory, after.memory)]
+            rows.append(["memory of a rank", *sizes, f"{after.memory / before.memory - 1:+.1%}"])
+        widths = [max(len(row[place]) for row in rows) for place in range(4)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if place == 0 else cell.rjust(width)
+                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        names = [f"A: {self.a.name}: {self.a.program}", f"B: {self.b.name}: {self.b.program}"]
+        return "\n".join([*names, "", *lines, "", self._sentence()])
+
+    def _facts(self) -> Iterator[tuple[str, object, object]]:
+        for name in ("lockstep", "host"):
+            yield name, self.a.about.get(name, "-"), self.b.about.get(name, "-")
+        yield "ranks", self.a.world_size, self.b.world_size
+        yield "ended", self.a.ending, self.b.ending
+
+    def _sentence(self) -> str:
+        if not self.differs:
+            return "no difference between their steps that is more than chance"
+        slower = "longer" if self.change > 0 else "less long"
+        return f"a step of B takes {abs(self.change):.1%} {slower}, more than chance within each run"
+
+
+def compare(a: Run, b: Run) -> Comparison:
+    """Compare two runs.
+
+    Raises:
+        UnknownRun: one of them took too few steps.
+    """
+    return Comparison(a, b, Pace.of(a), Pace.of(b))
+
+
+def parse_percent(text: str) -> float:
+    """Return the number in ``5`` or ``5%``.
+
+    Raises:
+        ValueError: it is none, or negative.
+    """
+    try:
+        number = float(text.removesuffix("%"))
+    except ValueError:
+        number = -1.0
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"--fail-over {text}: expected a percentage, such as 5%")
+    return number
+
+
+def _names() -> list[str]:
+    return [phase.name.lower() for phase in Phase]
+
+
+def _shown(name: str) -> str:
+    return "waiting" if name == "wait" else NAMES[Phase[name.upper()]]
+
+
+def _intervals(series: Series) -> Iterator[tuple[int, int]]:
+    """Yield pairs of rows between which all ranks took a step."""
+    before = 0
+    for after in range(1, len(series.times)):
+        if min(_difference(series, "steps", before, after)) > 0:
+            yield before, after
+            before = after
+
+
+def _difference(series: Series, name: str, before: int, after: int) -> list[float]:
+    column = series.columns[name]
+    return [later - earlier for earlier, later in zip(column[before], column[after], strict=True)]
+
+
+def _with_notch(pace: Pace) -> str:
+    return f"{_time(pace.step)} ± {pace.notch / pace.step:.1%}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,162 @@
+"""Find the runs that were recorded, and read what is known of one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lockstep import _proc
+from lockstep.errors import LockstepError
+from lockstep.runs.record import VERSION
+from lockstep.runs.series import Series
+
+
+class UnknownRun(LockstepError):
+    """There is no such run, or its record can't be read."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's record: what one machine's launcher has written of it."""
+
+    #: Of the record's file.
+    path: Path
+    about: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """What it is called: its folder."""
+        return self.path.parent.name
+
+    @property
+    def program(self) -> str:
+        """What ran, with its arguments."""
+        return " ".join(self.about["program"])
+
+    @property
+    def began(self) -> float:
+        """When, in seconds since the epoch."""
+        return float(self.about["began"])
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its launcher still runs, on this machine."""
+        pid, began = self.about["launcher"], self.about.get("launcher_began")
+        return "ended" not in self.about and _proc.started(pid) == began
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in a word or two."""
+        if self.is_alive:
+            return "runs"
+        if "exit_code" not in self.about:
+            return "killed"
+        return {0: "done", 75: "saved"}.get(self.about["exit_code"], f"exit {self.about['exit_code']}")
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, or has taken by its record so far."""
+        if "ended" in self.about:
+            return float(self.about["ended"]) - self.began
+        last = [series.times[-1] for series in self.series if series.times]
+        return max(last, default=0.0)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job, in its last start."""
+        return int(self.about["starts"][-1]["world_size"]) if self.about["starts"] else 0
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that were taken, in all starts, each counted from its beginning."""
+        return sum(int(min(series.columns["steps"][-1])) for series in self.series if series.times)
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """What :meth:`lockstep.job.summary.Summary.to_json` made of its last start; None: it has not ended."""
+        return self.about.get("summary")
+
+    @cached_property
+    def series(self) -> list[Series]:
+        """The series of its starts, in order.
+
+        Raises:
+            UnknownRun: one of them is damaged, or of a later version.
+        """
+        try:
+            return [
+                Series.read(self.path.parent / start["series"]) for start in self.about["starts"] if "series" in start
+            ]
+        except (OSError, ValueError) as error:
+            raise UnknownRun(str(error)) from error
+
+
+def read(path: Path) -> Run:
+    """Read the record of a run from its folder, or from the file itself.
+
+    Raises:
+        UnknownRun: there is none, it is damaged, or of a later version.
+    """
+    file = path
+    if path.is_dir():  # a folder named with --log-dir may be that of several machines
+        file = next(iter([*path.glob("run.json"), *sorted(path.glob("run-node*.json"))]), path / "run.json")
+    try:
+        about = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise UnknownRun(f"{path}: no run was recorded there (there is no {file.name})") from None
+    except NotADirectoryError:
+        raise UnknownRun(f"{path}: not a folder of a run") from None
+    except (OSError, ValueError) as error:
+        raise UnknownRun(f"{file}: not a record of a run: {error}") from None
+    if not isinstance(about, dict) or not isinstance(about.get("run"), int):
+        raise UnknownRun(f"{file}: not a record of a run")
+    if about["run"] != VERSION:
+        raise UnknownRun(f"{file}: written by lockstep {about.get('lockstep')}, which this lockstep can't read")
+    missing = {"program", "began", "launcher", "starts", "events"} - about.keys()
+    if missing:
+        raise UnknownRun(f"{file}: not a whole record of a run: {', '.join(sorted(missing))} missing")
+    return Run(file, about)
+
+
+def runs(homes: Iterable[Path]) -> list[Run]:
+    """Return the runs recorded in folders below ``homes``, newest first; what is no record of a run is left out."""
+    found = []
+    for home in homes:
+        try:
+            folders = [Path(entry.path) for entry in os.scandir(home) if entry.is_dir(follow_symlinks=False)]
+        except OSError:
+            continue
+        for folder in folders:
+            try:
+                found.append(read(folder))
+            except UnknownRun:
+                continue
+    return sorted(found, key=lambda run: run.began, reverse=True)
+
+
+def find(name: str | None, homes: Iterable[Path]) -> Run:
+    """Return a run by its folder, by its name or the beginning of it, or by its number in the list, from 1; None: the
+    newest.
+
+    Raises:
+        UnknownRun: there is none, or the name could be several.
+    """
+    if name is not None and (os.sep in name or Path(name).exists()):
+        return read(Path(name))
+    found = runs(homes)
+    if name is None or name.isdecimal():
+        number = 1 if name is None else int(name)
+        if not 1 <= number <= len(found):
+            raise UnknownRun(f"no such run: {len(found)} recorded here, see lockstep runs")
+        return found[number - 1]
+    fitting = [run for run in found if run.name.startswith(name) or name in run.name]
+    if not fitting:
+        raise UnknownRun(f"{name}: no run of this name was recorded, and no folder is called so: see lockstep runs")
+    if len(fitting) > 1 and not any(run.name == name for run in fitting):
+        raise UnknownRun(f"{name}: could be any of {', '.join(run.name for run in fitting[:5])}")
+    return next((run for run in fitting if run.name == name), fitting[0])

@@ -1,0 +1,140 @@
+"""Write down how a run goes: the launcher's side."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep import _proc
+from lockstep._files import write_whole
+from lockstep.job.summary import Progress, Summary
+from lockstep.runs.series import SeriesWriter
+from lockstep.version import __version__
+
+#: The version of run.json.
+VERSION = 1
+
+
+class Recorder:
+    """Writes run.json and a series for each start of the ranks, once they take steps.
+
+    A disk that is full ends the record, not the run.
+
+    Args:
+        folder: makes the folder of the run's logs, or returns it; called when there is something to write.
+        program: what runs, with its arguments.
+        tell: says something to the user.
+    """
+
+    def __init__(self, folder: Callable[[], Path], *, program: Sequence[str], tell: Callable[[str], None]) -> None:
+        self._make_folder = folder
+        self._tell = tell
+        self._began, self._clock = time.time(), time.monotonic()
+        self._about: dict[str, Any] = {
+            "run": VERSION,
+            "lockstep": __version__,
+            "program": list(program),
+            "directory": os.getcwd(),
+            "host": socket.gethostname(),
+            "launcher": os.getpid(),
+            "launcher_began": _proc.started(os.getpid()),
+            "began": self._began,
+            "starts": [],
+            "events": [],
+        }
+        self._folder: Path | None = None
+        self._suffix = ""
+        self._series: SeriesWriter | None = None
+        self._start: dict[str, Any] | None = None
+        self._failed = False
+
+    def begin(self, *, number: int, node: int, world_size: int, job_folder: Path) -> None:
+        """The ranks are started, for the ``number``-th time, from 0.
+
+        Args:
+            number: how often they were started before.
+            node: which machine of the job this is.
+            world_size: ranks of the whole job.
+            job_folder: the private folder of this start.
+        """
+        if not self._about["starts"]:
+            self._suffix = f"-node{node}" if node else ""
+            self._about["node"] = node
+        self._series = None
+        self._start = {
+            "number": number,
+            "at": self._seconds(),
+            "world_size": world_size,
+            "folder": str(job_folder),
+            "ranks": {},
+        }
+
+    def add(self, ranks: Mapping[int, Progress], pids: Mapping[int, int | None]) -> None:
+        """Add a moment of the ranks of this machine; begins to write when one of them has taken a step."""
+        if self._failed or self._start is None or not any(rank.steps for rank in ranks.values()):
+            return
+        try:
+            if self._series is None:
+                self._about["starts"].append(self._start)
+                self._start["ranks"] = {str(rank): pid for rank, pid in pids.items()}
+                self._write()
+                assert self._folder is not None
+                path = self._folder / f"series-{self._start['number']}{self._suffix}.bin"
+                self._series = SeriesWriter(path, list(ranks))
+                self._start["series"] = path.name
+                self._write()
+            rows = [
+                [rank.steps, rank.samples, resident(pids.get(number)), *rank.seconds] for number, rank in ranks.items()
+            ]
+            self._series.add(self._seconds(), rows)
+        except OSError as error:
+            self._give_up(error)
+
+    def event(self, kind: str, text: str) -> None:
+        """Note something that happened, for people."""
+        self._about["events"].append({"at": self._seconds(), "kind": kind, "text": text})
+        self._update()
+
+    def end(self, *, exit_code: int, summary: Summary | None, peaks: Mapping[int, int | None]) -> None:
+        """The run is over; where nothing was written so far, nothing is."""
+        self._about["ended"] = time.time()
+        self._about["exit_code"] = exit_code
+        if summary is not None:
+            self._about["summary"] = summary.to_json(peaks)
+        self._update()
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._clock
+
+    def _update(self) -> None:
+        if self._folder is not None and not self._failed:
+            try:
+                self._write()
+            except OSError as error:
+                self._give_up(error)
+
+    def _write(self) -> None:
+        if self._folder is None:
+            self._folder = self._make_folder()
+        write_whole(self._folder / f"run{self._suffix}.json", json.dumps(self._about, indent=1) + "\n")
+
+    def _give_up(self, error: OSError) -> None:
+        self._failed = True
+        self._tell(f"the record of this run ends here, the run goes on: {error}")
+
+
+def resident(pid: int | None) -> int:
+    """Return the resident bytes of a process; 0: it has ended."""
+    if pid is None or sys.platform != "linux":
+        return 0
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

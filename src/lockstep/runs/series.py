@@ -1,0 +1,123 @@
+"""How far the ranks have come, second by second, in a file that is readable whenever it was cut off.
+
+Note [A series]
+~~~~~~~~~~~~~~~
+A line of JSON says what the rows are, and rows of equal size follow, float32, little-endian: the seconds since the run
+began, then :data:`COLUMNS` for each rank. All but the memory is counted from the start of the ranks, so any selection
+of the rows is a series as well: where there are :data:`MOST` of them, every other one goes, and from then on rows come
+half as often. A run of a year is as large as one of two hours. What is left of a row at the end of the file, where a
+launcher was killed as it wrote, is no row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep._files import write_whole
+from lockstep.job.page import Phase
+
+#: What there is of each rank, in this order: optimizer steps, samples, bytes of memory, seconds by phase.
+COLUMNS = ("steps", "samples", "memory", *(phase.name.lower() for phase in Phase))
+#: Rows of a file at most.
+MOST = 4096
+#: Seconds that a row may come early: the caller's are not exact.
+_SLACK = 0.1
+#: The format's own version, for readers to come.
+VERSION = 1
+
+
+class SeriesWriter:
+    """Writes the series of one start of a machine's ranks.
+
+    Args:
+        path: of the file (0600); what is there is replaced.
+        ranks: of this machine.
+        interval: seconds between two rows at first.
+    """
+
+    def __init__(self, path: Path, ranks: Sequence[int], *, interval: float = 1.0) -> None:
+        self._path = path
+        self._head = json.dumps({"series": VERSION, "ranks": list(ranks), "columns": COLUMNS}).encode() + b"\n"
+        self._size = 4 * (1 + len(ranks) * len(COLUMNS))
+        self._interval, self._due, self._count = interval, 0.0, 0
+        write_whole(path, self._head)
+
+    def add(self, seconds: float, ranks: Sequence[Sequence[float]]) -> None:
+        """Add a row, if it is time for one.
+
+        Args:
+            seconds: since the run began.
+            ranks: :data:`COLUMNS` of each rank.
+        """
+        if seconds < self._due:
+            return
+        self._due = seconds + self._interval - _SLACK
+        row = array("f", [seconds])
+        for values in ranks:
+            row.extend(values)
+        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            os.write(fd, _little(row).tobytes())
+        finally:
+            os.close(fd)
+        self._count += 1
+        if self._count >= MOST:
+            self._halve()
+
+    def _halve(self) -> None:
+        rows = self._path.read_bytes()[len(self._head) :]
+        kept = [rows[start : start + self._size] for start in range(0, len(rows), 2 * self._size)]
+        write_whole(self._path, self._head + b"".join(kept))
+        self._count, self._interval = len(kept), 2 * self._interval
+
+
+@dataclass(frozen=True)
+class Series:
+    """A series, read."""
+
+    ranks: tuple[int, ...]
+    #: Seconds since the run began, of each row.
+    times: tuple[float, ...]
+    #: By column: float [rows][ranks].
+    columns: dict[str, list[tuple[float, ...]]]
+
+    @classmethod
+    def read(cls, path: Path) -> Series:
+        """Read a file.
+
+        Raises:
+            ValueError: it is no series, or of a later version.
+        """
+        head, newline, data = path.read_bytes().partition(b"\n")
+        try:
+            about = json.loads(head)
+            version, ranks, names = about["series"], tuple(map(int, about["ranks"])), tuple(about["columns"])
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}: not a series of a run") from None
+        if version != VERSION or not newline:
+            raise ValueError(f"{path}: a series of version {version}, and this lockstep reads version {VERSION}")
+        size = 1 + len(ranks) * len(names)
+        values = array("f")
+        values.frombytes(data[: len(data) // (4 * size) * 4 * size])
+        rows = _little(values)
+        places = [slice(1 + place, None, len(names)) for place in range(len(names))]
+        starts = range(0, len(rows), size)
+        columns = {
+            name: [tuple(rows[start : start + size][place]) for start in starts]
+            for name, place in zip(names, places, strict=True)
+        }
+        return cls(ranks, tuple(rows[start] for start in starts), columns)
+
+
+def _little(values: array[float]) -> array[float]:
+    """Return the values as a little-endian machine has them."""
+    if sys.byteorder == "big":
+        values = array("f", values)
+        values.byteswap()
+    return values

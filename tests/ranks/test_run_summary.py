@@ -1,0 +1,141 @@
+"""What a run says at its end of where its time went, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import Finished, environment, run, start, wait_for
+
+_SCRIPT = Path(__file__).with_name("stragglers.py")
+#: Phase of the script -> what it is called.
+_PHASES = {"data": "data", "forward": "forward", "own": "your code"}
+
+
+def _train(folder: Path, phase: str, part: float, seconds: float, *, ranks: int = 2, **env: str) -> Finished:
+    command = ["lockstep", "run", "-n", str(ranks), "--all-output", str(_SCRIPT), phase, str(part), str(seconds)]
+    done = run(command, folder, torch=True, **{"LOCKSTEP_QUIET": "", **env})
+    assert done.code == 0, done
+    return done
+
+
+def _blames_rank_1(text: str, clocks: str, phase: str) -> None:
+    """Held to what the ranks' own clocks say: rank 1's work in a step, less that of the next slowest rank."""
+    straggler = "input" if phase == "data" else "compute"
+    found = re.search(rf"{straggler} straggler: rank 1, in {_PHASES[phase]}: .* \((\d+)% less\)", text)
+    assert found, text
+    told = [line.removeprefix(f"[{rank}] ").split() for rank, line in enumerate(sorted(clocks.splitlines(), key=_rank))]
+    work = [float(words[2]) for words in told]
+    expected = (work[1] - max(work[:1] + work[2:])) / float(told[1][1])
+    assert abs(int(found[1]) / 100 - expected) <= 0.05, (expected, text, clocks)
+
+
+def _rank(line: str) -> int:
+    return int(re.sub(r"^\[\d+\] ", "", line).split()[0])
+
+
+def test_a_slow_rank_is_blamed_with_its_phase_and_what_it_costs(tmp_path: Path) -> None:
+    done = _train(tmp_path, "forward", 0.5, 10)
+    _blames_rank_1(done.err, done.out, "forward")
+    assert re.search(r"lockstep: [\d,]+ steps, [\d.]+ ms each, \d+ samples/s on 2 ranks\n", done.err)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("turn", range(5))
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize(("ranks", "part"), [(2, 0.1), (2, 0.2), (2, 0.5), (3, 0.2), (4, 0.5)])
+@pytest.mark.parametrize("phase", list(_PHASES))
+def test_slow_ranks(tmp_path: Path, phase: str, ranks: int, part: float, backend: str, turn: int) -> None:  # noqa: ARG001
+    done = _train(tmp_path, phase, part, 20 if part > 0.1 else 40, ranks=ranks, LOCKSTEP_BACKEND=backend)
+    _blames_rank_1(done.err, done.out, phase)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("turn", range(10))
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_equal_ranks_are_not_blamed(tmp_path: Path, backend: str, turn: int) -> None:
+    done = _train(tmp_path, "none", 0.0, 10, ranks=2 + turn % 3, LOCKSTEP_BACKEND=backend)
+    assert "straggler" not in done.err, done.err
+
+
+def test_quiet_runs_and_runs_without_steps_say_nothing(tmp_path: Path) -> None:
+    quiet = ["lockstep", "run", "--quiet", "-n", "2", "--all-output", str(_SCRIPT), "none", "0", "1"]
+    done = run(quiet, tmp_path, torch=True, LOCKSTEP_QUIET="")
+    assert (done.code, done.err) == (0, "")
+    (tmp_path / "none.py").write_text("import lockstep\nlockstep.init().barrier()\n")
+    done = run(["lockstep", "run", "-n", "2", "none.py"], tmp_path, torch=True, LOCKSTEP_QUIET="")
+    assert (done.code, done.err) == (0, "")
+
+
+_SPAWNS = """
+import sys
+import lockstep
+from tests.ranks import stragglers
+
+def train(local_rank):
+    sys.argv[1:] = ["own", "0.5", "10"]
+    stragglers.main()
+
+if __name__ == "__main__":
+    lockstep.spawn(train, nprocs=2)
+"""
+
+
+def test_spawned_ranks_have_a_summary_and_a_record(tmp_path: Path) -> None:
+    (tmp_path / "spawns.py").write_text(_SPAWNS)
+    root = str(_SCRIPT.parents[2])
+    env = environment(tmp_path, torch=True, LOCKSTEP_QUIET="", PYTHONPATH=os.pathsep.join([root, *sys.path[1:]]))
+    done = subprocess.run(
+        [sys.executable, "spawns.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done
+    _blames_rank_1(done.stderr, done.stdout, "own")
+    (record,) = (tmp_path / "state").rglob("run.json")
+    assert json.loads(record.read_text())["program"] == ["lockstep.spawn", "train"]
+
+
+def _say(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command, env = [sys.executable, "-m", "lockstep", *words], environment(folder)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_run_is_listed_asked_for_its_stacks_and_readable_when_it_was_killed(tmp_path: Path) -> None:
+    assert _say(tmp_path, "stack").stderr == "lockstep stack: no such run: 0 recorded here, see lockstep runs\n"
+    with start(["lockstep", "run", "-n", "2", str(_SCRIPT), "none", "0", "60"], tmp_path, torch=True) as job:
+        wait_for(lambda: list((tmp_path / "state").rglob("series-0.bin")), "the record")
+        listed = _say(tmp_path, "runs")
+        assert re.search(r"^1 .* runs +2 .*stragglers\.py none 0 60", listed.stdout, re.MULTILINE), listed
+        shown = _say(tmp_path, "stack", "1", "1")
+        assert shown.stdout.startswith("rank 1:\n"), shown
+        assert "stragglers.py" in shown.stdout
+        assert _say(tmp_path, "stack", "1", "7").stderr.endswith("has no rank 7 on this machine: it has 0, 1\n")
+        now = _say(tmp_path, "top", "--once")
+        assert re.search(r"^ +1 +\d+ +\d+\.\d +\d+% +\d+% +\d+ MB ", now.stdout, re.MULTILINE), now
+        (series,) = (tmp_path / "state").rglob("series-0.bin")
+        rows = series.stat().st_size
+        wait_for(lambda: series.stat().st_size > rows, "another row")
+        job.process.kill()
+    assert " killed " in _say(tmp_path, "runs").stdout
+    for command in ("stack", "top"):
+        assert "has ended (killed)" in _say(tmp_path, command).stderr
+    same = _say(tmp_path, "compare", "1", "1")
+    assert "too few steps" in same.stderr or "no difference" in same.stdout, same
+    assert _say(tmp_path, "compare", "1", str(tmp_path)).stderr.startswith(f"lockstep compare: {tmp_path}: no run was")
+
+
+def test_two_runs_are_compared_for_ci(tmp_path: Path) -> None:
+    for name, part in (("a", "0"), ("b", "0.5")):
+        command = ["lockstep", "run", "-n", "2", "--log-dir", name, str(_SCRIPT), "own", part, "9"]
+        assert run(command, tmp_path, torch=True).code == 0
+    assert _say(tmp_path, "compare", "a/", "b/", "--fail-over", "20%").returncode == 1
+    assert _say(tmp_path, "compare", "a/", "b/", "--fail-over", "80%").returncode == 0
+    slower = _say(tmp_path, "compare", "a/", "b/")
+    assert re.search(r"a step of B takes (3\d|4\d|5\d)\.\d% longer, more than chance", slower.stdout), slower
+    assert _say(tmp_path, "compare", "b/", "a/", "--fail-over", "0").returncode == 0
+    assert _say(tmp_path, "compare", "a/", "b/", "--fail-over", "x").returncode == 2

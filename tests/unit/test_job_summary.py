@@ -1,0 +1,189 @@
+"""What the time went to and who held up the others, from made-up sums."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lockstep.job.hang import Shares
+from lockstep.job.page import WAITS, Phase
+from lockstep.job.summary import Bottleneck, Ledger, Progress, Summary
+
+_MB = 2**20
+
+
+def _summary(ranks: dict[int, dict[str, float]], *, steps: int = 1000, seconds: float = 20.0, **other: int) -> Summary:
+    """Ranks that spent so many parts of their time in each phase; ``held`` is no phase."""
+    found = {}
+    for rank, parts in ranks.items():
+        spent = [0.0] * len(Phase)
+        for name, part in parts.items():
+            if name != "held":
+                spent[Phase[name.upper()]] = part * seconds
+        held = parts.get("held", 0.0) * seconds
+        found[rank] = Progress(steps, tuple(spent), other.get("samples", 0), held)
+    return Summary(steps, seconds / steps, seconds, other.get("looks", 1000), found, elsewhere=bool(other.get("away")))
+
+
+def test_two_lines_when_all_is_well() -> None:
+    even = {rank: {"data": 0.1, "forward": 0.3, "backward": 0.5, "wait": 0.1, "held": 0.1} for rank in (0, 1)}
+    summary = _summary(even, samples=32_000)
+    assert summary.bottleneck is Bottleneck.BALANCED
+    assert summary.describe({0: 300 * _MB, 1: 412 * _MB}) == (
+        "1,000 steps, 20 ms each, 3,200 samples/s on 2 ranks\n"
+        "balanced: data 10%, forward 30%, backward 50%, waiting 10%; at most 412 MB of memory a rank"
+    )
+
+
+@pytest.mark.parametrize(
+    ("phase", "bottleneck", "name"),
+    [
+        ("data", Bottleneck.INPUT_STRAGGLER, "data"),
+        ("forward", Bottleneck.COMPUTE_STRAGGLER, "forward"),
+        ("own", Bottleneck.COMPUTE_STRAGGLER, "your code"),
+    ],
+)
+def test_a_slow_rank_is_named_with_its_phase_and_what_it_costs(phase: str, bottleneck: Bottleneck, name: str) -> None:
+    usual = {"data": 0.1, "forward": 0.2, "own": 0.1, "backward": 0.3}
+    slow = {**usual, phase: usual[phase] + 0.25, "wait": 0.05, "held": 0.6}
+    summary = _summary({0: {**usual, "wait": 0.3}, 1: slow, 2: {**usual, "wait": 0.3}})
+    assert summary.bottleneck is bottleneck
+    straggler = summary.straggler
+    assert straggler is not None
+    assert (straggler.rank, straggler.phase) == (1, Phase[phase.upper()])
+    assert straggler.costs == pytest.approx(0.25 * 0.02)
+    first, why, head, *rows = summary.describe({0: None, 1: None, 2: None}).splitlines()
+    assert first == "1,000 steps, 20 ms each on 3 ranks"
+    own, others = 20 * (usual[phase] + 0.25), 20 * usual[phase]
+    assert why == (
+        f"{bottleneck.value}: rank 1, in {name}: {own:.3g} ms a step against {others:.3g} ms; without it a step would "
+        "take 15 ms instead of 20 ms (25% less)"
+    )
+    assert head.split("  ") == ["rank", "data", "forward", "backward", "your code", "waiting"]
+    assert rows[1].split() == [
+        "1",
+        *(f"{slow[column]:.0%}" for column in ("data", "forward", "backward", "own", "wait")),
+    ]
+
+
+def test_a_difference_that_no_phase_explains_has_no_single_cause() -> None:
+    usual = {"data": 0.1, "forward": 0.2, "backward": 0.3}
+    slow = {"data": 0.25, "forward": 0.35, "backward": 0.4, "held": 0.4}
+    summary = _summary({0: {**usual, "wait": 0.4}, 1: slow})
+    straggler = summary.straggler
+    assert straggler is not None
+    assert straggler.phase is None
+    assert "rank 1, no single cause; without it a step would take 12 ms instead of 20 ms (40% less)" in (
+        summary.describe({})
+    )
+
+
+def test_what_is_not_surely_known_is_not_said() -> None:
+    """One rank worked for a tenth longer, but the two took turns in most of the looks."""
+    turns = {0: {"forward": 0.55, "wait": 0.45, "held": 0.35}, 1: {"forward": 0.65, "wait": 0.35, "held": 0.45}}
+    few = _summary(turns, looks=100)
+    assert few.straggler is None
+    assert few.bottleneck is Bottleneck.TURNS
+    many = _summary(turns, looks=2000)
+    assert many.straggler is not None
+    assert many.straggler.rank == 1
+    assert _summary(turns, steps=9, looks=2000).bottleneck is Bottleneck.SHORT
+    assert _summary(turns, looks=59).describe({}).splitlines()[1].startswith("too short to tell: forward 60%, ")
+
+
+def test_what_limits_ranks_that_are_equal() -> None:
+    data = {rank: {"data": 0.3, "forward": 0.6, "wait": 0.1} for rank in (0, 1)}
+    assert _summary(data).bottleneck is Bottleneck.INPUT
+    network = {rank: {"forward": 0.6, "wait": 0.4} for rank in (0, 1)}
+    assert _summary(network).bottleneck is Bottleneck.COMMUNICATION
+    assert "for the network or for ranks of other machines" in _summary(network, away=1).describe({})
+    assert "on 2 ranks of this machine" in _summary(network, away=1).describe({})
+    each_other = {rank: {"forward": 0.6, "wait": 0.4, "held": 0.4} for rank in (0, 1)}
+    assert _summary(each_other).bottleneck is Bottleneck.TURNS
+
+
+def test_one_rank_alone_holds_up_nobody() -> None:
+    summary = _summary({0: {"forward": 0.5, "own": 0.5}})
+    assert summary.bottleneck is Bottleneck.BALANCED
+    assert summary.describe({0: 3 * 2**30}).splitlines() == [
+        "1,000 steps, 20 ms each on 1 rank",
+        "balanced: forward 50%, your code 50%; at most 3.0 GB of memory a rank",
+    ]
+
+
+def test_of_many_ranks_those_that_wait_least_have_a_row() -> None:
+    ranks = {rank: {"forward": 0.5, "wait": 0.5} for rank in range(64)}
+    ranks[37] = {"forward": 1.0, "held": 31.5}
+    lines = _summary(ranks).describe({}).splitlines()
+    assert len(lines) == 3 + 16 + 1
+    assert any(line.split()[0] == "37" for line in lines[3:-1])
+    assert lines[-1] == "(and 48 ranks that wait longer)"
+
+
+def _at(steps: int, seconds: float) -> Progress:
+    spent = [0.0] * len(Phase)
+    spent[Phase.FORWARD] = seconds
+    return Progress(steps, tuple(spent), steps * 4)
+
+
+def test_only_what_lies_between_steps_that_all_have_taken_counts() -> None:
+    ledger = Ledger()
+    assert ledger.summary(median=0.0, elsewhere=False) is None
+    ledger.add({0: _at(1, 9.0), 1: _at(5, 9.0)}, now=9.0, looks=9)
+    assert ledger.summary(median=0.0, elsewhere=False) is None, "rank 0 warms up"
+    for now in (10, 11, 12):
+        ledger.add({0: _at(now, now), 1: _at(now, now)}, now=now, looks=now * 30)
+    ledger.add({0: _at(12, 60.0), 1: _at(13, 60.0)}, now=60.0, looks=900)  # the end: rank 0 evaluates
+    summary = ledger.summary(median=0.5, elsewhere=False)
+    assert summary is not None
+    assert (summary.taken, summary.steps, summary.seconds, summary.looks) == (12, 2, 2.0, 60)
+    assert summary.samples_per_second == 8.0
+    assert [rank.seconds[Phase.FORWARD] for rank in summary.ranks.values()] == [2.0, 2.0]
+
+
+def test_who_works_while_others_wait_holds_them_up() -> None:
+    """Three ranks: in each look the one or the two that work share what the others wait."""
+    shares, works, waits = Shares(3), int(Phase.FORWARD), int(Phase.FORWARD) + WAITS
+    shares.add([works, works, works], 1.0)
+    shares.add([waits, waits, waits], 1.0)
+    assert shares.held == [0, 0, 0]
+    shares.add([waits, works, waits], 1.0)
+    assert shares.held == [0, 2.0, 0]
+    shares.add([waits, works, works], 1.0)
+    assert shares.held == [0, 2.5, 0.5]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_looks_at_random_moments_blame_nobody_where_ranks_are_equal(seed: int) -> None:
+    """Steps whose lengths vary by a third, independently on each rank, and a look at moments that vary, too."""
+    assert _simulated(seed, slow=1.0).straggler is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_looks_at_random_moments_find_a_rank_that_is_slower_by_a_fifth(seed: int) -> None:
+    straggler = _simulated(seed, slow=1.2).straggler
+    assert straggler is not None
+    assert (straggler.rank, straggler.phase) == (1, Phase.FORWARD)
+
+
+def _simulated(seed: int, *, slow: float) -> Summary:
+    """Four ranks, sixty seconds of steps of about 20 ms, 40 looks a second."""
+    draw, shares, ledger = random.Random(seed), Shares(4), Ledger()
+    now, steps, looks, end, work = 0.0, 2, 0, 0.0, [0.0] * 4
+    begun = 0.0
+    while now < 60.0:
+        while end < now:
+            begun, steps = end, steps + 1
+            work = [0.02 * draw.uniform(0.85, 1.15) * (slow if rank == 1 else 1.0) for rank in range(4)]
+            end = begun + max(work) + 0.001
+        marks = [int(Phase.FORWARD) + (WAITS if now > begun + each else 0) for each in work]
+        pause = 0.025 * draw.uniform(0.5, 1.5)
+        shares.add(marks, pause)
+        now, looks = now + pause, looks + 1
+        if looks % 40 == 0:
+            progress = {rank: Progress(steps, tuple(shares.seconds[rank]), 0, shares.held[rank]) for rank in range(4)}
+            ledger.add(progress, now=now, looks=looks)
+    summary = ledger.summary(median=0.02, elsewhere=False)
+    assert summary is not None
+    return summary

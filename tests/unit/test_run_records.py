@@ -1,0 +1,247 @@
+"""The record of a run: written, cut off, thinned out, read again, found, compared; and what is no record."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.job.page import Phase
+from lockstep.job.summary import Progress
+from lockstep.runs import comparison, history
+from lockstep.runs import series as series_module
+from lockstep.runs.history import UnknownRun
+from lockstep.runs.record import Recorder
+from lockstep.runs.series import COLUMNS, Series, SeriesWriter
+
+
+def _row(steps: float, **columns: float) -> list[float]:
+    return [steps, *(columns.get(name, 0.0) for name in COLUMNS[1:])]
+
+
+def test_a_series_is_read_as_it_was_written(tmp_path: Path) -> None:
+    writer = SeriesWriter(tmp_path / "series-0.bin", [2, 3])
+    for second in range(5):
+        writer.add(second, [_row(10 * second, forward=0.5 * second), _row(10 * second + 1, memory=2.0**30)])
+    writer.add(4.2, [_row(99), _row(99)])  # too early
+    found = Series.read(tmp_path / "series-0.bin")
+    assert found.ranks == (2, 3)
+    assert found.times == (0, 1, 2, 3, 4)
+    assert found.columns["steps"] == [(10 * second, 10 * second + 1) for second in range(5)]
+    assert found.columns["forward"][4] == (2.0, 0.0)
+    assert found.columns["memory"][0] == (0.0, 2.0**30)
+    assert (tmp_path / "series-0.bin").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("lost", [1, 3, 4, 60])
+def test_a_series_that_was_cut_off_has_its_whole_rows(tmp_path: Path, lost: int) -> None:
+    writer = SeriesWriter(tmp_path / "cut", [0])
+    for second in range(3):
+        writer.add(second, [_row(second)])
+    data = (tmp_path / "cut").read_bytes()
+    (tmp_path / "cut").write_bytes(data[:-lost])
+    assert Series.read(tmp_path / "cut").times == (0, 1)
+
+
+def test_a_long_series_is_thinned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(series_module, "MOST", 8)
+    writer = SeriesWriter(tmp_path / "long", [0])
+    for second in range(100):
+        writer.add(second, [_row(second)])
+    found = Series.read(tmp_path / "long")
+    assert len(found.times) < 8
+    assert [row[0] for row in found.columns["steps"]] == list(found.times), "whole rows"
+    assert found.times[0] == 0
+    assert found.times[-1] >= 80
+    assert len({later - earlier for earlier, later in zip(found.times, found.times[1:], strict=False)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "not a series"),
+        (b"no JSON\n", "not a series"),
+        (b'{"series": 1}\n', "not a series"),
+        (b'{"series": 2, "ranks": [0], "columns": ["steps"]}\n', "of version 2, and this lockstep reads version 1"),
+    ],
+)
+def test_what_is_no_series(tmp_path: Path, content: bytes, text: str) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(ValueError, match=text):
+        Series.read(tmp_path / "file")
+
+
+# A run ---------------------------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """The seconds that a Recorder sees."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("lockstep.runs.record.time.monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    return _Clock(monkeypatch)
+
+
+def _progress(steps: int, *, step: float, wait: float = 0.0) -> Progress:
+    seconds = [0.0] * len(Phase)
+    seconds[Phase.FORWARD], seconds[Phase.WAIT] = steps * (step - wait), steps * wait
+    return Progress(steps, tuple(seconds), 8 * steps)
+
+
+def _record(
+    folder: Path, clock: _Clock, *, step: float, end: bool = True, of: Callable[[int], float] = lambda _: 1.0
+) -> Recorder:
+    """Thirty seconds of two ranks; ``of``: how much longer a step takes in each second."""
+    folder.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(lambda: folder, program=["train.py", "--lr", "0.1"], tell=print)
+    recorder.begin(number=0, node=0, world_size=2, job_folder=folder)
+    steps = 0.0
+    for second in range(1, 31):
+        clock.now += 1.0
+        steps += 1.0 / (step * of(second))
+        recorder.add({rank: _progress(int(steps), step=step) for rank in range(2)}, {0: os.getpid(), 1: None})
+    if end:
+        recorder.end(exit_code=0, summary=None, peaks={})
+    return recorder
+
+
+def test_a_run_is_recorded_once_it_takes_steps(tmp_path: Path, clock: _Clock) -> None:
+    def never() -> Path:
+        raise AssertionError("nothing is to be written")
+
+    recorder = Recorder(never, program=["serve.py"], tell=print)
+    recorder.begin(number=0, node=0, world_size=1, job_folder=tmp_path)
+    recorder.add({0: _progress(0, step=0.1)}, {0: 1})
+    recorder.event("late", "rank 1")
+    recorder.end(exit_code=0, summary=None, peaks={})
+    _record(tmp_path / "run", clock, step=0.01)
+    run = history.read(tmp_path / "run")
+    assert (run.program, run.world_size, run.ending, run.steps) == ("train.py --lr 0.1", 2, "done", 3000)
+    assert run.series[0].columns["memory"][-1][0] > 0
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "run").iterdir()} == {0o600}
+
+
+def test_a_restart_is_a_series_of_its_own(tmp_path: Path, clock: _Clock) -> None:
+    recorder = _record(tmp_path / "run", clock, step=0.1, end=False)
+    run = history.read(tmp_path / "run")
+    assert (run.ending, run.is_alive) == ("runs", True)
+    recorder.event("failed", "rank 1 failed")
+    recorder.begin(number=1, node=0, world_size=3, job_folder=tmp_path)
+    recorder.add({rank: _progress(7, step=0.1) for rank in range(3)}, dict.fromkeys(range(3)))
+    recorder.end(exit_code=1, summary=None, peaks={})
+    run = history.read(tmp_path / "run")
+    assert [series.ranks for series in run.series] == [(0, 1), (0, 1, 2)]
+    assert (run.ending, run.steps, run.world_size) == ("exit 1", 307, 3)
+    assert [event["kind"] for event in run.about["events"]] == ["failed"]
+
+
+def test_a_run_whose_launcher_is_gone_was_killed(tmp_path: Path, clock: _Clock) -> None:
+    _record(tmp_path / "run", clock, step=0.1, end=False)
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps({**about, "launcher_began": 1}))
+    run = history.read(tmp_path / "run")
+    assert (run.ending, round(run.seconds)) == ("killed", 30)
+
+
+def test_a_disk_that_is_full_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def full() -> Path:
+        raise OSError(28, "No space left on device")
+
+    recorder = Recorder(full, program=["train.py"], tell=told.append)
+    recorder.begin(number=0, node=0, world_size=1, job_folder=tmp_path)
+    for steps in (1, 2):
+        recorder.add({0: _progress(steps, step=0.1)}, {0: None})
+    recorder.end(exit_code=0, summary=None, peaks={})
+    assert told == ["the record of this run ends here, the run goes on: [Errno 28] No space left on device"]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "no run was recorded there"),
+        ("{", "not a record of a run"),
+        ("[]", "not a record of a run"),
+        ('{"run": 2, "lockstep": "9.0"}', "written by lockstep 9.0, which this lockstep can't read"),
+        ('{"run": 1}', "not a whole record of a run: began, events, launcher, program, starts missing"),
+    ],
+)
+def test_what_is_no_record(tmp_path: Path, content: str | None, text: str) -> None:
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    with pytest.raises(UnknownRun, match=text):
+        history.read(tmp_path)
+
+
+def test_runs_are_found_by_number_name_and_folder(tmp_path: Path, clock: _Clock) -> None:
+    for number, name in enumerate(["20260101-000000-train-aaaaaa", "20260102-000000-train-bbbbbb"]):
+        _record(tmp_path / name, clock, step=0.1)
+        about = json.loads((tmp_path / name / "run.json").read_text())
+        (tmp_path / name / "run.json").write_text(json.dumps({**about, "began": 100.0 + number}))
+    (tmp_path / "logs only").mkdir()
+    homes = [tmp_path, tmp_path / "nowhere"]
+    newest, oldest = history.runs(homes)
+    assert newest.name.endswith("bbbbbb")
+    assert history.find(None, homes).path == newest.path
+    assert history.find("2", homes).path == oldest.path
+    assert history.find("aaaa", homes).path == oldest.path
+    assert history.find(str(oldest.path.parent), []).path == oldest.path
+    with pytest.raises(UnknownRun, match="could be any of"):
+        history.find("train", homes)
+    with pytest.raises(UnknownRun, match="2 recorded here"):
+        history.find("3", homes)
+    with pytest.raises(UnknownRun, match="no run of this name"):
+        history.find("cccc", homes)
+
+
+# Two runs ------------------------------------------------------------------------------------------------------------
+
+
+def _compared(tmp_path: Path, clock: _Clock, **other: Any) -> comparison.Comparison:
+    _record(tmp_path / "a", clock, step=0.01, of=lambda second: 1 + 0.02 * (second % 3))
+    _record(tmp_path / "b", clock, **other)
+    return comparison.compare(history.read(tmp_path / "a"), history.read(tmp_path / "b"))
+
+
+def test_a_run_that_is_slower_by_a_tenth(tmp_path: Path, clock: _Clock) -> None:
+    found = _compared(tmp_path, clock, step=0.011, of=lambda second: 1 + 0.02 * (second % 3))
+    assert found.change == pytest.approx(0.1, abs=0.01)
+    assert found.differs
+    assert found.is_slower_by(5)
+    assert not found.is_slower_by(15)
+    text = found.describe()
+    assert "a step of B takes 1" in text
+    assert "longer, more than chance within each run" in text
+
+
+def test_runs_that_differ_by_chance(tmp_path: Path, clock: _Clock) -> None:
+    found = _compared(tmp_path, clock, step=0.01, of=lambda second: 1 + 0.02 * ((second + 1) % 3))
+    assert not found.differs
+    assert not found.is_slower_by(0)
+    assert found.describe().endswith("no difference between their steps that is more than chance")
+
+
+def test_a_run_of_few_steps_is_not_compared(tmp_path: Path, clock: _Clock) -> None:
+    with pytest.raises(UnknownRun, match="b: it took too few steps to be compared: 3 in"):
+        _compared(tmp_path, clock, step=10.0)
+
+
+@pytest.mark.parametrize(("text", "number"), [("5%", 5.0), ("2.5", 2.5), ("0%", 0.0)])
+def test_a_percentage(text: str, number: float) -> None:
+    assert comparison.parse_percent(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "five", "-1%", "nan"])
+def test_no_percentage(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a percentage, such as 5%"):
+        comparison.parse_percent(text)

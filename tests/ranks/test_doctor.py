@@ -201,6 +201,19 @@ def test_nothing_is_left_when_it_is_killed(tmp_path: Path, temporary: Path) -> N
     assert os.listdir(temporary) == []
 
 
+def test_what_looks_at_a_machine_is_killed(tmp_path: Path, temporary: Path) -> None:
+    """By the kernel, for one, where memory is out."""
+    with _start(tmp_path, "doctor", "--json", TMPDIR=str(temporary)) as job:
+        wait_for(lambda: _in_a_job(job.pid), "the short job", limit=LIMIT)
+        looks, *below = job.tree()
+        with killed_afterwards(below):
+            os.kill(looks, signal.SIGKILL)
+            report = _read(job.finish(LIMIT))
+            assert gone_within(below, 30) == []
+    (bad,) = [each for each in _bad(report["hosts"][0]["findings"]) if each[0] == "wrong"]
+    assert bad[2].startswith("it has ended while it looked at a job of two ranks")
+
+
 def test_ctrl_c_ends_it(tmp_path: Path, temporary: Path) -> None:
     with _start(tmp_path, "doctor", TMPDIR=str(temporary)) as job:
         wait_for(lambda: len(job.tree()) >= 1, "a look", limit=LIMIT)

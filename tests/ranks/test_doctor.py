@@ -298,7 +298,7 @@ def test_nothing_is_left_on_hosts_when_it_is_killed(server: Sshd, tmp_path: Path
         there = list(set(descendants(server.pid)) - before)
         job.process.kill()
         with killed_afterwards(there):
-            assert gone_within(there, 30) == []
+            assert gone_within(there, 20) == [], "long before the hosts would take silence for the end"
     assert [name for name in os.listdir(tmp_path) if name != "state"] == []
 
 

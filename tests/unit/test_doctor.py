@@ -351,6 +351,17 @@ def test_a_backend_that_this_torch_lacks() -> None:
 _PAIR = {"ranks": [0, 1], "few": 1e-4, "many": 0.01, "bytes": 16 << 20, "right": True}
 
 
+def test_a_job_on_one_machine() -> None:
+    job = {"backend": "shm", "pairs": [_PAIR]}
+    assert trials.judge_own_job(job) == findings.ok(
+        "a job", "two ranks average 16 MiB in 10 ms, 8 bytes in 100 µs, over shm"
+    )
+    slow = {**job, "pairs": [{**_PAIR, "few": 0.1}]}
+    assert trials.judge_own_job(slow).level is Level.WARNING
+    false = {**job, "pairs": [{**_PAIR, "right": False}]}
+    assert trials.judge_own_job(false).what == "two ranks average wrong numbers over shm"
+
+
 def test_jobs_between_hosts() -> None:
     job = {"backend": "gloo", "pairs": [_PAIR]}
     assert one(trials.judge_job(job, ["a", "b"]), Level.OK).what == (

@@ -141,15 +141,23 @@ def check_job(task: Task) -> Iterator[Finding]:
     job = read_job(ended)
     if isinstance(job, str):
         yield wrong("a job", f"a job of two ranks on this machine fails: {job}", "mend this first; the rest follows")
-        return
+    else:
+        yield judge_own_job(job)
+
+
+def judge_own_job(job: Mapping[str, Any]) -> Finding:
+    """Say how two ranks of this machine average with each other.
+
+    Args:
+        job: what ``trial.py`` has printed.
+    """
     (pair,) = job["pairs"]
     what = f"two ranks average {_speed(pair)}, over {job['backend']}"
     if not pair["right"]:
-        yield wrong("a job", f"two ranks average wrong numbers over {job['backend']}", _REPORT)
-    elif pair["few"] > _FEW or pair["bytes"] / pair["many"] < _RATE:
-        yield warning("a job", what, "see with top who else uses the cores: ranks wait for each other in each step")
-    else:
-        yield ok("a job", what)
+        return wrong("a job", f"two ranks average wrong numbers over {job['backend']}", _REPORT)
+    if pair["few"] > _FEW or pair["bytes"] / pair["many"] < _RATE:
+        return warning("a job", what, "see with top who else uses the cores: ranks wait for each other in each step")
+    return ok("a job", what)
 
 
 _REPORT = "this must not be: write an issue with the output of lockstep env, and look at the machine's memory (memtest)"

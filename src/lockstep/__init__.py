@@ -24,10 +24,12 @@ _HOMES = {
     "DistributedDataParallel": "lockstep.ddp.wrapper",
     "DistributedSampler": "lockstep.data.sampler",
     "EnvironmentMismatch": "lockstep.errors",
+    "GradNorms": "lockstep.ddp.norms",
     "LaunchError": "lockstep.errors",
     "LoadedWeights": "lockstep.checkpoint.weights",
     "LocalSteps": "lockstep.ddp.local_steps",
     "LockstepError": "lockstep.errors",
+    "Log": "lockstep.metrics.api",
     "NonFiniteGradient": "lockstep.errors",
     "PeerLost": "lockstep.errors",
     "RankFailed": "lockstep.errors",
@@ -39,10 +41,12 @@ _HOMES = {
     "SyncBatchNorm": "lockstep.ddp.sync_batchnorm",
     "World": "lockstep.comm.world",
     "bf16_compress_hook": "lockstep.ddp.comm_hooks",
+    "clip_grad_norm_": "lockstep.ddp.norms",
     "convert_sync_batchnorm": "lockstep.ddp.sync_batchnorm",
     "expect_slow": "lockstep.job.flight",
     "finish_round": "lockstep.ddp.api",
     "fp16_compress_hook": "lockstep.ddp.comm_hooks",
+    "grad_norms": "lockstep.ddp.norms",
     "init": "lockstep.comm.init",
     "join": "lockstep.ddp.api",
     "load_weights": "lockstep.checkpoint.weights",
@@ -80,6 +84,9 @@ if TYPE_CHECKING:
     from lockstep.ddp.comm_hooks import bf16_compress_hook as bf16_compress_hook
     from lockstep.ddp.comm_hooks import fp16_compress_hook as fp16_compress_hook
     from lockstep.ddp.local_steps import LocalSteps as LocalSteps
+    from lockstep.ddp.norms import GradNorms as GradNorms
+    from lockstep.ddp.norms import clip_grad_norm_ as clip_grad_norm_
+    from lockstep.ddp.norms import grad_norms as grad_norms
     from lockstep.ddp.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from lockstep.ddp.sync_batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from lockstep.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
@@ -98,6 +105,7 @@ if TYPE_CHECKING:
     from lockstep.errors import ReplicaMismatch as ReplicaMismatch
     from lockstep.job.flight import expect_slow as expect_slow
     from lockstep.launch.spawn import spawn as spawn
+    from lockstep.metrics.api import Log as Log
     from lockstep.progress import track as track
     from lockstep.share import BatchShare as BatchShare
 

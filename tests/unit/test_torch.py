@@ -292,8 +292,9 @@ def test_leave_out_of_flight_recorder() -> None:
 # --- nothing private elsewhere ---------------------------------------------------------------------------------------
 
 
-def test_wait_in_rendezvous_and_look_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamic_rendezvous, "_delay", None)  # put back afterwards
+def test_quicken_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_delay", "get_method_name"):  # put back afterwards
+        monkeypatch.setattr(dynamic_rendezvous, name, getattr(dynamic_rendezvous, name))
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # else it opens one
     waits: list[float] = []
 
@@ -301,13 +302,13 @@ def test_wait_in_rendezvous_and_look_anew(tmp_path: Path, monkeypatch: pytest.Mo
         waits.append(seconds)
         time.sleep(0.01)
 
-    _torch.wait_in_rendezvous(wait)
     store = dist.FileStore(str(tmp_path / "store"))  # type: ignore[attr-defined]
     timeout = dynamic_rendezvous.RendezvousTimeout(last_call=timedelta(seconds=0.5))
     handler = dynamic_rendezvous.DynamicRendezvousHandler.from_backend(
         "job", store, C10dRendezvousBackend(store, "job"), min_nodes=1, max_nodes=2, timeout=timeout
     )
-    _torch.look_anew(handler)
+    _torch.quicken_rendezvous(handler, wait)
+    monkeypatch.setattr(inspect, "stack", lambda *_: pytest.fail("a list of all frames, with their source"))
     assert handler.next_rendezvous().world_size == 1
     assert set(waits) == {0.3, 1}, "before it looks first, and while it waits for a second machine"
     reads = []

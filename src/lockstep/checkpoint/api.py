@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -33,6 +34,19 @@ from lockstep.comm.peers import OverGroup, Peers
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
+
+
+class Follower(Protocol):
+    """What is told where a run is, on every rank in the same order; a log of its numbers, for instance."""
+
+    def resumed(self, step: int | None) -> None:
+        """**Collective.** The run resumes from ``step``; None: there is nothing to resume from."""
+
+    def before_save(self, step: int) -> None:
+        """**Collective.** A checkpoint at ``step`` is about to be made."""
+
+    def at_end(self, step: int) -> None:
+        """**Collective.** The last epoch is over."""
 
 
 class Checkpointer:
@@ -95,6 +109,9 @@ class Checkpointer:
         self._owns_folder = False
         #: The names of checkpoints that restore() found damaged.
         self._damaged: set[str] = set()
+        #: What is told where the run is, and the step of the checkpoint that it resumed from.
+        self._followers: list[Follower] = []
+        self._resumed_from: int | None = None
         _, shorts = together(world, self._refuse_unsavable, lambda short: short)
         refuse_parts(shorts)
         (self._lock, _), owners = together(world, self._claim_folder, lambda claimed: claimed[1])
@@ -165,6 +182,8 @@ class Checkpointer:
                 position.in_body = False
                 position.epoch += 1
             self.wait()
+            for follower in self._followers:
+                follower.at_end(position.step)
         finally:
             position.in_body = False
             self._boundary.close()
@@ -182,6 +201,12 @@ class Checkpointer:
         """
         loader_knows = isinstance(getattr(self._run.loader, "in_epoch", None), bool)
         self._boundary.between_steps(epoch_done=False if self._position.in_body and not loader_knows else None)
+
+    def add_follower(self, follower: Follower) -> None:
+        """Let ``follower`` be told where the run is from now on, on every rank in the same order; it is kept."""
+        self._followers.append(follower)
+        if self._resumed_from is not None:
+            follower.resumed(self._resumed_from)
 
     # Saving.
 
@@ -273,6 +298,13 @@ class Checkpointer:
             position.step = max(all_gather_records(position.step, self._world.group))
         if run.optimizer is None and position.step == position.last_saved:
             position.step += 1
+        try:
+            for follower in self._followers:
+                follower.before_save(position.step)
+        except CheckpointError:
+            raise
+        except LockstepError as error:  # the same on every rank
+            raise CheckpointError(f"what goes with the checkpoint could not be written: {error}") from error
         plan = prepare(run, self._world, step=position.step, before=self._refuse_foreign_folder)
         drift = words_on_drift(plan)
         if drift and self._world.is_main and not self._said_apart:
@@ -318,10 +350,15 @@ class Checkpointer:
             raise none_complete(damaged)
         if contents is None:
             self._owns_folder = True
+            for follower in self._followers:
+                follower.resumed(None)
             return None
         load(contents, self._run, self._world)
         self._position.resume_from(contents.manifest)
         self._owns_folder = True
+        self._resumed_from = self._position.step
+        for follower in self._followers:
+            follower.resumed(self._resumed_from)
         load_generators(contents, self._world)
         differences = words_on_differences(contents, damaged, self._run, self._world)
         if differences and self._world.is_main:

@@ -101,6 +101,7 @@ def _now(run: Run, rows: list[Row]) -> Table:
     )
     for column in table.columns[:6]:
         column.justify = "right"
+    table.columns[6].no_wrap, table.columns[6].overflow = True, "ellipsis"
     for row in rows:
         parts = [f"{row.waiting:.0%}", f"{row.data:.0%}", f"{row.memory / 2**20:,.0f} MB"]
         table.add_row(str(row.rank), f"{row.steps:,}", f"{row.rate:.1f}", *parts, row.doing)

@@ -281,6 +281,11 @@ def _release_unwrapped(model: weakref.ref[nn.Module], replica: weakref.ref[Repli
     del _replicas[module]
 
 
+def replicas() -> list[Replica]:
+    """Return all replicas of this process."""
+    return list(_replicas.values())
+
+
 def replica_of(model: nn.Module) -> Replica:
     """Return the replica that :func:`attach` made of ``model``, or of the module that it wraps.
 

@@ -199,6 +199,11 @@ class Replica(Joinable, BackwardListener):
         return self._module()
 
     @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets that gradients lie in, in the order in which they are reduced."""
+        return self._reducer.buckets
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """The ranks that hold replicas."""
         return self._group

@@ -49,7 +49,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from lockstep._torch import look_anew, wait_in_rendezvous
+from lockstep._torch import quicken_rendezvous
 from lockstep.job.messages import Channel, encode
 from lockstep.rendezvous.addresses import interface_of, is_only_here, own_address
 from lockstep.rendezvous.beats import Beats
@@ -200,7 +200,6 @@ class _Client:
             )
         self._base.set_timeout(timedelta(seconds=_OPERATION))
         self.is_connected = True
-        wait_in_rendezvous(self._wait_for_others)
         # torch's agent shares one store between all rounds unless this is set; then its handler remembers the address
         # of a machine that may have left (it reads the variable at each round).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -215,7 +214,7 @@ class _Client:
             keep_alive_interval=1,
             keep_alive_max_attempt=4,
         )
-        look_anew(self._handler)
+        quicken_rendezvous(self._handler, self._wait_for_others)
 
     def _key(self, name: str) -> str:
         return f"lockstep/{self._options.job}/{name}"

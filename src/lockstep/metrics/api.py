@@ -1,0 +1,216 @@
+"""Log: numbers of the training loop, put together over the ranks without making the loop wait."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from lockstep import _torch
+from lockstep.comm.init import current_world
+from lockstep.errors import LockstepError
+from lockstep.metrics.file import NAME
+from lockstep.metrics.lines import Lines, Target
+
+#: Steps between two lines, unless the user says otherwise.
+_EVERY = 50
+
+
+class Run(Protocol):
+    """What a log needs of a Checkpointer."""
+
+    folder: Path
+    step: int
+
+    def add_follower(self, follower: Any) -> None: ...
+
+    def _refuse_foreign_folder(self) -> None: ...
+
+
+class Log:
+    """The numbers of a run, one line of JSON for every so many steps: ``log(loss=loss, acc=acc)`` inside the loop.
+
+    A call waits for no device and sends nothing: what is on a GPU stays there until a line is due. Then the ranks put
+    all together: each number of a line is the mean over all samples of all ranks since the line before, in float64,
+    weighted as :meth:`World.mean <lockstep.World.mean>` does it, so that unequal and empty slices are exact. Rank 0
+    writes the line to ``metrics.jsonl`` and hands it to the sinks. See docs/metrics.md.
+
+    A line is due every so many steps or seconds (at the same call on every rank), before each save of the Checkpointer
+    and at the end of its ``epochs``, when :meth:`line` asks for it, and at :meth:`close`.
+
+    Args:
+        run: a :class:`lockstep.Checkpointer`: the file is beside its checkpoints, since it is part of the same run, its
+            steps are the Checkpointer's, and a run that resumes from a checkpoint cuts off the lines of later steps,
+            which it takes again. Or a path: of a folder, or of the file itself if it ends with ``.jsonl``; each call is
+            then a step, unless it says which.
+        every: steps between two lines; 50 if neither this nor ``seconds`` is given.
+        seconds: seconds between two lines, by rank 0's clock.
+        sinks: what takes the lines as well, on rank 0 alone: objects or modules with ``log(dict, step=)`` (Weights &
+            Biases, trackio), ``log_metrics(dict, step=)`` (MLflow, comet) or ``add_scalar(tag, value, step)``
+            (TensorBoard's SummaryWriter); or functions without arguments that make one, which only rank 0 calls, at the
+            first call of the log. None is left out.
+        after: for a path, the step that the run resumes from: later lines are cut off. None: the run begins; a file
+            that is there is renamed (``metrics-1.jsonl``).
+
+    Raises:
+        LockstepError: ``lockstep.init()`` has not been called.
+        TypeError, ValueError: an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        run: Run | str | PathLike[str],
+        *,
+        every: int | None = None,
+        seconds: float | None = None,
+        sinks: Sequence[Any] = (),
+        after: int | None = None,
+    ) -> None:
+        world = current_world()
+        if world is None:
+            raise LockstepError("lockstep.Log: no world yet; call lockstep.init() first")
+        for name, value in {"every": every, "after": after}.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name}={value!r}: expected a number of steps")
+        if every is not None and every < 1:
+            raise ValueError(f"every={every}: expected at least 1")
+        if after is not None and after < 0:
+            raise ValueError(f"after={after}: expected a step, 0 or more")
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"seconds={seconds}: expected more than 0")
+        if isinstance(sinks, (str, Mapping)) or not isinstance(sinks, Sequence):
+            raise TypeError(f"sinks={type(sinks).__name__}: expected a list of sinks, also for one")
+        self._world = world
+        self._run: Run | None = None
+
+        def check() -> None:
+            return None
+
+        if isinstance(run, (str, PathLike)):
+            path = Path(run).absolute()
+            path = path if path.suffix == ".jsonl" else path / NAME
+        elif hasattr(run, "add_follower"):
+            if after is not None:
+                raise ValueError(f"after={after}: the Checkpointer knows which step the run resumes from")
+            self._run, path = run, run.folder / NAME
+            check = _check_of(run)
+        else:
+            raise TypeError(f"run={type(run).__name__}: expected a lockstep.Checkpointer or a path")
+        if every is None and seconds is None:
+            every = _EVERY
+        #: Where the lines are.
+        self.path = path
+        self._lines = Lines(world, Target(path, every, seconds, tuple(sinks), check), after=after)
+        if self._run is not None:
+            self._run.add_follower(self._lines)
+        # What a Checkpointer writes lines for lives as long as it does: the ranks' collectors may find a log that is
+        # gone at different times.
+        weakref.finalize(self._run or self, self._lines.leave)
+
+    @property
+    def step(self) -> int:
+        """The step of the last call; before it, the one that the run resumes from, or 0."""
+        return self._lines.step
+
+    @_torch.mark_untraced
+    def __call__(
+        self,
+        values: Mapping[str, float | str | Any] | None = None,
+        /,
+        *,
+        step: int | None = None,
+        samples: int | None = None,
+        **named: float | str | Any,
+    ) -> None:
+        """**Collective**, though nothing is sent unless a line is due: call it on every rank equally often.
+
+        Log this rank's values; those of a batch of which it has no samples count for nothing, and may be NaN.
+
+        Args:
+            values: by name, for names that are no identifiers (``{"train/loss": loss}``).
+            step: the step that they belong to, the same on every rank; it may stay the same, but not go back. None: one
+                more than the last. With a Checkpointer it is the Checkpointer's, and must not be given.
+            samples: how many samples the values are the means of on this rank. None: this rank's share of the batch
+                that the sharded loader handed out last, or 1 where there is none.
+            named: by name. Numbers of Python or NumPy and tensors with one element, of any real dtype and on any
+                device: each is the mean over this rank's samples. Texts: a line has rank 0's last one.
+
+        Raises:
+            TypeError, ValueError: on every rank when the next line is due (at the first call: at once), what some rank
+                was given that can't be logged: a tensor with several elements, another type, a text under a name that
+                was a number's, a name that other ranks did not log. Everything else is in the line.
+            LockstepError: the log is closed; the file can't be written (on every rank, at the line after), or belongs
+                to another job or run; or several sharded loaders' batches are in hand, with different shares.
+            CollectiveTimeout, PeerLost: another rank is late or gone, when a line is due.
+        """
+        lines, world = self._lines, self._world
+        if values is not None:
+            named = {**values, **named}
+        if self._run is not None:
+            given, step = step, self._run.step
+            if given is not None:
+                lines.find_wrong(ValueError(f"step={given}: the Checkpointer counts the steps; leave it out"), step)
+        elif step is None:
+            step = lines.step + 1
+        elif isinstance(step, bool) or not isinstance(step, int):
+            lines.find_wrong(TypeError(f"step={step!r}: expected an int"), lines.step)
+            step = lines.step
+        if samples is None:
+            world.refuse_contested_share("lockstep.Log without samples=")
+            share = world.share
+            weight = 1.0 if share is None else share.local_samples
+        elif isinstance(samples, (int, float)) and 0 <= samples < math.inf:
+            weight = samples
+        else:
+            lines.find_wrong(ValueError(f"samples={samples!r}: expected a number, 0 or more"), step)
+            weight = 0.0
+        lines.add(named, step, weight)
+
+    @_torch.mark_untraced
+    def line(self) -> None:
+        """**Collective.** Write a line now, of what was logged since the last one: after an evaluation, say.
+
+        Raises:
+            TypeError, ValueError, LockstepError, CollectiveTimeout, PeerLost: as a call at which a line is due.
+        """
+        self._lines.line_now()
+
+    @_torch.mark_untraced
+    def close(self) -> None:
+        """**Collective.** Write what was logged since the last line, force it to the disk, and close the file.
+
+        A ``with`` statement does so at its end, unless it is left by an error, when the other ranks may not come. The
+        sinks are flushed and stay open. Once closed, it does nothing.
+
+        Raises:
+            TypeError, ValueError, LockstepError, CollectiveTimeout, PeerLost: as a call at which a line is due.
+        """
+        self._lines.close()
+
+    def __enter__(self) -> Log:
+        """Return the log itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the log, unless an error is on its way."""
+        del error, traceback
+        if kind is None:
+            self.close()
+
+
+def _check_of(run: Run) -> Callable[[], None]:
+    """Return what refuses a run that has checkpoints which it has not resumed; it keeps no Checkpointer alive."""
+    weak = weakref.ref(run)
+
+    def check() -> None:
+        alive = weak()
+        if alive is not None:
+            alive._refuse_foreign_folder()
+
+    return check

@@ -1,0 +1,112 @@
+"""Where lines go besides metrics.jsonl: Weights & Biases, trackio, comet, MLflow, TensorBoard and their like.
+
+Note [Sinks that fail]
+~~~~~~~~~~~~~~~~~~~~~~
+A sink talks to a disk or a network that training has no need of, and only rank 0 talks to it: if it raised there, the
+other ranks would wait for a rank that is gone, or a night's training would end because a server was restarted. Every
+line is in metrics.jsonl whatever becomes of the sinks. So what a sink raises is a warning, once for each sink; it
+gets the next line all the same, and closing the log says how many it has missed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lockstep import callsite
+
+#: What a line holds under one name.
+Value = float | str | None
+
+
+class Sink:
+    """**Rank 0.** One of what the user has given, or what it makes if it is a function without arguments.
+
+    Raises:
+        TypeError: it is nothing that a line can be given to.
+    """
+
+    def __init__(self, given: Any) -> None:
+        if isinstance(given, type) or (_way(given) is None and callable(given)):
+            given = given()
+        way = _way(given)
+        if way is None:
+            raise TypeError(
+                f"sinks: a {_name(given)} takes no lines: expected an object or a module with log(dict, step=), "
+                "log_metrics(dict, step=) or add_scalar(tag, value, step), or a function without arguments that makes "
+                "one, which is called on rank 0 alone"
+            )
+        self._given, self._write = given, way
+        self._name = _name(given)
+        #: Lines that it has not taken.
+        self._missed = 0
+        self._lines = 0
+
+    def write(self, values: Mapping[str, Value], step: int) -> None:
+        """Hand it a line. See Note [Sinks that fail]."""
+        self._lines += 1
+        try:
+            self._write({name: math.nan if value is None else value for name, value in values.items()}, step)
+        except Exception as error:  # noqa: BLE001  (whatever a library of the user's raises)
+            self._missed += 1
+            if self._missed == 1:
+                callsite.warn(
+                    f"the sink {self._name} did not take the line of step {step} ({type(error).__name__}: {error}); "
+                    "metrics.jsonl has it, and the sink gets the next one",
+                    RuntimeWarning,
+                )
+
+    def flush(self) -> None:
+        """Let it write what it holds back, if it has a way to."""
+        flush = getattr(self._given, "flush", None)
+        try:
+            if callable(flush):
+                flush()
+        except Exception as error:  # noqa: BLE001
+            callsite.warn(
+                f"the sink {self._name} could not be flushed: {type(error).__name__}: {error}", RuntimeWarning
+            )
+
+    def close(self) -> None:
+        """Flush it, and say what it has missed. It is the user's own, and stays open."""
+        self.flush()
+        if self._missed > 1:
+            callsite.warn(
+                f"the sink {self._name} has missed {self._missed} of {self._lines} lines; metrics.jsonl has them all",
+                RuntimeWarning,
+            )
+
+
+def _name(given: Any) -> str:
+    return str(getattr(given, "__name__", type(given).__name__))
+
+
+def _way(given: Any) -> Callable[[dict[str, float | str], int], object] | None:
+    """Return how ``given`` takes a line, or None."""
+    metrics, log, scalar = (getattr(given, name, None) for name in ("log_metrics", "log", "add_scalar"))
+    if callable(metrics):  # MLflow's module, comet's Experiment, Lightning's loggers: numbers only
+        return lambda values, step: metrics(_numbers(values), step=step)
+    if callable(log):
+        return lambda values, step: log(values, step=step)
+    if not callable(scalar):
+        return None
+    text = getattr(given, "add_text", None)
+
+    def add(values: Mapping[str, float | str], step: int) -> None:
+        for name, value in values.items():
+            if not isinstance(value, str):
+                scalar(name, value, step)
+            elif callable(text):
+                text(name, value, step)
+
+    return add
+
+
+def _numbers(values: Mapping[str, float | str]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if not isinstance(value, str)}
+
+
+def make(sinks: Sequence[Any]) -> list[Sink]:
+    """**Rank 0.** Return the sinks; None in the list is left out."""
+    return [Sink(each) for each in sinks if each is not None]

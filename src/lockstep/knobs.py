@@ -64,6 +64,9 @@ TRACEBACK = "LOCKSTEP_TRACEBACK"
 #: Those that the user sets and that mean the same on every machine.
 PASSED_ON = (PRELOAD, BACKEND, TIMEOUT, KEEP_MEMORY, SHM_CHUNK, LATE, QUIET, TRACEBACK)
 
+#: Those that the launcher sets for its ranks, and a rank for what it starts; nobody else has a use for them.
+OF_A_RANK = (STORE, JOB_DIR, RANK_PROCESS, JOINED, RESTART, ROUND)
+
 _DIGITS = re.compile("[0-9a-fA-F]{64}")
 
 #: Seconds a collective may wait before it is an error, unless the user says otherwise.
@@ -74,6 +77,23 @@ DEFAULT_LATE = 5.0
 
 #: Bytes of a stage of the backend "shm": three per rank stay in the L2 cache of common machines.
 DEFAULT_SHM_CHUNK = 512 * 1024
+
+
+def names() -> frozenset[str]:
+    """Return the name of every variable of this file."""
+    prefix = "LOCKSTEP_"
+    return frozenset(value for value in globals().values() if isinstance(value, str) and value.startswith(prefix))
+
+
+def bad_values(env: Mapping[str, str] = os.environ) -> list[str]:
+    """Return what is wrong with values that are set, a sentence for each."""
+    found = []
+    for read in (keep_memory, timeout, late, key, ssh, shm_chunk):
+        try:
+            read(env)
+        except EnvironmentMismatch as error:
+            found.append(str(error))
+    return found
 
 
 def store(env: Mapping[str, str] = os.environ) -> str | None:

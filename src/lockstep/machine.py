@@ -16,7 +16,7 @@ _CGROUP_V1_PERIOD = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
 def cores() -> int:
     """Count the CPU cores this process may use: its affinity mask, cut by a container's CPU quota."""
     allowed = visible_cores()
-    quota = _cgroup_quota()
+    quota = cpu_quota()
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
 
 
@@ -51,8 +51,8 @@ def gpus(env: Mapping[str, str] = os.environ) -> int:
     return min(count, present)
 
 
-def _cgroup_quota() -> float | None:
-    """Return the CPU quota in cores, or None if there is none."""
+def cpu_quota() -> float | None:
+    """Return the CPU quota of this process's cgroup in cores, or None if there is none."""
     try:
         quota, period = _CGROUP_V2_QUOTA.read_text().split()
     except (OSError, ValueError):

@@ -34,7 +34,7 @@ def test_each_rank_gets_its_share_of_the_cores(
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(8)))
-    monkeypatch.setattr(machine, "_cgroup_quota", lambda: None)
+    monkeypatch.setattr(machine, "cpu_quota", lambda: None)
     found = channel._environment(ranks)
     assert found.get("OMP_NUM_THREADS") == expected
     assert found.get("MKL_NUM_THREADS") == env.get("MKL_NUM_THREADS")
@@ -43,7 +43,7 @@ def test_each_rank_gets_its_share_of_the_cores(
 def test_a_quota_counts_where_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(8)))
-    monkeypatch.setattr(machine, "_cgroup_quota", lambda: 3.0)
+    monkeypatch.setattr(machine, "cpu_quota", lambda: 3.0)
     assert channel._environment(1)["OMP_NUM_THREADS"] == "3"
 
 

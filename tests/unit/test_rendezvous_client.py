@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from lockstep.rendezvous import client
+from lockstep.rendezvous.addresses import is_only_here
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,4 @@ def test_a_name_that_leads_back_to_this_machine_alone(
     """Unless it was asked for, as in tests on one machine."""
     answers = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 29400)) for address in found]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_options: answers)
-    assert client.is_only_here(host, 29400) is expected
+    assert is_only_here(host, 29400) is expected

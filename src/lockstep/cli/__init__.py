@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from lockstep.cli.checkpoint import checkpoint
+from lockstep.cli.doctor import doctor, env
 from lockstep.cli.manifest import manifest
 from lockstep.cli.run import run
 from lockstep.cli.runs import compare, runs, stack, top
@@ -26,3 +27,5 @@ main.add_command(compare)
 main.add_command(checkpoint)
 main.add_command(slurm)
 main.add_command(manifest)
+main.add_command(doctor)
+main.add_command(env)

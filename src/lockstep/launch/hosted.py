@@ -133,13 +133,18 @@ class Frames:
 # The guard -----------------------------------------------------------------------------------------------------------
 
 
+def greet() -> None:
+    """Say over standard output that lockstep is here."""
+    os.write(1, b"\n" + _HERE + json.dumps(asdict(Greeting(__version__, free_port()))).encode() + b"\n")
+
+
 def obey() -> Order:
     """Greet who has started this process by ssh, and fork the launcher: only there this returns.
 
     Raises:
         LaunchError: no order came.
     """
-    os.write(1, b"\n" + _HERE + json.dumps(asdict(Greeting(__version__, free_port()))).encode() + b"\n")
+    greet()
     order = _read_order()
     output = os.pipe() if order.terminal is None else open_pty(struct.pack("4H", *order.terminal, 0, 0))
     error = None if order.one_stream else os.pipe()

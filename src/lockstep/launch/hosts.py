@@ -131,9 +131,29 @@ class Line:
             env: variables to set.
         """
         ranks = host.ranks or self.ranks
-        words = ["env", *(f"{name}={value}" for name, value in env.items()), sys.executable, "-c", _BOOT]
-        words += ["run", "--hosted", *(["-n", ranks] if ranks else []), *self.rest]
-        return f"cd {shlex.quote(cwd)} && exec {shlex.join(words)}"
+        return command_line(["run", "--hosted", *(["-n", ranks] if ranks else []), *self.rest], cwd=cwd, env=env)
+
+
+def lockstep_command(words: Sequence[str]) -> list[str]:
+    """Return the command line of ``lockstep`` with these words, for this Python."""
+    return [sys.executable, "-c", _BOOT, *words]
+
+
+def command_line(words: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> str:
+    """Return the line for a host's shell that starts ``lockstep`` there.
+
+    Args:
+        words: what follows ``lockstep``.
+        cwd: the folder to start in.
+        env: variables to set.
+    """
+    command = ["env", *(f"{name}={value}" for name, value in env.items()), *lockstep_command(words)]
+    return f"cd {shlex.quote(cwd)} && exec {shlex.join(command)}"
+
+
+def by_ssh(host: Host, line: str) -> list[str]:
+    """Return the command line of the ssh client that has ``line`` run by the shell of ``host``."""
+    return [*knobs.ssh(), *_OPTIONS, "--", host.name, line]
 
 
 def passed_on(env: Mapping[str, str] = os.environ, *, terminal: bool) -> dict[str, str]:
@@ -177,15 +197,16 @@ def run_on_hosts(hosts: Sequence[Host], line: Line) -> int:
     Raises:
         LaunchError: a host can't be reached, or does not answer as it should. Nothing was started then.
     """
-    addresses = [_address(host) for host in hosts]
+    addresses = [address_of(host) for host in hosts]
     size = _terminal_size()
     env = passed_on(terminal=size is not None)
     with contextlib.ExitStack() as undo:
-        connections = []
+        connections: list[Connection] = []
         for host in hosts:
-            connections.append(_Connection(host, line.command(host, cwd=os.getcwd(), env=env)))
+            command = by_ssh(host, line.command(host, cwd=os.getcwd(), env=env))
+            connections.append(Connection(host, command))
             undo.callback(connections[-1].close)
-        undo.callback(_end, connections)
+        undo.callback(leave, connections)
         job = _Job(connections, grace=line.grace)
         undo.callback(job.close)
         if not job.reach():
@@ -206,8 +227,12 @@ def run_on_hosts(hosts: Sequence[Host], line: Line) -> int:
         return job.watch()
 
 
-def _address(host: Host) -> str:
-    """Return what the ssh client takes a host's name for; it knows aliases."""
+def address_of(host: Host) -> str:
+    """Return what the ssh client takes a host's name for; it knows aliases.
+
+    Raises:
+        LaunchError: it does not know, or there is none.
+    """
     try:
         done = subprocess.run(
             [*knobs.ssh(), "-G", "--", host.name],
@@ -239,14 +264,19 @@ def _last_words(text: str) -> str:
     return "\n".join(lines[-_LINES:]) or "it said nothing"
 
 
-class _Connection:
-    """An ssh client, and what came from its host."""
+class Connection:
+    """A process that is the way to a host, and what came from there.
 
-    def __init__(self, host: Host, command: str) -> None:
+    Args:
+        host: which one.
+        command: the ssh client; or the program itself, for this host.
+    """
+
+    def __init__(self, host: Host, command: Sequence[str]) -> None:
         self.host = host
         # A session of its own: a Ctrl-C at the terminal is ours to pass on.
         self.process = subprocess.Popen(
-            [*knobs.ssh(), *_OPTIONS, "--", host.name, command],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -314,8 +344,8 @@ def _fileno(stream: Any) -> int:
     return int(stream.fileno())
 
 
-def _end(connections: Sequence[_Connection]) -> None:
-    """Let the hosts know that this is the end, and the clients leave."""
+def leave(connections: Sequence[Connection]) -> None:
+    """Let the hosts know that this is the end, and give the clients time to leave."""
     for connection in connections:
         if connection.process.stdin is not None:
             connection.process.stdin.close()
@@ -336,7 +366,7 @@ class _Unfinished:
 class _Job:
     """The hosts' launchers, and what they show here."""
 
-    def __init__(self, connections: Sequence[_Connection], *, grace: float) -> None:
+    def __init__(self, connections: Sequence[Connection], *, grace: float) -> None:
         self._connections = connections
         self._grace = grace
         self._signals = SignalQueue({*STOPPING, SAVE, signal.SIGTSTP} - ignored())
@@ -502,7 +532,7 @@ class _Job:
         if signum != SAVE:
             self._stopped_by = signum
 
-    def _on_frame(self, index: int, each: _Connection, kind: Kind, data: bytes, now: float) -> None:
+    def _on_frame(self, index: int, each: Connection, kind: Kind, data: bytes, now: float) -> None:
         match kind:
             case Kind.OUTPUT | Kind.ERROR:
                 held = self._unfinished.setdefault((index, kind), _Unfinished(since=now))
@@ -514,7 +544,7 @@ class _Job:
             case Kind.ALIVE:
                 pass
 
-    def _on_message(self, each: _Connection, said: dict[str, Any], now: float) -> None:
+    def _on_message(self, each: Connection, said: dict[str, Any], now: float) -> None:
         if "met" in said:
             each.met = True
             return

@@ -75,9 +75,14 @@ def run(spec: JobSpec) -> int:
         return code
 
 
+def descriptors(nproc: int) -> int:
+    """Return how many open files a launcher of ``nproc`` ranks needs."""
+    return nproc * _DESCRIPTORS_PER_RANK + _DESCRIPTORS_BESIDE
+
+
 def _check_descriptors(nproc: int) -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    needed = nproc * _DESCRIPTORS_PER_RANK + _DESCRIPTORS_BESIDE
+    needed = descriptors(nproc)
     if limit != resource.RLIM_INFINITY and needed > limit:
         raise LaunchError(
             f"{nproc} ranks on this machine need about {needed} open files, and the limit is {limit}: start fewer "

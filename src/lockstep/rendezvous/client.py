@@ -24,7 +24,6 @@ stop then closes the rendezvous, and the others read the job's end there.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import hmac
 import json
@@ -32,10 +31,8 @@ import os
 import secrets
 import select
 import socket
-import struct
 import time
 import traceback
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -54,9 +51,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from lockstep._torch import quicken_rendezvous
 from lockstep.job.messages import Channel, encode
-from lockstep.machine import is_loopback
+from lockstep.rendezvous.addresses import interface_of, is_only_here, own_address
 from lockstep.rendezvous.beats import Beats
 from lockstep.rendezvous.messages import (
+    DEFAULT_PORT,
+    SKEW,
     Alive,
     Command,
     End,
@@ -87,11 +86,8 @@ _CARDS = 10.0
 _EARLY = 2.0
 #: Seconds that the machine with the store waits for the others to leave.
 _FAREWELL = 5.0
-#: Seconds by which the machines' clocks may differ before the user is told: torch's rendezvous compares them.
-_SKEW = 2.0
 #: Seconds to wait for more machines once there are enough.
 _LAST_CALL = 2.0
-DEFAULT_PORT = 29400
 #: What torch's handler raises in machines that wait when the job ends: for a place among the others, or as a spare.
 _OVER = (RendezvousClosedError, RendezvousGracefulExitError)
 #: What comes of a machine that has gone: the one with the store, or another one that was waited for.
@@ -186,12 +182,12 @@ class _Client:
         kind, _, path = options.endpoint.partition(":")
         if kind == "file":
             self._base: Store = FileStore(path)
-            self._address = options.local_addr or _own_address(None)
+            self._address = options.local_addr or own_address(None)
         else:
             host, port = _split(options.endpoint)
             if is_only_here(host, port):
-                host = options.local_addr or _own_address(None)
-            self._address = options.local_addr or _own_address((host, port))
+                host = options.local_addr or own_address(None)
+            self._address = options.local_addr or own_address((host, port))
             listener = _listen(host, port)
             self._serves = listener is not None
             self._base = TCPStore(
@@ -285,7 +281,7 @@ class _Client:
             job=job,
             hosts=tuple(card["host"] for card in cards),
             history=known,
-            interface=_interface(self._address),
+            interface=interface_of(self._address),
             served=True,
         )
         self._last, self._meets = number, False
@@ -433,55 +429,10 @@ def _listen(host: str, port: int) -> socket.socket | None:
     return None
 
 
-def is_only_here(host: str, port: int) -> bool:
-    """Return whether a name that others may know leads back to this machine: Debian and Ubuntu write a machine's own
-    name into /etc/hosts with the address 127.0.1.1, at which no other machine reaches it."""
-    if is_loopback(host):
-        return False
-    return all(is_loopback(str(found[4][0])) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-
-
-def _own_address(endpoint: tuple[str, int] | None) -> str:
-    """Return this machine's address on the way to the endpoint. Nothing is sent: the kernel only looks for the way."""
-    host, port = endpoint or ("192.0.2.1", 9)  # an address that is nobody's (RFC 5737): the default way
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        try:
-            probe.connect(address)
-        except OSError as error:
-            found = [address for _, address in _devices() if not address.startswith("127.")]
-            if endpoint is None and len(found) == 1:
-                return found[0]
-            raise OSError(
-                f"this machine's address is not known, for there is no way to {host} ({error.strerror}): say "
-                "--local-addr"
-            ) from error
-        return str(probe.getsockname()[0])
-
-
-_SIOCGIFADDR = 0x8915
-
-
-def _interface(address: str) -> str | None:
-    """Return the network device that has an address (IPv4; None for others: then gloo chooses)."""
-    return next((name for name, own in _devices() if own == address), None)
-
-
-def _devices() -> Iterator[tuple[str, str]]:
-    """Yield this machine's network devices with their IPv4 addresses."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                request = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("16s24x", name.encode()))
-            except OSError:  # a device without an address
-                continue
-            yield name, socket.inet_ntoa(request[20:24])
-
-
 def _skew(clocks: list[float], round_: Round) -> str:
     """Say by how much the machines' clocks differ, if it is too much."""
     fastest, slowest = max(clocks), min(clocks)
-    if fastest - slowest <= _SKEW:
+    if fastest - slowest <= SKEW:
         return ""
     return (
         f"the clock of {round_.host(clocks.index(fastest))} is {fastest - slowest:.0f} s ahead of that of "

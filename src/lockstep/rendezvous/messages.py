@@ -8,6 +8,11 @@ from typing import Any
 
 from lockstep.identity import Identity
 
+#: Where the launchers meet, unless the user names a port.
+DEFAULT_PORT = 29400
+#: Seconds by which the machines' clocks may differ before the user is told: torch's rendezvous compares them.
+SKEW = 2.0
+
 # The round -----------------------------------------------------------------------------------------------------------
 
 

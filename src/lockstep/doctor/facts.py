@@ -1,0 +1,87 @@
+"""What a machine is, found out without torch: versions, processor, memory, GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import socket
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from lockstep import machine
+from lockstep.launch.evidence import machine_memory, memory_group
+from lockstep.version import __version__
+
+#: Packages whose versions decide what a job does.
+PACKAGES = ("torch", "numpy", "safetensors", "xxhash", "click", "rich", "mpi4py", "ray")
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def collect() -> dict[str, Any]:
+    """Return what this machine is, for comparisons and bug reports; JSON can hold it."""
+    group = memory_group()
+    return {
+        "hostname": socket.gethostname(),
+        "lockstep": __version__,
+        "python": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "system": _system(),
+        "kernel": platform.release(),
+        "libc": " ".join(platform.libc_ver()),
+        "architecture": platform.machine(),
+        "packages": versions(),
+        "processor": processor(),
+        "cores": machine.cores(),
+        "cores_of_the_machine": os.cpu_count(),
+        "quota": machine.cpu_quota(),
+        "memory": machine_memory(),
+        "memory_limit": None if group is None else group.limit(),
+        "gpus": machine.gpus({}),
+        "visible_gpus": machine.gpus(),
+        "driver": driver(),
+        "place": place(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what is installed of :data:`PACKAGES`. Nothing is imported."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def processor() -> str:
+    """Return what the processor calls itself."""
+    found = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", text("/proc/cpuinfo"), re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
+def driver() -> str:
+    """Return the version of NVIDIA's driver; empty: none is loaded."""
+    found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", text(_DRIVER))
+    return found[1] if found else ""
+
+
+def place() -> list[str]:
+    """Return what tells this host from others that may have its name: the address that ssh has reached it at, too."""
+    return [socket.gethostname(), *os.environ.get("SSH_CONNECTION", "").split()[2:3]]
+
+
+def text(path: str | Path) -> str:
+    """Return what is in a small file; empty if it can't be read."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _system() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return platform.system()

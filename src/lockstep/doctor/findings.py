@@ -1,0 +1,83 @@
+"""What a check has found: how bad it is, what it is, what to do about it."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+class Level(str, enum.Enum):
+    """How bad it is."""
+
+    OK = "ok"
+    #: A job runs, but slower than it could, or not in every form.
+    WARNING = "warning"
+    #: A job fails, or trains something else than is meant.
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a check has found."""
+
+    level: Level
+    #: A word or two for what was looked at.
+    about: str
+    #: What there is, as a sentence without a full stop.
+    what: str
+    #: What to do about it; empty: nothing.
+    advice: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        """Return what :meth:`from_json` reads back."""
+        return {**asdict(self), "level": self.level.value}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Finding:
+        """Read what another process has found."""
+        return cls(**{**fields, "level": Level(fields["level"])})
+
+
+def ok(about: str, what: str) -> Finding:
+    """Return that all is well."""
+    return Finding(Level.OK, about, what)
+
+
+def warning(about: str, what: str, advice: str) -> Finding:
+    """Return what makes a job slower, or some jobs impossible."""
+    return Finding(Level.WARNING, about, what, advice)
+
+
+def wrong(about: str, what: str, advice: str) -> Finding:
+    """Return what makes a job fail."""
+    return Finding(Level.WRONG, about, what, advice)
+
+
+def verdict(findings: Iterable[Finding]) -> str:
+    """Return all findings in a few words."""
+    counts = Counter(finding.level for finding in findings)
+    words = []
+    if counts[Level.WRONG]:
+        words.append("1 thing is wrong" if counts[Level.WRONG] == 1 else f"{counts[Level.WRONG]} things are wrong")
+    if counts[Level.WARNING]:
+        words.append("1 warning" if counts[Level.WARNING] == 1 else f"{counts[Level.WARNING]} warnings")
+    return ", ".join(words) or "all is well"
+
+
+def size(count: float) -> str:
+    """Return a number of bytes for people."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def seconds(duration: float) -> str:
+    """Return a duration for people."""
+    if duration < 1e-3:
+        return f"{duration * 1e6:.0f} µs"
+    return f"{duration * 1e3:.3g} ms" if duration < 1 else f"{duration:.3g} s"

@@ -31,6 +31,10 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 # Hundreds of processes start here; without their bytecode each of them would compile the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Ranks that tests spawn in this process leave their record here, not with the user's own runs, and say nothing of it.
+os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), f"lockstep-tests-{os.getuid()}"))
+os.environ[knobs.QUIET] = "1"
+
 # Who runs the tests in the background or under nohup makes them ignore signals, and the jobs they start inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -33,6 +33,7 @@ import select
 import socket
 import time
 import traceback
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -152,24 +153,24 @@ class _Client:
 
     # Commands ----------------------------------------------------------------------------------------------------
 
-    def _hear(self, seconds: float) -> None:
-        """Take what the launcher says within some seconds, if anything."""
-        if self._commands or not select.select([self._channel], [], [], max(0.0, seconds))[0]:
-            return
-        for fields, _ in self._channel.receive():
-            command = decode(fields)
-            assert isinstance(command, Command)
-            self._commands.append(command)
+    def _hear(self, seconds: float) -> Iterator[Command]:
+        """Yield what the launcher says within some seconds, if anything; leave if it says so."""
+        if not self._commands and select.select([self._channel], [], [], max(0.0, seconds))[0]:
+            for fields, _ in self._channel.receive():
+                command = decode(fields)
+                assert isinstance(command, Command)
+                self._commands.append(command)
+        while self._commands:
+            command = self._commands.pop(0)
+            if isinstance(command, Leave):
+                self._leave(command)
+            yield command
 
     def _wait_for_meet(self) -> Meet:
         while True:
-            self._hear(3600.0)
-            while self._commands:
-                command = self._commands.pop(0)
+            for command in self._hear(3600.0):
                 if isinstance(command, Meet):
                     return command
-                if isinstance(command, Leave):
-                    self._leave(command)
 
     def _say(self, message: object) -> None:
         self._channel.send(encode(message))
@@ -291,11 +292,8 @@ class _Client:
 
     def _wait_for_others(self, seconds: float) -> None:
         """Wait a moment until torch's rendezvous looks again, or leave if the launcher says so."""
-        self._hear(min(seconds, _TICK))
-        while self._commands:
-            command = self._commands.pop(0)
-            if isinstance(command, Leave):
-                self._leave(command)
+        for _ in self._hear(min(seconds, _TICK)):
+            pass  # nothing else is said meanwhile
 
     def _prove(self, challenges: list[str], hosts: list[str]) -> None:
         """Show that this machine knows the job's key, and that the others do: a keyed digest (HMAC, RFC 2104) of what
@@ -350,11 +348,7 @@ class _Client:
             if self._base.check([self._verdict_key]):
                 self._say(Ended(json.loads(self._base.get(self._verdict_key))))
                 return
-            self._hear(_TICK)
-            while self._commands:
-                command = self._commands.pop(0)
-                if isinstance(command, Leave):
-                    self._leave(command)
+            for command in self._hear(_TICK):
                 if isinstance(command, Looks):
                     ranks = command.ranks
                 if isinstance(command, End):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,12 @@ def catches(pid: int, signum: int) -> bool:
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
     return False
+
+
+def resident(pid: int | None) -> int:
+    """Return a process's resident bytes; 0: it has ended, or there is none."""
+    fields = read(pid, "statm").split() if pid is not None else []
+    return int(fields[1]) * _PAGE if len(fields) > 1 else 0
 
 
 def _parse(text: str) -> Stat | None:

@@ -251,7 +251,7 @@ class Summary:
     def _headline(self) -> str:
         words = [f"{self.taken:,} steps"]
         if self.median:
-            words.append(f"{_time(self.median)} each")
+            words.append(f"{in_words(self.median)} each")
         if self.samples_per_second is not None:
             words.append(f"{self.samples_per_second:,.0f} samples/s")
         ranks = len(self.ranks)
@@ -274,10 +274,11 @@ class Summary:
         where = "no single cause"
         if straggler.phase is not None:
             name = NAMES[straggler.phase]
-            where = f"in {name}: {_time(straggler.own)} a step against {_time(straggler.others)}"
+            where = f"in {name}: {in_words(straggler.own)} a step against {in_words(straggler.others)}"
+        without = in_words(step - straggler.costs)
         return (
-            f"rank {straggler.rank}, {where}; without it a step would take {_time(step - straggler.costs)} instead of "
-            f"{_time(step)} ({straggler.costs / step:.0%} less)"
+            f"rank {straggler.rank}, {where}; without it a step would take {without} instead of {in_words(step)} "
+            f"({straggler.costs / step:.0%} less)"
         )
 
     def _table(self, peaks: Mapping[int, int | None]) -> list[str]:
@@ -311,5 +312,6 @@ def _size(peak: int | None) -> str:
     return f"{peak / 2**30:.1f} GB" if peak >= 2**30 else f"{peak / 2**20:.0f} MB"
 
 
-def _time(seconds: float) -> str:
+def in_words(seconds: float) -> str:
+    """Return a step's or a phase's time: ``1.25 s``, ``4.91 ms``."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

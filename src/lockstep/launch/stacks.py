@@ -11,6 +11,7 @@ from lockstep import _proc
 from lockstep.errors import LockstepError
 from lockstep.job.files import JobFiles
 from lockstep.job.page import STACK_SIGNAL
+from lockstep.launch.evidence import stack_size
 from lockstep.runs.history import Run
 
 #: Seconds for a rank to write its stacks: it does so in its signal handler, at once unless it stands still.
@@ -34,23 +35,23 @@ def stacks_of(run: Run, rank: int | None) -> Iterator[tuple[int, str]]:
     if rank is not None and rank not in ranks:
         raise LockstepError(f"{run.name} has no rank {rank} on this machine: it has {', '.join(map(str, ranks))}")
     for number, pid in ranks.items() if rank is None else [(rank, ranks[rank])]:
-        yield number, _ask(JobFiles(start["folder"]).stack(number), pid)
+        yield number, _ask(Path(start["folder"]), number, pid)
 
 
-def _ask(file: Path, pid: int) -> str:
+def _ask(folder: Path, rank: int, pid: int) -> str:
     try:
         if not _proc.catches(pid, STACK_SIGNAL):
             return f"process {pid} does not answer: it is not in lockstep.init() yet, or has left"
-        before = file.stat().st_size
+        before = stack_size(folder, rank)
         os.kill(pid, STACK_SIGNAL)
         deadline, size = time.monotonic() + _PATIENCE, before
         while time.monotonic() < deadline:
             time.sleep(0.02)
-            now = file.stat().st_size
+            now = stack_size(folder, rank)
             if now > before and now == size:  # all of it is there
                 break
             size = now
-        with file.open("rb") as stacks:
+        with JobFiles(folder).stack(rank).open("rb") as stacks:
             stacks.seek(before)
             text = stacks.read().decode(errors="replace").rstrip()
     except (FileNotFoundError, ProcessLookupError):

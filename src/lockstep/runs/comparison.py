@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lockstep.job.page import NAMES, Phase
+from lockstep.job.summary import in_words
 from lockstep.runs.history import Run, UnknownRun
 from lockstep.runs.series import Series
 
@@ -99,7 +100,7 @@ class Comparison:
             one, other = before.phases[name], after.phases[name]
             if max(one, other) >= 0.005 * max(before.step, after.step):
                 part = (other - one) / before.step
-                rows.append([f"  {_shown(name)}", _time(one), _time(other), f"{part:+.1%} of the step"])
+                rows.append([f"  {_shown(name)}", in_words(one), in_words(other), f"{part:+.1%} of the step"])
         if before.memory and after.memory:
             sizes = [f"{each / 2**20:,.0f} MB" for each in (before.memory, after.memory)]
             rows.append(["memory of a rank", *sizes, f"{after.memory / before.memory - 1:+.1%}"])
@@ -174,8 +175,4 @@ def _difference(series: Series, name: str, before: int, after: int) -> list[floa
 
 
 def _with_notch(pace: Pace) -> str:
-    return f"{_time(pace.step)} ± {pace.notch / pace.step:.1%}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{in_words(pace.step)} ± {pace.notch / pace.step:.1%}"

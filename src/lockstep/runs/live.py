@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 
 from lockstep import _proc
+from lockstep.job.files import JobFiles
 from lockstep.job.hang import Shares
 from lockstep.job.page import NAMES, Cell, Mark, Pages, Phase
 from lockstep.runs.history import Run, UnknownRun
-from lockstep.runs.record import resident
 
 #: Seconds that rates and shares are of.
 WINDOW = 10.0
@@ -56,7 +55,7 @@ class Live:
             raise UnknownRun(f"{run.name} has ended ({run.ending}): lockstep runs lists it")
         start = run.about["starts"][-1]
         self._pids = {int(rank): pid for rank, pid in start["ranks"].items()}
-        if not Path(start["folder"], "pages").exists():
+        if not JobFiles(start["folder"]).pages.exists():
             raise UnknownRun(f"{run.name}: its ranks are just being started again")
         self._pages = Pages(start["folder"], start["world_size"])
         self._shares = Shares(len(self._pids))
@@ -98,7 +97,7 @@ class Live:
                     (last.steps[place] - first.steps[place]) / passed,
                     spent[Phase.WAIT] / whole,
                     spent[Phase.DATA] / whole,
-                    resident(pid),
+                    _proc.resident(pid),
                 )
             )
         return rows

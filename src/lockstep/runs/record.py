@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -72,7 +71,6 @@ class Recorder:
             "at": self._seconds(),
             "world_size": world_size,
             "folder": str(job_folder),
-            "ranks": {},
         }
 
     def add(self, ranks: Mapping[int, Progress], pids: Mapping[int, int | None]) -> None:
@@ -81,16 +79,14 @@ class Recorder:
             return
         try:
             if self._series is None:
-                self._about["starts"].append(self._start)
-                self._start["ranks"] = {str(rank): pid for rank, pid in pids.items()}
-                self._write()
-                assert self._folder is not None
-                path = self._folder / f"series-{self._start['number']}{self._suffix}.bin"
+                path = self._made() / f"series-{self._start['number']}{self._suffix}.bin"
                 self._series = SeriesWriter(path, list(ranks))
-                self._start["series"] = path.name
+                self._start |= {"series": path.name, "ranks": {str(rank): pid for rank, pid in pids.items()}}
+                self._about["starts"].append(self._start)
                 self._write()
             rows = [
-                [rank.steps, rank.samples, resident(pids.get(number)), *rank.seconds] for number, rank in ranks.items()
+                [rank.steps, rank.samples, _proc.resident(pids.get(number)), *rank.seconds]
+                for number, rank in ranks.items()
             ]
             self._series.add(self._seconds(), rows)
         except OSError as error:
@@ -119,22 +115,14 @@ class Recorder:
             except OSError as error:
                 self._give_up(error)
 
-    def _write(self) -> None:
+    def _made(self) -> Path:
         if self._folder is None:
             self._folder = self._make_folder()
-        write_whole(self._folder / f"run{self._suffix}.json", json.dumps(self._about, indent=1) + "\n")
+        return self._folder
+
+    def _write(self) -> None:
+        write_whole(self._made() / f"run{self._suffix}.json", json.dumps(self._about, indent=1) + "\n")
 
     def _give_up(self, error: OSError) -> None:
         self._failed = True
         self._tell(f"the record of this run ends here, the run goes on: {error}")
-
-
-def resident(pid: int | None) -> int:
-    """Return the resident bytes of a process; 0: it has ended."""
-    if pid is None or sys.platform != "linux":
-        return 0
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from lockstep.cli.terminal import errors, open_console
 
+if TYPE_CHECKING:
     from lockstep.checkpoint.inspect import Summary
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 _STEP = click.option("--step", type=click.IntRange(min=0), help="The checkpoint of this step; the newest if not given.")
-#: Columns where there is no terminal to ask.
-_WIDTH = 160
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -33,7 +29,7 @@ def checkpoint() -> None:
 @_FOLDER
 def ls(folder: Path) -> None:
     """List the checkpoints of a run, newest first. Only their manifests are read."""
-    with _errors("ls"):
+    with errors("checkpoint ls"):
         from rich.table import Table
 
         from lockstep.checkpoint import inspect
@@ -45,7 +41,7 @@ def ls(folder: Path) -> None:
         found = [inspect.glance(each) for each in inspect.find(folder)]
         for summary in found:
             table.add_row(*_row(summary))
-        console = _console()
+        console = open_console(soft_wrap=True)
         console.print(table)
         for summary in found:
             if summary.damage is not None:
@@ -74,7 +70,7 @@ def _row(summary: Summary) -> list[str]:
 @_STEP
 def show(folder: Path, step: int | None) -> None:
     """Show what is in a checkpoint: where training was, its files, the model's tensors."""
-    with _errors("show"):
+    with errors("checkpoint show"):
         from rich.table import Table
 
         from lockstep.checkpoint import inspect
@@ -83,7 +79,7 @@ def show(folder: Path, step: int | None) -> None:
         summary = inspect.glance(inspect.find(folder, step=step)[0])
         if summary.manifest is None:
             raise _damage(summary.damage or "")
-        manifest, console = summary.manifest, _console()
+        manifest, console = summary.manifest, open_console(soft_wrap=True)
         table = Table(box=None, pad_edge=False, show_header=False)
         epoch = f"{manifest.epoch}, some of it done" if manifest.in_epoch else f"{manifest.epoch}"
         table.add_row("folder", str(summary.folder))
@@ -114,11 +110,11 @@ def show(folder: Path, step: int | None) -> None:
 @click.option("--step", type=click.IntRange(min=0), help="Only the checkpoint of this step.")
 def verify(folder: Path, step: int | None) -> None:
     """Read every byte of a run's checkpoints and compare it with its digest. The exit code is 1 if one is damaged."""
-    with _errors("verify"):
+    with errors("checkpoint verify"):
         from lockstep.checkpoint import inspect
         from lockstep.checkpoint.read import find_damage
 
-        console, damaged = _console(), 0
+        console, damaged = open_console(soft_wrap=True), 0
         for each in inspect.find(folder, step=step):
             wrong = find_damage(each)
             damaged += bool(wrong)
@@ -141,11 +137,11 @@ def prune(folder: Path, last: int, every: int | None, best: int, mode: Literal["
     The newest complete one always stays, and so do damaged ones that are newer; a checkpoint that someone is reading is
     left. A job may be training in the folder meanwhile.
     """
-    with _errors("prune"):
+    with errors("checkpoint prune"):
         from lockstep.checkpoint import inspect
         from lockstep.checkpoint.retention import Pruned, Retention, remove
 
-        console = _console()
+        console = open_console(soft_wrap=True)
         plan = inspect.plan_pruning(folder, Retention(last, every, best, mode))
         root = plan.newest.parent
         for line in plan.damaged:
@@ -177,7 +173,7 @@ def export(folder: Path, output: Path, step: int | None, format_: Any, extra: st
     A .safetensors file, or a torch file (.pt, .pth) that torch.load(weights_only=True) reads. Every byte is verified on
     the way; without --step a damaged checkpoint is skipped for the newest whole one, and named.
     """
-    with _errors("export"):
+    with errors("checkpoint export"):
         from lockstep.checkpoint import inspect
         from lockstep.errors import CheckpointError
 
@@ -190,28 +186,10 @@ def export(folder: Path, output: Path, step: int | None, format_: Any, extra: st
         click.echo(f"{done.path}: {done.tensors} tensors of {done.source.name}, {_bytes(done.size)}, for {done.format}")
 
 
-@contextmanager
-def _errors(command: str) -> Iterator[None]:
-    """Show errors as one line, with exit code 2."""
-    from lockstep.errors import LockstepError
-
-    try:
-        yield
-    except (LockstepError, OSError) as error:
-        click.echo(f"lockstep checkpoint {command}: {error}", err=True)
-        sys.exit(2)
-
-
 def _damage(text: str) -> Exception:
     from lockstep.errors import CheckpointCorrupt
 
     return CheckpointCorrupt(text)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, soft_wrap=True)
 
 
 def _bytes(count: int) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from lockstep.cli.terminal import errors, open_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from lockstep.runs.live import Live, Row
 
 _RUN = click.argument("run", required=False)
-#: Columns where there is no terminal to ask.
-_WIDTH = 160
 
 
 @click.command()
@@ -30,7 +28,6 @@ def runs(count: int, folders: tuple[Path, ...]) -> None:
 
     FOLDERS: where to look instead of where logs are by default; those that --log-dir has named are below them.
     """
-    from rich.console import Console
     from rich.table import Table
 
     from lockstep.runs import history
@@ -38,14 +35,14 @@ def runs(count: int, folders: tuple[Path, ...]) -> None:
     table = Table("", "began", "took", "ended", "ranks", "steps", "step", "program", "name", box=None, pad_edge=False)
     for place in (0, 2, 4, 5, 6):
         table.columns[place].justify = "right"
-    with _errors("runs"):
+    with errors("runs"):
         for number, run in enumerate(history.runs(folders or _homes())[:count], start=1):
             began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
             median = (run.summary or {}).get("median") or 0.0
             step = f"{median * 1e3:.3g} ms" if median else "-"
             took, ranks, steps = _duration(run.seconds), str(run.world_size), f"{run.steps:,}"
             table.add_row(str(number), began, took, run.ending, ranks, steps, step, run.program, run.name)
-    Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False).print(table)
+    open_console(markup=False).print(table)
 
 
 @click.command()
@@ -56,14 +53,13 @@ def top(run: str | None, once: bool) -> None:
 
     RUN is as for lockstep stack. Rates and shares are those of the last ten seconds.
     """
-    from rich.console import Console
     from rich.live import Live as Screen
 
     from lockstep.runs import history
     from lockstep.runs.live import Live
 
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
-    with _errors("top"):
+    console = open_console(markup=False)
+    with errors("top"):
         found = history.find(run, _homes())
         live = Live(found)
         try:
@@ -119,7 +115,7 @@ def stack(run: str | None, rank: int | None) -> None:
     from lockstep.launch.stacks import stacks_of
     from lockstep.runs import history
 
-    with _errors("stack"):
+    with errors("stack"):
         found = history.find(run, _homes())
         for number, text in stacks_of(found, rank):
             click.echo(f"rank {number}:\n{text}\n")
@@ -136,7 +132,7 @@ def compare(a: str, b: str, fail_over: str | None) -> None:
     """
     from lockstep.runs import comparison, history
 
-    with _errors("compare"):
+    with errors("compare", ValueError):
         limit = None if fail_over is None else comparison.parse_percent(fail_over)
         found = comparison.compare(history.find(a, _homes()), history.find(b, _homes()))
     click.echo(found.describe())
@@ -156,14 +152,3 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-@contextmanager
-def _errors(command: str) -> Iterator[None]:
-    from lockstep.errors import LockstepError
-
-    try:
-        yield
-    except (LockstepError, ValueError, OSError) as error:
-        click.echo(f"lockstep {command}: {error}", err=True)
-        sys.exit(2)

@@ -1,0 +1,47 @@
+"""What the commands that only look share: a console, and errors as one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Columns where there is no terminal to ask.
+_WIDTH = 160
+
+
+def open_console(*, soft_wrap: bool = False, markup: bool = True) -> Console:
+    """Return a console for standard output, wide enough for a table where that is no terminal.
+
+    Args:
+        soft_wrap: leave it to the terminal to break long lines.
+        markup: take words in brackets for rich's own.
+    """
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else _WIDTH
+    return Console(width=width, highlight=False, soft_wrap=soft_wrap, markup=markup)
+
+
+@contextmanager
+def errors(command: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Show errors as one line, with exit code 2.
+
+    Args:
+        command: what stands before the error.
+        kinds: those of them beside lockstep's own and the system's.
+    """
+    from lockstep.errors import LockstepError
+
+    shown: tuple[type[Exception], ...] = (LockstepError, OSError, *kinds)
+    try:
+        yield
+    except shown as error:
+        click.echo(f"lockstep {command}: {error}", err=True)
+        sys.exit(2)

@@ -121,9 +121,9 @@ def test_of_many_ranks_those_that_wait_least_have_a_row() -> None:
     assert lines[-1] == "(and 48 ranks that wait longer)"
 
 
-def _at(steps: int, seconds: float) -> Progress:
+def _at(steps: int, seconds: float, leaving: float = 0.0) -> Progress:
     spent = [0.0] * len(Phase)
-    spent[Phase.FORWARD] = seconds
+    spent[Phase.FORWARD], spent[Phase.LEAVING] = seconds, leaving
     return Progress(steps, tuple(spent), steps * 4)
 
 
@@ -140,6 +140,17 @@ def test_only_what_lies_between_steps_that_all_have_taken_counts() -> None:
     assert (summary.taken, summary.steps, summary.seconds, summary.looks) == (12, 2, 2.0, 60)
     assert summary.samples_per_second == 8.0
     assert [rank.seconds[Phase.FORWARD] for rank in summary.ranks.values()] == [2.0, 2.0]
+
+
+def test_the_moments_in_which_a_rank_leaves_count_only_for_the_number_of_steps() -> None:
+    ledger = Ledger()
+    for now in (10, 11):
+        ledger.add({0: _at(now, now), 1: _at(now, now)}, now=now, looks=now * 30)
+    ledger.add({0: _at(15, 11.5, 0.5), 1: _at(15, 12.0)}, now=12.0, looks=360)
+    summary = ledger.summary(median=0.5, elsewhere=False)
+    assert summary is not None
+    assert (summary.taken, summary.steps, summary.seconds) == (15, 1, 1.0)
+    assert summary.ranks[0].seconds[Phase.LEAVING] == 0
 
 
 def test_who_works_while_others_wait_holds_them_up() -> None:

@@ -43,7 +43,7 @@ _COLUMNS = {
     "forward": (Phase.FORWARD,),
     "backward": (Phase.BACKWARD, Phase.REDUCE),
     "optimizer": (Phase.OPTIMIZER,),
-    "your code": (Phase.OWN, Phase.START, Phase.LEAVING),
+    "your code": (Phase.OWN, Phase.START),
     "saving": (Phase.SAVE, Phase.RESTORE),
     "compile": (Phase.COMPILE,),
     "evaluation": (Phase.EVALUATE,),
@@ -98,9 +98,11 @@ class Ledger:
         self._latest: dict[int, Progress] = {}
         self._times = (0.0, 0.0)
         self._looks = (0, 0)
+        self._taken = 0
 
     def add(self, ranks: Mapping[int, Progress], *, now: float, looks: int) -> None:
-        """Record a moment; what comes before the first two steps, and after the last one, is left out.
+        """Record a moment; what comes before the first two steps, and the last moments in which a rank leaves, are left
+        out.
 
         Args:
             ranks: of each rank of this machine.
@@ -109,10 +111,11 @@ class Ledger:
         """
         if not ranks or any(rank.steps < WARM for rank in ranks.values()):
             return
+        self._taken = min(rank.steps for rank in ranks.values())
         if not self._first:
             self._first = self._latest = dict(ranks)
             self._times, self._looks = (now, now), (looks, looks)
-        elif all(rank.steps > self._latest[number].steps for number, rank in ranks.items()):
+        elif all(_trains_on(self._latest[number], rank) for number, rank in ranks.items()):
             self._latest = dict(ranks)
             self._times, self._looks = (self._times[0], now), (self._looks[0], looks)
 
@@ -135,8 +138,7 @@ class Ledger:
             for number, now in self._latest.items()
         }
         seconds, looks = (later - earlier for earlier, later in (self._times, self._looks))
-        taken = min(rank.steps for rank in self._latest.values())
-        return Summary(taken, median, seconds, int(looks), spent, elsewhere)
+        return Summary(self._taken, median, seconds, int(looks), spent, elsewhere)
 
 
 @dataclass(frozen=True)
@@ -295,6 +297,11 @@ class Summary:
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         more = len(self.ranks) - len(shown)
         return [*lines, *([f"(and {more} ranks that wait longer)"] if more else [])]
+
+
+def _trains_on(before: Progress, after: Progress) -> bool:
+    """Whether a rank has taken steps in between, and is not about to end."""
+    return after.steps > before.steps and after.seconds[Phase.LEAVING] == before.seconds[Phase.LEAVING]
 
 
 def _by_name(seconds: tuple[float, ...]) -> dict[str, float]:

@@ -248,7 +248,14 @@ class Launcher:
     def _record_start(self) -> None:
         attempt = self.attempt
         place, world_size = attempt.round.node_rank, attempt.round.world_size
-        self.recorder.begin(number=attempt.number, node=place, world_size=world_size, job_folder=attempt.folder)
+        machines = tuple(zip(attempt.round.hosts, attempt.round.ranks, strict=True)) if attempt.round.hosts else ()
+        self.recorder.begin(
+            number=attempt.number,
+            node=place,
+            world_size=world_size,
+            job_folder=attempt.folder,
+            machines=machines,
+        )
 
     def _look(self, now: float) -> None:
         """Say which rank is late, and end a job that is held up by a rank whose exception was recorded: it does not get

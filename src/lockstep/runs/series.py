@@ -22,8 +22,9 @@ from pathlib import Path
 from lockstep._files import write_whole
 from lockstep.job.page import Phase
 
-#: What there is of each rank, in this order: optimizer steps, samples, bytes of memory, seconds by phase.
-COLUMNS = ("steps", "samples", "memory", *(phase.name.lower() for phase in Phase))
+#: What there is of each rank, in this order: optimizer steps, samples, bytes of memory, seconds by phase, seconds for
+#: which others waited while it worked. Readers go by the names in the file: earlier ones have no "held".
+COLUMNS = ("steps", "samples", "memory", *(phase.name.lower() for phase in Phase), "held")
 #: Rows of a file at most.
 MOST = 4096
 #: Seconds that a row may come early: the caller's are not exact.

@@ -1,4 +1,4 @@
-"""A real browser without a window, driven over a pipe by the DevTools protocol: what a page does for who looks at it."""
+"""A real browser without a window, driven over a pipe by the DevTools protocol: what a page does for its readers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 _LIMIT, _ENDING = 30.0, 10.0
 #: Nothing that looks for a network, and nothing in /dev/shm, which other tests watch.
 _OPTIONS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--disable-extensions",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--disable-extensions",
     "--disable-breakpad", "--hide-scrollbars", "--remote-debugging-pipe",
 )  # fmt: skip
 

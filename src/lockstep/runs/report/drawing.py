@@ -2,10 +2,10 @@
 
 Note [Two kinds of coordinates]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A chart is an <svg> of fixed units with its axes, and in it a second one, class "plot", in which the curves are. There x
-is the time, of which :data:`X` is the whole run, and y is the value, from :data:`Y` at the bottom of the axis to 0 at its
-top. So page.js zooms by another ``viewBox`` of the inner one and new ticks outside, and draws no curve again; strokes
-keep their width (``vector-effect``).
+A chart is an <svg> of fixed units with its axes, and in it a second one, class "plot", in which the curves are. There
+x is the time, of which :data:`X` is the whole run, and y is the value, from :data:`Y` at the bottom of the axis to 0 at
+its top. So page.js zooms by another ``viewBox`` of the inner one and new ticks outside, and draws no curve again;
+strokes keep their width (``vector-effect``).
 
 What is text from a user goes through :func:`tag` and :func:`text`, which escape it.
 """

@@ -25,9 +25,10 @@ from typing import Any
 from lockstep.job.page import Phase
 from lockstep.runs.history import Run
 from lockstep.runs.report import drawing, pixels, scales
+from lockstep.runs.report.bins import Start
 from lockstep.runs.report.drawing import Frame, tag, text
 from lockstep.runs.report.logged import Metric
-from lockstep.runs.report.numbers import Account, Mark, Start, Total, phase_name
+from lockstep.runs.report.numbers import Account, Mark, Total, mean, median, phase_name
 from lockstep.runs.report.scales import shown
 from lockstep.version import __version__
 
@@ -86,8 +87,8 @@ class _Page:
     def __init__(self, account: Account) -> None:
         self._account = account
         self._seconds = max(account.seconds, 1e-3)
-        self._middle = [(begin + end) / 2 for begin, end in zip(account.begins, account.ends, strict=True)]
-        self._bins = [start.bins for start in account.starts]
+        self._middle = [(begin + end) / 2 for begin, end in zip(account.grid.begins, account.grid.ends, strict=True)]
+        self._bins = [start.bins for start in account.grid.starts]
         self._phases = [phase for phase in _ORDER if phase in account.phases]
         self._marks = [(mark.at, mark.kind) for mark in account.marks if mark.kind != "checkpoint"]
         self._told: dict[str, dict[str, Any]] = {}
@@ -119,27 +120,26 @@ class _Page:
         yield "steps", f"{steps:,.0f}"
         if account.median:
             yield "median step", shown(account.median, "seconds")
-        rate = _rate(account)
-        if rate:
-            yield "samples", shown(rate, "rate")
+        if account.rate:
+            yield "samples", shown(account.rate, "rate")
         yield "ranks", str(len(account.ranks))
         yield "took", scales.moment(self._seconds)
         yield "ended", account.run.ending
 
     def _notes(self, headline: str) -> Iterable[str]:
         account = self._account
-        until = scales.moment(account.ends[-1])
+        until = scales.moment(account.grid.ends[-1])
         if account.run.is_alive:
             yield f"The run goes on: this is what was recorded up to {until}."
         elif account.run.ending == "killed":
             yield f"The run was killed, launcher and all: its record ends at {until}."
-        if account.verdict and account.summary is None:
+        if account.verdict and account.run.summary is None:
             yield f"The verdict is by what is recorded so far, without the last seconds ({headline})."
         missing = account.run.world_size - len({*account.ranks})
         if missing > 0:
             yield (
-                f"{missing} of {account.run.world_size} ranks were on other machines: for theirs, copy run-node*.json and "
-                "series-*-node*.bin of those machines' logs beside this record."
+                f"{missing} of {account.run.world_size} ranks were on other machines: for theirs, copy run-node*.json "
+                "and series-*-node*.bin of those machines' logs beside this record."
             )
         yield from account.notes
 
@@ -167,7 +167,7 @@ class _Page:
     def _lane(self) -> str:
         account = self._account
         marks = [(mark.at, mark.kind, f"{scales.moment(mark.at)} {_first_line(mark.text)}") for mark in account.marks]
-        spans = [(account.begins[bins.start], account.ends[bins.stop - 1]) for bins in self._bins if bins]
+        spans = [(account.grid.begins[bins.start], account.grid.ends[bins.stop - 1]) for bins in self._bins if bins]
         kinds = dict.fromkeys(mark.kind for mark in account.marks)
         keys = "".join(
             tag("li", _sign(kind) + text(_WORDS.get(kind, kind)) + f" ({sum(m.kind == kind for m in account.marks)})")
@@ -188,7 +188,7 @@ class _Page:
             curves = drawing.bands(frame, self._middle, table)
             keys = _key("s0", "median") + _key("half", "middle half") + _key("all", "all ranks")
             if name == "work":
-                place = max(range(len(ranks)), key=lambda place: _mean(table[place]))
+                place = max(range(len(ranks)), key=lambda place: _or_nothing(mean(table[place])))
                 curves += drawing.line(frame, self._middle, table[place], "s1")
                 keys += _key("s1", f"rank {ranks[place]}, which works longest")
                 longest = place
@@ -196,8 +196,8 @@ class _Page:
         keys += _key("one", "rank", hidden=True)
         self._tell(name, "ranks", frame, table=_floats(table), longest=longest)
         lines = drawing.mark_lines(frame, self._marks)
-        median = shown(_median([value for row in table for value in row]), unit)
-        drawn = drawing.chart(frame, curves, marks=lines, label=f"{title} over time, {words}; median {median}")
+        usual = shown(median([value for row in table for value in row]), unit)
+        drawn = drawing.chart(frame, curves, marks=lines, label=f"{title} over time, {words}; median {usual}")
         return _figure(name, title, words, keys, drawn)
 
     def _single(self, name: str, title: str, values: Sequence[float], unit: str, words: str) -> str:
@@ -211,13 +211,13 @@ class _Page:
         account = self._account
         frame = Frame(self._seconds, 0.0, 1.0, "share", height=190)
         layers = [(_layer(phase), account.mean(phase)) for phase in self._phases]
-        curves = drawing.stack(frame, account.begins, account.ends, layers)
+        curves = drawing.stack(frame, account.grid.begins, account.grid.ends, layers)
         keys = "".join(_key(_layer(phase), phase_name(phase)) for phase in self._phases)
         parts = [b"".join(pixels.levels(row) for row in account.phases[phase]) for phase in self._phases]
         names = [[_layer(phase), phase_name(phase)] for phase in self._phases]
         self._tell("phases", "stack", frame, parts=_bytes(b"".join(parts)), names=names)
         totals = ", ".join(
-            f"{phase_name(phase)} {_mean([total.share(phase) for total in account.totals]):.0%}"
+            f"{phase_name(phase)} {mean([total.share(phase) for total in account.totals]):.0%}"
             for phase in self._phases
         )
         drawn = drawing.chart(frame, curves, marks=drawing.mark_lines(frame, self._marks), label=f"Phases: {totals}")
@@ -241,9 +241,9 @@ class _Page:
         most = max((value for row in table for value in row if math.isfinite(value)), default=0.0)
         scale = min(1.0, max(most, 0.05))
         scaled = [[value / scale for value in row] for row in table]
-        curves = drawing.heat(frame, account.begins, account.ends, self._bins, scaled)
+        curves = drawing.heat(frame, account.grid.begins, account.grid.ends, self._bins, scaled)
         self._tell(name, "heat", frame, parts=_bytes(b"".join(pixels.levels(row) for row in table)))
-        totals = [(_mean(row), rank) for rank, row in zip(account.ranks, table, strict=True)]
+        totals = [(_or_nothing(mean(row)), rank) for rank, row in zip(account.ranks, table, strict=True)]
         greatest, rank = max(totals)
         label = f"{title}, {words}: most in the mean rank {rank}, {shown(greatest, 'share')}"
         keys = _key("ramp", f"0 to {shown(scale, 'share')}") + _key("most", "most")
@@ -325,7 +325,7 @@ class _Page:
                 f"start {start.number}",
                 f"at {scales.moment(start.at)}, {start.world_size} ranks{_on(account.run, start)}",
             )
-            for start in account.starts
+            for start in account.grid.starts
         ]
         cells = (tag("th", text(name), scope="row") + tag("td", text(value)) for name, value in rows)
         return tag("table", tag("tbody", "".join(tag("tr", each) for each in cells)), class_="facts")
@@ -338,8 +338,8 @@ class _Page:
         told = {
             "seconds": round(self._seconds, 3),
             "began": account.run.began,
-            "begins": _rounded(account.begins),
-            "ends": _rounded(account.ends),
+            "begins": _rounded(account.grid.begins),
+            "ends": _rounded(account.grid.ends),
             "ranks": account.ranks,
             "lines": drawing.LINES,
             "charts": self._told,
@@ -416,20 +416,12 @@ def _facts(machine: Run) -> Iterable[tuple[str, str]]:
 
 def _on(run: Run, start: Start) -> str:
     """The machines that took part in a start, where several met."""
-    recorded = next((each for each in run.about["starts"] if each.get("number") == start.number), {})
-    met = recorded.get("machines") or ()
+    met = next((each.get("machines") for each in run.about["starts"] if each["number"] == start.number), None) or ()
     return ": " + ", ".join(f"{ranks} on {host}" for host, ranks in met) if len(met) > 1 else ""
 
 
 def _hosts(account: Account) -> list[str]:
     return list(dict.fromkeys(str(machine.about.get("host", "?")) for machine in account.machines))
-
-
-def _rate(account: Account) -> float:
-    """Samples a second: the summary's, or the median."""
-    if len(account.machines) == 1 and account.summary is not None and account.summary.get("samples_per_second"):
-        return float(account.summary["samples_per_second"])
-    return _median(account.samples or [])
 
 
 def _class_of(verdict: str) -> str:
@@ -444,14 +436,8 @@ def _first_line(words: str) -> str:
     return words.strip().partition("\n")[0][:200]
 
 
-def _median(values: Iterable[float]) -> float:
-    known = sorted(value for value in values if math.isfinite(value))
-    return known[len(known) // 2] if known else 0.0
-
-
-def _mean(values: Iterable[float]) -> float:
-    known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else 0.0
+def _or_nothing(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
 
 
 def _rounded(values: Iterable[float]) -> list[float | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,9 @@ def write_record(folder: Path, *, starts: Sequence[dict[str, Any]] | None = None
     return folder
 
 
-def write_log(path: Path, *, every: float = 1.0, seconds: float = 60.0, **values: Callable[[int], Any]) -> Path:
+def write_log(
+    path: Path, values: Mapping[str, Callable[[int], Any]], *, every: float = 1.0, seconds: float = 60.0
+) -> Path:
     """Write metrics.jsonl: a line each so many seconds, each value by the step that it is of."""
     lines = []
     for place in range(1, int(seconds / every) + 1):

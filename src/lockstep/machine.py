@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,7 +59,7 @@ def processor() -> str:
     except OSError:
         text = ""
     found = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1] if found else platform.machine()
+    return found[1] if found else os.uname().machine
 
 
 def cpu_quota() -> float | None:

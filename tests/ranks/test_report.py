@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.job.page import Phase
 from lockstep.runs import history
-from lockstep.runs.report import numbers, page
+from lockstep.runs.report import numbers, page, scales
 from lockstep.runs.report.numbers import Account
 from tests.browser import Page, browser, needs_browser
 from tests.launching import run
@@ -34,9 +35,8 @@ def _write(folder: Path, *, ranks: int = 2, seconds: int = 60) -> tuple[Account,
     """Make the report of a run that has everything, and whose names are hostile."""
     log = write_log(
         folder / "metrics.jsonl",
+        {"loss": lambda step: 3 * math.exp(-step / 2000), "<script>alert(1)</script>": lambda step: step},
         seconds=seconds,
-        loss=lambda step: 3 * math.exp(-step / 2000),
-        **{"<script>alert(1)</script>": lambda step: step},
     )
     events = [
         {"at": 20.0, "kind": "late", "text": "rank 1 is late <img src=x onerror=alert(2)>\nand where"},
@@ -139,16 +139,16 @@ def test_the_pointer_reads_values(tmp_path: Path, shown: Page) -> None:
             if begin <= moment < end
         )
         assert _values(shown, "step") == {
-            "s0": page.shown(account.step[0][bin_], "seconds"),
-            "s1": page.shown(account.step[1][bin_], "seconds"),
+            "s0": scales.shown(account.step[0][bin_], "seconds"),
+            "s1": scales.shown(account.step[1][bin_], "seconds"),
             "one": "",
         }
-        waits = account.mean(numbers.Phase.WAIT)[bin_]
-        assert _values(shown, "phases")["p-wait"].startswith(page.shown(round(waits * 510) / 510, "share")[:3])
+        waits = account.mean(Phase.WAIT)[bin_]
+        assert _values(shown, "phases")["p-wait"].startswith(scales.shown(round(waits * 510) / 510, "share")[:3])
         assert _values(shown, "held")["most"].startswith("rank 1, 1")
         line = min(range(60), key=lambda place: abs(account.metrics[0].times[place] - moment))
         value, step = account.metrics[0].values[line], account.metrics[0].steps[line]
-        assert _values(shown, "metric-0") == {"s0": f"{page.shown(value, 'number')} at step {step:,}"}
+        assert _values(shown, "metric-0") == {"s0": f"{scales.shown(value, 'number')} at step {step:,}"}
     assert shown.ask("document.querySelector('#moment').textContent").startswith("0:49.9 (")
     heat = _box(shown, "waits")
     shown.mouse("mouseMoved", *_place(heat, 500, 8))
@@ -211,16 +211,16 @@ def test_one_rank_at_choice(tmp_path: Path, shown: Page, ranks: int) -> None:
     heights = [int(each) for each in re.findall(r"V(-?\d+)", wait)]
     assert sum(height <= 8 for height in heights) >= 58, "rank 1 does not wait: its own code is at the top"
     assert shown.ask("document.querySelector('#phases figcaption p').textContent") == "rank 1"
-    drawn = shown.ask("document.querySelector('#work .one').getAttribute('d')")
+    drawn = shown.ask("document.querySelector('#work .plot .one').getAttribute('d')")
     assert len(re.findall("[ML]", drawn)) == sum(map(math.isfinite, account.work[1]))
     shown.mouse("mouseMoved", *_place(_box(shown, "work"), 300, 40))
-    work = page.shown(account.work[1][18], "seconds")
+    work = scales.shown(account.work[1][17], "seconds")
     assert _values(shown, "work")["s1" if ranks == 2 else "one"] == work
     if ranks > 8:
         assert _values(shown, "work")["most"] == f"rank 1, {work}"
     shown.ask(choose.format(""))
     assert shown.ask("document.querySelector('#phases .plot .p-data').getAttribute('d')") == mean
-    assert shown.ask("document.querySelector('#work .one')") is None
+    assert shown.ask("document.querySelector('#work .plot .one')") is None
     _is_quiet(shown)
 
 

@@ -138,7 +138,12 @@ def test_the_records_of_other_machines_are_put_beside(tmp_path: Path) -> None:
     event = {"at": 12.0, "kind": "failed", "text": "rank 3 failed"}
     write_record(tmp_path, starts=[start], events=[event])
     os.rename(tmp_path / "run.json", tmp_path / "first")
-    there = {"host": "there", "node": 1, "began": BEGAN + 0.5, "starts": [{**start, "series": "series-0-node1.bin"}]}
+    there: dict[str, Any] = {
+        "host": "there",
+        "node": 1,
+        "began": BEGAN + 0.5,
+        "starts": [{**start, "series": "series-0-node1.bin"}],
+    }
     write_record(tmp_path, **there, events=[{**event, "at": 11.5}], checkpoints=[{"at": 9.5, "step": 7}])
     os.rename(tmp_path / "run.json", tmp_path / "run-node1.json")
     write_record(tmp_path, node=2, program=["other.py"])
@@ -167,7 +172,9 @@ def _with_log(folder: Path, log: Path, **about: Any) -> Path:
 
 
 def test_what_the_script_logged_is_found_where_it_was_written(tmp_path: Path) -> None:
-    log = write_log(tmp_path / "metrics.jsonl", loss=lambda step: 1 / step, note=lambda _: "a text", acc=lambda _: None)
+    log = write_log(
+        tmp_path / "metrics.jsonl", {"loss": lambda step: 1 / step, "note": lambda _: "a text", "acc": lambda _: None}
+    )
     found = _account(_with_log(tmp_path / "run", log)).metrics
     assert [metric.name for metric in found] == ["loss"]
     assert (found[0].times[:2], found[0].steps[:2]) == ([1.0, 2.0], [100, 200])
@@ -175,14 +182,14 @@ def test_what_the_script_logged_is_found_where_it_was_written(tmp_path: Path) ->
 
 
 def test_lines_of_other_runs_and_of_none_are_left_out(tmp_path: Path) -> None:
-    log = write_log(tmp_path / "metrics.jsonl", seconds=200, loss=lambda step: step)
+    log = write_log(tmp_path / "metrics.jsonl", {"loss": lambda step: step}, seconds=200)
     lines = log.read_text().splitlines()
     early = json.dumps({"step": 1, "time": BEGAN - 100, "loss": 5})
     odd = ["no JSON", "[]", "null", '{"step": "1", "time": 1, "loss": 2}', '{"step": 3}', "[" * 100_000, "\x00"]
     log.write_text("\n".join([early, *odd, *lines]) + '\n{"step": 99, "ti')
     (metric,) = _account(_with_log(tmp_path / "run", log)).metrics
     assert len(metric.times) == 67, "those up to some seconds after its end"
-    write_log(log, loss=lambda step: -step)
+    write_log(log, {"loss": lambda step: -step})
     os.rename(log, tmp_path / "metrics-1.jsonl")
     log.write_text(early + "\n")
     (metric,) = _account(_with_log(tmp_path / "run", log)).metrics
@@ -194,18 +201,20 @@ def test_a_log_that_was_moved_beside_the_record_and_one_that_is_gone(tmp_path: P
     found = _account(folder)
     assert found.metrics == []
     assert "/nowhere/metrics.jsonl is not there (any more), so" in found.notes[0]
-    write_log(folder / "metrics.jsonl", loss=lambda step: step)
+    write_log(folder / "metrics.jsonl", {"loss": lambda step: step})
     assert [metric.name for metric in _account(folder).metrics] == ["loss"]
 
 
 def test_many_lines_are_thinned_and_keep_their_extremes(tmp_path: Path) -> None:
-    log = write_log(tmp_path / "metrics.jsonl", every=0.01, loss=lambda step: 1e6 if step == 300_000 else step % 700)
+    log = write_log(
+        tmp_path / "metrics.jsonl", {"loss": lambda step: 1e6 if step == 300_000 else step % 700}, every=0.01
+    )
     (metric,) = _account(_with_log(tmp_path / "run", log)).metrics
     assert len(metric.times) == 400
     assert max(metric.high) == 1e6
     assert metric.steps[-1] == 600_000
     names = {f"grad/{number}": lambda step: step for number in range(100)}
-    write_log(log, loss=lambda _: 1e400, **names)
+    write_log(log, {"loss": lambda _: 1e400, **names})
     found = _account(tmp_path / "run")
     assert len(found.metrics) == 60
     assert found.notes == ["100 names were logged; the first 60 are shown"]
@@ -356,7 +365,7 @@ _EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"' onloa
 
 
 def test_names_of_users_stay_text(tmp_path: Path) -> None:
-    log = write_log(tmp_path / "metrics.jsonl", **{_EVIL: lambda step: step, "loss": lambda step: step})
+    log = write_log(tmp_path / "metrics.jsonl", {_EVIL: lambda step: step, "loss": lambda step: step})
     evil = [{"at": 5.0, "kind": kind, "text": f"{_EVIL}\n{_EVIL}"} for kind in ("late", _EVIL)]
     variables = {"variables": {"LOCKSTEP_BACKEND": _EVIL}, "torch": _EVIL, "processor": _EVIL}
     about = {"program": [_EVIL], "directory": _EVIL, "host": _EVIL, "events": evil, "environment": variables}
@@ -387,7 +396,7 @@ def test_only_the_one_script_and_style_may_run(tmp_path: Path) -> None:
 
 
 def test_ten_minutes_of_64_ranks_are_under_two_megabytes_and_two_seconds(tmp_path: Path) -> None:
-    log = write_log(tmp_path / "metrics.jsonl", seconds=600, loss=lambda step: step, acc=lambda step: step)
+    log = write_log(tmp_path / "metrics.jsonl", {"loss": lambda step: step, "acc": lambda step: step}, seconds=600)
     ranks = range(64)
     write_record(tmp_path, starts=[{"world_size": 64, "ranks": dict.fromkeys(map(str, ranks), 1)}], logs=[str(log)])
     write_series(tmp_path / "series-0.bin", ranks=ranks, seconds=600)
@@ -442,7 +451,12 @@ def test_a_report_is_written_whole_and_for_its_owner_alone(tmp_path: Path) -> No
 
 
 def test_a_run_that_goes_on_and_one_that_was_killed(tmp_path: Path) -> None:
-    alive = {"launcher": os.getpid(), "launcher_began": started(os.getpid()), "ended": ..., "exit_code": ...}
+    alive: dict[str, Any] = {
+        "launcher": os.getpid(),
+        "launcher_began": started(os.getpid()),
+        "ended": ...,
+        "exit_code": ...,
+    }
     write_series(write_record(tmp_path, **alive) / "series-0.bin")
     code, said = _command(str(tmp_path), "-o", str(tmp_path / "out.html"))
     assert code == 0
@@ -520,7 +534,8 @@ def test_records_that_are_damaged_are_an_error_or_a_page_and_never_a_crash(tmp_p
     write_series(tmp_path / "series-0.bin", seconds=10)
     whole = json.loads(record.read_text())
     for key in ("starts", "events", "checkpoints", "logs", "environment", "summary", "program", "directory", "host"):
-        for wrong in (None, 3, "word", [], {}, [None], [{}], {"a": 1}):
+        wrongs: tuple[Any, ...] = (None, 3, "word", [], {}, [None], [{}], {"a": 1})
+        for wrong in wrongs:
             record.write_text(json.dumps({**whole, key: wrong}))
             code, said = _command(str(tmp_path), "-o", str(tmp_path / "out.html"))
             assert code in (0, 2), (key, wrong, said)

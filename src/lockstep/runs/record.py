@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -176,14 +175,17 @@ class Recorder:
 
 def _environment() -> dict[str, Any]:
     """Return what the run's figures depend on besides its program."""
+    from importlib import metadata  # here: it takes longer to import than all of the launcher's own
+
     torch = ""
     with contextlib.suppress(metadata.PackageNotFoundError):
         torch = metadata.version("torch")
+    system = os.uname()
     return {
-        "python": platform.python_version(),
+        "python": sys.version.split()[0],
         "torch": torch,
-        "kernel": platform.release(),
-        "architecture": platform.machine(),
+        "kernel": system.release,
+        "architecture": system.machine,
         "processor": machine.processor(),
         "cores": machine.cores(),
         "gpus": machine.gpus(),

@@ -144,7 +144,8 @@ def _collect(run: Run) -> Account:
     table, long = grid.spread(spans, ranks), grid.lengths
     seconds = {phase: table[phase.name.lower()] for phase in Phase}
     whole = [[sum(parts) for parts in zip(*rows, strict=True)] for rows in zip(*seconds.values(), strict=True)]
-    windows = [window for start in grid.starts for window in _windows(start.bins, table["steps"], long, grid.ends[-1])]
+    training = [_until_left(start.bins, seconds[Phase.LEAVING]) for start in grid.starts]
+    windows = [window for bins in training for window in _windows(bins, table["steps"], long, grid.ends[-1])]
     work = [
         [total - wait for total, wait in zip(*rows, strict=True)]
         for rows in zip(whole, seconds[Phase.WAIT], strict=True)
@@ -163,7 +164,7 @@ def _collect(run: Run) -> Account:
         work=_per_step(work, table["steps"], windows),
         phases=shares,
         held=_held(table["held"], spans, ranks, long) if has_held else None,
-        memory=table["memory"],
+        memory=[[value or NAN for value in row] for row in table["memory"]],  # 0: the process has ended
         samples=samples,
         totals=_totals(spans, machines),
         marks=_marks(machines, run.began, grid.starts),
@@ -203,6 +204,14 @@ def _ended(run: Run, last: float) -> float:
 
 
 # From counts to what is drawn ----------------------------------------------------------------------------------------
+
+
+def _until_left(bins: range, leaving: Table) -> range:
+    """Return the bins of a start without those at its end in which a rank has left the training."""
+    for bin_ in bins:
+        if any(row[bin_] > 0 for row in leaving):
+            return range(bins.start, bin_)
+    return bins
 
 
 def _windows(bins: range, steps: Table, long: list[float], whole: float) -> list[range]:

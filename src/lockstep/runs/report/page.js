@@ -161,6 +161,7 @@
         let path = "", pen = "M";
         for (let bin = 0; bin < bins; bin++) {
           const value = chart.rows[state.rank * bins + bin];
+          if (bin && begins[bin] !== ends[bin - 1]) pen = "M"; // another start
           if (finite(value)) path += `${pen}${Math.round(X * middle[bin] / seconds)} ${yOf(chart, value)}`;
           pen = finite(value) ? "L" : "M";
         }

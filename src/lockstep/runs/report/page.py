@@ -174,7 +174,7 @@ class _Page:
             for kind in kinds
         )
         self._told["lane"] = {"kind": "lane", "width": 1000, "height": 26}
-        return _figure("lane", "What happened", "", keys, drawing.lane(self._seconds, marks, spans))
+        return _figure("lane", "Timeline", "", keys, drawing.lane(self._seconds, marks, spans))
 
     def _of_ranks(self, name: str, title: str, table: Sequence[Sequence[float]], unit: str, words: str) -> str:
         """A chart with a line for each rank, or a band where there are many."""
@@ -182,14 +182,14 @@ class _Page:
         frame = Frame(self._seconds, 0.0, scales.top([value for row in table for value in row]), unit)
         longest: int | None = None
         if len(ranks) <= drawing.LINES:
-            curves = "".join(drawing.line(frame, self._middle, row, f"s{place}") for place, row in enumerate(table))
+            curves = "".join(self._line(frame, row, f"s{place}") for place, row in enumerate(table))
             keys = "".join(_key(f"s{place}", f"rank {rank}") for place, rank in enumerate(ranks))
         else:
-            curves = drawing.bands(frame, self._middle, table)
+            curves = drawing.bands(frame, self._times(), [self._broken(row) for row in table])
             keys = _key("s0", "median") + _key("half", "middle half") + _key("all", "all ranks")
             if name == "work":
                 place = max(range(len(ranks)), key=lambda place: _or_nothing(mean(table[place])))
-                curves += drawing.line(frame, self._middle, table[place], "s1")
+                curves += self._line(frame, table[place], "s1")
                 keys += _key("s1", f"rank {ranks[place]}, which works longest")
                 longest = place
             keys += _key("most", "most")
@@ -200,9 +200,24 @@ class _Page:
         drawn = drawing.chart(frame, curves, marks=lines, label=f"{title} over time, {words}; median {usual}")
         return _figure(name, title, words, keys, drawn)
 
+    def _line(self, frame: Frame, values: Sequence[float], class_: str) -> str:
+        return drawing.line(frame, self._times(), self._broken(values), class_)
+
+    def _times(self) -> list[float]:
+        """The middle of each bin, and before those of a start when it begins."""
+        return [
+            time
+            for bins in self._bins
+            for time in (self._account.grid.begins[bins.start], *self._middle[bins.start : bins.stop])
+        ]
+
+    def _broken(self, values: Sequence[float]) -> list[float]:
+        """The values at those moments; where a start begins there is none, so that curves break there."""
+        return [value for bins in self._bins for value in (math.nan, *values[bins.start : bins.stop])]
+
     def _single(self, name: str, title: str, values: Sequence[float], unit: str, words: str) -> str:
         frame = Frame(self._seconds, 0.0, scales.top(list(values)), unit, height=110)
-        curve = drawing.line(frame, self._middle, values, "s0")
+        curve = self._line(frame, values, "s0")
         self._tell(name, "single", frame, values=_rounded(values))
         drawn = drawing.chart(frame, curve, marks=drawing.mark_lines(frame, self._marks), label=f"{title} over time")
         return _figure(name, title, words, _key("s0", ""), drawn)
@@ -261,8 +276,7 @@ class _Page:
     def _metric(self, number: int, metric: Metric) -> str:
         low = min(value for value in metric.low if math.isfinite(value))
         high = max(value for value in metric.high if math.isfinite(value))
-        room = 0.04 * (high - low) or 0.5 * abs(high) or 0.5
-        frame = Frame(self._seconds, low - room, high + room, "number", width=440, height=130)
+        frame = Frame(self._seconds, *scales.span(metric.values), "number", width=440, height=130)
         curves = drawing.line(frame, metric.times, metric.values, "s0")
         if metric.low != metric.high:
             curves = drawing.band(frame, metric.times, metric.low, metric.high, "band half") + curves

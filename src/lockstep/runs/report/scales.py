@@ -63,6 +63,18 @@ def top(values: list[float]) -> float:
     return 1.05 * (known[-1] if known[-1] <= 2.5 * usual or usual <= 0 else 1.5 * usual)
 
 
+def span(values: list[float]) -> tuple[float, float]:
+    """Return where an axis of other numbers begins and ends: at the least and the greatest, or nearer to the others
+    where a few are far above them."""
+    known = sorted(value for value in values if math.isfinite(value))
+    low, high = known[0], known[-1]
+    usual = known[min(len(known) - 1, int(0.98 * len(known)))] - low
+    if usual > 0 and high - low > 2.5 * usual:
+        high = low + 1.5 * usual
+    room = 0.04 * (high - low) or 0.5 * abs(high) or 0.5
+    return low - room, high + room
+
+
 def _scale(unit: str, high: float) -> float:
     if unit == "bytes":
         return 2.0**30 if high >= 2**30 else 2.0**20

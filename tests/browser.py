@@ -107,7 +107,9 @@ class Page:
         """Save what the page looks like from its top, so many pixels high."""
         width = self.ask("innerWidth")
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        told = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        told = self.call(
+            "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=height > self.ask("innerHeight")
+        )
         path.write_bytes(base64.b64decode(told["data"]))
 
     def _next(self, deadline: float) -> dict[str, Any]:

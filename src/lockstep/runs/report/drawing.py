@@ -297,7 +297,9 @@ SHAPES = {
     "lost": "M-5 -3L-3 -5L0 -2L3 -5L5 -3L2 0L5 3L3 5L0 2L-3 5L-5 3L-2 0Z",
     "stopped": "M-4 -4H4V4H-4Z",
 }
-_CIRCLE = "M-4 0A4 4 0 1 0 4 0A4 4 0 1 0 -4 0Z"
+#: Those that are drawn lower, so that a failure and the restart after it are both seen.
+_BELOW = ("checkpoint", "restart")
+CIRCLE = "M-4 0A4 4 0 1 0 4 0A4 4 0 1 0 -4 0Z"
 
 
 def mark_lines(frame: Frame, marks: Iterable[tuple[float, str]]) -> str:
@@ -314,10 +316,11 @@ def lane(seconds: float, marks: Sequence[tuple[float, str, str]], spans: Sequenc
     signs = "".join(
         tag(
             "g",
-            tag("title", text(words)) + tag("path", d=SHAPES.get(kind, _CIRCLE)),
+            tag("title", text(words))
+            + tag("path", d=SHAPES.get(kind, CIRCLE), transform=f"translate(0 {14 if kind in _BELOW else 4})"),
             class_=f"sign {kind_class(kind)}",
             data_at=f"{at:.3f}",
-            transform=f"translate({LEFT + 1000 * at / seconds:.1f} {ABOVE + 10})",
+            transform=f"translate({LEFT + 1000 * at / seconds:.1f} {ABOVE})",
         )
         for at, kind, words in marks
     )

@@ -117,7 +117,7 @@
       for (const sign of chart.svg.querySelectorAll(".sign")) {
         const at = Number(sign.dataset.at);
         sign.toggleAttribute("hidden", at < state.low || at > state.high);
-        sign.setAttribute("transform", `translate(${xOf(chart, at).toFixed(1)} ${ABOVE + 10})`);
+        sign.setAttribute("transform", `translate(${xOf(chart, at).toFixed(1)} ${ABOVE})`);
       }
     } else if (chart.kind !== "heat") {
       chart.axis.replaceChildren();

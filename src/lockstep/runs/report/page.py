@@ -395,7 +395,7 @@ def _key(class_: str, words: str, *, hidden: bool = False) -> str:
 
 
 def _sign(kind: str) -> str:
-    path = tag("path", d=drawing.SHAPES.get(kind, drawing._CIRCLE))
+    path = tag("path", d=drawing.SHAPES.get(kind, drawing.CIRCLE))
     class_ = f"sign {drawing.kind_class(kind)}"
     return tag("svg", path, class_=class_, viewBox="-8 -8 16 16", width=14, height=14, aria_hidden="true")
 

@@ -32,7 +32,7 @@ def _blames_rank_1(text: str, clocks: str, phase: str, *, within: float) -> None
         text: the summary.
         clocks: what the ranks have printed.
         phase: where rank 1 is slow.
-        within: the part of a step that the estimate may be off by. A few hundred looks, which a busy machine makes late,
+        within: the part of a step that the estimate may be off by. Some hundred looks, which a busy machine makes late,
             have a standard deviation of two hundredths after ten seconds, and of one after twenty on a quiet machine.
     """
     straggler = "input" if phase == "data" else "compute"

@@ -77,10 +77,12 @@ def test_an_account_has_what_was_recorded(tmp_path: Path) -> None:
 
 
 def test_a_summary_is_the_verdict(tmp_path: Path) -> None:
-    summary = {"bottleneck": "balanced", "median": 0.5, "text": "12 steps\nbalanced: data 15%", "ranks": {}}
+    said = "12 steps\non the GPUs: forward 90%\nbalanced: data 15%"
+    summary = {"bottleneck": "balanced", "median": 0.5, "text": said, "ranks": {}}
     write_series(write_record(tmp_path, summary=summary) / "series-0.bin")
     found = _account(tmp_path)
-    assert (found.verdict, found.median) == ("12 steps\nbalanced: data 15%", 0.5)
+    assert (found.verdict, found.median) == ("12 steps\nbalanced: data 15%\non the GPUs: forward 90%", 0.5)
+    assert "<p>on the GPUs: forward 90%</p>" in page.build(found)
     write_record(tmp_path, summary={"bottleneck": "balanced", "ranks": {}})
     assert _account(tmp_path).verdict == "\nbalanced"
 
@@ -161,6 +163,23 @@ def test_the_records_of_other_machines_are_put_beside(tmp_path: Path) -> None:
     assert "4 ranks: 2 on here, 2 on there" in words
     os.remove(tmp_path / "run-node1.json")
     assert "2 of 4 ranks were on other machines" in page.build(_account(tmp_path))
+
+
+def test_a_launcher_that_has_heard_of_all_ranks_speaks_for_them(tmp_path: Path) -> None:
+    start = {"world_size": 4, "machines": [["here", 2], ["there", 2]]}
+    write_record(tmp_path, node=1, starts=[{**start, "series": "series-0-node1.bin"}])
+    os.rename(tmp_path / "run.json", tmp_path / "run-node1.json")
+    write_record(tmp_path, starts=[start])
+    write_series(tmp_path / "series-0.bin", ranks=range(4))
+    write_series(tmp_path / "series-0-node1.bin", ranks=[2, 3], slow=None)
+    found = _account(tmp_path)
+    assert [(total.rank, total.host, total.steps) for total in found.totals] == [
+        (0, "here", 6000),
+        (1, "here", 6000),
+        (2, "there", 6000),
+        (3, "there", 6000),
+    ]
+    assert "were on other machines" not in page.build(found)
 
 
 # What was logged -----------------------------------------------------------------------------------------------------
@@ -369,7 +388,7 @@ def test_names_of_users_stay_text(tmp_path: Path) -> None:
     evil = [{"at": 5.0, "kind": kind, "text": f"{_EVIL}\n{_EVIL}"} for kind in ("late", _EVIL)]
     variables = {"variables": {"LOCKSTEP_BACKEND": _EVIL}, "torch": _EVIL, "processor": _EVIL}
     about = {"program": [_EVIL], "directory": _EVIL, "host": _EVIL, "events": evil, "environment": variables}
-    summary = {"text": f"{_EVIL}\n{_EVIL}: {_EVIL}", "ranks": {}}
+    summary = {"bottleneck": _EVIL, "text": f"{_EVIL}\n{_EVIL}: {_EVIL}", "ranks": {}}
     plain = _Tags(page.build(_account(_with_log(tmp_path / "plain", log))))
     built = page.build(_account(_with_log(tmp_path / "run", log, **about, summary=summary)))
     found = _Tags(built)
@@ -500,7 +519,7 @@ def _break(folder: Path, what: str) -> str:
             return f"{folder.name}: its ranks have taken no step: nothing to show"
         case "half a start":
             record.write_text(json.dumps({**about, "starts": [{"series": "series-0.bin"}]}))
-            return f"{record}: not a whole record of a run (KeyError: 'at')"
+            return f"{record}: not a whole record of a run (KeyError: 'world_size')"
     raise AssertionError(what)
 
 

@@ -80,7 +80,7 @@ def read_spans(run: Run, shift: float, notes: list[str]) -> list[Span]:
     found = []
     recorded = [start for start in run.about["starts"] if "series" in start]
     for start in recorded:
-        count = max(1, len(start.get("ranks", ())))
+        count = max(1, int(start["world_size"]))
         most = max(_FEWEST, min(_BINS, _CELLS // count) // len(recorded))
         path = run.path.parent / Path(str(start["series"])).name
         try:

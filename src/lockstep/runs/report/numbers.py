@@ -134,8 +134,10 @@ def _check(about: dict[str, Any]) -> None:
 def _collect(run: Run) -> Account:
     machines = [run, *_others(run)]
     notes: list[str] = []
-    spans = [span for machine in machines for span in read_spans(machine, machine.began - run.began, notes)]
-    own = [span for span in spans if span.run is run]
+    own = read_spans(run, 0.0, notes)
+    known = {rank for span in own for rank in span.ranks}  # of other machines as well, where their launchers have told
+    elsewhere = (span for other in machines[1:] for span in read_spans(other, other.began - run.began, notes))
+    spans = [*own, *(span for span in elsewhere if not known.issuperset(span.ranks))]
     if not own:
         soon = " so far" if run.is_alive else ""
         raise UnknownRun(notes[0] if notes else f"{run.name}: its ranks have taken no step{soon}: nothing to show")
@@ -290,7 +292,6 @@ def _held(held: Table, spans: Sequence[Span], ranks: Sequence[int], long: list[f
 
 
 def _totals(spans: Sequence[Span], machines: Sequence[Run]) -> list[Total]:
-    hosts = {id(machine): str(machine.about.get("host", "")) for machine in machines}
     peaks: dict[int, float] = {}
     for machine in machines:
         for rank, told in ((machine.summary or {}).get("ranks") or {}).items():
@@ -309,8 +310,19 @@ def _totals(spans: Sequence[Span], machines: Sequence[Run]) -> list[Total]:
                 held = None if held is None or before.held is None else held + before.held
                 most, steps = max(most, before.memory or 0.0), steps + before.steps
             memory = max(most, peaks.get(rank, 0.0)) or None
-            found[rank] = Total(rank, hosts[id(span.run)], steps, seconds, held, memory)
+            found[rank] = Total(rank, _host(span, rank), steps, seconds, held, memory)
     return [found[rank] for rank in sorted(found)]
+
+
+def _host(span: Span, rank: int) -> str:
+    """Return what the machine of a rank is called."""
+    last = -1
+    start = next(start for start in span.run.about["starts"] if start["number"] == span.number)
+    for name, ranks in start.get("machines") or ():
+        last += int(ranks)
+        if rank <= last:
+            return str(name)
+    return str(span.run.about.get("host", ""))
 
 
 def _marks(machines: Sequence[Run], began: float, starts: Sequence[Start]) -> list[Mark]:
@@ -334,11 +346,15 @@ def _marks(machines: Sequence[Run], began: float, starts: Sequence[Start]) -> li
 
 
 def _verdict(run: Run) -> str:
-    """Return the summary's first two lines; of a run without one, by what is recorded so far."""
+    """Return the summary's headline and verdict, and what it says of GPUs; of a run without one, by what is recorded so
+    far."""
     about = run.summary
     if about is None:
         return _so_far(run)
-    return "\n".join(str(about.get("text", f"\n{about.get('bottleneck', '')}")).split("\n")[:2])
+    name = str(about.get("bottleneck", ""))
+    headline, *lines = str(about.get("text", "")).split("\n")
+    verdict = next((line for line in lines if line.startswith(f"{name}:")), name)
+    return "\n".join([headline, verdict, *(line for line in lines if line.startswith("on the GPUs:"))])
 
 
 def _so_far(run: Run) -> str:
@@ -366,7 +382,7 @@ def _so_far(run: Run) -> str:
             for place, rank in enumerate(series.ranks)
         }
         ledger.add(ranks, now=time, looks=int(_LOOKS * (time - begun)))
-    summary = ledger.summary(median=0.0, elsewhere=int(recorded[-1]["world_size"]) > len(series.ranks))
+    summary = ledger.summary(median=0.0, here=series.ranks, world_size=int(recorded[-1]["world_size"]))
     return "" if summary is None else "\n".join(summary.describe({}).split("\n")[:2])
 
 

@@ -100,7 +100,7 @@ class _Page:
         account, run = self._account, self._account.run
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.began))
         where = f"{began} on {', '.join(_hosts(account))}, in {run.about.get('directory', '?')}"
-        first, _, second = account.verdict.partition("\n")
+        first, second, *devices = f"{account.verdict}\n".split("\n")
         kind, _, why = second.partition(": ")
         verdict = tag("strong", text(kind)) + (tag("span", text(why)) if why else "")
         said = tag("p", verdict, class_="verdict " + _class_of(kind)) if kind else ""
@@ -108,6 +108,7 @@ class _Page:
             tag("h1", text(run.program))
             + tag("p", text(where), class_="where")
             + said
+            + "".join(tag("p", text(each)) for each in devices if each)
             + tag(
                 "dl", "".join(tag("div", tag("dt", name) + tag("dd", text(value))) for name, value in self._figures())
             )
@@ -435,7 +436,7 @@ def _on(run: Run, start: Start) -> str:
 
 
 def _hosts(account: Account) -> list[str]:
-    return list(dict.fromkeys(str(machine.about.get("host", "?")) for machine in account.machines))
+    return list(dict.fromkeys(total.host for total in account.totals))
 
 
 def _class_of(verdict: str) -> str:

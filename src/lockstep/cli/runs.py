@@ -1,4 +1,4 @@
-"""``lockstep runs``, ``top``, ``stack`` and ``compare``: look at runs that were recorded."""
+"""``lockstep runs``, ``top``, ``stack``, ``compare`` and ``report``: look at runs that were recorded."""
 
 from __future__ import annotations
 

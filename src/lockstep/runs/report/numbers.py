@@ -217,7 +217,7 @@ def _until_left(bins: range, leaving: Table) -> range:
 
 
 def _windows(bins: range, steps: Table, long: list[float], whole: float) -> list[range]:
-    """Return the bins that a step's time is taken over together; see Note [Bins of a report]."""
+    """Return the bins that a step's time is taken over together; see Note [Bins of a report] in bins.py."""
     if not bins:
         return []
     known = [row for row in steps if any(math.isfinite(value) for value in row[bins.start : bins.stop])]

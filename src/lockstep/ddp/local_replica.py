@@ -60,6 +60,11 @@ class LocalReplica(Replica):
 
     # Layout ---------------------------------------------------------------------------------------------------------
 
+    def _make_timing(self) -> None:
+        timing = super()._make_timing()
+        if timing is not None:
+            timing.refuse("it trained with LocalSteps, which average parameters after many steps and no gradients")
+
     def _lay_out(self, module: nn.Module) -> Reducer:
         """Listen to the parameters that are trained now; nothing of theirs is averaged."""
         self._names, params = self._find_trained(module)

@@ -30,6 +30,7 @@ from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.sparse import SparseSlot
+from lockstep.ddp.timing import Timing, timing_of
 from lockstep.errors import LockstepError, listed
 from lockstep.job import flight
 from lockstep.job.page import Phase
@@ -70,6 +71,8 @@ class Replica(Joinable, BackwardListener):
             buffers = options.broadcast_buffers if options.init_sync_buffers is None else options.init_sync_buffers
             self._broadcast(tensors_of(module, buffers=buffers), 0, "sending rank 0's parameters")
         self._reducer = self._lay_out(module)
+        #: Takes clocks in some steps; None before and after: see Note [Timed steps] in timing.py.
+        self._timing = self._make_timing()
         self._watch = BackwardWatch(self, self._reducer.params)
         # torch's hooks and graph nodes hold what they refer to where Python's collector can't see it, so a replica and
         # its buckets would stay for ever.
@@ -137,6 +140,15 @@ class Replica(Joinable, BackwardListener):
         self._own = OwnParameters(module, self._whoami)
         return [name for name, _ in named], [param for _, param in named]
 
+    def _make_timing(self) -> Timing | None:
+        return timing_of(
+            rank=dist.get_rank(),
+            world_size=self._world_size,
+            whole=dist.get_world_size(),
+            backend=dist.get_backend(self._group),
+            caps=self._options.bucket_caps,
+        )
+
     def _whoami(self) -> str:
         return f"rank {self._rank} of {self._world_size}"
 
@@ -160,6 +172,7 @@ class Replica(Joinable, BackwardListener):
         self._watch.turn_to(self._reducer.params)
 
     def _close(self) -> None:
+        self._end_timing()
         self._remove_hooks()
         self._watch.close()
         self._own.close()
@@ -180,6 +193,7 @@ class Replica(Joinable, BackwardListener):
                 f"rank {self._rank} of {self._world_size}: release was called inside a backward: call it between steps"
             )
         self._is_released = True
+        self._end_timing()
         streams.current().end(self._module())
         for handle in self.announcing:
             handle.remove()
@@ -188,6 +202,11 @@ class Replica(Joinable, BackwardListener):
         self._own.close()
         self._reducer.free()
         self._closing.detach()  # it would keep this replica for as long as the module lives
+
+    def _end_timing(self) -> None:
+        if self._timing is not None:
+            self._timing.stop()
+        self._timing = None
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -320,6 +339,8 @@ class Replica(Joinable, BackwardListener):
         flight.current.enter(_BACKWARD)
         self._current = forward
         self._begin(forward)
+        if self._timing is not None:
+            self._timing.began()
 
     def _begin(self, forward: Forward) -> None:
         self._reducer.begin(sync=forward.sync, weight=forward.weight, divisor=forward.divisor)
@@ -348,6 +369,8 @@ class Replica(Joinable, BackwardListener):
         assert forward is not None  # backward_begins set it
         self._current = self._latest = None
         flight.current.enter(_REDUCE)
+        if self._timing is not None:
+            self._timing.ended()
         left_out = self._watch.forwards.settle() if forward.sync else 0
         outcome = self._reducer.finish(left_out=left_out)
         mistake = outcome.mistake
@@ -360,10 +383,15 @@ class Replica(Joinable, BackwardListener):
             self._send_buffers_again(forward)
         _raise_if(mistake)
         flight.current.leave(_BACKWARD)
+        if self._timing is not None and forward.sync:
+            in_hand = self._in_hand()
+            self._timing = self._timing.averaged(self._reducer, None if in_hand is None else in_hand.share)
 
     def backward_dies(self) -> None:
         """Let the reducer forget the backward."""
         self._current = self._latest = None
+        if self._timing is not None:
+            self._timing.died()
         self._reducer.abandon()
 
     def _send_buffers_again(self, forward: Forward) -> None:

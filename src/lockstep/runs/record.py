@@ -6,12 +6,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep import _proc
 from lockstep._files import write_whole
+from lockstep.job import timetable
 from lockstep.job.summary import Progress, Summary
 from lockstep.runs.series import SeriesWriter
 from lockstep.version import __version__
@@ -89,6 +90,8 @@ class Recorder:
                 for number, rank in ranks.items()
             ]
             self._series.add(self._seconds(), rows)
+            if self._take_timetables(ranks):
+                self._write()
         except OSError as error:
             self._give_up(error)
 
@@ -99,11 +102,23 @@ class Recorder:
 
     def end(self, *, exit_code: int, summary: Summary | None, peaks: Mapping[int, int | None]) -> None:
         """The run is over; where nothing was written so far, nothing is."""
+        if self._start is not None and "ranks" in self._start and not self._failed:
+            self._take_timetables(map(int, self._start["ranks"]))
         self._about["ended"] = time.time()
         self._about["exit_code"] = exit_code
         if summary is not None:
             self._about["summary"] = summary.to_json(peaks)
         self._update()
+
+    def _take_timetables(self, ranks: Iterable[int]) -> bool:
+        """Copy what the ranks have left of their timetables into the record; return whether there was anything new."""
+        assert self._start is not None
+        known: dict[str, Any] = self._start.setdefault("timetables", {})
+        missing = [rank for rank in ranks if str(rank) not in known]
+        found = {str(rank): timetable.left(self._start["folder"], rank) for rank in missing}
+        new = {rank: values for rank, values in found.items() if values is not None}
+        known |= new
+        return bool(new)
 
     def _seconds(self) -> float:
         return time.monotonic() - self._clock

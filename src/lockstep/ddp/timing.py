@@ -28,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import optimizer as optimizers
 from torch.utils.hooks import RemovableHandle
 
-from lockstep import _torch, callsite, knobs
+from lockstep import _torch, callsite, knobs, machine
 from lockstep._files import describe
 from lockstep.ddp.backward import Averaging, Backward
 from lockstep.ddp.bucket import Bucket, ParameterSpec, plan_buckets
@@ -118,6 +118,7 @@ class Timing:
             backend=self._backend,
             world_size=self._world_size,
             threads=torch.get_num_threads(),
+            cores=machine.cores(),
             overlaps=reducer.overlaps,
         )
         self._clocks = _Clocks(reducer, table, caps=self._caps)

@@ -32,8 +32,9 @@ class Timetable:
     backend: str = ""
     #: Ranks that averaged.
     world_size: int = 0
-    #: Threads that torch computes with.
+    #: Threads that torch computes with, and cores that this rank may run on.
     threads: int = 1
+    cores: int = 1
     #: Whether buckets were sent while backward went on; else all at its end, and :attr:`buckets` are those that would
     #: have been.
     overlaps: bool = False

@@ -59,15 +59,17 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """Layers of 1 MB of parameters, which compute by sleeping.
+    """Layers of parameters (by default 1 MB each), which compute by sleeping.
 
     Args:
         seconds: that a layer takes in forward; in backward it takes twice as long.
+        layers: how many.
+        elements: of the parameters of each.
     """
 
-    def __init__(self, seconds: float, *, layers: int = 8) -> None:
+    def __init__(self, seconds: float, *, layers: int = 8, elements: int = 2**18) -> None:
         super().__init__()
-        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(2**18)) for _ in range(layers)])
+        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(elements)) for _ in range(layers)])
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:

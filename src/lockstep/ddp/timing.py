@@ -41,8 +41,9 @@ from lockstep.share import BatchShare
 #: Averaged backwards before the first that is timed, and how many are.
 FIRST, COUNT = 10, 20
 
-#: The replica of this process that was timed last.
+#: The replica of this process that was timed first, and whether there was another one.
 _timed: Timing | None = None
+_several = False
 
 
 class Timing:
@@ -100,7 +101,7 @@ class Timing:
         self._leave(Timetable(self._rank, why_not=why))
 
     def _wait_for_first(self, reducer: Reducer) -> Timing | None:
-        global _timed
+        global _timed, _several
         self.stop()
         self._seen += 1
         if self._seen < FIRST:
@@ -108,6 +109,8 @@ class Timing:
         why = _why_not(reducer)
         if _timed is not None and _timed is not self:
             _timed.stop()
+            _several = True
+        if _several:
             why = "several replicas averaged their gradients in turn, and a plan is of one"
         if why:
             self.refuse(why)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import lockstep
@@ -97,8 +98,14 @@ class Case:
     @property
     def words(self) -> str:
         where = "" if self.hosts == 1 else f", {self.hosts} hosts at {self.mbit:g} Mbit/s"
-        return f"{self.model}, {self.backend}{where}, {self.scaling}"
+        scaling = "" if self.model == ALONE else f", {self.scaling}"
+        return f"{self.model}, {self.backend}{where}{scaling}"
 
+
+#: The group that is planned from a run of two ranks, and not of one.
+FROM_TWO = "from-two"
+#: No model: eight all-reduces of 1 MB one after the other.
+ALONE = "all-reduces alone"
 
 CASES = {
     "one-host": [
@@ -106,8 +113,11 @@ CASES = {
         *(Case("sleeping", "gloo", ranks) for ranks in (2, 3, 4)),
         *(Case("sleeping", "shm", ranks, scaling="strong") for ranks in (2, 3, 4)),
     ],
+    FROM_TWO: [Case("sleeping", "shm", ranks, scaling="strong") for ranks in (3, 4)],
     "slow-link": [Case("sleeping", "gloo", hosts, hosts, 200) for hosts in (2, 3, 4)],
-    "fast-link": [Case("sleeping", "gloo", hosts, hosts, 800) for hosts in (2, 3, 4)],
+    "fast-link": [Case("sleeping", "gloo", hosts, hosts, 400) for hosts in (2, 3, 4)],
+    "faster-link": [Case("sleeping", "gloo", hosts, hosts, 800) for hosts in (2, 4)],
+    "alone": [Case(ALONE, "gloo", hosts, hosts, mbit) for mbit in (200, 400, 800) for hosts in (2, 4)],
     "two-tiers": [Case("sleeping", "hierarchical", 4, 2, mbit) for mbit in (200, 800)],
     "transformer": [Case("transformer", "shm", ranks) for ranks in (2, 3, 4)],
 }
@@ -121,6 +131,8 @@ def _train(case: Case) -> float:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     world = lockstep.init(timeout=60)
+    if case.model == ALONE:
+        return _reduce_alone()
     model: nn.Module
     if case.model == "sleeping":
         part = 1 / world.world_size if case.scaling == "strong" else 1.0
@@ -136,6 +148,19 @@ def _train(case: Case) -> float:
         model(batch).square().mean().backward()
         optimizer.step()
     return statistics.median(later - before for before, later in zip(moments[WARM:], moments[WARM + 1 :], strict=False))
+
+
+def _reduce_alone() -> float:
+    tensors = [torch.zeros(2**18) for _ in range(8)]
+    taken = []
+    for _ in range(STEPS):
+        dist.barrier()
+        begun = time.perf_counter()
+        works: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        for work in works:
+            work.wait()
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken[WARM:])
 
 
 # The ranks of a case.
@@ -215,7 +240,7 @@ class Compared:
     link: Link
     planned: float
     measured: float
-    one: float
+    recorded: Recorded
 
     @property
     def off(self) -> float:
@@ -226,7 +251,8 @@ def compare(name: str, *, rounds: int) -> list[Compared]:
     """Plan and measure each case of a group."""
     found, cases = [], CASES[name]
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
-        recorded = record(cases[0], Path(folder))
+        model = cases[0] if cases[0].model != ALONE else CASES["one-host"][0]
+        recorded = record(model, Path(folder), ranks=2 if name == FROM_TWO else 1)
         print(f"{name}: recorded, {recorded.step * 1e3:.1f} ms", file=sys.stderr, flush=True)
         inside: dict[str, Link] = {}
         for case in cases:
@@ -236,7 +262,9 @@ def compare(name: str, *, rounds: int) -> list[Compared]:
                     inside = inside or {"shm": measure(Case(case.model, "shm", 2), ())}
                 plan = Plan(recorded, _setting(case, link, inside.get("shm", INSIDE)))
                 measured = statistics.median(run(case, names) for _ in range(rounds))
-            one = Compared(case, link, plan.at(case.ranks).step, measured, recorded.step)
+            point = plan.at(case.ranks)
+            planned = point.averaging if case.model == ALONE else point.step
+            one = Compared(case, link, planned, measured, recorded)
             print(f"{case.words}, {case.ranks} ranks: {link.words()}; {one.planned * 1e3:.1f} ms planned, "
                   f"{measured * 1e3:.1f} ms taken, {one.off:+.1%}", file=sys.stderr, flush=True)  # fmt: skip
             found.append(one)
@@ -259,14 +287,15 @@ def report(found: list[Compared], *, rounds: int) -> str:
     """Return the table, in Markdown."""
     lines = [
         "# What lockstep plan says, and what it takes", "",
-        f"{machine_name()}. Planned from a run of one rank; {rounds} starts of the ranks each, {STEPS} steps, their median. "
+        f"{machine_name()}. {rounds} starts of the ranks for each, {STEPS} steps, their median. "
         "*Sleeping*: 8 layers of 1 MB of gradients, each of which sleeps 4 ms in forward and 8 ms in backward. The link: "
         "half an all-reduce of 8 bytes, and the rate of one of 16 MiB, between two of the ranks.", "",
-        "| | ranks | link: latency and rate | one rank | planned | taken | off |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| | ranks | link: latency and rate | recorded on | a step there | planned | taken | off |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
     for one in found:
-        times = " | ".join(f"{seconds * 1e3:.1f} ms" for seconds in (one.one, one.planned, one.measured))
+        times = " | ".join(f"{seconds * 1e3:.1f} ms" for seconds in (one.recorded.step, one.planned, one.measured))
+        times = f"{one.recorded.ranks} | {times}"
         lines.append(f"| {one.case.words} | {one.case.ranks} | {one.link.words()} | {times} | {one.off:+.0%} |")
     within = sum(abs(one.off) <= _GOAL for one in found)
     return "\n".join([*lines, "", f"Within {_GOAL:.0%}: {within} of {len(found)}.", ""])

@@ -50,7 +50,9 @@ def test_inside_a_host_the_fast_link_counts() -> None:
     network = _network(4)
     assert network.hosts(9) == 3
     assert network.all_reduce(4000, 4, "ring")[0] == pytest.approx(6 * _FAST.seconds(1000))
-    assert network.all_reduce(8000, 8, "ring")[0] == pytest.approx(14 * _SLOW.seconds(1000)), "the slowest sets the pace"
+    assert network.all_reduce(8000, 8, "ring")[0] == pytest.approx(14 * _SLOW.seconds(1000)), (
+        "the slowest sets the pace"
+    )
     inside, between = 6 * _FAST.seconds(2000), 2 * _SLOW.seconds(4000)
     assert network.all_reduce(8000, 8, "hierarchical")[0] == pytest.approx(inside + between)
     for algorithm in ("ring", "tree", "hierarchical"):
@@ -75,7 +77,14 @@ def test_latencies(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize(
     ("text", "rate"),
-    [("25Gbit", 25e9 / 8), ("100Mbit/s", 12.5e6), ("25gbit", 25e9 / 8), ("3GB", 3e9), ("3GB/s", 3e9), ("2GiB", 2.0**31)],
+    [
+        ("25Gbit", 25e9 / 8),
+        ("100Mbit/s", 12.5e6),
+        ("25gbit", 25e9 / 8),
+        ("3GB", 3e9),
+        ("3GB/s", 3e9),
+        ("2GiB", 2.0**31),
+    ],
 )
 def test_bandwidths(text: str, rate: float) -> None:
     assert parse_bandwidth(text) == pytest.approx(rate)
@@ -256,7 +265,15 @@ def test_sixteen_thousand_ranks_take_less_than_a_second() -> None:
 
 def _run(folder: Path, start: dict[str, Any] | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"run": 1, "lockstep": "0", "program": ["train.py"], "began": 1.0, "launcher": 1, "events": [], "ended": 2.0}
+    about = {
+        "run": 1,
+        "lockstep": "0",
+        "program": ["train.py"],
+        "began": 1.0,
+        "launcher": 1,
+        "events": [],
+        "ended": 2.0,
+    }
     tables = {str(rank): _table(rank, world_size=2).to_json() for rank in range(2)}
     start = {"number": 0, "world_size": 2, "timetables": tables} if start is None else start
     (folder / "run.json").write_text(json.dumps({**about, "starts": [start]}))

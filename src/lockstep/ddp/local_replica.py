@@ -23,6 +23,7 @@ from lockstep.ddp.members import parameters_of
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.replica import Replica
+from lockstep.ddp.timing import refuse_to_time
 from lockstep.errors import LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
@@ -61,9 +62,7 @@ class LocalReplica(Replica):
     # Layout ---------------------------------------------------------------------------------------------------------
 
     def _make_timing(self) -> None:
-        timing = super()._make_timing()
-        if timing is not None:
-            timing.refuse("it trained with LocalSteps, which average parameters after many steps and no gradients")
+        refuse_to_time("it trained with LocalSteps, which average parameters after many steps and no gradients")
 
     def _lay_out(self, module: nn.Module) -> Reducer:
         """Listen to the parameters that are trained now; nothing of theirs is averaged."""

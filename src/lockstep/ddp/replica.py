@@ -30,7 +30,7 @@ from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.sparse import SparseSlot
-from lockstep.ddp.timing import Timing, timing_of
+from lockstep.ddp.timing import Timing, time_steps
 from lockstep.errors import LockstepError, listed
 from lockstep.job import flight
 from lockstep.job.page import Phase
@@ -71,7 +71,6 @@ class Replica(Joinable, BackwardListener):
             buffers = options.broadcast_buffers if options.init_sync_buffers is None else options.init_sync_buffers
             self._broadcast(tensors_of(module, buffers=buffers), 0, "sending rank 0's parameters")
         self._reducer = self._lay_out(module)
-        #: Takes clocks in some steps; None before and after: see Note [Timed steps] in timing.py.
         self._timing = self._make_timing()
         self._watch = BackwardWatch(self, self._reducer.params)
         # torch's hooks and graph nodes hold what they refer to where Python's collector can't see it, so a replica and
@@ -141,13 +140,8 @@ class Replica(Joinable, BackwardListener):
         return [name for name, _ in named], [param for _, param in named]
 
     def _make_timing(self) -> Timing | None:
-        return timing_of(
-            rank=dist.get_rank(),
-            world_size=self._world_size,
-            whole=dist.get_world_size(),
-            backend=dist.get_backend(self._group),
-            caps=self._options.bucket_caps,
-        )
+        """Have some of the steps to come timed; see Note [Timed steps] in timing.py."""
+        return time_steps(self._reducer, group=self._group, caps=self._options.bucket_caps)
 
     def _whoami(self) -> str:
         return f"rank {self._rank} of {self._world_size}"
@@ -169,6 +163,8 @@ class Replica(Joinable, BackwardListener):
         self._remove_hooks()
         self._reducer = self._lay_out(module)
         self._reducer.take_over(old)
+        if self._timing is not None:
+            self._timing.turn_to(self._reducer)
         self._watch.turn_to(self._reducer.params)
 
     def _close(self) -> None:
@@ -206,7 +202,6 @@ class Replica(Joinable, BackwardListener):
     def _end_timing(self) -> None:
         if self._timing is not None:
             self._timing.stop()
-        self._timing = None
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -339,8 +334,6 @@ class Replica(Joinable, BackwardListener):
         flight.current.enter(_BACKWARD)
         self._current = forward
         self._begin(forward)
-        if self._timing is not None:
-            self._timing.began()
 
     def _begin(self, forward: Forward) -> None:
         self._reducer.begin(sync=forward.sync, weight=forward.weight, divisor=forward.divisor)
@@ -369,8 +362,6 @@ class Replica(Joinable, BackwardListener):
         assert forward is not None  # backward_begins set it
         self._current = self._latest = None
         flight.current.enter(_REDUCE)
-        if self._timing is not None:
-            self._timing.ended()
         left_out = self._watch.forwards.settle() if forward.sync else 0
         outcome = self._reducer.finish(left_out=left_out)
         mistake = outcome.mistake
@@ -383,15 +374,10 @@ class Replica(Joinable, BackwardListener):
             self._send_buffers_again(forward)
         _raise_if(mistake)
         flight.current.leave(_BACKWARD)
-        if self._timing is not None and forward.sync:
-            in_hand = self._in_hand()
-            self._timing = self._timing.averaged(self._reducer, None if in_hand is None else in_hand.share)
 
     def backward_dies(self) -> None:
         """Let the reducer forget the backward."""
         self._current = self._latest = None
-        if self._timing is not None:
-            self._timing.died()
         self._reducer.abandon()
 
     def _send_buffers_again(self, forward: Forward) -> None:

@@ -4,10 +4,10 @@ Note [Timed steps]
 ~~~~~~~~~~~~~~~~~~
 A rank writes events down and reads no clock (``job/flight.py``), and the launcher's looks are too few to tell when a
 bucket was ready. So the rank takes clocks itself in :data:`COUNT` steps once :data:`FIRST` have warmed it up, and
-leaves what they said in the job's folder. In those steps the reducer makes its backwards of another class, and hooks sit
-on the optimizers and, where all is sent at the end, on the nodes of autograd that accumulate (not on the parameters: a
-hook there may be the user's, for which the reducer waits). In all other steps there is none of it, and a replica asks
-two or three times whether there is.
+leaves what they said in the job's folder. Until then the reducer makes its backwards of another class, which count
+themselves. In the steps that are timed there are hooks on the optimizers and, where all is sent at the end, on the nodes
+of autograd that accumulate (not on the parameters: a hook there may be the user's, for which the reducer waits). In all
+later steps there is none of it.
 
 A step goes from one moment at which all ranks have met, the end of an averaged backward, to the next. What a rank
 waits in between is for others, so it is taken off; what it does in between is its own.
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import optimizer as optimizers
@@ -30,13 +31,13 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep import _torch, callsite, knobs, machine
 from lockstep._files import describe
+from lockstep.comm.init import current_world
 from lockstep.ddp.backward import Averaging, Backward
 from lockstep.ddp.bucket import Bucket, ParameterSpec, plan_buckets
 from lockstep.ddp.reducer import Reducer
 from lockstep.job import flight
 from lockstep.job.flight import Stopwatch
 from lockstep.job.timetable import Timetable
-from lockstep.share import BatchShare
 
 #: Averaged backwards before the first that is timed, and how many are.
 FIRST, COUNT = 10, 20
@@ -47,85 +48,79 @@ _several = False
 
 
 class Timing:
-    """The clocks of one replica; see Note [Timed steps].
+    """Counts the averaged backwards of one replica, and has some of them timed; see Note [Timed steps].
 
     Args:
-        rank: this process's.
-        world_size: ranks of its group.
-        backend: what they average over.
+        reducer: the replica's.
+        group: the ranks that average.
         caps: bytes of the buckets that there would be if they were sent during backward; see ``plan_buckets``.
         folder: the job's.
     """
 
-    def __init__(self, *, rank: int, world_size: int, backend: str, caps: Sequence[int], folder: Path) -> None:
-        self._rank, self._world_size, self._backend = rank, world_size, backend
-        self._caps, self._folder = caps, folder
-        self._seen = 0
-        self._reducer: Reducer | None = None
-        self._clocks: _Clocks | None = None
+    def __init__(self, reducer: Reducer, *, group: dist.ProcessGroup, caps: Sequence[int], folder: Path) -> None:
+        self._group, self._caps, self._folder = group, caps, folder
+        self._seen, self._is_over = 0, False
+        self.clocks: _Clocks | None = None
+        self._reducer = reducer
+        self.turn_to(reducer)
 
-    def began(self) -> None:
-        """A backward has begun."""
-        if self._clocks is not None:
-            self._clocks.began()
+    def turn_to(self, reducer: Reducer) -> None:
+        """Begin anew, with a reducer that has other buckets; where all is over, do nothing."""
+        if self._is_over:
+            return
+        self._drop()
+        self._seen, self._reducer = 0, reducer
+        reducer.make_backward = partial(_CountedBackward, self)
 
-    def ended(self) -> None:
-        """It has ended, and its gradients are averaged next."""
-        if self._clocks is not None:
-            self._clocks.ended()
+    def averaged(self) -> None:
+        """A backward's gradients are averaged."""
+        if self.clocks is None:
+            self._seen += 1
+            if self._seen == FIRST:
+                self._begin()
+            return
+        self.clocks.averaged()
+        if len(self.clocks.steps) == COUNT:
+            self._leave(self.clocks.timetable())
+            self.stop()
 
-    def died(self) -> None:
-        """It has failed: all that was timed is dropped, and later steps are timed instead."""
-        self.stop()
-        self._seen = 0
+    def failed(self) -> None:
+        """A backward has failed: what was timed is dropped, and later ones are timed instead."""
+        self.turn_to(self._reducer)
 
     def stop(self) -> None:
-        """Take no more clocks."""
-        if self._clocks is not None:
-            self._clocks.close()
-        self._clocks = self._reducer = None
+        """Count no more, and take no more clocks."""
+        self._is_over = True
+        self._drop()
+        self._reducer.make_backward = Backward
 
-    def averaged(self, reducer: Reducer, share: BatchShare | None) -> Timing | None:
-        """Its gradients are averaged. Return what is told of the next one; None: enough was timed."""
-        if self._clocks is None or reducer is not self._reducer:
-            return self._wait_for_first(reducer)
-        self._clocks.averaged()
-        if len(self._clocks.steps) < COUNT:
-            return self
-        self._leave(self._clocks.timetable(share))
-        self.stop()
-        return None
+    def _drop(self) -> None:
+        if self.clocks is not None:
+            self.clocks.close()
+        self.clocks = None
 
-    def refuse(self, why: str) -> None:
-        """Leave a word that nothing is timed here, and why."""
-        self._leave(Timetable(self._rank, why_not=why))
-
-    def _wait_for_first(self, reducer: Reducer) -> Timing | None:
+    def _begin(self) -> None:
         global _timed, _several
-        self.stop()
-        self._seen += 1
-        if self._seen < FIRST:
-            return self
-        why = _why_not(reducer)
+        why = _why_not(self._reducer, self._group)
         if _timed is not None and _timed is not self:
             _timed.stop()
             _several = True
         if _several:
             why = "several replicas averaged their gradients in turn, and a plan is of one"
         if why:
-            self.refuse(why)
-            return None
-        _timed, self._reducer = self, reducer
+            self.stop()
+            self._leave(Timetable(dist.get_rank(), why_not=why))
+            return
+        _timed = self
         table = Timetable(
-            self._rank,
-            backend=self._backend,
-            world_size=self._world_size,
+            dist.get_rank(),
+            backend=dist.get_backend(self._group),
+            world_size=dist.get_world_size(self._group),
             threads=torch.get_num_threads(),
             cores=machine.cores(),
-            overlaps=reducer.overlaps,
+            overlaps=self._reducer.overlaps,
         )
-        self._clocks = _Clocks(reducer, table, caps=self._caps)
-        return self
+        self.clocks = _Clocks(self._reducer, table, caps=self._caps)
 
     def _leave(self, table: Timetable) -> None:
         try:
@@ -134,24 +129,25 @@ class Timing:
             callsite.warn(f"what was timed for lockstep plan is lost: {describe(error)}")
 
 
-def timing_of(*, rank: int, world_size: int, whole: int, backend: str, caps: Sequence[int]) -> Timing | None:
-    """Return the clocks of a replica that is made; None: no launcher of ours would read what they say.
+def time_steps(reducer: Reducer, *, group: dist.ProcessGroup, caps: Sequence[int]) -> Timing | None:
+    """Have some steps timed of a replica that is made; None: no launcher of ours would read what the clocks say.
 
-    Args:
-        rank: this process's, in the world.
-        world_size: ranks of the replica's group.
-        whole: ranks of the world.
-        backend: what the group averages over.
-        caps: as :class:`Timing`.
+    The arguments are those of :class:`Timing`.
     """
+    folder = _folder()
+    return None if folder is None else Timing(reducer, group=group, caps=caps, folder=folder)
+
+
+def refuse_to_time(why: str) -> None:
+    """Leave word for ``lockstep plan`` why there is nothing to plan with."""
+    folder = _folder()
+    if folder is not None:
+        Timetable(dist.get_rank(), why_not=why).write(folder)
+
+
+def _folder() -> Path | None:
     folder = knobs.job_dir()
-    if folder is None or flight.current.pages is None:
-        return None
-    timing = Timing(rank=rank, world_size=world_size, backend=backend, caps=caps, folder=Path(folder))
-    if world_size != whole:
-        timing.refuse(f"the replicas are on {world_size} of the {whole} ranks, and a plan is of all")
-        return None
-    return timing
+    return None if folder is None or flight.current.pages is None else Path(folder)
 
 
 class _Clocks:
@@ -167,6 +163,7 @@ class _Clocks:
         #: When each bucket was issued; where all are at the end, when each parameter's gradient came.
         self.came: dict[int, float] = {}
         self._stepped_at, self._stepping = 0.0, 0.0
+        self._backward = (0.0, 0.0)
         self._handles = [
             optimizers.register_optimizer_step_pre_hook(self._before_step),
             optimizers.register_optimizer_step_post_hook(self._after_step),
@@ -178,7 +175,6 @@ class _Clocks:
             self._parts = [list(part) for part in _cut(reducer, caps)]
             self._sizes = [sum(_bytes(reducer.params[i]) for i in part) for part in self._parts]
             self._handles += [self._on_arrival(i) for part in self._parts for i in part]
-        reducer.make_backward = partial(_TimedBackward, self)
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -196,6 +192,11 @@ class _Clocks:
         """A backward has begun; of several it is the last that counts."""
         self.came.clear()
         self._backward = self._now()
+
+    def issued(self, index: int) -> None:
+        """A bucket is issued."""
+        if self._reducer.overlaps:
+            self.came[index] = time.perf_counter()
 
     def ended(self) -> None:
         """The backward has ended."""
@@ -222,8 +223,10 @@ class _Clocks:
         self._ready.append([min(1.0, (end - begun) / length) if length else 1.0 for end in ends])
         self._begin_step()
 
-    def timetable(self, share: BatchShare | None) -> Timetable:
+    def timetable(self) -> Timetable:
         """Return what was timed."""
+        world = current_world()
+        share = None if world is None else world.in_hand.share
         columns: dict[str, Any] = {name: tuple(step[name] for step in self.steps) for name in self.steps[0]}
         values = {**self._table.__dict__, **columns}
         if share is not None:
@@ -236,7 +239,6 @@ class _Clocks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._reducer.make_backward = Backward
         self._flight.stopwatch = None
 
     def reduces(self, reduce: Callable[[], None]) -> None:
@@ -263,31 +265,58 @@ class _Clocks:
         self._stepping += time.perf_counter() - self._stepped_at
 
 
-class _TimedBackward(Backward):
-    """A backward that says when a bucket was issued, and how long the averaging took."""
+class _CountedBackward(Backward):
+    """A backward that is counted, and timed if it is time."""
 
-    def __init__(self, clocks: _Clocks, averaging: Averaging, **how: Any) -> None:
+    def __init__(self, timing: Timing, averaging: Averaging, **how: Any) -> None:
+        self._timing, self._clocks, self._is_averaged = timing, timing.clocks, False
         super().__init__(averaging, **how)
-        self._clocks = clocks
-        self._overlaps = clocks._reducer.overlaps
+        if self._clocks is not None:
+            self._clocks.began()
+
+    def average_rest(self, *, write: bool) -> list[int]:
+        """**Collective.** As ever."""
+        if self._clocks is not None:
+            self._clocks.ended()
+        unused = super().average_rest(write=write)
+        self._is_averaged = write  # else it is of a rank that has run out of data
+        return unused
+
+    def close(self) -> list[Bucket]:
+        """End, however it went."""
+        left = super().close()
+        if self._is_averaged:
+            self._timing.averaged()
+        elif self.sync:
+            self._timing.failed()
+        return left
 
     def issue_next(self) -> None:
         """**Collective.** As ever."""
-        if self._overlaps:
-            self._clocks.came[self.next] = time.perf_counter()
+        if self._clocks is not None:
+            self._clocks.issued(self.next)
         super().issue_next()
 
     def _all_reduce(self, bucket: Bucket) -> None:
         reduce = super()._all_reduce
-        self._clocks.reduces(lambda: reduce(bucket))
+        if self._clocks is None:
+            reduce(bucket)
+        else:
+            self._clocks.reduces(lambda: reduce(bucket))
 
     def _wait(self, bucket: Bucket) -> None:
         wait = super()._wait
-        self._clocks.reduces(lambda: wait(bucket))
+        if self._clocks is None:
+            wait(bucket)
+        else:
+            self._clocks.reduces(lambda: wait(bucket))
 
 
-def _why_not(reducer: Reducer) -> str:
+def _why_not(reducer: Reducer, group: dist.ProcessGroup) -> str:
     """Return why this replica's steps can't be planned with; empty: they can."""
+    ranks, whole = dist.get_world_size(group), dist.get_world_size()
+    if ranks != whole:
+        return f"the replicas are on {ranks} of the {whole} ranks, and a plan is of all"
     if reducer.hook_name():
         return f"a comm hook ({reducer.hook_name()}) averages the buckets, and what it sends is its own affair"
     if reducer.sparse:

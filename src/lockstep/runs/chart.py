@@ -43,7 +43,9 @@ def _curve(points: Sequence[Point]) -> list[str]:
     lines = ["efficiency"]
     for level in range(_HEIGHT, -1, -1):
         label = f"{level / _HEIGHT:.0%}" if level % 2 == 0 else ""
-        marks = [("●" if round(min(1.0, point.efficiency) * _HEIGHT) == level else "").rjust(_COLUMN) for point in points]
+        marks = [
+            ("●" if round(min(1.0, point.efficiency) * _HEIGHT) == level else "").rjust(_COLUMN) for point in points
+        ]
         lines.append(f"{label:>5} {'┤' if label else '│'}{''.join(marks)}".rstrip())
     lines.append(f"{'':6}└{'─' * (_COLUMN * len(points) + 1)}")
     lines.append(f"{'ranks':>5}  {''.join(_short(point.ranks).rjust(_COLUMN) for point in points)}")

@@ -288,8 +288,8 @@ def report(found: list[Compared], *, rounds: int) -> str:
     lines = [
         "# What lockstep plan says, and what it takes", "",
         f"{machine_name()}. {rounds} starts of the ranks for each, {STEPS} steps, their median. "
-        "*Sleeping*: 8 layers of 1 MB of gradients, each of which sleeps 4 ms in forward and 8 ms in backward. The link: "
-        "half an all-reduce of 8 bytes, and the rate of one of 16 MiB, between two of the ranks.", "",
+        "*Sleeping*: 8 layers of 1 MB of gradients, each of which sleeps 4 ms in forward and 8 ms in backward. The "
+        "link: half an all-reduce of 8 bytes, and the rate of one of 16 MiB, between two of the ranks.", "",
         "| | ranks | link: latency and rate | recorded on | a step there | planned | taken | off |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip

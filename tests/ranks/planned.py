@@ -1,9 +1,9 @@
 """Take 45 steps in one way; run by ``lockstep run``. Rank 0 prints the seconds of the median step, and waits until the
 launcher, which looks once a second, has begun the run's record in FOLDER.
 
-``planned.py WAY FOLDER``: ``plain``; ``sleeping``, which computes by sleeping, the less the more ranks there are; ``accumulated``,
-two backwards a step; ``compiled``; ``local``, with LocalSteps; ``several`` replicas; ``hooked``, by a comm hook; ``short``,
-of ten steps.
+``planned.py WAY FOLDER``: ``plain``; ``sleeping``, which computes by sleeping, the less the more ranks there are;
+``accumulated``, two backwards a step; ``compiled``; ``local``, with LocalSteps; ``several`` replicas; ``hooked``, by a
+comm hook; ``short``, of ten steps.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import statistics
 import sys
 import time
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import torch
+from benchmarks.plan import Sleeping
 from torch import nn
 
 import lockstep
-from benchmarks.plan import Sleeping
 
 #: Seconds of a layer's forward on one rank, half of its backward.
 LAYER = 0.02
@@ -53,7 +54,7 @@ def main() -> None:
                     (called or each)(torch.ones(4, 64)).square().mean().backward()
             optimizer.step()
     if world.is_main:
-        print(statistics.median(later - before for before, later in zip(moments[8:], moments[9:], strict=False)))
+        print(statistics.median(later - before for before, later in pairwise(moments[8:])))
         end = time.monotonic() + 20
         while not Path(sys.argv[2], "run.json").exists() and time.monotonic() < end:
             time.sleep(0.01)

@@ -247,7 +247,7 @@ def test_sixteen_thousand_ranks_take_less_than_a_second() -> None:
             buckets=(1000,) * buckets,
             ready=tuple((place + 1) / buckets for place in range(buckets)),
             **{name: tuple(0.01 + (step * rank % 7) / 1e3 for step in range(20)) for name in ("before", "backward")},
-            **{name: (0.001,) * 20 for name in ("optimizer", "handling", "averaging", "waiting")},
+            **dict.fromkeys(("optimizer", "handling", "averaging", "waiting"), (0.001,) * 20),
         )
         for rank in range(64)
     )

@@ -5,9 +5,9 @@ Note [Timed steps]
 A rank writes events down and reads no clock (``job/flight.py``), and the launcher's looks are too few to tell when a
 bucket was ready. So the rank takes clocks itself in :data:`COUNT` steps once :data:`FIRST` have warmed it up, and
 leaves what they said in the job's folder. Until then the reducer makes its backwards of another class, which count
-themselves. In the steps that are timed there are hooks on the optimizers and, where all is sent at the end, on the nodes
-of autograd that accumulate (not on the parameters: a hook there may be the user's, for which the reducer waits). In all
-later steps there is none of it.
+themselves. In the steps that are timed there are hooks on the optimizers and, where all is sent at the end, on the
+nodes of autograd that accumulate (not on the parameters: a hook there may be the user's, for which the reducer waits).
+In all later steps there is none of it.
 
 A step goes from one moment at which all ranks have met, the end of an averaged backward, to the next. What a rank
 waits in between is for others, so it is taken off; what it does in between is its own.

@@ -2,8 +2,8 @@
 
 Note [How a plan is made]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-A step begins where all ranks have met, at the end of the last average. Then each computes, and bucket k of the gradients
-can be sent once it is ready on all ranks, and once the bucket before it has gone:
+A step begins where all ranks have met, at the end of the last average. Then each computes, and bucket k of the
+gradients can be sent once it is ready on all ranks, and once the bucket before it has gone:
 
     gone[k] = max(gone[k - 1], ready[k]) + all_reduce(bytes[k])
 
@@ -181,7 +181,9 @@ class Slowest:
         #: What a rank like most takes.
         self.usual = statistics.median(common)
         self._steps, self._ranks = len(common), len(ranks)
-        deviations = [(value - shared, rank) for rank, row in enumerate(ranks) for value, shared in zip(row, common)]  # noqa: B905
+        deviations = [
+            (value - shared, rank) for rank, row in enumerate(ranks) for value, shared in zip(row, common, strict=True)
+        ]
         self._sorted = sorted(deviations)
 
     def of(self, ranks: int) -> float:
@@ -326,7 +328,7 @@ class Plan:
         guess = f" ({' and '.join(setting.guessed)} guessed: name yours)" if setting.guessed else ""
         said.append(
             f"{network.ranks_per_host} rank{'s' * (network.ranks_per_host > 1)} a host; a link between hosts has "
-            f"{network.between.words()}{guess}, one inside a host {network.inside.words()}; nothing else is sent on them"
+            f"{network.between.words()}{guess}, one inside a host {network.inside.words()}; nothing else uses them"
         )
         if setting.scaling == "strong":
             batch = f" of {table.global_samples:g} samples" if table.global_samples else ""

@@ -100,7 +100,8 @@ def report(found: dict[str, Recorded]) -> str:
         f"Buckets recorded on {machine_name()}.", "",
         "## benchmarks/distributed/ddp/README.md of pytorch/pytorch", "",
         "Medians (p50) as printed there, to a millisecond: V100, 32 pictures each, float32, NCCL, torch 1.4. Computing "
-        "is the time on one GPU; two thirds of it backward. 150 GB/s inside a machine, 50 GB/s between two, as built.", "",
+        "is the time on one GPU, two thirds of it backward. 150 GB/s inside a machine, 50 GB/s between two, as built.",
+        "",
         "| model | gradients | GPUs | planned | published | off |", "|---|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
     for one in README:

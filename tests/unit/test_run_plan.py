@@ -15,12 +15,15 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.cli import main
+from lockstep.job.page import Phase
+from lockstep.job.summary import Progress
 from lockstep.job.timetable import Timetable
 from lockstep.runs import history
 from lockstep.runs.chart import describe
 from lockstep.runs.history import UnknownRun
 from lockstep.runs.network import Link, Network, parse_bandwidth, parse_latency
 from lockstep.runs.plan import INSIDE, Plan, Recorded, Setting, Slowest, parse_counts, powers
+from lockstep.runs.record import Recorder
 
 _A, _RATE = 1e-3, 1e6
 _SLOW, _FAST = Link(_A, _RATE), Link(1e-5, 1e9)
@@ -371,3 +374,22 @@ def test_a_timetable_is_read_as_it_was_written(tmp_path: Path) -> None:
     values = timetable.left(tmp_path, 3)
     assert values is not None
     assert Timetable.from_json(values) == table
+
+
+def test_the_launcher_copies_what_ranks_have_left(tmp_path: Path) -> None:
+    logs, job = tmp_path / "logs", tmp_path / "job"
+    logs.mkdir()
+    job.mkdir()
+    recorder = Recorder(lambda: logs, program=["train.py"], tell=print)
+    recorder.begin(number=0, node=0, world_size=2, job_folder=job)
+    steps = {rank: Progress(1, (0.0,) * len(Phase)) for rank in range(2)}
+    recorder.add(steps, {0: 1, 1: 2})
+    run = history.read(logs)
+    with pytest.raises(UnknownRun, match="averaged its gradients 30 times"):
+        Recorded.of(run)
+    _table(0, world_size=2).write(job)
+    recorder.add(steps, {0: 1, 1: 2})
+    assert [table.rank for table in Recorded.of(history.read(logs)).tables] == [0]
+    _table(1, world_size=2).write(job)
+    recorder.end(exit_code=0, summary=None, peaks={})
+    assert Recorded.of(history.read(logs)).tables == (_table(0, world_size=2), _table(1, world_size=2))

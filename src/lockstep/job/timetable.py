@@ -1,7 +1,7 @@
 """A rank's timetable: when each bucket was ready to be averaged, in some of its steps. What ``lockstep plan`` reckons
 with.
 
-The gradient engine makes it (``ddp/timing.py``) and leaves it in the job's folder; the launcher copies it into run.json.
+The gradient engine makes it (``ddp/timing.py``) and leaves it in the job's folder; the launcher copies it to run.json.
 """
 
 from __future__ import annotations

@@ -83,6 +83,7 @@ class Recorder:
                 path = self._made() / f"series-{self._start['number']}{self._suffix}.bin"
                 self._series = SeriesWriter(path, list(ranks))
                 self._start |= {"series": path.name, "ranks": {str(rank): pid for rank, pid in pids.items()}}
+                self._start["timetables"] = {}
                 self._about["starts"].append(self._start)
                 self._write()
             rows = [
@@ -113,7 +114,7 @@ class Recorder:
     def _take_timetables(self, ranks: Iterable[int]) -> bool:
         """Copy what the ranks have left of their timetables into the record; return whether there was anything new."""
         assert self._start is not None
-        known: dict[str, Any] = self._start.setdefault("timetables", {})
+        known: dict[str, Any] = self._start["timetables"]
         missing = [rank for rank in ranks if str(rank) not in known]
         found = {str(rank): timetable.left(self._start["folder"], rank) for rank in missing}
         new = {rank: values for rank, values in found.items() if values is not None}

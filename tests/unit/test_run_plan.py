@@ -334,6 +334,7 @@ def test_bad_options_are_a_sentence(tmp_path: Path, words: list[str], text: str)
         ({"number": 0}, "it was recorded by an earlier lockstep, or was killed at once: record it anew"),
         ({"number": 0, "timetables": {}}, "a plan needs a replica .* that has averaged its gradients 30 times"),
         ({"number": 0, "timetables": {"0": {"rank": 0}}}, "are of another version of lockstep: record it anew"),
+        ({"number": 0, "timetables": {"0": _table(0, before=()).to_json()}}, "are of another version of lockstep"),
         ({"number": 0, "timetables": {"0": 3}}, "are of another version of lockstep: record it anew"),
         (
             {"number": 0, "timetables": {"1": Timetable(1, why_not="a comm hook averages").to_json()}},

@@ -317,6 +317,8 @@ def _why_not(reducer: Reducer, group: dist.ProcessGroup) -> str:
     ranks, whole = dist.get_world_size(group), dist.get_world_size()
     if ranks != whole:
         return f"the replicas are on {ranks} of the {whole} ranks, and a plan is of all"
+    if not reducer.params:
+        return "it has no parameters that are trained, so nothing is averaged"
     if reducer.hook_name():
         return f"a comm hook ({reducer.hook_name()}) averages the buckets, and what it sends is its own affair"
     if reducer.sparse:

@@ -77,7 +77,16 @@ class Timetable:
         names = {field.name for field in fields(cls)}
         if not isinstance(values, Mapping) or set(values) != names:
             raise ValueError("not a timetable of this version")
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        table = cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        columns = {len(column) for column in table.columns}
+        if not table.why_not and (len(columns) != 1 or not table.backward or len(table.buckets) != len(table.ready)):
+            raise ValueError("not a whole timetable")
+        return table
+
+    @property
+    def columns(self) -> tuple[tuple[float, ...], ...]:
+        """What a step is made of: seconds, by step."""
+        return self.optimizer, self.before, self.backward, self.handling, self.averaging, self.waiting
 
 
 def left(folder: str | Path, rank: int) -> dict[str, Any] | None:

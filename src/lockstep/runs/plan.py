@@ -104,9 +104,7 @@ class Recorded:
     @property
     def step(self) -> float:
         """The median step, as it was."""
-        return statistics.median(
-            statistics.median(map(sum, zip(*_columns(table), strict=True))) for table in self.tables
-        )
+        return statistics.median(statistics.median(map(sum, zip(*table.columns, strict=True))) for table in self.tables)
 
     @property
     def waiting(self) -> float:
@@ -386,10 +384,6 @@ def to_json(plan: Plan, points: Sequence[Point]) -> dict[str, Any]:
         "assumptions": plan.assumptions(),
         "points": [asdict(point) for point in points],
     }
-
-
-def _columns(table: Timetable) -> list[tuple[float, ...]]:
-    return [table.optimizer, table.before, table.backward, table.handling, table.averaging, table.waiting]
 
 
 def _size(count: float) -> str:

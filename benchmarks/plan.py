@@ -75,7 +75,7 @@ class Sleeping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for weights in self.layers:
-            x = _Sleep.apply(x + weights.mean(), self.seconds)
+            x = _Sleep.apply(x + weights.mean(), self.seconds)  # type: ignore[no-untyped-call]
         return x
 
 

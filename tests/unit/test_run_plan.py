@@ -179,7 +179,7 @@ def test_a_bucket_waits_until_it_is_ready_and_for_those_before_it() -> None:
     assert point.step == pytest.approx(gone + 0.002)
     assert point.network == pytest.approx(gone - 0.060)
     assert point.averaging == pytest.approx(6 * _A + 6000 / _RATE)
-    assert (point.computing, point.handling, point.hosts) == (pytest.approx(0.060), 0.002, 2)
+    assert [point.computing, point.handling, point.hosts] == pytest.approx([0.060, 0.002, 2])
 
 
 def test_what_hides_behind_the_backward_costs_nothing() -> None:
@@ -194,7 +194,8 @@ def test_without_overlap_all_goes_at_once_at_the_end() -> None:
 
 def test_one_rank_sends_nothing() -> None:
     point = _plan().at(1)
-    assert (point.step, point.network, point.algorithm, point.efficiency) == (pytest.approx(0.060), 0.0, "", 1.0)
+    assert [point.step, point.network, point.efficiency] == pytest.approx([0.060, 0.0, 1.0])
+    assert point.algorithm == ""
 
 
 def test_a_batch_that_stays_is_cut_and_the_optimizer_is_not() -> None:
@@ -294,8 +295,8 @@ def test_the_command_prints_a_table_a_curve_and_what_it_assumes(tmp_path: Path) 
     assert text.startswith("a-run: recorded on 2 ranks over gloo, 62 ms a step\n\n")
     assert "16,384  8,192" in text
     assert "●" in text
-    assert "2 ranks a host; a link between hosts has 20 µs and 10 Gbit/s (latency guessed: name yours)" in text
-    assert "strong scaling: the global batch is cut among the ranks" in text
+    assert "a link between hosts has 20 µs and 10 Gbit/s (latency guessed: name yours)" in " ".join(text.split())
+    assert "strong scaling: the global batch is cut among the ranks" in " ".join(text.split())
 
 
 def test_the_command_prints_json(tmp_path: Path) -> None:

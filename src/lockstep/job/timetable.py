@@ -77,7 +77,10 @@ class Timetable:
         names = {field.name for field in fields(cls)}
         if not isinstance(values, Mapping) or set(values) != names:
             raise ValueError("not a timetable of this version")
-        table = cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        read: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        table = cls(**read)
         columns = {len(column) for column in table.columns}
         if not table.why_not and (len(columns) != 1 or not table.backward or len(table.buckets) != len(table.ready)):
             raise ValueError("not a whole timetable")

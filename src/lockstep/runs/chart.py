@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from lockstep.job.summary import in_words
@@ -10,6 +11,8 @@ from lockstep.runs.plan import Plan, Point
 #: Lines of the curve, and points that it has room for.
 _HEIGHT, _MOST = 8, 20
 _COLUMN = 6
+#: Columns of what is assumed.
+_WIDTH = 120
 
 
 def describe(plan: Plan, points: Sequence[Point]) -> str:
@@ -17,7 +20,7 @@ def describe(plan: Plan, points: Sequence[Point]) -> str:
     recorded = plan.recorded
     many = f"{recorded.ranks} rank{'s' * (recorded.ranks > 1)}"
     head = f"{recorded.name}: recorded on {many} over {recorded.first.backend}, {in_words(recorded.step)} a step"
-    assumptions = [f"- {line}" for line in plan.assumptions()]
+    assumptions = [textwrap.fill(f"- {line}", _WIDTH, subsequent_indent="  ") for line in plan.assumptions()]
     return "\n".join([head, "", *_table(points), "", *_curve(points), "", "assumed:", *assumptions])
 
 

@@ -196,7 +196,7 @@ class Slowest:
         if ranks < self._ranks:
             count = len(self._sorted)
             for place, (value, _) in enumerate(self._sorted, start=1):
-                below = (place / count) ** ranks
+                below = math.pow(place / count, ranks)
                 yield below - before, value
                 before = below
             return

@@ -383,7 +383,7 @@ def test_the_launcher_copies_what_ranks_have_left(tmp_path: Path) -> None:
     logs.mkdir()
     job.mkdir()
     recorder = Recorder(lambda: logs, program=["train.py"], tell=print)
-    recorder.begin(number=0, node=0, world_size=2, job_folder=job)
+    recorder.begin(number=0, node=0, world_size=2, ranks=range(2), job_folder=job)
     steps = {rank: Progress(1, (0.0,) * len(Phase)) for rank in range(2)}
     recorder.add(steps, {0: 1, 1: 2})
     run = history.read(logs)

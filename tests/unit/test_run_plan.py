@@ -172,13 +172,13 @@ def _plan(table: Timetable | None = None, **setting: Any) -> Plan:
 
 
 def test_a_bucket_waits_until_it_is_ready_and_for_those_before_it() -> None:
-    point = _plan(algorithm="ring").at(2)
-    gone = 0.0
-    for size, ready in ((1000, 0.25), (3000, 0.5), (2000, 1.0)):
-        gone = max(gone, 0.020 + ready * 0.04) + 2 * (_A + size / 2 / _RATE)
+    point = _plan(_table(buckets=(10_000, 30_000, 20_000)), algorithm="ring").at(2)
+    gone = 0.030 + 0.012  # the first; the second was ready at 0.040
+    for size in (30_000, 20_000):
+        gone += 2 * (_A + size / 2 / _RATE)
     assert point.step == pytest.approx(gone + 0.002)
     assert point.network == pytest.approx(gone - 0.060)
-    assert point.averaging == pytest.approx(6 * _A + 6000 / _RATE)
+    assert point.averaging == pytest.approx(6 * _A + 60_000 / _RATE)
     assert [point.computing, point.handling, point.hosts] == pytest.approx([0.060, 0.002, 2])
 
 

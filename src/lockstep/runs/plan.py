@@ -91,6 +91,12 @@ class Recorded:
         return self.first.world_size
 
     @property
+    def samples(self) -> int:
+        """Samples of the global batch; 0: nobody counted them, or the ranks' shares are of something else."""
+        samples = float(self.first.global_samples)
+        return int(samples) if samples.is_integer() else 0
+
+    @property
     def bytes(self) -> int:
         """Bytes of all gradients."""
         return sum(self.first.buckets)
@@ -241,7 +247,7 @@ class Plan:
 
     def fitting(self, counts: Sequence[int]) -> list[int]:
         """Return those of ``counts`` at which every rank has a sample."""
-        samples = self.recorded.first.global_samples
+        samples = self.recorded.samples
         return [count for count in counts if self.setting.scaling == "weak" or not samples or count <= samples]
 
     @property
@@ -250,19 +256,19 @@ class Plan:
         return self.recorded.first.overlaps if self.setting.overlaps is None else self.setting.overlaps
 
     def _samples(self, ranks: int) -> float:
-        samples = self.recorded.first.global_samples
+        samples = float(self.recorded.samples)
         return samples if self.setting.scaling == "strong" else samples * ranks / self.recorded.ranks
 
     def _part(self, ranks: int) -> float:
         """Return the largest slice of the batch, as a multiple of what a rank had."""
         if self.setting.scaling == "weak":
             return 1.0
-        samples, recorded = self.recorded.first.global_samples, self.recorded.ranks
+        samples, recorded = self.recorded.samples, self.recorded.ranks
         if not samples:
             return recorded / ranks
         if ranks > samples:
             raise ValueError(
-                f"{ranks:,} ranks: the global batch has {samples:g} samples, so there are ranks without any: plan with "
+                f"{ranks:,} ranks: the global batch has {samples:,} samples, so there are ranks without any: plan with "
                 "--scaling weak, where the batch grows with the ranks, or record a run with a larger one"
             )
         return math.ceil(samples / ranks) * recorded / samples
@@ -329,7 +335,7 @@ class Plan:
             f"{network.between.words()}{guess}, one inside a host {network.inside.words()}; nothing else uses them"
         )
         if setting.scaling == "strong":
-            batch = f" of {table.global_samples:g} samples" if table.global_samples else ""
+            batch = f" of {recorded.samples:,} samples" if recorded.samples else ""
             said.append(
                 f"strong scaling: the global batch{batch} is cut among the ranks, and what a rank computes shrinks as "
                 "its slice does, but for the optimizer's step"

@@ -116,7 +116,6 @@ CASES = {
     FROM_TWO: [Case("sleeping", "shm", ranks, scaling="strong") for ranks in (3, 4)],
     "slow-link": [Case("sleeping", "gloo", hosts, hosts, 200) for hosts in (2, 3, 4)],
     "fast-link": [Case("sleeping", "gloo", hosts, hosts, 400) for hosts in (2, 3, 4)],
-    "faster-link": [Case("sleeping", "gloo", hosts, hosts, 800) for hosts in (2, 4)],
     "alone": [Case(ALONE, "gloo", hosts, hosts, mbit) for mbit in (200, 400, 800) for hosts in (2, 4)],
     "two-tiers": [Case("sleeping", "hierarchical", 4, 2, mbit) for mbit in (200, 800)],
     "transformer": [Case("transformer", "shm", ranks) for ranks in (2, 3, 4)],

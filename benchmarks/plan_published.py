@@ -69,9 +69,11 @@ def _train(name: str) -> None:
     lockstep.init()
     model: nn.Module = models.get_model(name)
     lockstep.replicate(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for _ in range(_STEPS):
         model(torch.randn(2, 3, _SIDE, _SIDE)).square().mean().backward()
-        model.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def on_a_gpu(recorded: Recorded, seconds: float) -> Recorded:

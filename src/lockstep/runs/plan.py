@@ -181,7 +181,7 @@ class Slowest:
     """
 
     def __init__(self, ranks: Sequence[Sequence[float]]) -> None:
-        common = [statistics.median(step) for step in zip(*ranks, strict=True)]
+        common: list[float] = [statistics.median(step) for step in zip(*ranks, strict=True)]
         #: What a rank like most takes.
         self.usual = statistics.median(common)
         self._steps, self._ranks = len(common), len(ranks)

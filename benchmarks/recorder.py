@@ -40,7 +40,7 @@ _STEPS = 10
 GOAL = 0.003
 
 
-class _Nothing(flight.Flight):
+class Nothing(flight.Flight):
     """Writes nothing."""
 
     def enter(self, phase: int) -> None: ...
@@ -117,7 +117,7 @@ def _make_step() -> Callable[[], None]:
 
 
 def _measure(rounds: int) -> Measured:
-    writing, nothing, timed = flight.current, _Nothing(memoryview(bytearray(PAGE))), _Timed()
+    writing, nothing, timed = flight.current, Nothing(memoryview(bytearray(PAGE))), _Timed()
     step = _make_step()
     _round(step)
     flight.use(timed)

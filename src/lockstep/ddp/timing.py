@@ -239,7 +239,8 @@ class _Clocks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._flight.stopwatch = None
+        for page in (self._flight, flight.current):  # that of a GPU takes the other's place, and all it has
+            page.stopwatch = None
 
     def reduces(self, reduce: Callable[[], None]) -> None:
         """Call what averages, and take its time."""

@@ -2,8 +2,8 @@
 launcher, which looks once a second, has begun the run's record in FOLDER.
 
 ``planned.py WAY FOLDER``: ``plain``; ``sleeping``, which computes by sleeping, the less the more ranks there are;
-``accumulated``, two backwards a step; ``compiled``; ``local``, with LocalSteps; ``several`` replicas; ``hooked``, by a
-comm hook; ``short``, of ten steps.
+``accumulated``, two backwards a step; ``compiled``; ``failing``, of which the thirteenth backward fails; ``local``,
+with LocalSteps; ``several`` replicas; ``hooked``, by a comm hook; ``short``, of ten steps.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ def main() -> None:
     called = torch.compile(model, backend="aot_eager") if way == "compiled" else None
     optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in models]
     moments = []
-    for _ in range(10 if way == "short" else 45):
+    for step in range(10 if way == "short" else 45):
         moments.append(time.perf_counter())
+        if way == "failing" and step == 12:
+            _fail(model)
+            continue
         for each, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
             for last in (False, True) if way == "accumulated" else (True,):
@@ -58,6 +61,16 @@ def main() -> None:
         end = time.monotonic() + 20
         while not Path(sys.argv[2], "run.json").exists() and time.monotonic() < end:
             time.sleep(0.01)
+
+
+def _fail(model: nn.Module) -> None:
+    time.sleep(1)  # which is to be in no timed step
+    output = model(torch.ones(4, 64))
+    handle = next(model.parameters()).register_hook(lambda _: 1 / 0)
+    try:
+        output.sum().backward()
+    except ZeroDivisionError:
+        handle.remove()
 
 
 def _hook(state: None, bucket: lockstep.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -73,6 +73,13 @@ def test_a_compiled_model_is_timed(tmp_path: Path) -> None:
         assert all(0 < ready <= 1 for ready in table.ready)
 
 
+def test_a_backward_that_fails_is_in_no_timed_step(tmp_path: Path) -> None:
+    _record(tmp_path / "run", "failing", ranks=1)
+    (table,) = _tables(tmp_path / "run")
+    assert len(table.before) == 20
+    assert max(table.before) < 1
+
+
 @pytest.mark.parametrize(
     ("way", "why"),
     [

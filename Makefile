@@ -81,6 +81,7 @@ bench: $(READY)  ## measure launch and step times against torch (some minutes; n
 	$(BIN)/python -m benchmarks.recorder
 	$(BIN)/python -m benchmarks.seeing
 	$(BIN)/python -m benchmarks.hierarchical
+	$(BIN)/python -m benchmarks.plan
 	PYTHONPATH=tests/site $(BIN)/python -m benchmarks.imagenet_input
 
 house: $(READY)  ## draw docs/house.svg anew, the picture of the rooms and who imports whom

@@ -7,6 +7,7 @@ import click
 from lockstep.cli.checkpoint import checkpoint
 from lockstep.cli.doctor import doctor, env
 from lockstep.cli.manifest import manifest
+from lockstep.cli.plan import plan
 from lockstep.cli.run import run
 from lockstep.cli.runs import compare, report, runs, stack, top
 from lockstep.cli.slurm import slurm
@@ -25,6 +26,7 @@ main.add_command(top)
 main.add_command(stack)
 main.add_command(compare)
 main.add_command(report)
+main.add_command(plan)
 main.add_command(checkpoint)
 main.add_command(slurm)
 main.add_command(manifest)

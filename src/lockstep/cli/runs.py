@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.cli.terminal import errors, open_console
+from lockstep.cli.terminal import RUN, errors, homes, open_console
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from lockstep.runs.history import Run
     from lockstep.runs.live import Row
-
-_RUN = click.argument("run", required=False)
 
 
 @click.command()
@@ -36,7 +34,7 @@ def runs(count: int, folders: tuple[Path, ...]) -> None:
     for place in (0, 2, 4, 5, 6):
         table.columns[place].justify = "right"
     with errors("runs"):
-        for number, run in enumerate(history.runs(folders or _homes())[:count], start=1):
+        for number, run in enumerate(history.runs(folders or homes())[:count], start=1):
             began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
             median = (run.summary or {}).get("median") or 0.0
             step = f"{median * 1e3:.3g} ms" if median else "-"
@@ -46,7 +44,7 @@ def runs(count: int, folders: tuple[Path, ...]) -> None:
 
 
 @click.command()
-@_RUN
+@RUN
 @click.option("--once", is_flag=True, help="Look for three seconds, print one table, and end.")
 def top(run: str | None, once: bool) -> None:
     """Show what the ranks of a run do, live, until it ends or Ctrl-C.
@@ -61,7 +59,7 @@ def top(run: str | None, once: bool) -> None:
 
     console = open_console(markup=False)
     with errors("top"):
-        found = history.find(run, _homes())
+        found = history.find(run, homes())
         live = Live(found)
         try:
             time.sleep(3.0 if once else 0.5)
@@ -108,7 +106,7 @@ def _now(run: Run, rows: list[Row]) -> Table:
 
 
 @click.command()
-@_RUN
+@RUN
 @click.argument("rank", required=False, type=int)
 def stack(run: str | None, rank: int | None) -> None:
     """Show the Python stacks of a rank that runs on this machine, or of all of them, as they are now.
@@ -119,7 +117,7 @@ def stack(run: str | None, rank: int | None) -> None:
     from lockstep.runs import history
 
     with errors("stack"):
-        found = history.find(run, _homes())
+        found = history.find(run, homes())
         for number, text in stacks_of(found, rank):
             click.echo(f"rank {number}:\n{text}\n")
 
@@ -137,18 +135,11 @@ def compare(a: str, b: str, fail_over: str | None) -> None:
 
     with errors("compare", ValueError):
         limit = None if fail_over is None else comparison.parse_percent(fail_over)
-        found = comparison.compare(history.find(a, _homes()), history.find(b, _homes()))
+        found = comparison.compare(history.find(a, homes()), history.find(b, homes()))
     click.echo(found.describe())
     if limit is not None and found.is_slower_by(limit):
         click.echo(f"lockstep compare: a step takes over {limit:.3g}% longer", err=True)
         sys.exit(1)
-
-
-def _homes() -> list[Path]:
-    from lockstep.launch.output import default_home, spare_home
-
-    home = default_home()
-    return [*([] if home is None else [home]), spare_home()]
 
 
 def _duration(seconds: float) -> str:
@@ -161,7 +152,7 @@ def _duration(seconds: float) -> str:
 
 
 @click.command()
-@_RUN
+@RUN
 @click.option(
     "-o",
     "out",
@@ -181,7 +172,7 @@ def report(run: str | None, out: Path) -> None:
     from lockstep.runs.report import numbers, page
 
     with errors("report"):
-        account = numbers.collect(history.find(run, _homes()))
+        account = numbers.collect(history.find(run, homes()))
         words = page.build(account)
         try:
             _files.write_whole(out, words)

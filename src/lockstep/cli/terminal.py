@@ -1,10 +1,11 @@
-"""What the commands that only look share: a console, and errors as one line."""
+"""What the commands that only look share: which run, a console, and errors as one line."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -14,6 +15,16 @@ if TYPE_CHECKING:
 
 #: Columns where there is no terminal to ask.
 _WIDTH = 160
+#: Which run to look at: as :func:`lockstep.runs.history.find` takes it.
+RUN = click.argument("run", required=False)
+
+
+def homes() -> list[Path]:
+    """Return the folders in which runs leave their records unless they are told otherwise."""
+    from lockstep.launch.output import default_home, spare_home
+
+    home = default_home()
+    return [*([] if home is None else [home]), spare_home()]
 
 
 def open_console(*, soft_wrap: bool = False, markup: bool = True) -> Console:

@@ -126,6 +126,8 @@ class Reducer:
         self._learned = False
         self._packs_early = False
         self._lock = threading.Lock()
+        #: What makes a backward, in steps that are timed another one.
+        self.make_backward: Callable[..., Backward] = Backward
         #: Of which an earlier backward that failed has something under way still.
         self._under_way: list[Bucket] = []
         #: Synchronised backwards that have begun, and forwards that were told to have had none; see Note [Labels].
@@ -141,6 +143,16 @@ class Reducer:
     def buckets(self) -> Sequence[Bucket]:
         """The buckets, in the order in which they are reduced."""
         return self._all.buckets
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether buckets are issued while backward goes on."""
+        return self._overlap
+
+    @property
+    def sparse(self) -> Sequence[SparseSlot]:
+        """The parameters with sparse gradients."""
+        return self._all.sparse
 
     # Events ---------------------------------------------------------------------------------------------------------
 
@@ -163,7 +175,7 @@ class Reducer:
     def _open(self, *, sync: bool, weight: float, divisor: int | None, kept: dict[int, Tensor], discards: bool) -> None:
         self._begun += sync
         self._packs_early = sync and self._learned and self._all.sends and weight != 0
-        backward = Backward(
+        backward = self.make_backward(
             self._all,
             sync=sync,
             weight=weight,

@@ -30,6 +30,7 @@ from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.sparse import SparseSlot
+from lockstep.ddp.timing import Timing, time_steps
 from lockstep.errors import LockstepError, listed
 from lockstep.job import flight
 from lockstep.job.page import Phase
@@ -70,6 +71,7 @@ class Replica(Joinable, BackwardListener):
             buffers = options.broadcast_buffers if options.init_sync_buffers is None else options.init_sync_buffers
             self._broadcast(tensors_of(module, buffers=buffers), 0, "sending rank 0's parameters")
         self._reducer = self._lay_out(module)
+        self._timing = self._make_timing()
         self._watch = BackwardWatch(self, self._reducer.params)
         # torch's hooks and graph nodes hold what they refer to where Python's collector can't see it, so a replica and
         # its buckets would stay for ever.
@@ -137,6 +139,10 @@ class Replica(Joinable, BackwardListener):
         self._own = OwnParameters(module, self._whoami)
         return [name for name, _ in named], [param for _, param in named]
 
+    def _make_timing(self) -> Timing | None:
+        """Have some of the steps to come timed; see Note [Timed steps] in timing.py."""
+        return time_steps(self._reducer, group=self._group, caps=self._options.bucket_caps)
+
     def _whoami(self) -> str:
         return f"rank {self._rank} of {self._world_size}"
 
@@ -157,9 +163,12 @@ class Replica(Joinable, BackwardListener):
         self._remove_hooks()
         self._reducer = self._lay_out(module)
         self._reducer.take_over(old)
+        if self._timing is not None:
+            self._timing.turn_to(self._reducer)
         self._watch.turn_to(self._reducer.params)
 
     def _close(self) -> None:
+        self._end_timing()
         self._remove_hooks()
         self._watch.close()
         self._own.close()
@@ -180,6 +189,7 @@ class Replica(Joinable, BackwardListener):
                 f"rank {self._rank} of {self._world_size}: release was called inside a backward: call it between steps"
             )
         self._is_released = True
+        self._end_timing()
         streams.current().end(self._module())
         for handle in self.announcing:
             handle.remove()
@@ -188,6 +198,10 @@ class Replica(Joinable, BackwardListener):
         self._own.close()
         self._reducer.free()
         self._closing.detach()  # it would keep this replica for as long as the module lives
+
+    def _end_timing(self) -> None:
+        if self._timing is not None:
+            self._timing.stop()
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:

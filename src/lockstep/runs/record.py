@@ -8,12 +8,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep import _proc, knobs, machine
 from lockstep._files import write_whole
+from lockstep.job import timetable
 from lockstep.job.notes import CHECKPOINT, Notes
 from lockstep.job.page import Phase
 from lockstep.job.summary import Progress, Summary
@@ -113,12 +114,15 @@ class Recorder:
                 path = self._made() / f"series-{self._start['number']}{self._suffix}.bin"
                 self._series = SeriesWriter(path, list(self._ranks))
                 self._start |= {"series": path.name, "ranks": {str(rank): pid for rank, pid in pids.items()}}
+                self._start["timetables"] = {}
                 self._about["starts"].append(self._start)
                 self._about.setdefault("environment", _environment())
                 self._write()
             self._ranks.update(ranks)
             rows = [[rank.steps, rank.samples, rank.memory, *rank.seconds, rank.held] for rank in self._ranks.values()]
             self._series.add(self._seconds(), rows)
+            if self._take_timetables(pids):
+                self._write()
         except OSError as error:
             self._give_up(error)
         if self._take_notes():
@@ -132,6 +136,8 @@ class Recorder:
     def end(self, *, exit_code: int, summary: Summary | None, peaks: Mapping[int, int | None]) -> None:
         """The run is over; where nothing was written so far, nothing is."""
         self._take_notes()
+        if self._start is not None and "ranks" in self._start and not self._failed:
+            self._take_timetables(map(int, self._start["ranks"]))
         self._about["ended"] = time.time()
         self._about["exit_code"] = exit_code
         if summary is not None:
@@ -157,6 +163,16 @@ class Recorder:
         if len(noted) > _CHECKPOINTS:
             del noted[1::2]
             self._stride *= 2
+
+    def _take_timetables(self, ranks: Iterable[int]) -> bool:
+        """Copy what the ranks have left of their timetables into the record; return whether there was anything new."""
+        assert self._start is not None
+        known: dict[str, Any] = self._start["timetables"]
+        missing = [rank for rank in ranks if str(rank) not in known]
+        found = {str(rank): timetable.left(self._start["folder"], rank) for rank in missing}
+        new = {rank: values for rank, values in found.items() if values is not None}
+        known |= new
+        return bool(new)
 
     def _seconds(self) -> float:
         return time.monotonic() - self._clock

@@ -1,0 +1,144 @@
+"""What an all-reduce takes over a network, by the number of messages one after the other and of bytes. Pure.
+
+Note [All-reduce by formula]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A message of n bytes takes ``a + n * b``: a latency, and the bytes at the link's rate (Hockney's model, as in Thakur,
+Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, IJHPCA 19(1), 2005). For p ranks:
+
+- *ring*: a reduce-scatter and an all-gather around a ring, ``2 (p - 1) (a + n b / p)`` (Thakur et al.; as few bytes as
+  can be: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009).
+  Ranks of a host are neighbours, so that one message goes into a host at a time, and the slowest link sets the pace.
+- *tree*: to the root and back, in pieces that follow each other, along two binary trees that share the load (Sanders,
+  Speck and Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel Computing 35(12),
+  2009): with pieces of the best size ``2 (sqrt(h a) + sqrt(n b)) ** 2``, h levels deep. Latency grows with log p, and
+  twice the bytes go over each link that the ring would send to two ranks.
+- *hierarchical*: a reduce-scatter and an all-gather inside each host, and between them the faster of the other two
+  between hosts, for which the ranks of a host share its link.
+
+None of them knows of congestion, of unequal links, nor of what adding up costs, unless the rate was measured with it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ALGORITHMS = ("ring", "tree", "hierarchical")
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries messages from one rank to another."""
+
+    #: Seconds of a message without bytes.
+    latency: float
+    #: Bytes a second, each way.
+    bandwidth: float
+
+    def seconds(self, size: float) -> float:
+        """Return how long a message of so many bytes takes."""
+        return self.latency + size / self.bandwidth
+
+    def words(self) -> str:
+        """Say it in words: ``20 µs and 25 Gbit/s``."""
+        bits = self.bandwidth * 8
+        rate = f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+        latency = f"{self.latency * 1e3:.3g} ms" if self.latency >= 1e-3 else f"{self.latency * 1e6:.3g} µs"
+        return f"{latency} and {rate}"
+
+
+@dataclass(frozen=True)
+class Network:
+    """Hosts with equally many ranks each, and the links between them."""
+
+    #: Between hosts; the ranks of a host share it.
+    between: Link
+    #: Between ranks of a host.
+    inside: Link
+    #: Ranks of a host, where there are that many.
+    ranks_per_host: int
+
+    def hosts(self, ranks: int) -> int:
+        """Return how many hosts so many ranks need."""
+        return -(-ranks // self.ranks_per_host)
+
+    def all_reduce(self, size: float, ranks: int, algorithm: str) -> tuple[float, str]:
+        """Return the seconds of an all-reduce, and the algorithm: the fastest if ``algorithm`` is ``best``.
+
+        Args:
+            size: bytes.
+            ranks: how many take part.
+            algorithm: one of :data:`ALGORITHMS`, or ``best``.
+        """
+        ways = {"ring": self._ring, "tree": self._tree, "hierarchical": self._hierarchical}
+        tried = ways if algorithm == "best" else {algorithm: ways[algorithm]}
+        found = {name: way(size, ranks) for name, way in tried.items()}
+        name = min(found, key=lambda name: found[name])
+        return found[name], name
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it in JSON's types."""
+        return asdict(self)
+
+    def _links(self, ranks: int) -> list[tuple[Link, int]]:
+        """Return the links that are used, and how many ranks or hosts meet over each."""
+        local, hosts = min(ranks, self.ranks_per_host), self.hosts(ranks)
+        return [(link, count) for link, count in ((self.inside, local), (self.between, hosts)) if count > 1]
+
+    def _ring(self, size: float, ranks: int) -> float:
+        step = max((link.seconds(size / ranks) for link, _ in self._links(ranks)), default=0.0)
+        return 2 * (ranks - 1) * step
+
+    def _tree(self, size: float, ranks: int) -> float:
+        links = self._links(ranks)
+        if not links:
+            return 0.0
+        latency = sum(math.ceil(math.log2(count)) * link.latency for link, count in links)
+        return 2 * (math.sqrt(latency) + math.sqrt(max(size / link.bandwidth for link, _ in links))) ** 2
+
+    def _hierarchical(self, size: float, ranks: int) -> float:
+        local, hosts = min(ranks, self.ranks_per_host), self.hosts(ranks)
+        inside = 2 * (local - 1) * self.inside.seconds(size / local)
+        leaders = Network(self.between, self.inside, 1)
+        return inside + min(leaders._ring(size, hosts), leaders._tree(size, hosts))
+
+
+def parse_latency(text: str) -> float:
+    """Return the seconds of ``20us``, ``0.5ms``.
+
+    Raises:
+        ValueError: it is no duration, or has no unit.
+    """
+    found = re.fullmatch(r"([\d.]+) *(ns|us|µs|μs|ms|s)", text.strip())
+    value = _number(found[1]) if found else None
+    if found is None or value is None:
+        raise ValueError(f"latency {text!r}: expected a number and its unit, such as 20us or 0.5ms")
+    return value * _SECONDS[found[2]]
+
+
+def parse_bandwidth(text: str) -> float:
+    """Return the bytes a second of ``25Gbit``, ``100Mbit/s`` or ``3GB/s``.
+
+    Raises:
+        ValueError: it is no rate, has no unit, or is 0.
+    """
+    found = re.fullmatch(r"([\d.]+) *([kmgt]?|[kmg]i)(bit|b)(?:/?s|ps)?", text.strip(), re.IGNORECASE)
+    value = _number(found[1]) if found else None
+    # Kb and KB mean two things, and many write one for the other: so bits are written out.
+    if found is None or not value or found[3] == "b":
+        raise ValueError(
+            f"bandwidth {text!r}: expected a number and its unit, a second: 25Gbit or 100Mbit for bits, 3GB for bytes"
+        )
+    bits = 8 if found[3].lower() == "b" else 1
+    return value * _PREFIXES[found[2].lower()] * bits / 8
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,84 @@
+"""Take 45 steps in one way; run by ``lockstep run``. Rank 0 prints the seconds of the median step, and waits until the
+launcher, which looks once a second, has begun the run's record in FOLDER.
+
+``planned.py WAY FOLDER``: ``plain``; ``sleeping``, which computes by sleeping, the less the more ranks there are;
+``accumulated``, two backwards a step; ``compiled``; ``failing``, of which the thirteenth backward fails; ``local``,
+with LocalSteps; ``several`` replicas; ``hooked``, by a comm hook; ``short``, of ten steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from benchmarks.plan import Sleeping
+from torch import nn
+
+import lockstep
+
+#: Seconds of a layer's forward on one rank, half of its backward.
+LAYER = 0.02
+
+
+def main() -> None:
+    way = sys.argv[1]
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    world = lockstep.init()
+    model: nn.Module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    if way == "sleeping":
+        model = Sleeping(LAYER / world.world_size, layers=2, elements=1000)
+    sync = lockstep.LocalSteps(every=5) if way == "local" else None
+    lockstep.replicate(model, bucket_cap_mb=0.03, first_bucket_mb=0.03, sync=sync)
+    models = [model]
+    if way == "several":
+        models.append(lockstep.replicate(nn.Linear(64, 64)))
+    if way == "hooked":
+        lockstep.register_comm_hook(model, None, _hook)
+    called = torch.compile(model, backend="aot_eager") if way == "compiled" else None
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in models]
+    moments = []
+    for step in range(10 if way == "short" else 45):
+        moments.append(time.perf_counter())
+        if way == "failing" and step == 12:
+            _fail(model)
+            continue
+        for each, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            for last in (False, True) if way == "accumulated" else (True,):
+                with nullcontext() if last else lockstep.no_sync(each):
+                    if way == "accumulated":
+                        time.sleep(0.005)
+                    (called or each)(torch.ones(4, 64)).square().mean().backward()
+            optimizer.step()
+    if world.is_main:
+        print(statistics.median(later - before for before, later in pairwise(moments[8:])))
+        end = time.monotonic() + 20
+        while not Path(sys.argv[2], "run.json").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+
+
+def _fail(model: nn.Module) -> None:
+    time.sleep(1)  # which is to be in no timed step
+    output = model(torch.ones(4, 64))
+    handle = next(model.parameters()).register_hook(lambda _: 1 / 0)
+    try:
+        output.sum().backward()
+    except ZeroDivisionError:
+        handle.remove()
+
+
+def _hook(state: None, bucket: lockstep.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    del state
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+if __name__ == "__main__":
+    main()

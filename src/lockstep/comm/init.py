@@ -25,6 +25,7 @@ from torch.optim import optimizer as optimizers
 
 from lockstep import knobs, machine
 from lockstep.comm import guests, mpirun, streams
+from lockstep.comm import tracing as _tracing  # noqa: F401  (a trace sees collectives by it)
 from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.choose import open_fastest
 from lockstep.comm.exchange import all_gather_records

@@ -12,7 +12,11 @@ from lockstep.cli.terminal import errors
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Where the merged trace goes: trace.json.gz."
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Where the merged trace goes: trace.json.gz.",
 )
 @click.option(
     "--split",
@@ -30,7 +34,9 @@ def trace(files: tuple[Path, ...], output: Path | None, split: Path | None) -> N
     with errors("trace"):
         read = [traces.read(path) for path in files]
         if len(read) == 1 and split is None:
-            raise traces.BadTrace("one file has nothing to be merged with: name those of the other machines, or --split")
+            raise traces.BadTrace(
+                "one file has nothing to be merged with: name those of the other machines, or --split"
+            )
         whole = traces.merge(read) if len(read) > 1 else read[0]
         if len(read) > 1 and (output is not None or split is None):
             path = output or Path("trace.json.gz")

@@ -88,7 +88,8 @@ class Recorder:
             self._memory = mmap.mmap(fd, size)
         finally:
             os.close(fd)
-        self._words = os.open(files.trace_names(rank), flags | os.O_APPEND, 0o600)
+        self._names_file = files.trace_names(rank)
+        os.close(os.open(self._names_file, flags, 0o600))
         self._head = memoryview(self._memory)[:_HEAD].cast("q")
         self._head[Head.VERSION], self._head[Head.PID] = _VERSION, os.getpid()
         self._places = count()
@@ -139,7 +140,8 @@ class Recorder:
                 return 0
             number = self._names.get(key)
             if number is None:
-                os.write(self._words, key.encode() + b"\n")
+                with open(self._names_file, "ab") as file:
+                    file.write(key.encode() + b"\n")
                 number = self._names[key] = len(self._names) + 1
             return number
 
@@ -164,7 +166,7 @@ class Event:
     at: int
     kind: Kind
     thread: int
-    #: The name and what goes with it; empty where the kind has none.
+    #: The name and what goes with it, where the kind has one.
     about: dict[str, Any]
     number: int
     size: int
@@ -202,7 +204,7 @@ class Part:
         events = []
         for at, kind, thread, name, number, size in _RECORD.iter_unpack(records[:whole]):
             if at and kind in _KINDS:
-                about = names[name] if 0 < name < len(names) else names[0] if kind == Kind.BEGIN else {}
+                about = names[name if name < len(names) else 0]
                 events.append(Event(at, Kind(kind), thread, about, number, size))
         events.sort(key=lambda event: event.at)
         return cls(

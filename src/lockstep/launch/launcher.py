@@ -266,7 +266,6 @@ class Launcher:
                 self.recorder.make_folder,
                 home=attempt.folder,
                 round_=attempt.round,
-                number=attempt.number,
                 asked=self.spec.trace,
             )
 

@@ -25,14 +25,13 @@ class Tracer:
         folder: makes the folder of the run's logs, or returns it.
         home: the private folder of this start.
         round_: the machines that have started together.
-        number: how often the ranks were started before.
         asked: how many steps are to be traced, and how many come before them.
     """
 
     def __init__(
-        self, folder: Callable[[], Path], *, home: Path, round_: Round, number: int, asked: tuple[int, int]
+        self, folder: Callable[[], Path], *, home: Path, round_: Round, asked: tuple[int, int]
     ) -> None:
-        self._folder, self._home, self._round, self._number, self._asked = folder, home, round_, number, asked
+        self._folder, self._home, self._round, self._asked = folder, home, round_, asked
         self._thread: threading.Thread | None = None
         #: What the thread has to say, and the profiles that were there when it began.
         self._said: list[str] = []
@@ -110,7 +109,7 @@ class Tracer:
             self._said.append(f"the trace can't be written, the run goes on: {error}")
 
     def _path(self, node: int | None) -> Path:
-        again = f"-restart{self._number}" if self._number else ""
+        again = f"-restart{self._round.number}" if self._round.number else ""  # (the same on all machines)
         of = f"-node{node}" if node is not None and len(self._round.ranks) > 1 else ""
         return self._folder() / f"trace{again}{of}.json.gz"
 
@@ -128,8 +127,8 @@ class Tracer:
         there = [path for path in paths if self._is_new(path)]
         if len(there) < nodes:
             return [
-                f"the trace of {nodes - len(there)} of {nodes} machines is not in {paths[0].parent}: copy them here and "
-                "merge them with lockstep trace FILE…; where --log-dir names a folder that all machines share, that is "
+                f"the trace of {nodes - len(there)} of {nodes} machines is not in {paths[0].parent}: copy it here, and "
+                "lockstep trace FILE… merges them; where all machines share the folder that --log-dir names, that is "
                 "done by itself"
             ]
         try:

@@ -216,7 +216,9 @@ def profile_events(profile: Mapping[str, Any], part: Part, number: int) -> tuple
         events.append(made)
     used = {(event["pid"], event["tid"]) for event in events}
     processes = {pid for pid, _ in used}
-    kept = [each for each in about if each["pid"] in processes and (each["tid"] == 0 or (each["pid"], each["tid"]) in used)]
+    kept = [
+        each for each in about if each["pid"] in processes and (each["tid"] == 0 or (each["pid"], each["tid"]) in used)
+    ]
     for each in kept:
         if each["name"] == "process_name":
             each["args"] = {"name": f"rank {part.rank}: {each['args'].get('name', '')}"}
@@ -274,6 +276,23 @@ def meetings(events: Iterable[Event], ranks: Mapping[int, int]) -> list[dict[int
     ]
 
 
+def in_flight(events: Iterable[Event], ranks: Mapping[int, int]) -> list[Event]:
+    """Return, for each collective that was issued and waited for later, an event from the one to the end of the other:
+    of what happens in between, only the waits are anybody's time. (Several can be under way, so these are the format's
+    asynchronous events, which need not be inside of each other.)
+    """
+    made: list[Event] = []
+    for meeting in meetings(events, ranks):
+        for each in meeting.values():
+            end = each.end
+            if each.waits and end is not None:
+                args = each.call["args"]
+                common = {"cat": "in flight", "name": f"{args['operation']} in flight", "args": args}
+                common |= {"pid": each.call["pid"], "tid": each.call["tid"], "id2": {"local": hex(len(made) + 1)}}
+                made += [{"ph": "b", **common, "ts": each.call["ts"]}, {"ph": "e", **common, "ts": end}]
+    return made
+
+
 def arrows(events: Iterable[Event], ranks: Mapping[int, int], *, noticeable: int = NOTICEABLE) -> list[Event]:
     """Return the arrows from ranks that came last to those that waited; see Note [Who waited for whom].
 
@@ -293,7 +312,12 @@ def arrows(events: Iterable[Event], ranks: Mapping[int, int], *, noticeable: int
             stays = [stay for stay in (*each.waits, each.call) if _contains(stay, call["ts"], noticeable)]
             if rank != late and stays:
                 stay, number = stays[0], len(made) // 2 + 1
-                told = {"late": late, "waits": rank, "number": args["number"], "waited_ns": call["ts"] - each.call["ts"]}
+                told = {
+                    "late": late,
+                    "waits": rank,
+                    "number": args["number"],
+                    "waited_ns": call["ts"] - each.call["ts"],
+                }
                 common = {"cat": "late", "name": f"rank {late} came last", "id": number, "args": told}
                 made.append({"ph": "s", **common, "pid": call["pid"], "tid": call["tid"], "ts": call["ts"]})
                 at = max(call["ts"], stay["ts"] + stay["dur"] - 1)

@@ -29,6 +29,7 @@ from lockstep.runs.timeline import (
     clock_between,
     end_of,
     events_of,
+    in_flight,
     meetings,
     profile_events,
 )
@@ -140,7 +141,8 @@ def collect(folder: Path, ranks: Iterable[int], origin: Origin) -> Trace | None:
         "at": max(end_of(part) for part in parts),
         "clocks": {str(origin.node): Clock(0, 0, "all ranks of one machine share it").to_json()},
     }
-    trace = Trace(about, _ordered(events), parts[0].wall, [])
+    trace = Trace(about, events, parts[0].wall, [])
+    trace.events = _ordered([*events, *in_flight(events, trace.ranks)])
     trace.arrows = arrows(trace.events, trace.ranks)
     return trace
 
@@ -259,9 +261,7 @@ def split(trace: Trace, folder: Path) -> list[Path]:
 
 
 def _between(measured: Mapping[str, int], of_first: Mapping[str, int]) -> Measured:
-    return Measured(
-        measured["ahead"] - of_first["ahead"], measured["error"] + of_first["error"], measured["at"]
-    )
+    return Measured(measured["ahead"] - of_first["ahead"], measured["error"] + of_first["error"], measured["at"])
 
 
 def _move(trace: Trace, by: int) -> None:
@@ -272,7 +272,7 @@ def _move(trace: Trace, by: int) -> None:
 
 
 def _ordered(events: Iterable[Event]) -> list[Event]:
-    """Return metadata first, then all by time; of two that begin together the longer one, which has the other inside."""
+    """Return metadata first, then all by time; of two that begin together the longer one, which is around the other."""
     return sorted(events, key=lambda event: (event["ph"] != "M", event["ts"], -event.get("dur", 0)))
 
 

@@ -107,8 +107,8 @@ class Checked:
             for event in self.of(category):
                 args = event["args"]
                 if "number" in args:
-                    key = args["group"], args["operation"], args["number"]
-                    found[key][self.ranks[event["pid"]]] = event
+                    of: tuple[Any, ...] = args["group"], args["operation"], args["number"]
+                    found[of][self.ranks[event["pid"]]] = event
         expected = set()
         for key, by_rank in calls.items():
             size = next(iter(by_rank.values()))["args"]["ranks"]

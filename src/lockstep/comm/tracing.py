@@ -91,7 +91,8 @@ def _run_recorded(run: Callable[..., None], recorder: Recorder) -> Callable[...,
         engine = self.engine
         number = names.get((self.name, fingerprint))
         if number is None:
-            about = {"group": self.name, "ranks": engine.size, "backend": engine.backend, **facts(fingerprint)}
+            about: dict[str, Any] = {"group": self.name, "ranks": engine.size, "backend": engine.backend}
+            about |= facts(fingerprint)
             number = names[self.name, fingerprint] = recorder.name(about.pop("operation"), "collective", **about)
         recorder.begin(number, engine.number + 1)
         try:
@@ -178,23 +179,23 @@ class _Profiles:
         profile = torch.profiler.profile
         export = profile.export_chrome_trace
 
-        def export_chrome_trace(self: Any, path: str) -> Any:
-            result = export(self, path)
+        def export_chrome_trace(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+            result = export(self, path, *args, **kwargs)
             keep(path)
             return result
 
-        def keep(path: str) -> None:
-            place = tracing.place()
-            number = next(self._kept)
-            if place is None or number > _PROFILES:
-                return
-            try:
-                if os.path.getsize(path) <= _LARGEST:
-                    self._copy(Path(path), *place, number)
-            except OSError as error:
-                print(f"lockstep: the profile {path} is left out of the trace: {error}", file=sys.stderr)
+        keep = self._keep
+        profile.export_chrome_trace = export_chrome_trace  # type: ignore[method-assign,assignment]
 
-        profile.export_chrome_trace = export_chrome_trace  # type: ignore[method-assign]
+    def _keep(self, path: str) -> None:
+        place, number = tracing.place(), next(self._kept)
+        if place is None or number > _PROFILES:
+            return
+        try:
+            if os.path.getsize(path) <= _LARGEST:
+                self._copy(Path(path), *place, number)
+        except OSError as error:
+            print(f"lockstep: the profile {path} is left out of the trace: {error}", file=sys.stderr)
 
     @staticmethod
     def _copy(path: Path, folder: Path, rank: int, number: int) -> None:

@@ -28,9 +28,7 @@ class Tracer:
         asked: how many steps are to be traced, and how many come before them.
     """
 
-    def __init__(
-        self, folder: Callable[[], Path], *, home: Path, round_: Round, asked: tuple[int, int]
-    ) -> None:
+    def __init__(self, folder: Callable[[], Path], *, home: Path, round_: Round, asked: tuple[int, int]) -> None:
         self._folder, self._home, self._round, self._asked = folder, home, round_, asked
         self._thread: threading.Thread | None = None
         #: What the thread has to say, and the profiles that were there when it began.

@@ -174,8 +174,7 @@ def _about(name: str, pid: int, tid: int | None, args: Event) -> Event:
 def profile_events(profile: Mapping[str, Any], part: Part, number: int) -> tuple[list[Event], int]:
     """Return what a profile has of the window, in this timeline's words, and how many of its events are outside of it.
 
-    Its times are the wall clock's. Its processes other than the rank's own (GPUs, the profiler's spans) get numbers
-    of their own.
+    Its times are the wall clock's. Its processes other than the rank's own (GPUs) get numbers of their own.
 
     Args:
         profile: what torch.profiler has exported in the rank.
@@ -194,11 +193,10 @@ def profile_events(profile: Mapping[str, Any], part: Part, number: int) -> tuple
     events: list[Event] = []
     about: list[Event] = []
     outside = 0
-    lanes: dict[str, int] = {}
     for event in profile["traceEvents"]:
         kind, pid, tid = event.get("ph"), event.get("pid"), event.get("tid", 0)
-        if not isinstance(tid, int):
-            tid = lanes.setdefault(str(tid), _BEYOND + 1000 + len(lanes))
+        if not (isinstance(pid, int) and isinstance(tid, int)):
+            continue  # the profiler's spans, which say when it ran
         if kind == "M":
             if not (pid == part.pid and str(event["name"]).startswith("process_")):
                 about.append({**event, "ts": 0, "pid": process(pid), "tid": tid})
@@ -215,13 +213,17 @@ def profile_events(profile: Mapping[str, Any], part: Part, number: int) -> tuple
             made["id"] = _own_id(event["id"], part.rank * 8 + number)
         events.append(made)
     used = {(event["pid"], event["tid"]) for event in events}
-    processes = {pid for pid, _ in used}
+    processes = {pid for pid, _ in used} - {part.pid}
     kept = [
-        each for each in about if each["pid"] in processes and (each["tid"] == 0 or (each["pid"], each["tid"]) in used)
+        each
+        for each in about
+        if (each["pid"], each["tid"]) in used or (each["pid"] in processes and each["name"].startswith("process_"))
     ]
     for each in kept:
         if each["name"] == "process_name":
             each["args"] = {"name": f"rank {part.rank}: {each['args'].get('name', '')}"}
+    named = {(each["pid"], each["tid"]) for each in kept if each["name"] == "thread_name"}
+    kept += [_about("thread_name", pid, tid, {"name": f"thread {tid}"}) for pid, tid in sorted(used - named)]
     if any(str(event["name"]).startswith("ProfilerStep#") for event in events):
         for event in events:
             event["name"] = str(event["name"]).replace("ProfilerStep#", "profiler.step() #")

@@ -179,7 +179,9 @@ def read(path: Path) -> Trace:
         raise BadTrace(f"{path}: not a trace that lockstep run --trace has written")
     if about["trace"] != VERSION:
         raise BadTrace(f"{path}: written by lockstep {about.get('lockstep')}, which this lockstep can't read")
-    base, events, flows = about["base_ns"], [], []
+    base = int(about["base_ns"])
+    events: list[Event] = []
+    flows: list[Event] = []
     for event in data["traceEvents"]:
         if event["ph"] != "M":
             event["ts"] = base + round(event["ts"] * 1000)

@@ -111,28 +111,33 @@ def _issue_recorded(
     Its number is 0 where torch has none.
     """
     is_uncounted = issue.__name__ == "monitored_barrier"
-    backends: dict[str, str] = {}
+    names: dict[tuple[object, ...], tuple[int, int]] = {}
+
+    def names_of(group: Any, device: torch.device, elements: int | None, dtype: torch.dtype | None) -> tuple[int, int]:
+        of = {"group": group.group_name, "ranks": group.size()}
+        of["backend"] = f"{dist.get_backend_config(group)} ({device.type})"
+        about = of if elements is None else {**of, "elements": elements, "dtype": str(dtype)}
+        call = recorder.name(name, "collective", **about)
+        return call, recorder.name(f"wait for {name}", "wait", **of)
 
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [*_tensors(args[0] if args else None)]
         device = tensors[0].device if tensors else group_device(self)
-        group = self.group_name
-        backend = backends.get(group)
-        if backend is None:
-            backend = backends[group] = dist.get_backend_config(self)
-        of = {"group": group, "ranks": self.size(), "backend": f"{backend} ({device.type})"}
-        about: dict[str, Any] = dict(of)
-        if tensors:
-            about |= {"elements": sum(each.numel() for each in tensors), "dtype": str(tensors[0].dtype)}
+        elements = sum(each.numel() for each in tensors) if tensors else None
+        dtype = tensors[0].dtype if tensors else None
+        key = self.group_name, device.type, elements, dtype
+        named = names.get(key)
+        if named is None:
+            named = names[key] = names_of(self, device, elements, dtype)
         issued = None if is_uncounted else _torch.collectives_issued(self, device)
         number = 0 if issued is None else issued + 1
-        recorder.begin(recorder.name(name, "collective", **about), number)
+        recorder.begin(named[0], number)
         try:
             work = issue(self, *args, **kwargs)
         finally:
             recorder.end()
         if work is not None:
-            waits[work] = recorder.name(f"wait for {name}", "wait", **of), number
+            waits[work] = named[1], number
         return work
 
     return recorded
@@ -185,7 +190,7 @@ class _Profiles:
             return result
 
         keep = self._keep
-        profile.export_chrome_trace = export_chrome_trace  # type: ignore[method-assign,assignment]
+        profile.export_chrome_trace = export_chrome_trace  # type: ignore[method-assign]
 
     def _keep(self, path: str) -> None:
         place, number = tracing.place(), next(self._kept)

@@ -140,8 +140,11 @@ class Recorder:
                 return 0
             number = self._names.get(key)
             if number is None:
-                with open(self._names_file, "ab") as file:
-                    file.write(key.encode() + b"\n")
+                try:
+                    with open(self._names_file, "ab") as file:
+                        file.write(key.encode() + b"\n")
+                except OSError:  # a full disk costs the trace a name, and the training nothing
+                    return 0
                 number = self._names[key] = len(self._names) + 1
             return number
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lockstep.job import flight
 from lockstep.job.flight import Flight
 from lockstep.job.page import Cell, Phase
 from lockstep.job.trace import Kind, Recorder
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _PHASE, _STEP, _OWN = int(Kind.PHASE), int(Kind.STEP), int(Phase.OWN)
 _STEPS = int(Cell.STEPS)
@@ -59,7 +62,7 @@ def arm(folder: str | Path, *, rank: int, steps: int, first: int) -> None:
     armed.recorder, armed.opens_at, armed.closes_at = recorder, first, first + steps
     armed.home = Path(folder), rank
     flight.use(armed)
-    if not first:
+    if armed.steps_taken >= first:
         armed.open()
 
 
@@ -72,23 +75,29 @@ class _Armed(Flight):
     home: tuple[Path, int]
 
     @classmethod
-    def of(cls, before: Flight) -> _Armed:
+    def of(cls, before: Flight) -> Self:
         """Return one that continues where ``before`` is."""
         made = cls.__new__(cls)
         vars(made).update(vars(before))
         return made
 
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps since the ranks were started."""
+        return max(0, self._cells[_STEPS] - 1)
+
     def took_step(self) -> None:
         super().took_step()
-        if self._cells[_STEPS] > self.opens_at:
+        if self.steps_taken >= self.opens_at:
             self.open()
 
     def open(self) -> None:
         """Record from now on."""
         global _recorder, _place
         recording = _Recording.of(self)
+        recording.waits = {}
         _recorder, _place = self.recorder, self.home
-        recording.recorder.open(steps=self.opens_at)
+        recording.recorder.open(steps=self.steps_taken)
         recording.recorder.add(_PHASE, 0, self.phase)
         flight.use(recording)
         for eye in _eyes:
@@ -97,6 +106,9 @@ class _Armed(Flight):
 
 class _Recording(_Armed):
     """Records each event, beside what the page says of it."""
+
+    #: The names of waits that were met.
+    waits: dict[str, int]
 
     def enter(self, phase: int) -> None:
         super().enter(phase)
@@ -113,15 +125,18 @@ class _Recording(_Armed):
     def took_step(self) -> None:
         Flight.took_step(self)
         self.recorder.add(_PHASE, 0, _OWN)
-        taken = self._cells[_STEPS] - 1
-        self.recorder.add(_STEP, 0, taken)
-        if taken >= self.closes_at:
+        self.recorder.add(_STEP, 0, self.steps_taken)
+        if self.steps_taken >= self.closes_at:
             self._close()
 
     def begin_wait(self, what: str) -> None:
         super().begin_wait(what)
-        # Of a collective its own record says which it is, and what a backend knows more is another text each time.
-        self.recorder.begin(self.recorder.name("wait" if "#" in what else f"wait: {what}", "wait"))
+        if "#" in what:  # of a collective its own record says which it is, and this is another text each time
+            what = ""
+        name = self.waits.get(what)
+        if name is None:
+            name = self.waits[what] = self.recorder.name(f"wait: {what}" if what else "wait", "wait")
+        self.recorder.begin(name)
 
     def end_wait(self, *, failed: bool = False) -> None:
         self.recorder.end()
@@ -140,7 +155,8 @@ class _Recording(_Armed):
         self.recorder.close()
         _recorder = None
         after = Flight.__new__(Flight)
-        vars(after).update({name: value for name, value in vars(self).items() if name not in _Armed.__annotations__})
+        ours = {*_Armed.__annotations__, *_Recording.__annotations__}
+        vars(after).update({name: value for name, value in vars(self).items() if name not in ours})
         flight.use(after)
 
 

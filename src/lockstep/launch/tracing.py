@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.job.trace import is_over, read_head
+from lockstep.job.trace import Head, is_over, read_head
 from lockstep.rendezvous.messages import Round
 from lockstep.runs import trace as traces
 from lockstep.runs.timeline import Measured
@@ -75,7 +75,7 @@ class Tracer:
 
     def _opened(self, rank: int) -> bool:
         head = read_head(self._home, rank)
-        return head is not None and bool(head[2])
+        return head is not None and bool(head[Head.OPENED])
 
     def _count_profiles(self) -> int:
         return len([*self._home.glob("profile-*.json")])
@@ -103,8 +103,8 @@ class Tracer:
                 path = self._path(round_.node_rank)
                 trace.write(path)
                 self._said += _describe(trace, path, alone=len(round_.ranks) == 1)
-        except OSError as error:
-            self._said.append(f"the trace can't be written, the run goes on: {error}")
+        except (OSError, ValueError) as error:
+            self._said.append(f"the trace can't be written: {error}")
 
     def _path(self, node: int | None) -> Path:
         again = f"-restart{self._round.number}" if self._round.number else ""  # (the same on all machines)

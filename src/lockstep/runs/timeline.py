@@ -248,9 +248,10 @@ class _Call:
 
     @property
     def end(self) -> int | None:
-        """When the rank knew that it was complete; None: nothing tells."""
-        last = self.waits[-1] if self.waits else self.call
-        known = self.waits or _compares(self.call["args"]["backend"])
+        """When the rank knew that it was complete; None: nothing tells. (A wait for a GPU's collective is none of the
+        CPU's.)"""
+        last, backend = self.waits[-1] if self.waits else self.call, self.call["args"]["backend"]
+        known = _compares(backend) or (self.waits and backend.endswith("(cpu)"))
         return None if not known or "unfinished" in last["args"] else last["ts"] + last["dur"]
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 from lockstep._proc import children
 from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.spec import free_port
+from lockstep.runs.series import Series
 from tests.faults import jobs
 from tests.faults.machines import Machines, client, zygote
 from tests.launching import Finished, Running, wait_for
@@ -325,6 +329,37 @@ def test_a_late_rank_is_named_on_every_machine(tmp_path: Path) -> None:
     here, there = sorted((each.err for each in done), key=lambda err: "on another machine" in err)
     assert "train.py:11 in <module>" in here, "with its stack, where it is"
     assert "rank 1 (on another machine, whose launcher tells more)" in there
+
+
+_STRAGGLES = """
+import sys
+from tests.ranks import stragglers
+sys.argv[1:] = ["forward", "0.5", "12"]
+stragglers.main()
+"""
+
+
+def test_a_slow_rank_of_another_machine_is_seen_and_summed_up_by_the_first(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_STRAGGLES)
+    top = [sys.executable, "-m", "lockstep", "top", "--once"]
+    with Machines(tmp_path, "2") as machines:
+        for _ in range(2):
+            machines.start(script=script, LOCKSTEP_QUIET="")
+        wait_for(lambda: list(tmp_path.glob("logs-*/series-1.bin")), "the first rows")
+        (folder,) = {series.parent for series in tmp_path.glob("logs-*/series-1.bin")}
+        seen = subprocess.run([*top, str(folder)], capture_output=True, text=True, timeout=60, check=False).stdout
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    assert re.search(r"^ +0 +\d+ .*\n +1 +\d+ +\d+\.\d +\d+% +\d+% +\d+ MB ", seen, re.MULTILINE), seen
+    (summary,) = [each.err for each in done if " straggler" in each.err]
+    assert "compute straggler: rank 1, in forward: " in summary, summary
+    assert " on 2 ranks\n" in summary
+    assert not any("samples/s" in each.err for each in done if each.err != summary), "one speaks for all"
+    last = Series.read(folder / "series-1.bin")
+    assert last.ranks == (0, 1)
+    assert min(last.columns["steps"][-1]) > 100
+    assert min(last.columns["memory"][-1]) > 1 << 20
 
 
 def _folder(path: Path) -> str:

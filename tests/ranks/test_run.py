@@ -266,6 +266,13 @@ def test_ranks_divide_the_cores_and_a_program_may_say_otherwise(tmp_path: Path) 
     assert shown(OMP_NUM_THREADS="2") == f"2 [{min(2, cores)}]\n"
 
 
+def test_more_ranks_than_cores_share_the_import_that_the_first_optimizer_needs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys; print('torch._dynamo' in sys.modules)")
+    for ranks, shared in ((1, "False"), (len(os.sched_getaffinity(0)) + 1, "True")):
+        with start(["lockstep", "run", "-n", str(ranks), "train.py"], tmp_path, torch=True, cold=True) as job:
+            assert job.finish().out == f"{shared}\n"
+
+
 def test_a_home_that_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("in the way")
     (tmp_path / "tmp").mkdir()

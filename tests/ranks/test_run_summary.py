@@ -25,15 +25,23 @@ def _train(folder: Path, phase: str, part: float, seconds: float, *, ranks: int 
     return done
 
 
-def _blames_rank_1(text: str, clocks: str, phase: str) -> None:
-    """Held to what the ranks' own clocks say: rank 1's work in a step, less that of the next slowest rank."""
+def _blames_rank_1(text: str, clocks: str, phase: str, *, within: float) -> None:
+    """Held to what the ranks' own clocks say: rank 1's work in a step, less that of the next slowest rank.
+
+    Args:
+        text: the summary.
+        clocks: what the ranks have printed.
+        phase: where rank 1 is slow.
+        within: the part of a step that the estimate may be off by. Some hundred looks, which a busy machine makes late,
+            have a standard deviation of two hundredths after ten seconds, and of one after twenty on a quiet machine.
+    """
     straggler = "input" if phase == "data" else "compute"
     found = re.search(rf"{straggler} straggler: rank 1, in {_PHASES[phase]}: .* \((\d+)% less\)", text)
     assert found, text
     told = [line.removeprefix(f"[{rank}] ").split() for rank, line in enumerate(sorted(clocks.splitlines(), key=_rank))]
     work = [float(words[2]) for words in told]
     expected = (work[1] - max(work[:1] + work[2:])) / float(told[1][1])
-    assert abs(int(found[1]) / 100 - expected) <= 0.05, (expected, text, clocks)
+    assert abs(int(found[1]) / 100 - expected) <= within, (expected, text, clocks)
 
 
 def _rank(line: str) -> int:
@@ -42,7 +50,7 @@ def _rank(line: str) -> int:
 
 def test_a_slow_rank_is_blamed_with_its_phase_and_what_it_costs(tmp_path: Path) -> None:
     done = _train(tmp_path, "forward", 0.5, 10)
-    _blames_rank_1(done.err, done.out, "forward")
+    _blames_rank_1(done.err, done.out, "forward", within=0.1)
     assert re.search(r"lockstep: [\d,]+ steps, [\d.]+ ms each, \d+ samples/s on 2 ranks\n", done.err)
 
 
@@ -53,7 +61,7 @@ def test_a_slow_rank_is_blamed_with_its_phase_and_what_it_costs(tmp_path: Path) 
 @pytest.mark.parametrize("phase", list(_PHASES))
 def test_slow_ranks(tmp_path: Path, phase: str, ranks: int, part: float, backend: str, turn: int) -> None:  # noqa: ARG001
     done = _train(tmp_path, phase, part, 20 if part > 0.1 else 40, ranks=ranks, LOCKSTEP_BACKEND=backend)
-    _blames_rank_1(done.err, done.out, phase)
+    _blames_rank_1(done.err, done.out, phase, within=0.05)
 
 
 @pytest.mark.campaign
@@ -95,7 +103,7 @@ def test_spawned_ranks_have_a_summary_and_a_record(tmp_path: Path) -> None:
         [sys.executable, "spawns.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done
-    _blames_rank_1(done.stderr, done.stdout, "own")
+    _blames_rank_1(done.stderr, done.stdout, "own", within=0.1)
     (record,) = (tmp_path / "state").rglob("run.json")
     assert json.loads(record.read_text())["program"] == ["lockstep.spawn", "train"]
 

@@ -162,7 +162,9 @@ def test_long_texts_are_cut_and_others_stay_whole(own: Flight, pages: Pages) -> 
     spans = sorted(text.value for text in Text)
     assert all(start + size <= following for (start, size), (following, _) in pairwise(spans))
     assert spans[-1][0] + spans[-1][1] <= PAGE
-    assert max(Cell) * 8 + 8 <= spans[0][0]
+    behind = spans[-1][0] + spans[-1][1]
+    assert all(cell * 8 + 8 <= spans[0][0] or cell * 8 >= behind for cell in Cell)
+    assert (Cell.SPENT + len(Phase)) * 8 <= PAGE
 
 
 @pytest.mark.usefixtures("own")

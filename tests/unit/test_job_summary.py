@@ -23,7 +23,8 @@ def _summary(ranks: dict[int, dict[str, float]], *, steps: int = 1000, seconds: 
                 spent[Phase[name.upper()]] = part * seconds
         held = parts.get("held", 0.0) * seconds
         found[rank] = Progress(steps, tuple(spent), other.get("samples", 0), held)
-    return Summary(steps, seconds / steps, seconds, other.get("looks", 1000), found, elsewhere=bool(other.get("away")))
+    looks, away = other.get("looks", 1000), other.get("away", 0)
+    return Summary(steps, seconds / steps, seconds, looks, found, here=list(found), world_size=len(found) + away)
 
 
 def test_two_lines_when_all_is_well() -> None:
@@ -121,25 +122,60 @@ def test_of_many_ranks_those_that_wait_least_have_a_row() -> None:
     assert lines[-1] == "(and 48 ranks that wait longer)"
 
 
-def _at(steps: int, seconds: float) -> Progress:
+def _at(steps: int, seconds: float, leaving: float = 0.0) -> Progress:
     spent = [0.0] * len(Phase)
-    spent[Phase.FORWARD] = seconds
+    spent[Phase.FORWARD], spent[Phase.LEAVING] = seconds, leaving
     return Progress(steps, tuple(spent), steps * 4)
 
 
 def test_only_what_lies_between_steps_that_all_have_taken_counts() -> None:
     ledger = Ledger()
-    assert ledger.summary(median=0.0, elsewhere=False) is None
+    assert ledger.summary(median=0.0, here=(0, 1), world_size=2) is None
     ledger.add({0: _at(1, 9.0), 1: _at(5, 9.0)}, now=9.0, looks=9)
-    assert ledger.summary(median=0.0, elsewhere=False) is None, "rank 0 warms up"
+    assert ledger.summary(median=0.0, here=(0, 1), world_size=2) is None, "rank 0 warms up"
     for now in (10, 11, 12):
         ledger.add({0: _at(now, now), 1: _at(now, now)}, now=now, looks=now * 30)
     ledger.add({0: _at(12, 60.0), 1: _at(13, 60.0)}, now=60.0, looks=900)  # the end: rank 0 evaluates
-    summary = ledger.summary(median=0.5, elsewhere=False)
+    summary = ledger.summary(median=0.5, here=(0, 1), world_size=2)
     assert summary is not None
     assert (summary.taken, summary.steps, summary.seconds, summary.looks) == (12, 2, 2.0, 60)
     assert summary.samples_per_second == 8.0
     assert [rank.seconds[Phase.FORWARD] for rank in summary.ranks.values()] == [2.0, 2.0]
+
+
+def test_the_moments_in_which_a_rank_leaves_count_only_for_the_number_of_steps() -> None:
+    ledger = Ledger()
+    for now in (10, 11):
+        ledger.add({0: _at(now, now), 1: _at(now, now)}, now=now, looks=now * 30)
+    ledger.add({0: _at(15, 11.5, 0.5), 1: _at(15, 12.0)}, now=12.0, looks=360)
+    summary = ledger.summary(median=0.5, here=(0, 1), world_size=2)
+    assert summary is not None
+    assert (summary.taken, summary.steps, summary.seconds) == (15, 1, 1.0)
+    assert summary.ranks[0].seconds[Phase.LEAVING] == 0
+
+
+def test_ranks_of_other_machines_count_from_when_they_are_known_and_by_their_own_seconds() -> None:
+    """Rank 1 is elsewhere: its seconds come late, and are those of another stretch of time."""
+    ledger = Ledger()
+    ledger.add({0: _at(8, 8)}, now=8, looks=240)
+    for now in range(10, 31):
+        waits = [0.0] * len(Phase)
+        waits[Phase.FORWARD], waits[Phase.WAIT] = 0.6 * (now - 0.5), 0.3 * (now - 0.5)
+        ledger.add(
+            {0: _at(now, now), 1: Progress(now - 1, tuple(waits), 4 * now, 0.0, 7 * _MB)}, now=now, looks=30 * now
+        )
+    ledger.add({0: _at(40, 40)}, now=40, looks=1200)
+    summary = ledger.summary(median=1.0, here=(0,), world_size=2)
+    assert summary is not None
+    assert (summary.steps, summary.seconds, summary.is_whole) == (20, 20.0, True)
+    assert sum(summary.ranks[1].seconds) == pytest.approx(20.0)
+    straggler = summary.straggler
+    assert straggler is not None
+    assert straggler.rank == 0
+    assert straggler.costs == pytest.approx(1 / 3)
+    text = summary.describe({0: 5 * _MB})
+    assert "on 2 ranks\n" in text
+    assert [line.split()[-1] for line in text.splitlines()[-2:]] == ["MB", "MB"]
 
 
 def test_who_works_while_others_wait_holds_them_up() -> None:
@@ -184,6 +220,6 @@ def _simulated(seed: int, *, slow: float) -> Summary:
         if looks % 40 == 0:
             progress = {rank: Progress(steps, tuple(shares.seconds[rank]), 0, shares.held[rank]) for rank in range(4)}
             ledger.add(progress, now=now, looks=looks)
-    summary = ledger.summary(median=0.02, elsewhere=False)
+    summary = ledger.summary(median=0.02, here=range(4), world_size=4)
     assert summary is not None
     return summary

@@ -94,7 +94,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
 def _progress(steps: int, *, step: float, wait: float = 0.0) -> Progress:
     seconds = [0.0] * len(Phase)
     seconds[Phase.FORWARD], seconds[Phase.WAIT] = steps * (step - wait), steps * wait
-    return Progress(steps, tuple(seconds), 8 * steps)
+    return Progress(steps, tuple(seconds), 8 * steps, memory=300 << 20)
 
 
 def _record(
@@ -103,7 +103,7 @@ def _record(
     """Thirty seconds of two ranks; ``of``: how much longer a step takes in each second."""
     folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(lambda: folder, program=["train.py", "--lr", "0.1"], tell=print)
-    recorder.begin(number=0, node=0, world_size=2, job_folder=folder)
+    recorder.begin(number=0, node=0, world_size=2, ranks=range(2), job_folder=folder)
     steps = 0.0
     for second in range(1, 31):
         clock.now += 1.0
@@ -119,7 +119,7 @@ def test_a_run_is_recorded_once_it_takes_steps(tmp_path: Path, clock: _Clock) ->
         raise AssertionError("nothing is to be written")
 
     recorder = Recorder(never, program=["serve.py"], tell=print)
-    recorder.begin(number=0, node=0, world_size=1, job_folder=tmp_path)
+    recorder.begin(number=0, node=0, world_size=1, ranks=range(1), job_folder=tmp_path)
     recorder.add({0: _progress(0, step=0.1)}, {0: 1})
     recorder.event("late", "rank 1")
     recorder.end(exit_code=0, summary=None, peaks={})
@@ -135,7 +135,7 @@ def test_a_restart_is_a_series_of_its_own(tmp_path: Path, clock: _Clock) -> None
     run = history.read(tmp_path / "run")
     assert (run.ending, run.is_alive) == ("runs", True)
     recorder.event("failed", "rank 1 failed")
-    recorder.begin(number=1, node=0, world_size=3, job_folder=tmp_path)
+    recorder.begin(number=1, node=0, world_size=3, ranks=range(3), job_folder=tmp_path)
     recorder.add({rank: _progress(7, step=0.1) for rank in range(3)}, dict.fromkeys(range(3)))
     recorder.end(exit_code=1, summary=None, peaks={})
     run = history.read(tmp_path / "run")
@@ -159,7 +159,7 @@ def test_a_disk_that_is_full_ends_the_record_and_not_the_run(tmp_path: Path) -> 
         raise OSError(28, "No space left on device")
 
     recorder = Recorder(full, program=["train.py"], tell=told.append)
-    recorder.begin(number=0, node=0, world_size=1, job_folder=tmp_path)
+    recorder.begin(number=0, node=0, world_size=1, ranks=range(1), job_folder=tmp_path)
     for steps in (1, 2):
         recorder.add({0: _progress(steps, step=0.1)}, {0: None})
     recorder.end(exit_code=0, summary=None, peaks={})

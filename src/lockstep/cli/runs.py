@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lockstep.runs.history import Run
-    from lockstep.runs.live import Live, Row
+    from lockstep.runs.live import Row
 
 _RUN = click.argument("run", required=False)
 
@@ -47,11 +47,12 @@ def runs(count: int, folders: tuple[Path, ...]) -> None:
 
 @click.command()
 @_RUN
-@click.option("--once", is_flag=True, help="Look for two seconds, print one table, and end.")
+@click.option("--once", is_flag=True, help="Look for three seconds, print one table, and end.")
 def top(run: str | None, once: bool) -> None:
-    """Show what the ranks of a run on this machine do, live, until it ends or Ctrl-C.
+    """Show what the ranks of a run do, live, until it ends or Ctrl-C.
 
-    RUN is as for lockstep stack. Rates and shares are those of the last ten seconds.
+    RUN is as for lockstep stack, and runs on this machine. The job's ranks on other machines are shown as well where
+    the machines found each other (--rdzv, --hosts). Rates and shares are those of the last ten seconds.
     """
     from rich.live import Live as Screen
 
@@ -63,29 +64,20 @@ def top(run: str | None, once: bool) -> None:
         found = history.find(run, _homes())
         live = Live(found)
         try:
-            _look(live, seconds=2.0 if once else 0.5)
+            time.sleep(3.0 if once else 0.5)
+            live.look()
             if once:
                 console.print(_now(found, live.rows()))
                 return
             with Screen(_now(found, live.rows()), console=console, auto_refresh=False) as screen:
                 while live.goes_on:
-                    _look(live, seconds=0.5)
+                    time.sleep(0.5)
+                    live.look()
                     screen.update(_now(found, live.rows()), refresh=True)
         except KeyboardInterrupt:
             pass
         finally:
             live.close()
-
-
-def _look(live: Live, *, seconds: float) -> None:
-    """Look at the ranks for some seconds, at irregular moments: regular ones might always find the same part of a
-    step."""
-    import random
-
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        live.look()
-        time.sleep(random.uniform(0.01, 0.04))
 
 
 def _now(run: Run, rows: list[Row]) -> Table:

@@ -2,10 +2,11 @@
 
 Note [One writer a page]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A page belongs to one rank, which alone writes to it: whole, aligned 8-byte numbers, stored in one instruction each
-(``memoryview.cast("q")`` copies them at once). A reader sees the old number or the new one, never half of each, and no
-lock is needed that a killed rank could leave locked. A rank may die at any instruction, and the page of one that is
-stopped stays readable.
+A page belongs to one rank, which alone writes to it; that of a rank of another machine to the launcher of this one,
+which hears of it once a second, and the cells behind the texts are the launcher's in every page. Numbers are whole,
+aligned and of 8 bytes, stored in one instruction each (``memoryview.cast("q")`` copies them at once). A reader sees the
+old number or the new one, never half of each, and no lock is needed that a killed rank could leave locked. A rank may
+die at any instruction, and the page of one that is stopped stays readable.
 
 What changes from event to event is one number, the *mark*: the phase, the last phase that was not the user's own code,
 whether the rank waits, and a serial number that makes the mark differ from the one before it. So these four always fit
@@ -20,6 +21,7 @@ import enum
 import mmap
 import os
 import signal
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +83,7 @@ class Cell(enum.IntEnum):
     """The numbers of a page, by their place in it.
 
     The first is written at every event, the next two at every step. The others have a cache line of their own, for the
-    other ranks read it at every step.
+    other ranks read it at every step. The launcher's lie behind the texts.
     """
 
     #: See Note [One writer a page], and :class:`Mark`.
@@ -97,6 +99,10 @@ class Cell(enum.IntEnum):
     LISTENS = 9
     #: What this rank proposes to do together, and when; see stop.py. 0: nothing.
     PROPOSAL = 10
+    #: What the launcher has seen or heard, about once a second: resident bytes.
+    MEMORY = 192
+    #: Milliseconds that went to the first phase since the rank was started; those of the other phases follow.
+    SPENT = 193
 
 
 class Text(enum.Enum):
@@ -184,8 +190,28 @@ class Pages:
         return self._columns[cell][rank]
 
     def set(self, rank: int, cell: Cell, value: int) -> None:
-        """Write one number; only a rank's own process may."""
+        """Write one number; only the owner may."""
         self._columns[cell][rank] = value
+
+    def spent(self, rank: int) -> list[float]:
+        """The seconds by phase that the launcher has noted of a rank."""
+        first = rank * (PAGE // 8) + Cell.SPENT
+        return [milliseconds / 1e3 for milliseconds in self._numbers[first : first + len(Phase)]]
+
+    def note(self, rank: int, memory: int, seconds: Iterable[float]) -> None:
+        """Note a rank's resident bytes, and its seconds by phase; for the launcher."""
+        self.set(rank, Cell.MEMORY, memory)
+        for place, each in enumerate(seconds, start=rank * (PAGE // 8) + Cell.SPENT):
+            self._numbers[place] = round(each * 1e3)
+
+    def copy(self, rank: int, mark: int, counts: Mapping[Cell, int], texts: Mapping[Text, str]) -> None:
+        """Write what was heard of a rank of another machine; for the launcher."""
+        for cell, value in counts.items():
+            self.set(rank, cell, value)
+        with self.page(rank) as page:
+            for which, text in texts.items():
+                encode(page, which, text)
+        self.set(rank, Cell.MARK, mark)
 
     def look(self, rank: int) -> Look:
         """The whole page of a rank. (One that writes all the time may leave texts beside a mark of a moment later.)"""

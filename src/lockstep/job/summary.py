@@ -13,6 +13,10 @@ All of it comes from looks at the ranks' pages (Note [The launcher's clock] in h
 looks see all ranks of a machine at one moment, so the difference of two ranks is known by the looks in which one
 waited and the other did not, say m of them, and it is believed from three times the square root of m on.
 
+Of ranks on two machines it is only known how often each waited, which is more than m, so what is believed is believed
+on less than it could be. What is heard of them is a second old, at the beginning as at the end, and counts as if it
+were not.
+
 Where all ranks wait at one moment, they wait for the network or for the memory, or for ranks of other machines.
 """
 
@@ -21,8 +25,8 @@ from __future__ import annotations
 import enum
 import math
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.job.hang import WARM
@@ -43,7 +47,7 @@ _COLUMNS = {
     "forward": (Phase.FORWARD,),
     "backward": (Phase.BACKWARD, Phase.REDUCE),
     "optimizer": (Phase.OPTIMIZER,),
-    "your code": (Phase.OWN, Phase.START, Phase.LEAVING),
+    "your code": (Phase.OWN, Phase.START),
     "saving": (Phase.SAVE, Phase.RESTORE),
     "compile": (Phase.COMPILE,),
     "evaluation": (Phase.EVALUATE,),
@@ -63,6 +67,8 @@ class Progress:
     samples: int = 0
     #: Seconds for which others have waited while it worked, those of several added up, and shared by those that worked.
     held: float = 0.0
+    #: Resident bytes, as last seen; 0: not known.
+    memory: int = 0
 
 
 class Bottleneck(enum.Enum):
@@ -91,40 +97,46 @@ class Straggler:
 
 
 class Ledger:
-    """How far the ranks of a machine have come while all of them took steps, moment by moment."""
+    """How far the ranks have come while all of them took steps, moment by moment."""
 
     def __init__(self) -> None:
         self._first: dict[int, Progress] = {}
         self._latest: dict[int, Progress] = {}
         self._times = (0.0, 0.0)
         self._looks = (0, 0)
+        self._taken = 0
 
     def add(self, ranks: Mapping[int, Progress], *, now: float, looks: int) -> None:
-        """Record a moment; what comes before the first two steps, and after the last one, is left out.
+        """Record a moment; what comes before the first two steps, and the last moments in which a rank leaves, are left
+        out.
 
         Args:
-            ranks: of each rank of this machine.
+            ranks: of each rank of this machine, and of the others where all of them are known. When these come to be
+                known, the account begins anew; a moment in which they are not is left out.
             now: on the monotonic clock.
             looks: how many looks at the pages that rests on.
         """
         if not ranks or any(rank.steps < WARM for rank in ranks.values()):
             return
-        if not self._first:
+        self._taken = min(rank.steps for rank in ranks.values())
+        if not ranks.keys() <= self._first.keys():
             self._first = self._latest = dict(ranks)
             self._times, self._looks = (now, now), (looks, looks)
-        elif all(rank.steps > self._latest[number].steps for number, rank in ranks.items()):
+        elif len(ranks) == len(self._first) and all(_trains_on(self._latest[each], ranks[each]) for each in ranks):
             self._latest = dict(ranks)
             self._times, self._looks = (self._times[0], now), (self._looks[0], looks)
 
-    def summary(self, *, median: float, elsewhere: bool) -> Summary | None:
+    def summary(self, *, median: float, here: Collection[int], world_size: int) -> Summary | None:
         """Return the account of it all; None: no step was seen.
 
         Args:
             median: seconds of the median step.
-            elsewhere: the job has ranks on other machines.
+            here: the ranks of this machine.
+            world_size: ranks of the job.
         """
         if not self._first:
             return None
+        seconds, looks = (later - earlier for earlier, later in (self._times, self._looks))
         spent = {
             number: Progress(
                 now.steps - self._first[number].steps,
@@ -134,14 +146,18 @@ class Ledger:
             )
             for number, now in self._latest.items()
         }
-        seconds, looks = (later - earlier for earlier, later in (self._times, self._looks))
-        taken = min(rank.steps for rank in self._latest.values())
-        return Summary(taken, median, seconds, int(looks), spent, elsewhere)
+        for number, rank in spent.items():
+            if number not in here:
+                longer = seconds / (math.fsum(rank.seconds) or 1.0)
+                told = tuple(each * longer for each in rank.seconds)
+                spent[number] = replace(rank, seconds=told, held=rank.held * longer)
+        memory = {number: rank.memory for number, rank in self._latest.items() if number not in here}
+        return Summary(self._taken, median, seconds, int(looks), spent, here, world_size, memory)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What the time of one start of a machine's ranks went to."""
+    """What the time of one start of the ranks went to."""
 
     #: Optimizer steps of each rank.
     taken: int
@@ -151,8 +167,16 @@ class Summary:
     seconds: float
     looks: int
     ranks: Mapping[int, Progress]
-    #: Whether the job has ranks on other machines.
-    elsewhere: bool
+    #: The ranks of this machine, and how many the job has.
+    here: Collection[int]
+    world_size: int
+    #: Resident bytes of the others in the end, as far as they are known.
+    memory: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks of the job are in it."""
+        return len(self.ranks) == self.world_size
 
     @property
     def steps(self) -> int:
@@ -161,7 +185,7 @@ class Summary:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples that this machine's ranks took steps with, each second; None: nobody counts them."""
+        """Samples that these ranks took steps with, each second; None: nobody counts them."""
         samples = sum(rank.samples for rank in self.ranks.values())
         return samples / self.seconds if samples and self.seconds else None
 
@@ -190,7 +214,11 @@ class Summary:
         work = {number: sum(rank.seconds) - rank.seconds[Phase.WAIT] for number, rank in self.ranks.items()}
         slowest, second = sorted(work, key=lambda number: work[number], reverse=True)[:2]
         excess, pause = work[slowest] - work[second], self.seconds / self.looks
-        apart = (self.ranks[slowest].held + self.ranks[second].held) / pause
+        two = (self.ranks[slowest], self.ranks[second])
+        if slowest in self.here and second in self.here:
+            apart = sum(rank.held for rank in two) / pause
+        else:
+            apart = sum(rank.seconds[Phase.WAIT] for rank in two) / pause
         if excess < _COSTS * self.seconds or excess / pause < _SURE * math.sqrt(max(1.0, apart)):
             return None
         by_phase = {
@@ -217,7 +245,7 @@ class Summary:
 
     def to_json(self, peaks: Mapping[int, int | None]) -> dict[str, Any]:
         """Return it in JSON's types; the arguments are those of :meth:`describe`."""
-        straggler = self.straggler
+        straggler, peaks = self.straggler, {**self.memory, **peaks}
         return {
             "bottleneck": self.bottleneck.value,
             "steps": self.taken,
@@ -241,8 +269,9 @@ class Summary:
         """Describe it: two lines, and a row for each rank where one of them or a phase stands out.
 
         Args:
-            peaks: the most memory that each rank ever had, in bytes; None: not known.
+            peaks: the most memory that each rank of this machine ever had, in bytes; None: not known.
         """
+        peaks = {**self.memory, **peaks}
         bottleneck, lines = self.bottleneck, [self._headline()]
         if bottleneck in (Bottleneck.BALANCED, Bottleneck.SHORT):
             return "\n".join([*lines, f"{bottleneck.value}: {self._shares()}{_memory(peaks)}"])
@@ -255,7 +284,7 @@ class Summary:
         if self.samples_per_second is not None:
             words.append(f"{self.samples_per_second:,.0f} samples/s")
         ranks = len(self.ranks)
-        here = " of this machine" if self.elsewhere else ""
+        here = "" if self.is_whole else " of this machine"
         return f"{', '.join(words)} on {ranks} {'rank' if ranks == 1 else 'ranks'}{here}"
 
     def _shares(self) -> str:
@@ -269,7 +298,7 @@ class Summary:
             return {
                 Bottleneck.INPUT: "the ranks wait for their data; more or faster workers of the loader",
                 Bottleneck.COMMUNICATION: "all ranks wait at once, for the network"
-                + (" or for ranks of other machines" if self.elsewhere else " or for memory"),
+                + (" or for memory" if len(self.here) == self.world_size else " or for ranks of other machines"),
             }.get(bottleneck, "the ranks wait for each other in turn, and none is slower than the others all the time")
         where = "no single cause"
         if straggler.phase is not None:
@@ -295,6 +324,11 @@ class Summary:
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         more = len(self.ranks) - len(shown)
         return [*lines, *([f"(and {more} ranks that wait longer)"] if more else [])]
+
+
+def _trains_on(before: Progress, after: Progress) -> bool:
+    """Whether a rank has taken steps in between, and is not about to end."""
+    return after.steps > before.steps and after.seconds[Phase.LEAVING] == before.seconds[Phase.LEAVING]
 
 
 def _by_name(seconds: tuple[float, ...]) -> dict[str, float]:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, TypeVar
 
 from lockstep.job import flight
 from lockstep.job.flight import Flight
 from lockstep.job.page import Cell, Phase
 from lockstep.job.trace import Kind, Recorder
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 _PHASE, _STEP, _OWN = int(Kind.PHASE), int(Kind.STEP), int(Phase.OWN)
 _STEPS = int(Cell.STEPS)
+
+
+_Kind = TypeVar("_Kind", bound="_Armed")
 
 
 class Eye(Protocol):
@@ -75,7 +75,7 @@ class _Armed(Flight):
     home: tuple[Path, int]
 
     @classmethod
-    def of(cls, before: Flight) -> Self:
+    def of(cls: type[_Kind], before: Flight) -> _Kind:
         """Return one that continues where ``before`` is."""
         made = cls.__new__(cls)
         vars(made).update(vars(before))

@@ -112,7 +112,8 @@ CLIENT = -1
 
 #: What every rank needs; named, not imported, because the launcher never loads torch.
 _PRELOAD = ("torch", "torch.distributed", "numpy.random", "lockstep.comm.init")
-#: What training needs soon after: a second and more, most of it for what the first optimizer of a process imports.
+#: What training needs soon after: a second and more, most of it for what the first optimizer of a process imports. It
+#: pays off where ranks are forked again, or where so many share the cores that they would import it in turn.
 _TRAINING = (
     "torch._dynamo",
     "torch.utils.data",
@@ -163,7 +164,8 @@ class ZygoteHandle:
         """
         preload = knobs.preload()
         if preload is None:
-            preload = (*_PRELOAD, *_TRAINING) if restarts else _PRELOAD
+            shared = restarts or ranks > machine.visible_cores()
+            preload = (*_PRELOAD, *_TRAINING) if shared else _PRELOAD
         ours, theirs = socket.socketpair()
         home = str(Path(knobs.__file__).parent.parent)
         # The interpreter's own options (-X, -W, -O …) as multiprocessing passes them on; it has no public name.

@@ -27,7 +27,7 @@ from lockstep.job.hang import (
     compare,
     settle,
 )
-from lockstep.job.page import STACK_SIGNAL, Cell, Look, Mark, Pages, Phase
+from lockstep.job.page import STACK_SIGNAL, Cell, Look, Mark, Pages, Phase, Text
 from lockstep.job.summary import Ledger, Progress, Summary
 from lockstep.launch import evidence, report
 from lockstep.launch.evidence import ProcessFacts, Stillness
@@ -40,6 +40,8 @@ _WORKS = 0.2
 _QUIET = 1.0
 #: Seconds after which what another machine has told of its ranks does not count any more.
 _OLD = 3.0
+#: What the launchers tell each other of a rank's page.
+_COUNTS = (Cell.STEPS, Cell.SAMPLES, Cell.RUN_STEPS)
 #: Seconds before a question whose answer was "nobody is late" is asked again.
 _PAUSE = 60.0
 
@@ -53,6 +55,17 @@ class _Asked:
     #: Of each rank, where its new stack begins in its file, and what the kernel said then.
     begins: dict[int, int]
     facts: dict[int, ProcessFacts | None]
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """A rank of another machine, as its launcher told."""
+
+    look: Look
+    progress: Progress
+    #: Since when it is so, and when that was heard, on the monotonic clock.
+    moved: float
+    at: float
 
 
 class HangWatch:
@@ -85,8 +98,9 @@ class HangWatch:
         self._reported: dict[int, Mark] = {}
         #: What was said of the ranks that hold up the others now; empty: nobody does.
         self.text = ""
-        #: The ranks of other machines, as their launchers tell: the page, since when it is so, and when that was heard.
-        self._others: dict[int, tuple[Look, float, float]] = {}
+        #: The ranks of other machines, as their launchers tell.
+        self._others: dict[int, _Heard] = {}
+        self._memory = dict.fromkeys(ranks, 0)
 
     @property
     def due(self) -> float:
@@ -100,17 +114,31 @@ class HangWatch:
 
     def told(self) -> list[list[Any]]:
         """Return how this machine's ranks are, in JSON's types, for :meth:`hear` of the others' launchers."""
+        progress, marks = self.progress(), self._looker.marks
         return [
-            [rank, mark, look.steps, look.waits_in, look.reason]
-            for (rank, look), mark in zip(self._looks.items(), self._looker.marks, strict=False)  # none at first
+            [
+                rank,
+                marks[rank - self._ranks.start],
+                {cell.name: self._pages.get(rank, cell) for cell in _COUNTS},
+                {Text.WAITS_IN.name: look.waits_in, Text.REASON.name: look.reason},
+                [round(seconds, 3) for seconds in progress[rank].seconds],
+                round(progress[rank].held, 3),
+                progress[rank].memory,
+            ]
+            for rank, look in self._looks.items()  # none at first
         ]
 
     def hear(self, ranks: Iterable[list[Any]], now: float) -> None:
-        """Take what other launchers tell of their ranks."""
-        for rank, mark, steps, waits_in, reason in ranks:
-            before, moved, _ = self._others.get(rank, (None, now, now))
-            look = Look(Mark.of(mark), steps, waits_in, reason, "")
-            self._others[rank] = look, (moved if before is not None and before.mark == look.mark else now), now
+        """Take what other launchers tell of their ranks, and note it in these ranks' pages, for all who look there."""
+        for rank, mark, counts, texts, seconds, held, memory in ranks:
+            cells = {Cell[name]: value for name, value in counts.items()}
+            self._pages.copy(rank, mark, cells, {Text[name]: text for name, text in texts.items()})
+            self._pages.note(rank, memory, seconds)
+            steps = max(0, cells[Cell.STEPS] - 1)
+            progress = Progress(steps, tuple(seconds), cells[Cell.SAMPLES], held, memory)
+            before, look = self._others.get(rank), self._pages.look(rank)
+            moved = before.moved if before is not None and before.look.mark == look.mark else now
+            self._others[rank] = _Heard(look, progress, moved, now)
 
     def look(
         self, states: Mapping[int, RankState], now: float, *, ask: Callable[[Iterable[int], int], None]
@@ -124,8 +152,11 @@ class HangWatch:
         """
         self.glance(now)
         self._looks = {rank: self._pages.look(rank) for rank in self._ranks}
+        self._memory = {rank: _proc.resident(states[rank].pid) for rank in self._ranks}
+        for rank, progress in self.progress().items():
+            self._pages.note(rank, progress.memory, progress.seconds)
         self._times.add(min(look.steps or 0 for look in self._looks.values()), now)
-        self._ledger.add(self.progress(), now=now, looks=self._looker.looks)
+        self._ledger.add(self.known(now), now=now, looks=self._looker.looks)
         if self._verdict is not None:
             return self._see_whether_over(states, now)
         if self._asked is not None:
@@ -147,21 +178,34 @@ class HangWatch:
 
     def summary(self) -> Summary | None:
         """Return what the ranks' time went to, once they have ended; None: they took no step."""
-        self._ledger.add(self.progress(), now=time.monotonic(), looks=self._looker.looks)
-        return self._ledger.summary(median=self._times.median, elsewhere=self._world_size > len(self._ranks))
+        now = time.monotonic()
+        self._ledger.add(self.known(now), now=now, looks=self._looker.looks)
+        return self._ledger.summary(median=self._times.median, here=self._ranks, world_size=self._world_size)
+
+    def known(self, now: float) -> dict[int, Progress]:
+        """Return how far the ranks have come: all of the job's, if all are known, else those of this machine."""
+        others = {rank: heard.progress for rank, heard in self._others.items() if now - heard.at < _OLD}
+        known = self.progress()
+        return dict(sorted((known | others).items())) if len(known) + len(others) == self._world_size else known
 
     def progress(self) -> dict[int, Progress]:
         """Return how far each rank of this machine has come."""
         shares, ranks = self._looker.shares, self._ranks
         steps, samples = (self._pages.all(cell)[ranks.start : ranks.stop] for cell in (Cell.STEPS, Cell.SAMPLES))
         return {
-            rank: Progress(max(0, steps[place] - 1), tuple(shares.seconds[place]), samples[place], shares.held[place])
+            rank: Progress(
+                max(0, steps[place] - 1),
+                tuple(shares.seconds[place]),
+                samples[place],
+                shares.held[place],
+                self._memory[rank],
+            )
             for place, rank in enumerate(ranks)
         }
 
     def _marks(self) -> dict[int, Mark]:
         here = {rank: Mark.of(mark) for rank, mark in zip(self._ranks, self._looker.marks, strict=True)}
-        return {**here, **{rank: look.mark for rank, (look, _, _) in self._others.items()}}
+        return {**here, **{rank: heard.look.mark for rank, heard in self._others.items()}}
 
     def _moved(self, rank: int) -> float:
         return self._looker.moved[rank - self._ranks.start]
@@ -178,7 +222,7 @@ class HangWatch:
 
     def _compare(self, states: Mapping[int, RankState], now: float) -> Verdict | None:
         elsewhere = [
-            Seen(rank, look, moved) for rank, (look, moved, heard) in self._others.items() if now - heard < _OLD
+            Seen(rank, heard.look, heard.moved) for rank, heard in self._others.items() if now - heard.at < _OLD
         ]
         seen = [*(self._seen(state) for state in states.values()), *elsewhere]
         whole = len(seen) == self._world_size
@@ -211,8 +255,8 @@ class HangWatch:
             return []
         known = {rank: self._known(state, asked) for rank, state in states.items()}
         doing = {rank: _doing(each, asked, now - asked.at) for rank, each in known.items()}
-        for rank, (look, moved, _) in self._others.items():
-            known[rank] = Known(rank, None, None, look, moved, None, None)
+        for rank, heard in self._others.items():
+            known[rank] = Known(rank, None, None, heard.look, heard.moved, None, None)
             if asked.verdict.kind is Kind.STILL:  # what its stack says, only its own launcher knows
                 doing[rank] = Doing.WAITS
         verdict = settle(asked.verdict, doing)

@@ -246,7 +246,8 @@ class Launcher:
             self.recorder.event("trace", text)
         said += traced
         peaks = {rank: state.peak for rank, state in states.items()}
-        if summary is not None and exit_code in (0, EXIT_SAVED) and not self.spec.quiet:
+        speaks = self._speaks_for_all or self.spec.rendezvous is None or (summary is not None and not summary.is_whole)
+        if summary is not None and speaks and exit_code in (0, EXIT_SAVED) and not self.spec.quiet:
             said.append(summary.describe(peaks))
         self.recorder.end(exit_code=exit_code, summary=summary, peaks=peaks)
         return said
@@ -259,8 +260,13 @@ class Launcher:
 
     def _record_start(self) -> None:
         attempt = self.attempt
-        place, world_size = attempt.round.node_rank, attempt.round.world_size
-        self.recorder.begin(number=attempt.number, node=place, world_size=world_size, job_folder=attempt.folder)
+        self.recorder.begin(
+            number=attempt.number,
+            node=attempt.round.node_rank,
+            world_size=attempt.round.world_size,
+            ranks=range(attempt.round.world_size) if self._speaks_for_all else attempt.round.local_ranks,
+            job_folder=attempt.folder,
+        )
         if self.spec.trace is not None:
             self._tracer = Tracer(
                 self.recorder.make_folder,
@@ -282,6 +288,11 @@ class Launcher:
             say(text)
             self.recorder.event("trace", text)
 
+    @property
+    def _speaks_for_all(self) -> bool:
+        """Whether this launcher hears of all ranks, and is the one that records them and sums up."""
+        return self.spec.rendezvous is not None and self.attempt.round.node_rank == 0
+
     def _look(self, now: float) -> None:
         """Say which rank is late, and end a job that is held up by a rank whose exception was recorded: it does not get
         out of a thread or a collective."""
@@ -290,7 +301,8 @@ class Launcher:
             for text in hangs.look(states, now, ask=self.zygote.signal):
                 say(text)
                 self.recorder.event("late", text)
-            self.recorder.add(hangs.progress(), {rank: state.pid for rank, state in states.items()})
+            progress = hangs.known(now) if self._speaks_for_all else hangs.progress()
+            self.recorder.add(progress, {rank: state.pid for rank, state in states.items()})
         if self._tracer is not None:
             self._tell(self._tracer.look())
         for rank in self.policy.alive:

@@ -161,9 +161,11 @@ def _shown(name: str) -> str:
 
 
 def _intervals(series: Series) -> Iterator[tuple[int, int]]:
-    """Yield pairs of rows between which all ranks took a step."""
+    """Yield pairs of rows between which all ranks took a step, and none was about to end."""
     before = 0
     for after in range(1, len(series.times)):
+        if max(_difference(series, "leaving", before, after)) > 0:
+            return
         if min(_difference(series, "steps", before, after)) > 0:
             yield before, after
             before = after

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from lockstep import _proc
 from lockstep.job.files import JobFiles
-from lockstep.job.hang import Shares
 from lockstep.job.page import NAMES, Cell, Mark, Pages, Phase
 from lockstep.runs.history import Run, UnknownRun
 
-#: Seconds that rates and shares are of.
+#: Seconds that rates and shares are of; what the launcher notes comes about once a second.
 WINDOW = 10.0
 
 
@@ -29,19 +28,21 @@ class Row:
     rate: float
     waiting: float
     data: float
-    #: Resident bytes; 0: it has ended.
+    #: Resident bytes; 0: not known, or it has ended.
     memory: int
 
 
 @dataclass(frozen=True)
 class _Moment:
+    """All ranks of the job, those that nothing is known of included."""
+
     at: float
     steps: list[int]
-    seconds: list[list[float]]
+    spent: list[list[float]]
 
 
 class Live:
-    """The ranks of this machine, for as long as the run goes on.
+    """The ranks of a job, as far as this machine's launcher knows them, for as long as the run goes on.
 
     Args:
         run: the run.
@@ -58,46 +59,43 @@ class Live:
         if not JobFiles(start["folder"]).pages.exists():
             raise UnknownRun(f"{run.name}: its ranks are just being started again")
         self._pages = Pages(start["folder"], start["world_size"])
-        self._shares = Shares(len(self._pids))
         self._moments: deque[_Moment] = deque()
-        self._looked = time.monotonic()
+        self.look()
 
     @property
     def goes_on(self) -> bool:
-        """Whether any of the ranks is still there."""
+        """Whether any of this machine's ranks is still there."""
         return any(pid is not None and _proc.started(pid) is not None for pid in self._pids.values())
 
     def look(self) -> None:
-        """Look at all pages; to be called many times a second."""
-        now = time.monotonic()
-        marks = self._of(Cell.MARK)
-        self._shares.add(marks, now - self._looked)
-        self._looked = now
-        if not self._moments or now - self._moments[-1].at > 0.5:
-            seconds = [list(each) for each in self._shares.seconds]
-            self._moments.append(_Moment(now, [steps - 1 for steps in self._of(Cell.STEPS)], seconds))
-            while now - self._moments[0].at > WINDOW and len(self._moments) > 2:
-                self._moments.popleft()
+        """Look at all pages; to be called about twice a second."""
+        steps = self._pages.all(Cell.STEPS)
+        self._moments.append(_Moment(time.monotonic(), steps, [self._pages.spent(rank) for rank in range(len(steps))]))
+        while self._moments[-1].at - self._moments[0].at > WINDOW and len(self._moments) > 2:
+            self._moments.popleft()
 
     def rows(self) -> list[Row]:
-        """Return how the ranks are, by the looks so far."""
+        """Return how the ranks are, by the looks so far; those of other machines as their launchers told a second ago,
+        where the launchers hear of each other."""
         first, last = self._moments[0], self._moments[-1]
         passed = max(last.at - first.at, 1e-9)
         rows = []
-        for place, (rank, pid) in enumerate(self._pids.items()):
+        for rank, mark in enumerate(self._pages.all(Cell.MARK)):
+            if rank not in self._pids and not mark:
+                continue
             look = self._pages.look(rank)
-            spent = [after - before for before, after in zip(first.seconds[place], last.seconds[place], strict=True)]
+            spent = [after - before for before, after in zip(first.spent[rank], last.spent[rank], strict=True)]
             whole = sum(spent) or 1.0
-            steps = self._pages.get(rank, Cell.RUN_STEPS) or self._pages.get(rank, Cell.STEPS)
+            steps = self._pages.get(rank, Cell.RUN_STEPS) or last.steps[rank]
             rows.append(
                 Row(
                     rank,
                     _doing(look.mark, look.waits_in),
                     max(0, steps - 1),
-                    (last.steps[place] - first.steps[place]) / passed,
+                    (last.steps[rank] - first.steps[rank]) / passed,
                     spent[Phase.WAIT] / whole,
                     spent[Phase.DATA] / whole,
-                    _proc.resident(pid),
+                    self._pages.get(rank, Cell.MEMORY),
                 )
             )
         return rows
@@ -105,10 +103,6 @@ class Live:
     def close(self) -> None:
         """Let go of the pages."""
         self._pages.close()
-
-    def _of(self, cell: Cell) -> list[int]:
-        values = self._pages.all(cell)
-        return [values[rank] for rank in self._pids]
 
 
 def _doing(mark: Mark, waits_in: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep import _proc
 from lockstep._files import write_whole
+from lockstep.job.page import Phase
 from lockstep.job.summary import Progress, Summary
 from lockstep.runs.series import SeriesWriter
 from lockstep.version import __version__
@@ -51,21 +52,24 @@ class Recorder:
         self._suffix = ""
         self._series: SeriesWriter | None = None
         self._start: dict[str, Any] | None = None
+        self._ranks: dict[int, Progress] = {}
         self._failed = False
 
-    def begin(self, *, number: int, node: int, world_size: int, job_folder: Path) -> None:
+    def begin(self, *, number: int, node: int, world_size: int, ranks: Sequence[int], job_folder: Path) -> None:
         """The ranks are started, for the ``number``-th time, from 0.
 
         Args:
             number: how often they were started before.
             node: which machine of the job this is.
             world_size: ranks of the whole job.
+            ranks: those whose moments will be added.
             job_folder: the private folder of this start.
         """
         if not self._about["starts"]:
             self._suffix = f"-node{node}" if node else ""
             self._about["node"] = node
         self._series = None
+        self._ranks = dict.fromkeys(ranks, Progress(0, (0.0,) * len(Phase)))
         self._start = {
             "number": number,
             "at": self._seconds(),
@@ -74,20 +78,23 @@ class Recorder:
         }
 
     def add(self, ranks: Mapping[int, Progress], pids: Mapping[int, int | None]) -> None:
-        """Add a moment of the ranks of this machine; begins to write when one of them has taken a step."""
+        """Add a moment of the ranks, or of those that are known; begins to write when one of them has taken a step.
+
+        Args:
+            ranks: how far they have come.
+            pids: the processes of those of this machine.
+        """
         if self._failed or self._start is None or not any(rank.steps for rank in ranks.values()):
             return
         try:
             if self._series is None:
                 path = self.make_folder() / f"series-{self._start['number']}{self._suffix}.bin"
-                self._series = SeriesWriter(path, list(ranks))
+                self._series = SeriesWriter(path, list(self._ranks))
                 self._start |= {"series": path.name, "ranks": {str(rank): pid for rank, pid in pids.items()}}
                 self._about["starts"].append(self._start)
                 self._write()
-            rows = [
-                [rank.steps, rank.samples, _proc.resident(pids.get(number)), *rank.seconds]
-                for number, rank in ranks.items()
-            ]
+            self._ranks.update(ranks)
+            rows = [[rank.steps, rank.samples, rank.memory, *rank.seconds] for rank in self._ranks.values()]
             self._series.add(self._seconds(), rows)
         except OSError as error:
             self._give_up(error)

@@ -204,8 +204,8 @@ def _report(measured: list[Measured], *, ranks: int, backend: str, rounds: int) 
         f"| {step * 1e6:.0f} | {cost * 1e6:.1f} | {low * 1e6:.1f} to {high * 1e6:.1f} | {cost / step:.2%} "
         f"| {measured[0].events:.0f} | {alone * 1e6:.1f} | {alone / step:.2%} |\n\n"
         f"The goal: under {GOAL:.1%} of the step, {GOAL * step * 1e6:.1f} µs.\n\n"
-        f"While it is traced (`--trace`) a step takes {more * 1e6:.1f} µs more than with the page, {more / step:.1%}: the "
-        "median of the differences of rounds next to each other.\n"
+        f"While it is traced (`--trace`) a step takes {more * 1e6:.1f} µs more than with the page, {more / step:.1%}: "
+        "the median of the differences of rounds next to each other.\n"
     )
 
 

@@ -117,8 +117,9 @@ class Checked:
             late = max(by_rank, key=lambda rank: by_rank[rank]["ts"])
             came = by_rank[late]["ts"]
             for rank, call in by_rank.items():
-                stay = waits.get(key, {}).get(rank, call)
-                if rank != late and stay["ts"] + least <= came < stay["ts"] + stay["dur"]:
+                issues = call["args"]["backend"].endswith("(cpu)")  # gloo, whose call comes back at once
+                stay = waits[key].get(rank) if issues else call
+                if rank != late and stay is not None and stay["ts"] + least <= came < stay["ts"] + stay["dur"]:
                     expected.add((late, rank, key[2]))
         told = {(each["args"]["late"], each["args"]["waits"], each["args"]["number"]) for each in self.arrows}
         assert told == expected

@@ -247,6 +247,12 @@ class _Call:
     waits: tuple[Event, ...]
 
     @property
+    def stays(self) -> Sequence[Event]:
+        """Where the rank stays until the others have come. (The call that issues a collective comes back at once, but
+        over lockstep's own engines, where it is all of it.)"""
+        return (self.call,) if _compares(self.call["args"]["backend"]) else self.waits
+
+    @property
     def end(self) -> int | None:
         """When the rank knew that it was complete; None: nothing tells. (A wait for a GPU's collective is none of the
         CPU's.)"""
@@ -312,7 +318,7 @@ def arrows(events: Iterable[Event], ranks: Mapping[int, int], *, noticeable: int
         if not (_is_mutual(args["operation"]) or _compares(args["backend"])):
             continue
         for rank, each in meeting.items():
-            stays = [stay for stay in (*each.waits, each.call) if _contains(stay, call["ts"], noticeable)]
+            stays = [stay for stay in each.stays if _contains(stay, call["ts"], noticeable)]
             if rank != late and stays:
                 stay, number = stays[0], len(made) // 2 + 1
                 told = {

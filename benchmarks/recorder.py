@@ -41,7 +41,7 @@ _STEPS = 10
 GOAL = 0.003
 
 
-class _Nothing(flight.Flight):
+class Nothing(flight.Flight):
     """Writes nothing."""
 
     def enter(self, phase: int) -> None: ...
@@ -126,7 +126,7 @@ def _traced_round(step: Callable[[], None], folder: str, rank: int, taken: int) 
 
 
 def _measure(rounds: int, folder: str, rank: int) -> Measured:
-    writing, nothing, timed = flight.current, _Nothing(memoryview(bytearray(PAGE))), _Timed()
+    writing, nothing, timed = flight.current, Nothing(memoryview(bytearray(PAGE))), _Timed()
     step = _make_step()
     _round(step)
     flight.use(timed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable
@@ -9,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from lockstep.cli.runs import _now
 from lockstep.job.page import Phase
 from lockstep.job.summary import Progress
 from lockstep.runs import comparison, history
 from lockstep.runs import series as series_module
 from lockstep.runs.history import UnknownRun
+from lockstep.runs.live import Row
 from lockstep.runs.record import Recorder
 from lockstep.runs.series import COLUMNS, Series, SeriesWriter
 
@@ -245,3 +249,16 @@ def test_a_percentage(text: str, number: float) -> None:
 def test_no_percentage(text: str) -> None:
     with pytest.raises(ValueError, match="expected a percentage, such as 5%"):
         comparison.parse_percent(text)
+
+
+def test_what_ranks_wait_in_leaves_the_numbers_their_room(tmp_path: Path, clock: _Clock) -> None:
+    _record(tmp_path, clock, step=0.01)
+    rows = [Row(rank, f"waits in all_reduce {'#' * 200}", 1234, 56.7, 0.25, 0.1, 300 << 20) for rank in range(2)]
+    with io.StringIO() as file:
+        Console(file=file, width=80).print(_now(history.read(tmp_path), rows))
+        _, head, *shown = file.getvalue().splitlines()
+    assert head.split() == ["rank", "step", "steps/s", "waits", "data", "memory", "now"]
+    assert [line.split()[:7] for line in shown] == [
+        [str(rank), "1,234", "56.7", "25%", "10%", "300", "MB"] for rank in range(2)
+    ]
+    assert all(len(line) == 80 and '…' in line for line in shown), shown

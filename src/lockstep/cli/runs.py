@@ -85,11 +85,22 @@ def _now(run: Run, rows: list[Row]) -> Table:
 
     title = f"{run.name}: {run.program}, {_duration(time.time() - run.began)}"
     table = Table(
-        "rank", "step", "steps/s", "waits", "data", "memory", "now", title=title, title_justify="left", box=None
+        "rank",
+        "step",
+        "steps/s",
+        "waits",
+        "data",
+        "memory",
+        "now",
+        title=title,
+        title_justify="left",
+        box=None,
+        expand=True,
     )
     for column in table.columns[:6]:
-        column.justify = "right"
-    table.columns[6].no_wrap, table.columns[6].overflow = True, "ellipsis"
+        column.justify, column.no_wrap = "right", True
+    # What a rank waits in may be longer than any screen: it has the room that the numbers leave.
+    table.columns[6].ratio, table.columns[6].no_wrap, table.columns[6].overflow = 1, True, "ellipsis"
     for row in rows:
         parts = [f"{row.waiting:.0%}", f"{row.data:.0%}", f"{row.memory / 2**20:,.0f} MB"]
         table.add_row(str(row.rank), f"{row.steps:,}", f"{row.rate:.1f}", *parts, row.doing)

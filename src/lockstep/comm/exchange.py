@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,10 @@ import torch.distributed as dist
 
 from lockstep import _torch
 from lockstep.comm.waiting import wait_for
+
+#: Bytes of the message that tells the length of a record and brings its beginning.
+_FIRST = 1024
+_LENGTH = struct.Struct("<q")
 
 
 def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
@@ -113,18 +118,24 @@ def all_gather_records(record: Any, group: dist.ProcessGroup | None = None) -> l
         CollectiveTimeout, PeerLost: another rank is late or gone.
     """
     device = group_device(group)
-    payload = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
+    payload = json.dumps(record).encode()
     world_size = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
 
-    def gather(parts: list[torch.Tensor], mine: torch.Tensor) -> None:
+    def gather(mine: bytes, size: int) -> list[bytes]:
+        """Exchange ``size`` bytes of each rank; a shorter part is padded."""
+        row = torch.frombuffer(bytearray(mine.ljust(size, b"\0")), dtype=torch.uint8).to(device)
+        rows = [torch.empty_like(row) for _ in range(world_size)]
         name = "exchanging records with the other ranks"
-        _wait(lambda: dist.all_gather(parts, mine, group=group), name, group)
+        _wait(lambda: dist.all_gather(rows, row, group=group), name, group)
+        return [row.cpu().numpy().tobytes() for row in rows]
 
-    gather(sizes, torch.tensor([payload.numel()], dtype=torch.int64, device=device))
-    lengths = [int(size) for size in sizes]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: payload.numel()] = payload
-    rows = [torch.empty(max(lengths), dtype=torch.uint8, device=device) for _ in range(world_size)]
-    gather(rows, padded.to(device))
-    return [json.loads(row.cpu().numpy().tobytes()[:length]) for row, length in zip(rows, lengths, strict=True)]
+    # Nearly all records fit into the message that tells their length, and one exchange is half the time of two.
+    head = _FIRST - _LENGTH.size
+    first = gather(_LENGTH.pack(len(payload)) + payload[:head], _FIRST)
+    lengths = [_LENGTH.unpack_from(row)[0] for row in first]
+    rest = max(lengths) - head
+    second = gather(payload[head:], rest) if rest > 0 else [b""] * world_size
+    return [
+        json.loads((row[_LENGTH.size :] + more)[:length])
+        for row, more, length in zip(first, second, lengths, strict=True)
+    ]

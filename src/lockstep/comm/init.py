@@ -29,10 +29,12 @@ from lockstep.comm import tracing as _tracing  # noqa: F401  (a trace sees colle
 from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.choose import open_fastest
 from lockstep.comm.exchange import all_gather_records
+from lockstep.comm.gpu import Gpu
 from lockstep.comm.shm.register import register
 from lockstep.comm.world import World
 from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
 from lockstep.identity import Identity, adopt
+from lockstep.job import device as gpu_time
 from lockstep.job import flight
 
 register()  # the backend "shm", where torch has not done it
@@ -101,6 +103,8 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
         _seed_everything(agreed_seed, identity, device)
     _world = World(identity, device=device, group=group, seed=agreed_seed, timeout=limit)
     _count_steps()
+    if device.type == "cuda":
+        gpu_time.watch(Gpu(device))
     guests.mark(identity)
     return _world
 

@@ -3,7 +3,7 @@
 Note [One writer a page]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 A page belongs to one rank, which alone writes to it; that of a rank of another machine to the launcher of this one,
-which hears of it once a second, and the cells behind the texts are the launcher's in every page. Numbers are whole,
+which hears of it once a second, and ``MEMORY`` and ``SPENT`` are the launcher's in every page. Numbers are whole,
 aligned and of 8 bytes, stored in one instruction each (``memoryview.cast("q")`` copies them at once). A reader sees the
 old number or the new one, never half of each, and no lock is needed that a killed rank could leave locked. A rank may
 die at any instruction, and the page of one that is stopped stays readable.
@@ -83,7 +83,7 @@ class Cell(enum.IntEnum):
     """The numbers of a page, by their place in it.
 
     The first is written at every event, the next two at every step. The others have a cache line of their own, for the
-    other ranks read it at every step. The launcher's lie behind the texts.
+    other ranks read it at every step. Behind the texts lie the launcher's, and those that are written rarely.
     """
 
     #: See Note [One writer a page], and :class:`Mark`.
@@ -103,6 +103,12 @@ class Cell(enum.IntEnum):
     MEMORY = 192
     #: Milliseconds that went to the first phase since the rank was started; those of the other phases follow.
     SPENT = 193
+    #: The most bytes that this rank ever had of its GPU, and how many the GPU has; 0: there is none, or not known yet.
+    DEVICE_MEMORY = 208
+    DEVICE_SIZE = 209
+    #: Microseconds of the GPU's time that went to the first phase, in the steps that were timed (see device.py); those
+    #: of the other phases follow.
+    DEVICE_SPENT = 210
 
 
 class Text(enum.Enum):
@@ -195,8 +201,15 @@ class Pages:
 
     def spent(self, rank: int) -> list[float]:
         """The seconds by phase that the launcher has noted of a rank."""
-        first = rank * (PAGE // 8) + Cell.SPENT
-        return [milliseconds / 1e3 for milliseconds in self._numbers[first : first + len(Phase)]]
+        return [milliseconds / 1e3 for milliseconds in self._by_phase(rank, Cell.SPENT)]
+
+    def device_spent(self, rank: int) -> list[float]:
+        """The seconds of a rank's GPU by phase, in the steps that were timed; all 0: not known."""
+        return [microseconds / 1e6 for microseconds in self._by_phase(rank, Cell.DEVICE_SPENT)]
+
+    def _by_phase(self, rank: int, first: Cell) -> list[int]:
+        start = rank * (PAGE // 8) + first
+        return self._numbers[start : start + len(Phase)].tolist()
 
     def note(self, rank: int, memory: int, seconds: Iterable[float]) -> None:
         """Note a rank's resident bytes, and its seconds by phase; for the launcher."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 import enum
 import math
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,6 +69,10 @@ class Progress:
     held: float = 0.0
     #: Resident bytes, as last seen; 0: not known.
     memory: int = 0
+    #: Seconds of its GPU by phase, in the steps that were timed; none: there is no GPU, or none is known of it.
+    device: tuple[float, ...] = ()
+    #: The most bytes that it ever had of its GPU, and how many the GPU has.
+    device_memory: tuple[int, int] = (0, 0)
 
 
 class Bottleneck(enum.Enum):
@@ -143,6 +147,8 @@ class Ledger:
                 tuple(after - before for before, after in zip(self._first[number].seconds, now.seconds, strict=True)),
                 now.samples - self._first[number].samples,
                 now.held - self._first[number].held,
+                device=now.device,
+                device_memory=now.device_memory,
             )
             for number, now in self._latest.items()
         }
@@ -253,7 +259,12 @@ class Summary:
             "watched": {"steps": self.steps, "seconds": self.seconds, "looks": self.looks},
             "samples_per_second": self.samples_per_second,
             "ranks": {
-                str(rank): {"seconds": _by_name(each.seconds), "held": each.held, "memory": peaks.get(rank)}
+                str(rank): {
+                    "seconds": _by_name(each.seconds),
+                    "held": each.held,
+                    "memory": peaks.get(rank),
+                    **({"device": _by_name(each.device), "device_memory": each.device_memory} if each.device else {}),
+                }
                 for rank, each in self.ranks.items()
             },
             "straggler": None
@@ -272,7 +283,7 @@ class Summary:
             peaks: the most memory that each rank of this machine ever had, in bytes; None: not known.
         """
         peaks = {**self.memory, **peaks}
-        bottleneck, lines = self.bottleneck, [self._headline()]
+        bottleneck, lines = self.bottleneck, [self._headline(), *self._devices()]
         if bottleneck in (Bottleneck.BALANCED, Bottleneck.SHORT):
             return "\n".join([*lines, f"{bottleneck.value}: {self._shares()}{_memory(peaks)}"])
         return "\n".join([*lines, f"{bottleneck.value}: {self._why(bottleneck)}", *self._table(peaks)])
@@ -288,9 +299,16 @@ class Summary:
         return f"{', '.join(words)} on {ranks} {'rank' if ranks == 1 else 'ranks'}{here}"
 
     def _shares(self) -> str:
-        """What the ranks' time went to in the mean; what is less than a hundredth is left out."""
-        parts = {name: statistics.mean(self.share(rank, name) for rank in self.ranks) for name in _COLUMNS}
-        return ", ".join(f"{name} {part:.0%}" for name, part in parts.items() if part >= 0.01)
+        """What the ranks' time went to in the mean."""
+        return _in_parts([rank.seconds for rank in self.ranks.values()])
+
+    def _devices(self) -> list[str]:
+        """What the GPUs' time went to in the mean, and the most memory that a rank had, where there are any."""
+        timed = [rank.device for rank in self.ranks.values() if sum(rank.device)]
+        used, size = max((rank.device_memory for rank in self.ranks.values()), default=(0, 0))
+        words = [_in_parts(timed)] if timed else []
+        words += [f"at most {_size(used)} of {_size(size)} a rank"] if size else []
+        return [f"on the GPUs: {'; '.join(words)}"] if words else []
 
     def _why(self, bottleneck: Bottleneck) -> str:
         straggler, step = self.straggler, self.seconds / max(1, self.steps)
@@ -333,6 +351,15 @@ def _trains_on(before: Progress, after: Progress) -> bool:
 
 def _by_name(seconds: tuple[float, ...]) -> dict[str, float]:
     return {phase.name.lower(): seconds[phase] for phase in Phase}
+
+
+def _in_parts(ranks: Sequence[Sequence[float]]) -> str:
+    """Say what part of the ranks' seconds went to each column, in the mean; less than a hundredth is left out."""
+    parts = {
+        name: statistics.mean(sum(seconds[phase] for phase in phases) / (sum(seconds) or 1.0) for seconds in ranks)
+        for name, phases in _COLUMNS.items()
+    }
+    return ", ".join(f"{name} {part:.0%}" for name, part in parts.items() if part >= 0.01)
 
 
 def _memory(peaks: Mapping[int, int | None]) -> str:

@@ -41,7 +41,7 @@ _QUIET = 1.0
 #: Seconds after which what another machine has told of its ranks does not count any more.
 _OLD = 3.0
 #: What the launchers tell each other of a rank's page.
-_COUNTS = (Cell.STEPS, Cell.SAMPLES, Cell.RUN_STEPS)
+_COUNTS = (Cell.STEPS, Cell.SAMPLES, Cell.RUN_STEPS, Cell.DEVICE_MEMORY, Cell.DEVICE_SIZE)
 #: Seconds before a question whose answer was "nobody is late" is asked again.
 _PAUSE = 60.0
 
@@ -124,18 +124,19 @@ class HangWatch:
                 [round(seconds, 3) for seconds in progress[rank].seconds],
                 round(progress[rank].held, 3),
                 progress[rank].memory,
+                [round(seconds, 3) for seconds in progress[rank].device],
             ]
             for rank, look in self._looks.items()  # none at first
         ]
 
     def hear(self, ranks: Iterable[list[Any]], now: float) -> None:
         """Take what other launchers tell of their ranks, and note it in these ranks' pages, for all who look there."""
-        for rank, mark, counts, texts, seconds, held, memory in ranks:
+        for rank, mark, counts, texts, seconds, held, memory, device in ranks:
             cells = {Cell[name]: value for name, value in counts.items()}
             self._pages.copy(rank, mark, cells, {Text[name]: text for name, text in texts.items()})
             self._pages.note(rank, memory, seconds)
-            steps = max(0, cells[Cell.STEPS] - 1)
-            progress = Progress(steps, tuple(seconds), cells[Cell.SAMPLES], held, memory)
+            steps, had = max(0, cells[Cell.STEPS] - 1), (cells[Cell.DEVICE_MEMORY], cells[Cell.DEVICE_SIZE])
+            progress = Progress(steps, tuple(seconds), cells[Cell.SAMPLES], held, memory, tuple(device), had)
             before, look = self._others.get(rank), self._pages.look(rank)
             moved = before.moved if before is not None and before.look.mark == look.mark else now
             self._others[rank] = _Heard(look, progress, moved, now)
@@ -199,6 +200,8 @@ class HangWatch:
                 samples[place],
                 shares.held[place],
                 self._memory[rank],
+                tuple(self._pages.device_spent(rank)) if self._pages.get(rank, Cell.DEVICE_SIZE) else (),
+                (self._pages.get(rank, Cell.DEVICE_MEMORY), self._pages.get(rank, Cell.DEVICE_SIZE)),
             )
             for place, rank in enumerate(ranks)
         }

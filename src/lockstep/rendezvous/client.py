@@ -448,7 +448,7 @@ def _skew(clocks: list[float], round_: Round) -> str:
 def _words(error: Exception, endpoint: str, ended: str) -> str:
     """Say why the machines could not meet; ``ended`` is why the job is over, where there is more to say."""
     if isinstance(error, RendezvousTimeoutError):
-        return f"too few machines came to {endpoint} in time (--join-timeout)"
+        return f"too few machines came to {endpoint} in time (--join-timeout): run the same command on each of them"
     if isinstance(error, _OVER):
         if ended:
             return ended
@@ -460,4 +460,11 @@ def _words(error: Exception, endpoint: str, ended: str) -> str:
     cause: BaseException = error
     while cause.__cause__ is not None and not isinstance(cause, ConnectionError):
         cause = cause.__cause__
-    return f"the rendezvous at {endpoint} failed: {str(cause).splitlines()[0] if str(cause) else type(cause).__name__}"
+    what = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+    hint = ""
+    if not endpoint.startswith("file:") and isinstance(error, _CUT_OFF):
+        hint = (
+            ". Is that machine up and reachable, and does the same command run there? Start the command again on all "
+            "machines to go on from the last checkpoint; --rdzv file:FOLDER, on a shared disk, survives any one of them"
+        )
+    return f"the rendezvous at {endpoint} failed: {what}{hint}"

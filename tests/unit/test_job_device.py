@@ -1,0 +1,165 @@
+"""What a rank's time goes to on its GPU: on a device whose clock the test holds, and on a real one if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.job import device, flight
+from lockstep.job.device import Event
+from lockstep.job.page import Cell, Pages, Phase
+from lockstep.job.summary import Progress, Summary
+
+_STEPS = 3 * device.EVERY
+
+
+class _Passed:
+    """An event: where it lies in the stream, in milliseconds of work."""
+
+    def __init__(self, stream: _Stream) -> None:
+        self._stream = stream
+        self.at = -1.0
+
+    def query(self) -> bool:
+        return self._stream.done >= self.at >= 0
+
+    def elapsed_time(self, end_event: Event) -> float:
+        assert isinstance(end_event, _Passed)
+        assert self.query()
+        assert end_event.query(), "nothing is read that has not passed"
+        return end_event.at - self.at
+
+
+class _Stream:
+    """A device that works off what it is given when the test says so."""
+
+    def __init__(self) -> None:
+        self.queued = self.done = 0.0
+        self.made = 0
+        self.captures = False
+
+    def event(self) -> Event:
+        self.made += 1
+        return _Passed(self)
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, _Passed)
+        event.at = self.queued
+
+    def can_record(self) -> bool:
+        return not self.captures
+
+    def memory(self) -> tuple[int, int]:
+        return 3 << 30, 80 << 30
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Iterator[Pages]:
+    before = flight.current
+    pages = Pages(tmp_path, 2)
+    with pages.page(1) as page:
+        own = flight.use(flight.Flight(page, rank=1, pages=pages))
+        yield pages
+        flight.use(before)
+        own._cells.release()
+    pages.close()
+
+
+def _step(stream: _Stream) -> None:
+    """Ten milliseconds of forward, twenty of backward with two of reduce in it, five of optimizer."""
+    flight.current.enter(Phase.FORWARD)
+    stream.queued += 10
+    flight.current.enter(Phase.BACKWARD)
+    stream.queued += 15
+    flight.current.enter(Phase.REDUCE)
+    stream.queued += 2
+    flight.current.resume(Phase.BACKWARD, after=Phase.REDUCE)
+    stream.queued += 5
+    flight.current.leave(Phase.BACKWARD)
+    flight.current.enter(Phase.OPTIMIZER)
+    stream.queued += 5
+    flight.current.took_step()
+
+
+def test_phases_have_the_devices_time_of_some_steps(pages: Pages) -> None:
+    stream = _Stream()
+    device.watch(stream)
+    device.watch(stream)
+    flight.current.count()
+    for _ in range(_STEPS):
+        _step(stream)
+        stream.done = stream.queued
+    spent = pages.device_spent(1)
+    timed = spent[Phase.FORWARD] / 0.010
+    assert timed == 2.0, "of the first EVERY steps none, of the next two times EVERY one each, but the last is not read"
+    wanted = {Phase.FORWARD: 0.02, Phase.BACKWARD: 0.04, Phase.REDUCE: 0.004, Phase.OPTIMIZER: 0.01}
+    assert spent == [wanted.get(phase, 0.0) for phase in Phase]
+    assert (pages.get(1, Cell.DEVICE_MEMORY), pages.get(1, Cell.DEVICE_SIZE)) == (3 << 30, 80 << 30)
+    assert pages.get(1, Cell.STEPS) == _STEPS + 1, "and the page says all that it says without a device"
+    assert stream.made <= 2 * 7, "events are used again"
+
+
+def test_a_device_that_is_behind_is_not_waited_for(pages: Pages) -> None:
+    stream = _Stream()
+    device.watch(stream)
+    for _ in range(20 * device.EVERY):
+        _step(stream)
+    assert sum(pages.device_spent(1)) == 0
+    made = stream.made
+    assert made <= 5 * 7, "only so many steps are under way"
+    stream.done = stream.queued
+    for _ in range(device.EVERY):
+        _step(stream)
+    assert pages.device_spent(1)[Phase.FORWARD] == pytest.approx(4 * 0.010)
+
+
+def test_nothing_is_recorded_while_a_graph_is_captured(pages: Pages) -> None:
+    stream = _Stream()
+    device.watch(stream)
+    for step in range(_STEPS):
+        stream.captures = step % 2 == 0
+        _step(stream)
+        stream.done = stream.queued
+    assert sum(pages.device_spent(1)) == 0
+    assert stream.made == 1, "the one before the capture began"
+
+
+def test_the_summary_says_it() -> None:
+    seconds = [0.0] * len(Phase)
+    seconds[Phase.FORWARD], seconds[Phase.OWN] = 2.0, 18.0
+    spent = [0.0] * len(Phase)
+    spent[Phase.FORWARD], spent[Phase.BACKWARD] = 0.3, 0.7
+    rank = Progress(1000, tuple(seconds), device=tuple(spent), device_memory=(3 << 30, 80 << 30))
+    summary = Summary(1000, 0.02, 20.0, 1000, {0: rank, 1: rank}, here=range(2), world_size=2)
+    line = "on the GPUs: forward 30%, backward 70%; at most 3.0 GB of 80.0 GB a rank"
+    assert summary.describe({}).splitlines()[1] == line
+    assert summary.to_json({})["ranks"]["1"]["device"]["backward"] == 0.7
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_gpu(pages: Pages) -> None:
+    from lockstep.comm.gpu import Gpu
+
+    device.watch(Gpu(torch.device("cuda", torch.cuda.current_device())))
+    a = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(_STEPS):
+            flight.current.enter(Phase.FORWARD)
+            b = a @ a
+            flight.current.enter(Phase.BACKWARD)
+            b = b @ a @ a @ a
+            flight.current.took_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    for _ in range(device.EVERY):
+        flight.current.took_step()
+    spent = pages.device_spent(1)
+    assert spent[Phase.BACKWARD] / spent[Phase.FORWARD] == pytest.approx(3.0, rel=0.2)
+    assert pages.get(1, Cell.DEVICE_MEMORY) >= 2 * 4 * 4096**2

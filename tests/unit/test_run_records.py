@@ -261,4 +261,4 @@ def test_what_ranks_wait_in_leaves_the_numbers_their_room(tmp_path: Path, clock:
     assert [line.split()[:7] for line in shown] == [
         [str(rank), "1,234", "56.7", "25%", "10%", "300", "MB"] for rank in range(2)
     ]
-    assert all(len(line) == 80 and '…' in line for line in shown), shown
+    assert all(len(line) == 80 and "…" in line for line in shown), shown

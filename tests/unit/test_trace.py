@@ -50,7 +50,8 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     flight.use(Flight(memoryview(bytearray(PAGE)))).count()
     yield tmp_path
     flight.use(before)
-    tracing._recorder = tracing._place = None
+    tracing._recorder = tracing._place = tracing._asked = None
+    tracing._waits.clear()
 
 
 def _step() -> None:
@@ -72,7 +73,7 @@ def test_the_window_opens_and_closes_and_leaves_nothing_behind(rank: Path) -> No
         assert eye.seen == ([] if taken < 3 else ["open"] if taken < 5 else ["open", "close"])
         assert is_over(rank, 3) == (taken >= 5)
         _step()
-    assert not vars(flight.current).keys() & {"recorder", "opens_at", "closes_at", "home"}
+    assert type(flight.current) is Flight
     part = Part.read(rank, 3)
     assert part is not None
     assert (part.rank, part.steps, part.lost) == (3, 3, 0)
@@ -99,6 +100,34 @@ def test_a_window_from_the_first_step_on(rank: Path) -> None:
     part = Part.read(rank, 0)
     assert part is not None
     assert [event.number for event in part.events if event.kind is Kind.STEP] == [1]
+
+
+class _Other(Flight):
+    """Another writer of the page, which takes its place while a trace is armed or under way, as a GPU's does."""
+
+    def __init__(self, before: Flight) -> None:
+        vars(self).update(vars(before))
+        self.steps_seen = 0
+
+    def took_step(self) -> None:
+        super().took_step()
+        self.steps_seen += 1
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_trace_goes_on_with_another_writer_of_the_page(rank: Path, first: int) -> None:
+    tracing.arm(rank, rank=0, steps=3, first=first)
+    flight.use(_Other(flight.current))
+    tracing.settle()
+    for taken in range(6):
+        assert isinstance(flight.current, _Other)
+        assert flight.current.steps_seen == taken
+        _step()
+    assert type(flight.current) is _Other
+    part = Part.read(rank, 0)
+    assert part is not None
+    assert [event.number for event in part.events if event.kind is Kind.STEP] == [first + 1, first + 2, first + 3]
+    assert is_over(rank, 0)
 
 
 def test_what_does_not_fit_is_counted(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from lockstep.job import flight
 from lockstep.job.flight import Flight
@@ -19,7 +19,8 @@ _PHASE, _STEP, _OWN = int(Kind.PHASE), int(Kind.STEP), int(Phase.OWN)
 _STEPS = int(Cell.STEPS)
 
 
-_Kind = TypeVar("_Kind", bound="_Armed")
+_AnyFlight = TypeVar("_AnyFlight", bound=Flight)
+_Layer = TypeVar("_Layer", bound="_Traced")
 
 
 class Eye(Protocol):
@@ -57,116 +58,152 @@ def arm(folder: str | Path, *, rank: int, steps: int, first: int) -> None:
     Raises:
         OSError: there is no room for the events.
     """
-    recorder = Recorder(folder, rank=rank, steps=steps)
-    armed = _Armed.of(flight.current)
-    armed.recorder, armed.opens_at, armed.closes_at = recorder, first, first + steps
-    armed.home = Path(folder), rank
-    flight.use(armed)
-    if armed.steps_taken >= first:
+    global _asked
+    _asked = _Asked(Recorder(folder, rank=rank, steps=steps), first, first + steps, Path(folder), rank)
+    settle()
+
+
+def settle() -> None:
+    """Have the trace that is armed or under way go on with the page's writer of now; call it when that was replaced."""
+    if _asked is None or isinstance(flight.current, _Traced):
+        return
+    armed = _layered(_Armed, flight.current)
+    if _recorder is not None:
+        flight.use(_layered(_Recording, flight.current))
+    elif armed.steps_taken >= _asked.opens_at:
         armed.open()
+    else:
+        flight.use(armed)
 
 
-class _Armed(Flight):
-    """Counts the steps until the window opens."""
+class _Asked(NamedTuple):
+    """What is to be traced."""
 
     recorder: Recorder
     opens_at: int
     closes_at: int
-    home: tuple[Path, int]
+    folder: Path
+    rank: int
 
-    @classmethod
-    def of(cls: type[_Kind], before: Flight) -> _Kind:
-        """Return one that continues where ``before`` is."""
-        made = cls.__new__(cls)
-        vars(made).update(vars(before))
-        return made
+
+_asked: _Asked | None = None
+
+
+def _layered(layer: type[_Layer], before: Flight) -> _Layer:
+    """Return a writer of the page that does what ``layer`` does on top of what ``before`` does, and goes on with it."""
+    below = before.below if isinstance(before, _Traced) else type(before)
+    made = type(layer.__name__, (layer, below), {"below": below})
+    return _continued(made, before)
+
+
+def _continued(kind: type[_AnyFlight], before: Flight) -> _AnyFlight:
+    made = kind.__new__(kind)
+    vars(made).update(vars(before))
+    return made
+
+
+class _Traced(Flight):
+    """What both layers have."""
+
+    #: What the page is written by without them.
+    below: type[Flight]
 
     @property
     def steps_taken(self) -> int:
         """Optimizer steps since the ranks were started."""
         return max(0, self._cells[_STEPS] - 1)
 
+
+class _Armed(_Traced):
+    """Counts the steps until the window opens."""
+
     def took_step(self) -> None:
         super().took_step()
-        if self.steps_taken >= self.opens_at:
+        assert _asked is not None
+        if self.steps_taken >= _asked.opens_at:
             self.open()
 
     def open(self) -> None:
         """Record from now on."""
         global _recorder, _place
-        recording = _Recording.of(self)
-        recording.waits = {}
-        _recorder, _place = self.recorder, self.home
-        recording.recorder.open(steps=self.steps_taken)
-        recording.recorder.add(_PHASE, 0, self.phase)
-        flight.use(recording)
+        assert _asked is not None
+        _recorder, _place = _asked.recorder, (_asked.folder, _asked.rank)
+        _recorder.open(steps=self.steps_taken)
+        _recorder.add(_PHASE, 0, self.phase)
+        flight.use(_layered(_Recording, self))
         for eye in _eyes:
-            eye.open(self.recorder)
+            eye.open(_recorder)
 
 
-class _Recording(_Armed):
+#: The names of waits that were met.
+_waits: dict[str, int] = {}
+
+
+class _Recording(_Traced):
     """Records each event, beside what the page says of it."""
-
-    #: The names of waits that were met.
-    waits: dict[str, int]
 
     def enter(self, phase: int) -> None:
         super().enter(phase)
-        self.recorder.add(_PHASE, 0, phase)
+        if _recorder is not None:
+            _recorder.add(_PHASE, 0, phase)
 
     def leave(self, phase: int) -> None:
         super().leave(phase)
-        self.recorder.add(_PHASE, 0, _OWN)
+        if _recorder is not None:
+            _recorder.add(_PHASE, 0, _OWN)
 
     def resume(self, phase: int, *, after: int) -> None:
         super().resume(phase, after=after)
-        self.recorder.add(_PHASE, 0, phase)
+        if _recorder is not None:
+            _recorder.add(_PHASE, 0, phase)
 
     def took_step(self) -> None:
-        Flight.took_step(self)
-        self.recorder.add(_PHASE, 0, _OWN)
-        self.recorder.add(_STEP, 0, self.steps_taken)
-        if self.steps_taken >= self.closes_at:
-            self._close()
+        super().took_step()
+        if _recorder is not None and _asked is not None:
+            _recorder.add(_PHASE, 0, _OWN)
+            _recorder.add(_STEP, 0, self.steps_taken)
+            if self.steps_taken >= _asked.closes_at:
+                self._close(_recorder)
 
     def begin_wait(self, what: str) -> None:
         super().begin_wait(what)
         if "#" in what:  # of a collective its own record says which it is, and this is another text each time
             what = ""
-        name = self.waits.get(what)
-        if name is None:
-            name = self.waits[what] = self.recorder.name(f"wait: {what}" if what else "wait", "wait")
-        self.recorder.begin(name)
+        if _recorder is not None:
+            name = _waits.get(what)
+            if name is None:
+                name = _waits[what] = _recorder.name(f"wait: {what}" if what else "wait", "wait")
+            _recorder.begin(name)
 
     def end_wait(self, *, failed: bool = False) -> None:
-        self.recorder.end()
+        self.end()
         super().end_wait(failed=failed)
 
     def begin(self, what: str) -> None:
-        self.recorder.begin(self.recorder.name(what, "lockstep"))
+        if _recorder is not None:
+            _recorder.begin(_recorder.name(what, "lockstep"))
 
     def end(self) -> None:
-        self.recorder.end()
+        if _recorder is not None:
+            _recorder.end()
 
-    def _close(self) -> None:
-        global _recorder
+    def _close(self, recorder: Recorder) -> None:
+        global _recorder, _asked
         for eye in _eyes:
             eye.close()
-        self.recorder.close()
-        _recorder = None
-        after = Flight.__new__(Flight)
-        ours = {*_Armed.__annotations__, *_Recording.__annotations__}
-        vars(after).update({name: value for name, value in vars(self).items() if name not in ours})
-        flight.use(after)
+        recorder.close()
+        _waits.clear()
+        _recorder = _asked = None
+        flight.use(_continued(self.below, self))
 
 
 def _leave_to_the_parent() -> None:
     """A forked child has its parent's memory, but is not the rank whose events these are."""
-    global _recorder, _place
+    global _recorder, _place, _asked
     if _recorder is not None:
         for eye in _eyes:
             eye.close()
-    _recorder = _place = None
+    _recorder = _place = _asked = None
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)

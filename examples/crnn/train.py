@@ -25,6 +25,8 @@ _WEIGHT_DECAY = 0.05
 _TEST_SEED = 0
 #: Lines that are read at once in a test, over all ranks.
 _TEST_BATCH = 250
+#: Steps between two lines of metrics.jsonl.
+_LOG_EVERY = 10
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Run:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     loader: lockstep.ShardedLoader
     saved: lockstep.Checkpointer
+    log: lockstep.Log
     #: The loss of each step taken here, the mean over the lines of all ranks, in nats.
     losses: list[float] = field(default_factory=list)
     #: Seconds of each step on this rank, with the rendering of its lines.
@@ -77,7 +80,8 @@ def begin(world: lockstep.World, options: Options, folder: Path) -> Run:
         loader=loader,
         extra={"options": Kept(options)},
     )
-    return Run(world, options, computing, optimizer, scheduler, loader, saved)
+    log = lockstep.Log(saved, every=_LOG_EVERY)
+    return Run(world, options, computing, optimizer, scheduler, loader, saved, log)
 
 
 def fit(run: Run) -> None:
@@ -90,6 +94,8 @@ def fit(run: Run) -> None:
         train_epoch(run, f"epoch {epoch + 1:2d}/{epochs}")
         run.saved.save()
         run.score = evaluate(run.world, run.computing, lines_of(run.options)[1])
+        run.log({"test/accuracy": run.score.accuracy, "test/error_rate": run.score.error_rate}, samples=1)
+        run.log.line()
         if len(run.losses) > before:
             median = statistics.median(run.seconds[before:])
             run.world.print(
@@ -110,8 +116,9 @@ def train_epoch(run: Run, title: str) -> None:
         loss = run.computing.loss(batch)
         run.optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
         run.optimizer.step()
+        run.log(loss=loss, grad_norm=norm, lr=run.scheduler.get_last_lr()[0])
         run.scheduler.step()
         sums.append(loss.detach().double() * len(batch.widths))
         counts.append(len(batch.widths))

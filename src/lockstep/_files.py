@@ -29,9 +29,13 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
     """
     temporary = f"{path}.tmp-{os.getpid()}"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
-    os.rename(temporary, path)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+        os.rename(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
 
 
 def describe(error: Exception) -> str:

@@ -105,6 +105,11 @@ def bad_values(env: Mapping[str, str] = os.environ) -> list[str]:
     return found
 
 
+def chosen(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return those that the user has set and that decide what a job does, with their values; none is a secret."""
+    return {name: env[name] for name in PASSED_ON if name in env}
+
+
 def store(env: Mapping[str, str] = os.environ) -> str | None:
     """Return the path of the rendezvous file, or None."""
     return env.get(STORE) or None

@@ -1,4 +1,4 @@
-"""What this machine offers to a process: cores and GPUs, counted without torch."""
+"""What this machine offers to a process: cores and GPUs, counted without torch, and its processor's name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+_CPUS = Path("/proc/cpuinfo")
 _CGROUP_V2_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _CGROUP_V1_QUOTA = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
 _CGROUP_V1_PERIOD = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
@@ -49,6 +50,16 @@ def gpus(env: Mapping[str, str] = os.environ) -> int:
             break
         count += 1
     return min(count, present)
+
+
+def processor() -> str:
+    """Return what the processor calls itself."""
+    try:
+        text = _CPUS.read_text(errors="replace")
+    except OSError:
+        text = ""
+    found = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1] if found else os.uname().machine
 
 
 def cpu_quota() -> float | None:

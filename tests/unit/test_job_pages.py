@@ -167,6 +167,16 @@ def test_long_texts_are_cut_and_others_stay_whole(own: Flight, pages: Pages) -> 
     assert (Cell.SPENT + len(Phase)) * 8 <= PAGE
 
 
+def test_a_rank_that_waits_awake_says_no_word(own: Flight, pages: Pages) -> None:
+    own.begin_wait("one")
+    own.end_wait()
+    own.begin_wait("")
+    look = pages.look(1)
+    assert (look.mark.waiting, look.waits_in.partition(" at ")[0]) == (True, "one")
+    own.end_wait()
+    assert not pages.look(1).mark.waiting
+
+
 @pytest.mark.usefixtures("own")
 def test_expecting_to_be_slow_nests(pages: Pages) -> None:
     def reason() -> str:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from lockstep.cli.runs import _now
+from lockstep.job import notes
 from lockstep.job.page import Phase
 from lockstep.job.summary import Progress
 from lockstep.runs import comparison, history
@@ -146,6 +148,42 @@ def test_a_restart_is_a_series_of_its_own(tmp_path: Path, clock: _Clock) -> None
     assert [series.ranks for series in run.series] == [(0, 1), (0, 1, 2)]
     assert (run.ending, run.steps, run.world_size) == ("exit 1", 307, 3)
     assert [event["kind"] for event in run.about["events"]] == ["failed"]
+
+
+def test_checkpoints_and_logs_that_ranks_tell_of_are_noted(
+    tmp_path: Path, clock: _Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes.tell(notes.CHECKPOINT, step=1)  # nobody listens
+    recorder = _record(tmp_path / "run", clock, step=0.1, end=False)
+    monkeypatch.setenv("LOCKSTEP_JOB_DIR", str(tmp_path / "run"))
+    clock.now += 1
+    notes.tell(notes.LOG, path="/runs/metrics.jsonl")
+    notes.tell(notes.CHECKPOINT, step=300)
+    recorder.add({0: _progress(310, step=0.1)}, {0: None})
+    run = history.read(tmp_path / "run")
+    assert run.about["checkpoints"] == [{"at": 31.0, "step": 300}]
+    assert run.about["logs"] == ["/runs/metrics.jsonl"]
+    recorder.begin(number=1, node=0, world_size=1, ranks=[0], job_folder=tmp_path, machines=[("a", 1)])
+    monkeypatch.setenv("LOCKSTEP_JOB_DIR", str(tmp_path))
+    notes.tell(notes.LOG, path="/runs/metrics.jsonl")
+    for step in range(3000):
+        notes.tell(notes.CHECKPOINT, step=step)
+    recorder.end(exit_code=0, summary=None, peaks={})
+    about = history.read(tmp_path / "run").about
+    assert about["logs"] == ["/runs/metrics.jsonl"]
+    assert 400 < len(about["checkpoints"]) <= 1000
+    assert {later["step"] - each["step"] for each, later in pairwise(about["checkpoints"][200:])} == {4}
+    assert about["environment"]["torch"]
+
+
+def test_a_note_that_is_not_whole_comes_later(tmp_path: Path) -> None:
+    found = notes.Notes(tmp_path)
+    assert found.take() == []
+    (tmp_path / "notes").write_text('{"is": "log", "path": "a"}\n{"is": "lo')
+    assert found.take() == [{"is": "log", "path": "a"}]
+    with open(tmp_path / "notes", "a") as file:
+        file.write('g", "path": "b"}\n')
+    assert found.take() == [{"is": "log", "path": "b"}]
 
 
 def test_a_run_whose_launcher_is_gone_was_killed(tmp_path: Path, clock: _Clock) -> None:

@@ -32,7 +32,7 @@ from lockstep.comm.init import current_world
 from lockstep.comm.local_training import LocalTraining
 from lockstep.comm.peers import OverGroup, Peers
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.job import flight
+from lockstep.job import flight, notes
 from lockstep.job.page import Phase
 
 
@@ -279,7 +279,7 @@ class Checkpointer:
         return folder
 
     def _write(self, plan: WritePlan, moment: Moment, peers: Peers) -> Path:
-        return write(
+        folder = write(
             self.folder,
             plan,
             moment,
@@ -288,6 +288,9 @@ class Checkpointer:
             tidy=lambda newest: prune(self.folder, newest, self._rule, damaged=self._damaged, on=self._storage),
             on=self._storage,
         )
+        if self._world.is_main:
+            notes.tell(notes.CHECKPOINT, step=moment.step)
+        return folder
 
     def _prepare(self, metric: float | None, epoch_done: bool | None) -> tuple[WritePlan, Moment]:
         """**Collective.** Decide what this rank writes, copied nowhere yet, and say where the run is."""

@@ -8,7 +8,7 @@ from lockstep.cli.checkpoint import checkpoint
 from lockstep.cli.doctor import doctor, env
 from lockstep.cli.manifest import manifest
 from lockstep.cli.run import run
-from lockstep.cli.runs import compare, runs, stack, top
+from lockstep.cli.runs import compare, report, runs, stack, top
 from lockstep.cli.slurm import slurm
 from lockstep.cli.trace import trace
 from lockstep.version import __version__
@@ -26,6 +26,7 @@ main.add_command(top)
 main.add_command(stack)
 main.add_command(compare)
 main.add_command(trace)
+main.add_command(report)
 main.add_command(checkpoint)
 main.add_command(slurm)
 main.add_command(manifest)

@@ -1,4 +1,4 @@
-"""``lockstep runs``, ``top``, ``stack`` and ``compare``: look at runs that were recorded."""
+"""``lockstep runs``, ``top``, ``stack``, ``compare`` and ``report``: look at runs that were recorded."""
 
 from __future__ import annotations
 
@@ -155,3 +155,38 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# A report of a run ---------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@_RUN
+@click.option(
+    "-o",
+    "out",
+    type=click.Path(path_type=Path),
+    default=Path("report.html"),
+    show_default=True,
+    help="The file to write.",
+)
+def report(run: str | None, out: Path) -> None:
+    """Write what is known of a run into one HTML file, which any browser shows without a network.
+
+    RUN is as for lockstep stack. The file is yours alone (0600) and replaces what is there.
+    """
+    from lockstep import _files
+    from lockstep.errors import LockstepError
+    from lockstep.runs import history
+    from lockstep.runs.report import numbers, page
+
+    with errors("report"):
+        account = numbers.collect(history.find(run, _homes()))
+        words = page.build(account)
+        try:
+            _files.write_whole(out, words)
+        except OSError as error:
+            error.filename = str(out)
+            raise LockstepError(f"the report can't be written: {_files.describe(error)}") from error
+    soon = ", so far" if account.run.is_alive else ""
+    click.echo(f"{out}: {account.run.name}{soon}, {len(words.encode()) / 2**10:,.0f} kB")

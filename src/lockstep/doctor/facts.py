@@ -33,7 +33,7 @@ def collect() -> dict[str, Any]:
         "libc": " ".join(platform.libc_ver()),
         "architecture": platform.machine(),
         "packages": versions(),
-        "processor": processor(),
+        "processor": machine.processor(),
         "cores": machine.cores(),
         "cores_of_the_machine": os.cpu_count(),
         "quota": machine.cpu_quota(),
@@ -53,12 +53,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
-
-
-def processor() -> str:
-    """Return what the processor calls itself."""
-    found = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", text("/proc/cpuinfo"), re.MULTILINE)
-    return found[1] if found else platform.machine()
 
 
 def driver() -> str:

@@ -36,6 +36,11 @@ class JobFiles:
         """The launcher's report on the rank that holds up the others now."""
         return self.folder / "late"
 
+    @property
+    def notes(self) -> Path:
+        """What ranks have told for the record; see notes.py."""
+        return self.folder / "notes"
+
     def failure(self, rank: int) -> Path:
         """Return the file of a rank's failure record."""
         return self.folder / f"failure-{rank}.json"

@@ -117,13 +117,15 @@ class Flight:
         self._cells[Cell.LISTENS] = int(listening)
 
     def begin_wait(self, what: str) -> None:
-        """From now on this rank sleeps until others come, in ``what``."""
+        """From now on this rank waits until others come, in ``what``; empty: it does not sleep yet, and the page's text
+        stays what it was."""
         if get_ident() in _background:
             return
         self._depth += 1  # (a backend knows more of a wait than who called it: the innermost tells)
-        frame = user_frame(_getframe(1))
-        at = "" if frame is None or " at " in what else f" at {words(frame.f_code, frame.f_lineno)}"
-        encode(self._page, Text.WAITS_IN, what + at)
+        if what:
+            frame = user_frame(_getframe(1))
+            at = "" if frame is None or " at " in what else f" at {words(frame.f_code, frame.f_lineno)}"
+            encode(self._page, Text.WAITS_IN, what + at)
         self._cells[_MARK] = next(_others) + self._cells[_MARK] % WAITS + WAITS
 
     def end_wait(self, *, failed: bool = False) -> None:

@@ -260,12 +260,14 @@ class Launcher:
 
     def _record_start(self) -> None:
         attempt = self.attempt
+        machines = tuple(zip(attempt.round.hosts, attempt.round.ranks, strict=True)) if attempt.round.hosts else ()
         self.recorder.begin(
             number=attempt.number,
             node=attempt.round.node_rank,
             world_size=attempt.round.world_size,
             ranks=range(attempt.round.world_size) if self._speaks_for_all else attempt.round.local_ranks,
             job_folder=attempt.folder,
+            machines=machines,
         )
         if self.spec.trace is not None:
             self._tracer = Tracer(

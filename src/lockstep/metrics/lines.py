@@ -42,6 +42,7 @@ from lockstep.comm.peers import OverGroup, Peers
 from lockstep.comm.together import together
 from lockstep.comm.world import World
 from lockstep.errors import LockstepError, listed
+from lockstep.job import notes
 from lockstep.metrics import sinks as to
 from lockstep.metrics.file import LogFile
 from lockstep.metrics.series import Numbers, Summary, merged, readable
@@ -207,6 +208,7 @@ class Lines:
             self._file = LogFile(self._target.path, after=self._after)
         except OSError as error:
             raise LockstepError(_files.describe(error)) from error
+        notes.tell(notes.LOG, path=str(self._target.path))
         if self._sinks is None:
             self._sinks = to.make(self._target.sinks)
 

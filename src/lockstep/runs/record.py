@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep import _proc
+from lockstep import _proc, knobs, machine
 from lockstep._files import write_whole
+from lockstep.job.notes import CHECKPOINT, Notes
 from lockstep.job.page import Phase
 from lockstep.job.summary import Progress, Summary
 from lockstep.runs.series import SeriesWriter
@@ -19,6 +22,8 @@ from lockstep.version import __version__
 
 #: The version of run.json.
 VERSION = 1
+#: Checkpoints that are noted at most.
+_CHECKPOINTS = 1000
 
 
 class Recorder:
@@ -47,15 +52,29 @@ class Recorder:
             "began": self._began,
             "starts": [],
             "events": [],
+            "checkpoints": [],
+            "logs": [],
         }
         self._folder: Path | None = None
         self._suffix = ""
         self._series: SeriesWriter | None = None
         self._start: dict[str, Any] | None = None
         self._ranks: dict[int, Progress] = {}
+        self._notes: Notes | None = None
+        #: Of so many checkpoints, one is noted; and how many there were.
+        self._stride, self._checkpoints = 1, 0
         self._failed = False
 
-    def begin(self, *, number: int, node: int, world_size: int, ranks: Sequence[int], job_folder: Path) -> None:
+    def begin(
+        self,
+        *,
+        number: int,
+        node: int,
+        world_size: int,
+        ranks: Sequence[int],
+        job_folder: Path,
+        machines: Sequence[tuple[str, int]] = (),
+    ) -> None:
         """The ranks are started, for the ``number``-th time, from 0.
 
         Args:
@@ -64,17 +83,20 @@ class Recorder:
             world_size: ranks of the whole job.
             ranks: those whose moments will be added.
             job_folder: the private folder of this start.
+            machines: the name of each machine of the job, and how many ranks it has; empty: this one is alone.
         """
+        self._take_notes()
         if not self._about["starts"]:
             self._suffix = f"-node{node}" if node else ""
             self._about["node"] = node
-        self._series = None
+        self._series, self._notes = None, Notes(job_folder)
         self._ranks = dict.fromkeys(ranks, Progress(0, (0.0,) * len(Phase)))
         self._start = {
             "number": number,
             "at": self._seconds(),
             "world_size": world_size,
             "folder": str(job_folder),
+            "machines": [list(each) for each in machines],
         }
 
     def add(self, ranks: Mapping[int, Progress], pids: Mapping[int, int | None]) -> None:
@@ -92,12 +114,15 @@ class Recorder:
                 self._series = SeriesWriter(path, list(self._ranks))
                 self._start |= {"series": path.name, "ranks": {str(rank): pid for rank, pid in pids.items()}}
                 self._about["starts"].append(self._start)
+                self._about.setdefault("environment", _environment())
                 self._write()
             self._ranks.update(ranks)
-            rows = [[rank.steps, rank.samples, rank.memory, *rank.seconds] for rank in self._ranks.values()]
+            rows = [[rank.steps, rank.samples, rank.memory, *rank.seconds, rank.held] for rank in self._ranks.values()]
             self._series.add(self._seconds(), rows)
         except OSError as error:
             self._give_up(error)
+        if self._take_notes():
+            self._update()
 
     def event(self, kind: str, text: str) -> None:
         """Note something that happened, for people."""
@@ -106,11 +131,32 @@ class Recorder:
 
     def end(self, *, exit_code: int, summary: Summary | None, peaks: Mapping[int, int | None]) -> None:
         """The run is over; where nothing was written so far, nothing is."""
+        self._take_notes()
         self._about["ended"] = time.time()
         self._about["exit_code"] = exit_code
         if summary is not None:
-            self._about["summary"] = summary.to_json(peaks)
+            self._about["summary"] = summary.to_json(peaks) | {"text": summary.describe(peaks)}
         self._update()
+
+    def _take_notes(self) -> bool:
+        """Add what ranks have told since the last time; return whether that was anything."""
+        notes = [] if self._notes is None else self._notes.take()
+        for note in notes:
+            if note["is"] == CHECKPOINT:
+                self._add_checkpoint(note["at"] - self._clock, note["step"])
+            elif note["path"] not in self._about["logs"]:
+                self._about["logs"].append(note["path"])
+        return bool(notes)
+
+    def _add_checkpoint(self, at: float, step: int) -> None:
+        """Note a checkpoint; of very many every other one goes, as with the rows of a series."""
+        noted = self._about["checkpoints"]
+        if self._checkpoints % self._stride == 0:
+            noted.append({"at": at, "step": step})
+        self._checkpoints += 1
+        if len(noted) > _CHECKPOINTS:
+            del noted[1::2]
+            self._stride *= 2
 
     def _seconds(self) -> float:
         return time.monotonic() - self._clock
@@ -138,3 +184,23 @@ class Recorder:
     def _give_up(self, error: OSError) -> None:
         self._failed = True
         self._tell(f"the record of this run ends here, the run goes on: {error}")
+
+
+def _environment() -> dict[str, Any]:
+    """Return what the run's figures depend on besides its program."""
+    from importlib import metadata  # here: it takes longer to import than all of the launcher's own
+
+    torch = ""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        torch = metadata.version("torch")
+    system = os.uname()
+    return {
+        "python": sys.version.split()[0],
+        "torch": torch,
+        "kernel": system.release,
+        "architecture": system.machine,
+        "processor": machine.processor(),
+        "cores": machine.cores(),
+        "gpus": machine.gpus(),
+        "variables": knobs.chosen(),
+    }

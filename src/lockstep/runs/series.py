@@ -15,15 +15,17 @@ import json
 import os
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from lockstep._files import write_whole
 from lockstep.job.page import Phase
 
-#: What there is of each rank, in this order: optimizer steps, samples, bytes of memory, seconds by phase.
-COLUMNS = ("steps", "samples", "memory", *(phase.name.lower() for phase in Phase))
+#: What there is of each rank, in this order: optimizer steps, samples, bytes of memory, seconds by phase, seconds for
+#: which others waited while it worked. Readers go by the names in the file: earlier ones have no "held".
+COLUMNS = ("steps", "samples", "memory", *(phase.name.lower() for phase in Phase), "held")
 #: Rows of a file at most.
 MOST = 4096
 #: Seconds that a row may come early: the caller's are not exact.
@@ -88,24 +90,25 @@ class Series:
     columns: dict[str, list[tuple[float, ...]]]
 
     @classmethod
-    def read(cls, path: Path) -> Series:
+    def read(cls, path: Path, *, most: int | None = None) -> Series:
         """Read a file.
+
+        Args:
+            path: the file.
+            most: rows to read at most, evenly chosen, and always the last one; 2 or more. None: all.
 
         Raises:
             ValueError: it is no series, or of a later version.
         """
-        head, newline, data = path.read_bytes().partition(b"\n")
-        try:
-            about = json.loads(head)
-            version, ranks, names = about["series"], tuple(map(int, about["ranks"])), tuple(about["columns"])
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path}: not a series of a run") from None
-        if version != VERSION or not newline:
-            raise ValueError(f"{path}: a series of version {version}, and this lockstep reads version {VERSION}")
-        size = 1 + len(ranks) * len(names)
+        with open(path, "rb") as file:
+            head = file.readline()
+            ranks, names = _parse(path, head)
+            size = 4 * (1 + len(ranks) * len(names))
+            count = (os.fstat(file.fileno()).st_size - len(head)) // size
+            data = b"".join(_chosen(file, len(head), size, count, most))
         values = array("f")
-        values.frombytes(data[: len(data) // (4 * size) * 4 * size])
-        rows = _little(values)
+        values.frombytes(data)
+        rows, size = _little(values), size // 4
         places = [slice(1 + place, None, len(names)) for place in range(len(names))]
         starts = range(0, len(rows), size)
         columns = {
@@ -113,6 +116,28 @@ class Series:
             for name, place in zip(names, places, strict=True)
         }
         return cls(ranks, tuple(rows[start] for start in starts), columns)
+
+
+def _parse(path: Path, head: bytes) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the ranks and the columns that the first line of a file names."""
+    try:
+        about = json.loads(head)
+        version, ranks, names = about["series"], tuple(map(int, about["ranks"])), tuple(map(str, about["columns"]))
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path}: not a series of a run") from None
+    if version != VERSION or not head.endswith(b"\n"):
+        raise ValueError(f"{path}: a series of version {version}, and this lockstep reads version {VERSION}")
+    return ranks, names
+
+
+def _chosen(file: BinaryIO, start: int, size: int, count: int, most: int | None) -> Iterator[bytes]:
+    """Yield ``most`` of the ``count`` rows, or all of them."""
+    if most is None or count <= most:
+        yield file.read(count * size)
+        return
+    for place in range(most):
+        file.seek(start + size * (place * (count - 1) // (most - 1)))
+        yield file.read(size)
 
 
 def _little(values: array[float]) -> array[float]:

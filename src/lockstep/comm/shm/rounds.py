@@ -197,11 +197,13 @@ class Rounds:
         for _ in range(self._polls):
             if trywait(token) == 0:
                 return True
-        limit = time.monotonic() + self._yielding
-        while time.monotonic() < limit:
-            os.sched_yield()
-            if trywait(token) == 0:
-                return True
+        # It waits from here on, by what others see: where the ranks share cores, this may be a good part of a wait.
+        with flight.waiting(""):
+            limit = time.monotonic() + self._yielding
+            while time.monotonic() < limit:
+                os.sched_yield()
+                if trywait(token) == 0:
+                    return True
         return False
 
     def _sleep(self, pending: list[tuple[int, int]]) -> None:

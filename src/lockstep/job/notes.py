@@ -1,0 +1,59 @@
+"""What a rank has to tell for the record of its run: where it logs, which checkpoints are complete.
+
+A line of JSON each, at the end of a file in the job's folder, which the launcher reads as it grows. Nothing is decided
+by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep import knobs
+from lockstep.job.files import JobFiles
+
+#: Kinds of notes: a checkpoint is complete, with its step; a log is written to, with its path.
+CHECKPOINT, LOG = "checkpoint", "log"
+
+
+def tell(kind: str, **facts: str | int) -> None:
+    """Leave a note, with the moment on the monotonic clock, which all processes of a machine share. Where no launcher
+    of ours listens, nothing is done."""
+    folder = knobs.job_dir()
+    if folder is None:
+        return
+    line = json.dumps({"is": kind, "at": time.monotonic(), **facts}).encode() + b"\n"
+    # A full disk, or a launcher that is gone with its folder, ends what is kept of a run and not the run.
+    with contextlib.suppress(OSError):
+        fd = os.open(JobFiles(folder).notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, line)
+        finally:
+            os.close(fd)
+
+
+class Notes:
+    """The launcher's end: reads what the ranks of one start have told.
+
+    Args:
+        folder: the job's private folder of this start.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._path = JobFiles(folder).notes
+        self._read = 0
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return the notes since the last call; what is not whole yet comes with the next one."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._read)
+                whole = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._read += len(whole[0]) + len(whole[1])
+        return [json.loads(line) for line in whole[0].splitlines()]

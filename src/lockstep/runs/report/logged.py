@@ -1,0 +1,129 @@
+"""What the script of a run has logged (metrics.jsonl), found again and thinned out for a report."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.runs.history import Run
+
+#: Bytes of a file that are read; names that are drawn; points of one name, and of all together.
+_BYTES, _NAMES, _POINTS, _ALL_POINTS = 64 * 2**20, 60, 400, 12_000
+#: Files of earlier runs that are looked into.
+_ASIDE = 50
+#: What a line says of itself.
+_OWN = ("step", "time", "nonfinite")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One name of a log. A point is the mean of ``count`` lines, if there were too many to draw them all."""
+
+    name: str
+    #: Seconds since the run began, steps, and values; NaN: not finite, or none.
+    times: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    #: The least and the greatest value in each point; equal to the values where no lines were put together.
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+
+
+def read_metrics(run: Run, notes: list[str], *, until: float | None) -> list[Metric]:
+    """Read what a run has logged in its time.
+
+    Args:
+        run: its record, which says where.
+        notes: what can't be shown is said here.
+        until: when the run has ended, on the wall clock; None: it has not.
+    """
+    found: dict[str, Metric] = {}
+    paths = [Path(str(path)) for path in run.about.get("logs", ())]
+    for path in paths:
+        prefix = f"{path.parent.name}/{path.name}: " if len(paths) > 1 else ""
+        lines = _lines(path, run, until, notes)
+        if lines is None:
+            notes.append(f"{path} is not there (any more), so what the script logged in it is not shown")
+            continue
+        for line in lines:
+            _take(line, run.began, prefix, found)
+    shown = [metric for metric in found.values() if any(map(math.isfinite, metric.values))]
+    if len(shown) > _NAMES:
+        notes.append(f"{len(shown)} names were logged; the first {_NAMES} are shown")
+        shown = shown[:_NAMES]
+    most = max(20, min(_POINTS, _ALL_POINTS // max(1, len(shown))))
+    return [_thin(metric, most) for metric in shown]
+
+
+def _lines(path: Path, run: Run, until: float | None, notes: list[str]) -> list[dict[str, Any]] | None:
+    """Return the lines that were written while the run went on; None: there is no such file.
+
+    A run that began anew in the same folder has renamed the file. A folder that was moved has it beside the record.
+    """
+    seen = False
+    for candidate in (path, run.path.parent / path.name):
+        aside = sorted(candidate.parent.glob(f"{_escaped(path.stem)}-*{path.suffix}"))[:_ASIDE]
+        for each in (candidate, *aside):
+            try:
+                lines = list(_within(each, run.began, until, notes))
+            except OSError:
+                continue
+            seen = True
+            if lines:
+                return lines
+    return [] if seen else None
+
+
+def _escaped(stem: str) -> str:
+    return "".join(f"[{each}]" if each in "*?[" else each for each in stem)
+
+
+def _within(path: Path, began: float, until: float | None, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file that were written between two moments."""
+    with open(path, "rb") as file:
+        data = file.read(_BYTES)
+        if file.read(1):
+            notes.append(f"{path} is larger than {_BYTES // 2**20} MiB: the beginning of it is shown")
+    for text in data.rpartition(b"\n")[0].splitlines():
+        try:
+            line = json.loads(text)
+            time, step = line["time"], line["step"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue  # none that lockstep.Log has written
+        if not isinstance(time, (int, float)) or type(step) is not int or abs(step) > 2**53:
+            continue
+        if began - 1.0 <= time and (until is None or time <= until + 5.0):
+            yield line
+
+
+def _take(line: dict[str, Any], began: float, prefix: str, found: dict[str, Metric]) -> None:
+    for name, value in line.items():
+        if name in _OWN or isinstance(value, str):
+            continue
+        number = float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else math.nan
+        metric = found.setdefault(prefix + name, Metric(prefix + name))
+        metric.times.append(float(line["time"]) - began)
+        metric.steps.append(line["step"])
+        for values in (metric.values, metric.low, metric.high):
+            values.append(number)
+
+
+def _thin(metric: Metric, most: int) -> Metric:
+    """Put neighbours together until there are at most so many points."""
+    count = len(metric.times)
+    if count <= most:
+        return metric
+    thin = Metric(metric.name)
+    for point in range(most):
+        part = slice(point * count // most, (point + 1) * count // most)
+        known = [value for value in metric.values[part] if math.isfinite(value)]
+        thin.times.append(metric.times[part][-1])
+        thin.steps.append(metric.steps[part][-1])
+        thin.values.append(sum(known) / len(known) if known else math.nan)
+        thin.low.append(min(known, default=math.nan))
+        thin.high.append(max(known, default=math.nan))
+    return thin

@@ -263,6 +263,17 @@ def untraced(cls: Class) -> Class:
     return cls
 
 
+def collectives_issued(group: Any, device: Any) -> int | None:
+    """Return how many collectives ``group`` has issued for tensors on ``device``, by torch's own count.
+
+    Ranks count alike, and no public function tells. None: the backend does not count.
+    """
+    try:
+        return int(group._get_backend(device)._get_sequence_number_for_group())
+    except (RuntimeError, AttributeError):
+        return None
+
+
 def leave_out_of_flight_recorder(backend: str) -> None:
     """Tell torch, from 2.15 on, not to attach its flight recorder to groups of ``backend``.
 

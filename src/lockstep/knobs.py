@@ -25,6 +25,8 @@
                        steps take less. 5 by default.
 ``LOCKSTEP_QUIET``     1: leave out the summary at the end of ``lockstep.spawn``, and of ``lockstep run``, which
                        also has ``--quiet``.
+``LOCKSTEP_TRACE``     STEPS or STEPS:FROM, e.g. 20:100: write down what the ranks do in so many steps, after
+                       FROM (10) steps of a start, as ``lockstep run --trace`` does; for ``lockstep.spawn``.
 ``LOCKSTEP_KEY``       32 random bytes as hexadecimal digits, or the path of a file (0600) that holds them: machines
                        that meet by ``--rdzv`` prove to each other that they know it.
 ``LOCKSTEP_SSH``       the ssh client for ``lockstep run --hosts``, with options if need be (``ssh -F FILE``). By
@@ -57,12 +59,13 @@ KEEP_MEMORY = "LOCKSTEP_KEEP_MEMORY"
 SHM_CHUNK = "LOCKSTEP_SHM_CHUNK"
 LATE = "LOCKSTEP_LATE"
 QUIET = "LOCKSTEP_QUIET"
+TRACE = "LOCKSTEP_TRACE"
 KEY = "LOCKSTEP_KEY"
 SSH = "LOCKSTEP_SSH"
 TRACEBACK = "LOCKSTEP_TRACEBACK"
 
 #: Those that the user sets and that mean the same on every machine.
-PASSED_ON = (PRELOAD, BACKEND, TIMEOUT, KEEP_MEMORY, SHM_CHUNK, LATE, QUIET, TRACEBACK)
+PASSED_ON = (PRELOAD, BACKEND, TIMEOUT, KEEP_MEMORY, SHM_CHUNK, LATE, QUIET, TRACE, TRACEBACK)
 
 #: Those that the launcher sets for its ranks, and a rank for what it starts; nobody else has a use for them.
 OF_A_RANK = (STORE, JOB_DIR, RANK_PROCESS, JOINED, RESTART, ROUND)
@@ -74,6 +77,12 @@ DEFAULT_TIMEOUT = 600.0
 
 #: Seconds that a rank may hold up the others before the launcher says so.
 DEFAULT_LATE = 5.0
+
+#: Steps that a rank takes before the traced ones, unless the user says otherwise.
+DEFAULT_TRACE_FROM = 10
+
+#: More would be a file that no viewer opens.
+MOST_TRACED = 10_000
 
 #: Bytes of a stage of the backend "shm": three per rank stay in the L2 cache of common machines.
 DEFAULT_SHM_CHUNK = 512 * 1024
@@ -88,7 +97,7 @@ def names() -> frozenset[str]:
 def bad_values(env: Mapping[str, str] = os.environ) -> list[str]:
     """Return what is wrong with values that are set, a sentence for each."""
     found = []
-    for read in (keep_memory, timeout, late, key, ssh, shm_chunk):
+    for read in (keep_memory, timeout, late, trace, key, ssh, shm_chunk):
         try:
             read(env)
         except EnvironmentMismatch as error:
@@ -176,6 +185,34 @@ def late(env: Mapping[str, str] = os.environ) -> float:
 def quiet(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether the summary at the end is to be left out: ``LOCKSTEP_QUIET`` is neither empty nor 0."""
     return env.get(QUIET, "") not in ("", "0")
+
+
+def trace(env: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """Return how many steps are to be traced, and how many come before them; None: none are.
+
+    Raises:
+        EnvironmentMismatch: ``LOCKSTEP_TRACE`` does not say it.
+    """
+    text = env.get(TRACE, "")
+    try:
+        return parse_trace(text) if text else None
+    except ValueError as error:
+        raise EnvironmentMismatch(f"{TRACE}={text}: {error}") from None
+
+
+def parse_trace(text: str) -> tuple[int, int]:
+    """Return how many steps ``STEPS[:FROM]`` asks for, and how many come before them.
+
+    Raises:
+        ValueError: it is not of this form; the message says what is expected.
+    """
+    steps, colon, first = text.partition(":")
+    if not (steps.isdecimal() and (first.isdecimal() or not colon) and 0 < int(steps) <= MOST_TRACED):
+        raise ValueError(
+            f"expected STEPS or STEPS:FROM, whole numbers, STEPS from 1 to {MOST_TRACED}, e.g. 20:100 for the 20 steps "
+            "that follow the first 100"
+        )
+    return int(steps), int(first) if colon else DEFAULT_TRACE_FROM
 
 
 def key(env: Mapping[str, str] = os.environ) -> str:

@@ -277,6 +277,26 @@ def test_mark_untraced_and_untraced() -> None:
     assert torch.compile(twice, backend="eager")(torch.ones(1)).tolist() == [6]
 
 
+def _count_collectives() -> list[Any]:
+    lockstep.init("gloo")
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    counts = [_torch.collectives_issued(group, cpu) or 0]
+    for issue in (
+        lambda: dist.all_reduce(torch.ones(3)),
+        lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),
+        lambda: dist.broadcast(torch.ones(3), 0),
+        lambda: dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3)),
+        dist.barrier,
+    ):
+        issue()  # type: ignore[no-untyped-call]
+        counts.append(_torch.collectives_issued(group, cpu) or 0)
+    return [count - counts[0] for count in counts] + [_torch.collectives_issued(group, torch.device("meta"))]
+
+
+def test_collectives_issued() -> None:
+    assert run_ranks(_count_collectives, 2) == [[0, 1, 2, 3, 4, 5, None]] * 2
+
+
 def _record_flights() -> list[Any]:
     lockstep.init("shm")
     recorders = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)

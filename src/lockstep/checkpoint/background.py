@@ -33,6 +33,7 @@ from lockstep.checkpoint.together import together
 from lockstep.comm.peers import OverStore, Peers
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
+from lockstep.job import flight
 
 #: Carries out a plan with these peers, and returns the checkpoint's folder.
 Writer = Callable[[WritePlan, Peers], Path]
@@ -120,6 +121,7 @@ class Background:
         )
 
     def _run(self, task: Callable[[], Path], peers: OverStore) -> None:
+        flight.current.begin(f"saving step {self._step}")
         try:
             self._folder = task()
         except BaseException as error:  # noqa: BLE001  (raised in the thread that trains, at its next call)
@@ -127,6 +129,7 @@ class Background:
             if self._world.is_main:  # now, because that call may be hours away
                 print(f"lockstep: saving step {self._step} in the background failed: {error}", file=sys.stderr)
         finally:
+            flight.current.end()
             peers.leave()
 
     def failed_unheard(self) -> bool:

@@ -11,6 +11,7 @@ from lockstep.cli.plan import plan
 from lockstep.cli.run import run
 from lockstep.cli.runs import compare, report, runs, stack, top
 from lockstep.cli.slurm import slurm
+from lockstep.cli.trace import trace
 from lockstep.version import __version__
 
 
@@ -25,6 +26,7 @@ main.add_command(runs)
 main.add_command(top)
 main.add_command(stack)
 main.add_command(compare)
+main.add_command(trace)
 main.add_command(report)
 main.add_command(plan)
 main.add_command(checkpoint)

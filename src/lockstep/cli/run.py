@@ -53,6 +53,11 @@ import click
 )
 @click.option("--all-output", is_flag=True, help="Show every rank's lines, not only rank 0's.")
 @click.option("--quiet", is_flag=True, help="No summary at the end (LOCKSTEP_QUIET=1).")
+@click.option(
+    "--trace",
+    metavar="STEPS[:FROM]",
+    help="Record what all ranks do in so many steps, after FROM steps (10), in a file for ui.perfetto.dev.",
+)
 @click.option("--grace", default=10.0, show_default=True, metavar="SECONDS", help="Time to stop before being killed.")
 @click.option(
     "--max-restarts",
@@ -81,6 +86,7 @@ def run(
     log_dir: Path | None,
     all_output: bool,
     quiet: bool,
+    trace: str | None,
     grace: float,
     max_restarts: int | None,
     program: str,
@@ -127,6 +133,7 @@ def run(
             log_dir=log_dir,
             output=Output.ALL if all_output else Output.FIRST,
             quiet=quiet or knobs.quiet(),
+            trace=knobs.trace() if trace is None else _parse_trace(trace),
             grace=grace,
             max_restarts=(place.restarts or 0) if max_restarts is None else max_restarts,
             rendezvous=None if place.rendezvous is None else replace(place.rendezvous, ranks=nproc),
@@ -147,7 +154,7 @@ def run(
 #: Options that say where the machines are, as --hosts does.
 _ELSEWHERE = ("nnodes", "rdzv", "rdzv_id", "node_rank", "master_addr", "master_port", "local_addr", "standalone")
 #: Options that each host's launcher is given as they are.
-_EVERYWHERE = ("join_timeout", "regroup_after", "log_dir", "grace", "max_restarts")
+_EVERYWHERE = ("join_timeout", "regroup_after", "log_dir", "trace", "grace", "max_restarts")
 
 
 def _run_on_hosts(hosts: str, given: dict[str, Any]) -> int:
@@ -159,6 +166,8 @@ def _run_on_hosts(hosts: str, given: dict[str, Any]) -> int:
     """
     from lockstep.launch.hosts import Line, parse_hosts, refuse_with_hosts, run_on_hosts
 
+    if given["trace"] is not None:
+        _parse_trace(given["trace"])
     refuse_with_hosts(hosts, {_option(name): given[name] for name in _ELSEWHERE})
     words = [f"{_option(name)}={given[name]}" for name in _EVERYWHERE if given[name] is not None]
     words += ["--all-output"] if given["all_output"] else []
@@ -166,6 +175,15 @@ def _run_on_hosts(hosts: str, given: dict[str, Any]) -> int:
     words += ["-m"] if given["is_module"] else []
     rest = (*words, "--", given["program"], *given["args"])
     return run_on_hosts(parse_hosts(hosts), Line(given["ranks"], rest, grace=given["grace"]))
+
+
+def _parse_trace(text: str) -> tuple[int, int]:
+    from lockstep import knobs
+
+    try:
+        return knobs.parse_trace(text)
+    except ValueError as error:
+        raise ValueError(f"--trace {text}: {error}") from None
 
 
 def _option(name: str) -> str:

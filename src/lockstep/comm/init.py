@@ -25,6 +25,7 @@ from torch.optim import optimizer as optimizers
 
 from lockstep import knobs, machine
 from lockstep.comm import guests, mpirun, streams
+from lockstep.comm import tracing as _  # noqa: F401  (a trace sees collectives by it)
 from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.choose import open_fastest
 from lockstep.comm.exchange import all_gather_records
@@ -34,7 +35,7 @@ from lockstep.comm.world import World
 from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
 from lockstep.identity import Identity, adopt
 from lockstep.job import device as gpu_time
-from lockstep.job import flight
+from lockstep.job import flight, tracing
 
 register()  # the backend "shm", where torch has not done it
 
@@ -104,6 +105,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     _count_steps()
     if device.type == "cuda":
         gpu_time.watch(Gpu(device))
+        tracing.settle()
     guests.mark(identity)
     return _world
 

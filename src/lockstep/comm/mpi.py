@@ -113,6 +113,11 @@ class MpiEngine(Engine):
         self._timeout = timeout
         self._fresh = True
 
+    @property
+    def number(self) -> int:
+        """See :class:`Engine`."""
+        return self._sequence
+
     def known(self) -> LockstepError | None:
         """See :class:`Engine`."""
         return self._known

@@ -27,6 +27,7 @@ from lockstep.data.contents import fingerprint
 from lockstep.data.order import global_batches, mix, slice_bounds
 from lockstep.data.seeding import preserved_generators, seed_generators
 from lockstep.data.source import Shardable
+from lockstep.job.trace import BatchTimes
 from lockstep.job.workers import AtWork
 from lockstep.trees import parts_of, rebuilt
 
@@ -179,6 +180,39 @@ class StreamDataset(IterableDataset[Fetched]):
         return Fetched(batch, stop - start, len(samples), print_)
 
 
+class TimedSlices(SliceDataset):
+    """As :class:`SliceDataset`, in a job whose steps are traced: a worker writes down when it made which batch."""
+
+    times: BatchTimes | None = None
+
+    def __getitem__(self, key: SliceKey) -> Fetched:
+        if self.times is None:
+            return super().__getitem__(key)
+        begun = time.monotonic_ns()
+        fetched = super().__getitem__(key)
+        self.times.add(begun, key.position, fetched.samples)
+        return fetched
+
+
+class TimedStream(StreamDataset):
+    """As :class:`StreamDataset`, and see :class:`TimedSlices`."""
+
+    times: BatchTimes | None = None
+
+    def __iter__(self) -> Iterator[Fetched]:
+        slices, position = super().__iter__(), 0
+        while True:
+            begun = time.monotonic_ns()
+            try:
+                fetched = next(slices)
+            except StopIteration:
+                return
+            if self.times is not None:
+                self.times.add(begun, position, fetched.samples)
+            position += fetched.global_samples
+            yield fetched
+
+
 class WorkerStart:
     """A worker_init_fn: the user's own, called with the user's own dataset in ``get_worker_info()``.
 
@@ -198,7 +232,10 @@ class WorkerStart:
         if info is not None and isinstance(info.dataset, (SliceDataset, StreamDataset)):
             folder = knobs.job_dir()
             if folder is not None:
-                info.dataset.at_work = AtWork(folder, rank=self._rank, name=f"{self._loader}-{worker_id}")
+                name = f"{self._loader}-{worker_id}"
+                info.dataset.at_work = AtWork(folder, rank=self._rank, name=name)
+                if isinstance(info.dataset, (TimedSlices, TimedStream)):
+                    info.dataset.times = BatchTimes(folder, rank=self._rank, name=name)
             # torch's documentation tells users to split a stream through worker_info.dataset, which is a frozen record.
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._then is not None:
@@ -317,10 +354,10 @@ def inner_loader(
     source: Shardable, world: World, keys: Keys, generator: torch.Generator, *, pinned: bool, seeded: bool
 ) -> DataLoader[Fetched]:
     """Return a DataLoader over the same dataset, set up the same way, whose every item is one slice."""
-    given = source.loader
+    given, traced = source.loader, knobs.trace() is not None
     dataset: SliceDataset | StreamDataset
     if source.order == "stream":
-        dataset = StreamDataset(
+        dataset = (TimedStream if traced else StreamDataset)(
             given.dataset,  # type: ignore[arg-type]  # an IterableDataset, or the order would be another
             given.collate_fn,
             batch_size=source.batch_size,
@@ -331,7 +368,7 @@ def inner_loader(
         )
         workers = given.num_workers
     else:
-        dataset = SliceDataset(given.dataset, given.collate_fn, seeded=seeded)
+        dataset = (TimedSlices if traced else SliceDataset)(given.dataset, given.collate_fn, seeded=seeded)
         workers = max(1, given.num_workers // world.local_world_size) if given.num_workers else 0
     return DataLoader(
         dataset,

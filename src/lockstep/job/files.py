@@ -61,6 +61,30 @@ class JobFiles:
         """Return the files of all workers, with their ranks."""
         return [(int(path.name.split("-")[1]), path) for path in self.folder.glob("worker-*")]
 
+    def trace(self, rank: int) -> Path:
+        """Return the file of the events that a rank records while its steps are traced; see trace.py."""
+        return self.folder / f"trace-{rank}"
+
+    def trace_names(self, rank: int) -> Path:
+        """Return the file of the names that these have."""
+        return self.folder / f"trace-{rank}.names"
+
+    def trace_worker(self, rank: int, name: str, pid: int) -> Path:
+        """Return the file in which a loader's worker says when it made which batch."""
+        return self.folder / f"trace-{rank}-{name}-{pid}"
+
+    def trace_workers(self, rank: int) -> list[Path]:
+        """Return these files of all workers of a rank."""
+        return [*self.folder.glob(f"trace-{rank}-*")]
+
+    def profile(self, rank: int, number: int) -> Path:
+        """Return the file for what torch.profiler has exported in a rank, the ``number``-th time."""
+        return self.folder / f"profile-{rank}-{number}.json"
+
+    def profiles(self, rank: int) -> list[Path]:
+        """Return these files of a rank, in order."""
+        return sorted(self.folder.glob(f"profile-{rank}-*.json"), key=lambda path: int(path.stem.split("-")[2]))
+
     def told(self) -> str:
         """Return the launcher's report on the rank that holds up the others now; empty if there is none."""
         try:

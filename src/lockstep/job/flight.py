@@ -163,6 +163,12 @@ class Flight:
         if self._depth == 0 and not failed:
             self._cells[_MARK] = next(_others) + self._cells[_MARK] % WAITS
 
+    def begin(self, what: str) -> None:
+        """Something begins on this thread that only a trace shows (tracing.py); :meth:`end` must follow."""
+
+    def end(self) -> None:
+        """What began last on this thread is over."""
+
     def expect(self, reason: str) -> None:
         """Why this rank expects to be slow; empty if it does not."""
         encode(self._page, Text.REASON, reason)

@@ -23,6 +23,7 @@ from lockstep.launch.output import Streams
 from lockstep.launch.policy import Ending, Order, Policy
 from lockstep.launch.report import Outcome, say
 from lockstep.launch.spec import JobSpec, rank_environment
+from lockstep.launch.tracing import Tracer
 from lockstep.machine import is_loopback
 from lockstep.rendezvous.messages import Round
 from lockstep.runs.record import Recorder
@@ -41,10 +42,14 @@ class Attempt:
         home: the job's private folder.
         number: how many attempts came before on this machine.
         grace: seconds between asking the ranks to stop and killing them.
+        trace: how many steps are traced, and how many come before them; None: none are.
     """
 
-    def __init__(self, round_: Round, *, home: str, number: int, grace: float) -> None:
+    def __init__(
+        self, round_: Round, *, home: str, number: int, grace: float, trace: tuple[int, int] | None = None
+    ) -> None:
         self.round = round_
+        self._trace = trace
         self.number = number
         self.began = time.monotonic()
         #: Private to this attempt, so that it meets no rendezvous and no record of an earlier one.
@@ -68,7 +73,7 @@ class Attempt:
         interface = None
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             interface = "lo" if is_loopback(self.round.address) else self.round.interface
-        return rank_environment(self.round, local_rank, folder=str(self.folder), interface=interface)
+        return rank_environment(self.round, local_rank, folder=str(self.folder), interface=interface, trace=self._trace)
 
     def steps(self, rank: int) -> tuple[int | None, int | None]:
         """Return the optimizer steps of the whole run, and those that ``rank`` has taken since this start; None where
@@ -141,7 +146,8 @@ class Launcher:
         self.spec = spec
         self.recorder = recorder
         self._home = home
-        self.attempt = Attempt(round_, home=home, number=0, grace=spec.grace)
+        self.attempt = Attempt(round_, home=home, number=0, grace=spec.grace, trace=spec.trace)
+        self._tracer: Tracer | None = None
         #: The traceback of the zygote's imports, if they failed.
         self.broken: str | None = None
         self.selector = selectors.PollSelector()  # epoll refuses regular files, which standard output may be
@@ -223,8 +229,10 @@ class Launcher:
 
     def renew(self, round_: Round) -> Attempt:
         """Begin another attempt; the one before has ended."""
+        number = self.attempt.number + 1
+        self._tell(self._end_trace())
         self.attempt.close()
-        self.attempt = Attempt(round_, home=self._home, number=self.attempt.number + 1, grace=self.spec.grace)
+        self.attempt = Attempt(round_, home=self._home, number=number, grace=self.spec.grace, trace=self.spec.trace)
         self._record_start()
         return self.attempt
 
@@ -233,6 +241,10 @@ class Launcher:
         on, and, if all is well, what the time went to."""
         states, hangs = self.policy.states, self.attempt.hangs
         said, summary = hangs.ended(states), hangs.summary()
+        traced = self._end_trace()
+        for text in traced:
+            self.recorder.event("trace", text)
+        said += traced
         peaks = {rank: state.peak for rank, state in states.items()}
         speaks = self._speaks_for_all or self.spec.rendezvous is None or (summary is not None and not summary.is_whole)
         if summary is not None and speaks and exit_code in (0, EXIT_SAVED) and not self.spec.quiet:
@@ -257,6 +269,26 @@ class Launcher:
             job_folder=attempt.folder,
             machines=machines,
         )
+        if self.spec.trace is not None:
+            self._tracer = Tracer(
+                self.recorder.make_folder,
+                home=attempt.folder,
+                round_=attempt.round,
+                asked=self.spec.trace,
+            )
+
+    def _end_trace(self) -> list[str]:
+        """Write this start's trace, if one was asked for and a rank was started; return what there is to say."""
+        tracer, self._tracer = self._tracer, None
+        states = self.policy.states.values()
+        if tracer is None or all(state.pid is None for state in states):
+            return []
+        return tracer.conclude(steps=min(self.attempt.steps(state.rank)[1] or 0 for state in states))
+
+    def _tell(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            say(text)
+            self.recorder.event("trace", text)
 
     @property
     def _speaks_for_all(self) -> bool:
@@ -273,6 +305,8 @@ class Launcher:
                 self.recorder.event("late", text)
             progress = hangs.known(now) if self._speaks_for_all else hangs.progress()
             self.recorder.add(progress, {rank: state.pid for rank, state in states.items()})
+        if self._tracer is not None:
+            self._tell(self._tracer.look())
         for rank in self.policy.alive:
             record = self.attempt.record(rank)
             if record is not None and now - record.at > self.spec.grace:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from lockstep import knobs, tracebacks
 from lockstep.identity import Identity, place
-from lockstep.job import flight
+from lockstep.job import flight, tracing
 from lockstep.job.files import FailureRecord
 from lockstep.job.page import Phase
 from lockstep.job.stop import interrupt_once
@@ -99,6 +99,12 @@ def _take_page() -> None:
     optimizers = sys.modules.get("torch.optim.optimizer")  # the zygote's; where it has none, lockstep.init() counts
     if optimizers is not None:
         flight.watch_optimizers(optimizers)
+    traced = knobs.trace()
+    if traced is not None:
+        try:
+            tracing.arm(folder, rank=identity.rank, steps=traced[0], first=traced[1])
+        except OSError as error:
+            print(f"lockstep: rank {identity.rank} can't be traced: {error}", file=sys.stderr)
 
 
 def _reseed() -> None:

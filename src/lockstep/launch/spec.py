@@ -81,6 +81,8 @@ class JobSpec:
     grace: float = DEFAULT_GRACE
     #: Whether to leave out the summary at the end.
     quiet: bool = field(default_factory=knobs.quiet)
+    #: How many steps are traced, and how many come before them; None: none are.
+    trace: tuple[int, int] | None = field(default_factory=knobs.trace)
     #: How often all ranks are started again after one failed.
     max_restarts: int = 0
     #: Where this launcher meets those of other machines; None: it does not, the machines are known beforehand.
@@ -130,7 +132,12 @@ class JobSpec:
 
 
 def rank_environment(
-    round_: Round, local_rank: int, *, folder: str, interface: str | None = None
+    round_: Round,
+    local_rank: int,
+    *,
+    folder: str,
+    interface: str | None = None,
+    trace: tuple[int, int] | None = None,
 ) -> dict[str, str | None]:
     """Return the variables that one rank sees changed; None means unset.
 
@@ -139,12 +146,14 @@ def rank_environment(
         local_rank: which rank of this machine.
         folder: the private folder of this start of the job.
         interface: the network device that gloo is to use, whatever the host's name resolves to; None: it chooses.
+        trace: how many steps are traced, and how many come before them; None: none are.
     """
     env: dict[str, str | None] = dict(round_.identity(local_rank).to_environment())
     env["MASTER_ADDR"], env["MASTER_PORT"] = round_.address, str(round_.port)
     env[knobs.JOB_DIR] = folder
     env[knobs.RESTART] = env["TORCHELASTIC_RESTART_COUNT"] = str(round_.number)  # the latter is what torchrun sets
     env[knobs.STORE] = f"{folder}/store" if len(round_.ranks) == 1 else None
+    env[knobs.TRACE] = None if trace is None else f"{trace[0]}:{trace[1]}"
     env[knobs.ROUND] = f"{round_.job} {round_.number}" if round_.job else None
     if round_.served:
         env["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torch's env:// rendezvous reads it: no rank serves the store

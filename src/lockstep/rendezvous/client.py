@@ -54,6 +54,7 @@ from lockstep._torch import quicken_rendezvous
 from lockstep.job.messages import Channel, encode
 from lockstep.rendezvous.addresses import interface_of, is_only_here, own_address
 from lockstep.rendezvous.beats import Beats
+from lockstep.rendezvous.clocks import Look, ahead
 from lockstep.rendezvous.messages import (
     DEFAULT_PORT,
     SKEW,
@@ -75,6 +76,8 @@ from lockstep.rendezvous.messages import (
 
 #: Seconds between two heartbeats, and between two looks at the verdict.
 _BEAT, _TICK = 0.5, 0.1
+#: How often the machines that have met look at their clocks together.
+_CLOCKS = 4
 #: Seconds without a sign of life after which a machine is lost.
 SILENT = 4.0
 #: Seconds that a failure which reads like an echo waits for the real one, at least; more than between two heartbeats.
@@ -271,7 +274,7 @@ class _Client:
             job = max(cards, key=lambda card: int(card["last"]))["job"] or secrets.token_hex(16)
             self._store.set("round", json.dumps([number, self._address, port, job]))
         number, address, port, job = json.loads(self._store.get("round"))
-        clocks = self._clocks(nodes)
+        walls, looks = self._look_at_clocks(nodes)
         known = max((card["history"] for card in cards), key=lambda history: int(history.get("used", 0)))
         round_ = Round(
             node_rank=self._node,
@@ -284,10 +287,11 @@ class _Client:
             history=known,
             interface=interface_of(self._address),
             served=True,
+            clock=ahead(looks[self._node], looks[0]),
         )
         self._last, self._meets = number, False
         self._verdict_key = self._key(f"{number}/verdict")
-        self._say(Met(vars(round_), _skew(clocks, round_)))
+        self._say(Met(vars(round_), _skew(walls, round_)))
         return round_
 
     def _wait_for_others(self, seconds: float) -> None:
@@ -313,12 +317,18 @@ class _Client:
                     else f"machine {node} ({host}) has a key for this job, and this machine has none"
                 )
 
-    def _clocks(self, nodes: int) -> list[float]:
-        """Return what the machines' clocks show at one moment, to within the time that a message takes."""
-        self._store.set(f"here/{self._node}", "")
-        self._store.wait([f"here/{node}" for node in range(nodes)])
-        self._store.set(f"clock/{self._node}", repr(time.time()))
-        return [float(self._store.get(f"clock/{node}")) for node in range(nodes)]
+    def _look_at_clocks(self, nodes: int) -> tuple[list[float], list[list[Look]]]:
+        """Return what the machines' wall clocks show at one moment, to within the time that a message takes, and what
+        each has seen of :func:`ahead`'s looks."""
+        looks = []
+        for number in range(_CLOCKS):
+            before = time.monotonic_ns()
+            self._store.set(f"here/{number}/{self._node}", "")
+            self._store.wait([f"here/{number}/{node}" for node in range(nodes)])
+            looks.append((before, time.monotonic_ns()))
+        self._store.set(f"clock/{self._node}", json.dumps([time.time(), looks]))
+        said = [json.loads(self._store.get(f"clock/{node}")) for node in range(nodes)]
+        return [wall for wall, _ in said], [[(first, last) for first, last in seen] for _, seen in said]
 
     # The round ---------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,9 @@ class Round:
     interface: str | None = None
     #: Whether the store at ``address`` is served already, so that no rank is to serve it.
     served: bool = False
+    #: How far this machine's CLOCK_MONOTONIC was ahead of machine 0's, by how much that may be wrong, and when that was
+    #: on this clock, in nanoseconds; None: not known.
+    clock: tuple[int, int, int] | None = None
 
     @property
     def world_size(self) -> int:
@@ -190,7 +193,8 @@ class Met:
     def place(self) -> Round:
         """The round."""
         fields = self.round
-        return Round(**{**fields, "ranks": tuple(fields["ranks"]), "hosts": tuple(fields["hosts"])})
+        clock = None if fields["clock"] is None else tuple(fields["clock"])
+        return Round(**{**fields, "ranks": tuple(fields["ranks"]), "hosts": tuple(fields["hosts"]), "clock": clock})
 
 
 @dataclass(frozen=True)

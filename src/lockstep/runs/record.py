@@ -111,7 +111,7 @@ class Recorder:
             return
         try:
             if self._series is None:
-                path = self._made() / f"series-{self._start['number']}{self._suffix}.bin"
+                path = self.make_folder() / f"series-{self._start['number']}{self._suffix}.bin"
                 self._series = SeriesWriter(path, list(self._ranks))
                 self._start |= {"series": path.name, "ranks": {str(rank): pid for rank, pid in pids.items()}}
                 self._start["timetables"] = {}
@@ -184,13 +184,18 @@ class Recorder:
             except OSError as error:
                 self._give_up(error)
 
-    def _made(self) -> Path:
+    def make_folder(self) -> Path:
+        """Return the folder of the run's logs; it is made the first time.
+
+        Raises:
+            OSError: it can't be made.
+        """
         if self._folder is None:
             self._folder = self._make_folder()
         return self._folder
 
     def _write(self) -> None:
-        write_whole(self._made() / f"run{self._suffix}.json", json.dumps(self._about, indent=1) + "\n")
+        write_whole(self.make_folder() / f"run{self._suffix}.json", json.dumps(self._about, indent=1) + "\n")
 
     def _give_up(self, error: OSError) -> None:
         self._failed = True

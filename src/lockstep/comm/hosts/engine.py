@@ -118,6 +118,11 @@ class HostsEngine(Engine):
         self._limit = timeout
         self._local.begin(body, timeout=timeout)
 
+    @property
+    def number(self) -> int:
+        """See :class:`Engine`."""
+        return self._local.number
+
     def known(self) -> LockstepError | None:
         """See :class:`Engine`."""
         return self._local.known()

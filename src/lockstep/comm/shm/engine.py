@@ -54,6 +54,11 @@ class Engine(ABC):
             timeout: seconds that another rank may be late.
         """
 
+    @property
+    @abstractmethod
+    def number(self) -> int:
+        """The number of the collective that was begun last, from 1; the same on all ranks."""
+
     @abstractmethod
     def known(self) -> LockstepError | None:
         """Return the error that has ended the group, if any rank has reported one. Cheap: asked at every call."""

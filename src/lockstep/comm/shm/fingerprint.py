@@ -100,6 +100,20 @@ def take(
     return body
 
 
+def facts(body: bytes) -> dict[str, str | int]:
+    """Return what a fingerprint says, from :func:`take`: the ``operation``, and as far as it has them ``reduce_op``,
+    ``dtype``, ``elements``, ``root``, and the line of the program, ``at``."""
+    _, numel, _, operation, reduce_op, dtype, root = _KEY.unpack_from(bytes(8) + body)
+    said: dict[str, str | int] = {"operation": OPERATIONS[operation]}
+    if reduce_op < len(REDUCE_OPS):
+        said["reduce_op"] = REDUCE_OPS[reduce_op]
+    if dtype < len(_DTYPES):
+        said |= {"dtype": str(_DTYPES[dtype]), "elements": numel}
+    if root >= 0:
+        said["root"] = root
+    return said | {"at": body[KEY - 8 :].rstrip(b"\0").decode(errors="replace")}
+
+
 def place() -> str:
     """Return the line of the program that is running: the first frame outside torch and lockstep."""
     return _words(user_frame(sys._getframe(1)))

@@ -34,9 +34,10 @@ class Group:
         Args:
             engine: what moves the data.
             timeout: seconds that a rank may be late, unless a call says otherwise.
-            name: what its thread is called after.
+            name: what it is called, and its thread after it; the same on all ranks.
         """
         self.engine = engine
+        self.name = name
         self.timeout = timeout
         self._process = _process
         self._closed = False

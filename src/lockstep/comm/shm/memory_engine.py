@@ -64,6 +64,11 @@ class MemoryEngine(Engine):
         """See :class:`Engine`."""
         self._rounds.begin(body, timeout=timeout)
 
+    @property
+    def number(self) -> int:
+        """See :class:`Engine`."""
+        return self._rounds.number
+
     def known(self) -> LockstepError | None:
         """See :class:`Engine`."""
         return self._health.known()

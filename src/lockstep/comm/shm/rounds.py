@@ -125,6 +125,11 @@ class Rounds:
         self._timeout = timeout
 
     @property
+    def number(self) -> int:
+        """The number of the collective that was begun last, from 1."""
+        return self._sequence
+
+    @property
     def header(self) -> bytes:
         """What this rank says of the collective under way."""
         return bytes(self._current)

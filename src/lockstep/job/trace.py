@@ -1,0 +1,302 @@
+"""What a rank writes down while its steps are traced: the events, with a clock, in a file that others read.
+
+Note [Events outlive their rank]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Events go to a mapped file of the job's private folder, each as a record of a fixed size: its rank may be killed at any
+instruction, and what it had written is there. A record is filled before it counts: its time is what makes it one, and
+a place that was never written has none. Names are lines of a second file, written when a name is first used; a record
+has its number. The file has room for a number of events that follows from the number of steps, so a window of any kind
+of steps costs a known amount of memory; what does not fit is counted.
+
+All times are those of CLOCK_MONOTONIC, which the processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import mmap
+import os
+import struct
+import threading
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from threading import get_ident
+from time import monotonic_ns, time_ns
+from typing import Any
+
+from lockstep.job.files import JobFiles
+
+#: Time, kind, thread, name, and two numbers of the kind's own.
+_RECORD = struct.Struct("=6q")
+_HEAD = 8 * 8
+_VERSION = 1
+#: Room for events: so many a step, within these bounds.
+_EVENTS_PER_STEP, _LEAST, _MOST = 512, 1 << 14, 1 << 18
+#: Names that are kept apart, and the characters of each.
+_NAMES, _LONGEST = 4096, 400
+
+
+class Kind(enum.IntEnum):
+    """What an event says."""
+
+    #: A phase begins, ``number``; the one before ends.
+    PHASE = 1
+    #: An optimizer step was taken: the ``number``-th since the ranks were started.
+    STEP = 2
+    #: Something begins on this thread, inside of what began there before and has not ended.
+    BEGIN = 3
+    END = 4
+    #: The thread is called by the name from now on.
+    THREAD = 5
+
+
+class Head(enum.IntEnum):
+    """The numbers at the beginning of the file."""
+
+    VERSION = 0
+    PID = 1
+    #: When the window was opened and closed; 0: it was not.
+    OPENED = 2
+    CLOSED = 3
+    #: Events that there was no room for.
+    LOST = 4
+    #: What the wall clock showed in advance of CLOCK_MONOTONIC when the window was opened.
+    WALL = 5
+    #: Optimizer steps taken when it was opened.
+    STEPS = 6
+
+
+class Recorder:
+    """Writes the events of this process, as Note [Events outlive their rank] has it.
+
+    Args:
+        folder: the job's.
+        rank: of this process.
+        steps: that are to be traced.
+    """
+
+    def __init__(self, folder: str | Path, *, rank: int, steps: int) -> None:
+        files = JobFiles(folder)
+        self._capacity = min(max(_EVENTS_PER_STEP * steps, _LEAST), _MOST)
+        size = _HEAD + self._capacity * _RECORD.size
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        fd = os.open(files.trace(rank), flags, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size)  # a full disk is an error here, not a SIGBUS later
+            self._memory = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        self._names_file = files.trace_names(rank)
+        os.close(os.open(self._names_file, flags, 0o600))
+        self._head = memoryview(self._memory)[:_HEAD].cast("q")
+        self._head[Head.VERSION], self._head[Head.PID] = _VERSION, os.getpid()
+        self._places = count()
+        self._names: dict[str, int] = {}
+        self._threads: set[int] = set()
+        self._lock = threading.Lock()
+
+    def open(self, *, steps: int) -> None:
+        """Begin: ``steps`` optimizer steps were taken before."""
+        self._head[Head.WALL] = time_ns() - monotonic_ns()
+        self._head[Head.STEPS] = steps
+        self._head[Head.OPENED] = monotonic_ns()
+
+    def close(self) -> None:
+        """End. What is recorded afterwards counts as outside of the window."""
+        self._head[Head.CLOSED] = monotonic_ns()
+
+    def name(self, name: str, category: str, **about: Any) -> int:
+        """Return the number of a name; with it go facts about it, in JSON's types, which are part of it."""
+        key = json.dumps({"name": name[:_LONGEST], "cat": category, **about})
+        number = self._names.get(key)
+        return self._add_name(key) if number is None else number
+
+    def add(self, kind: Kind | int, name: int = 0, number: int = 0, size: int = 0) -> None:
+        """Record an event that happens now."""
+        thread = get_ident()
+        if thread not in self._threads:
+            self._threads.add(thread)
+            self.add(Kind.THREAD, self.name(_name_of(thread), "thread"))
+        place = next(self._places)
+        if place < self._capacity:
+            at = _HEAD + place * _RECORD.size
+            _RECORD.pack_into(self._memory, at, monotonic_ns(), kind, thread, name, number, size)
+        else:
+            self._head[Head.LOST] += 1
+
+    def begin(self, name: int, number: int = 0, size: int = 0) -> None:
+        """Record that something begins on this thread; :meth:`end` must follow."""
+        self.add(_BEGIN, name, number, size)
+
+    def end(self) -> None:
+        """Record that what began last on this thread is over."""
+        self.add(_END)
+
+    def _add_name(self, key: str) -> int:
+        with self._lock:
+            if len(self._names) >= _NAMES:
+                return 0
+            number = self._names.get(key)
+            if number is None:
+                try:
+                    with open(self._names_file, "ab") as file:
+                        file.write(key.encode() + b"\n")
+                except OSError:  # a full disk costs the trace a name, and the training nothing
+                    return 0
+                number = self._names[key] = len(self._names) + 1
+            return number
+
+
+_BEGIN, _END = int(Kind.BEGIN), int(Kind.END)
+_KINDS = frozenset(Kind)
+
+
+def _name_of(ident: int) -> str:
+    # (threading.current_thread() would leave a stand-in behind for a thread that is not Python's own.)
+    for thread in threading.enumerate():
+        if thread.ident == ident:
+            return "main" if thread is threading.main_thread() else thread.name
+    return "a thread of torch's"
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event, read."""
+
+    #: Nanoseconds on CLOCK_MONOTONIC.
+    at: int
+    kind: Kind
+    thread: int
+    #: The name and what goes with it, where the kind has one.
+    about: dict[str, Any]
+    number: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has recorded."""
+
+    rank: int
+    pid: int
+    #: When the window was opened, and closed; None: the rank did not get that far.
+    opened: int
+    closed: int | None
+    #: Optimizer steps taken when it was opened.
+    steps: int
+    lost: int
+    #: Nanoseconds by which the wall clock was ahead of CLOCK_MONOTONIC.
+    wall: int
+    #: In order of time.
+    events: list[Event]
+
+    @classmethod
+    def read(cls, folder: str | Path, rank: int) -> Part | None:
+        """Return what a rank has recorded so far; None: its window was not opened."""
+        files = JobFiles(folder)
+        head = read_head(folder, rank)
+        if head is None or not head[Head.OPENED]:
+            return None
+        records = files.trace(rank).read_bytes()[_HEAD:]
+        names: list[dict[str, Any]] = [{"name": "…", "cat": "other"}]
+        lines = files.trace_names(rank).read_bytes().split(b"\n")
+        names += [json.loads(line) for line in lines[:-1]]  # what is left behind the last line is no line
+        whole = len(records) // _RECORD.size * _RECORD.size
+        events = []
+        for at, kind, thread, name, number, size in _RECORD.iter_unpack(records[:whole]):
+            if at and kind in _KINDS:
+                about = names[name if name < len(names) else 0]
+                events.append(Event(at, Kind(kind), thread, about, number, size))
+        events.sort(key=lambda event: event.at)
+        return cls(
+            rank,
+            head[Head.PID],
+            head[Head.OPENED],
+            head[Head.CLOSED] or None,
+            head[Head.STEPS],
+            head[Head.LOST],
+            head[Head.WALL],
+            events,
+        )
+
+
+def read_head(folder: str | Path, rank: int) -> tuple[int, ...] | None:
+    """Return the numbers at the beginning of a rank's file, by :class:`Head`; None: there is no file yet."""
+    try:
+        with open(JobFiles(folder).trace(rank), "rb") as file:
+            head = file.read(_HEAD)
+    except FileNotFoundError:
+        return None
+    numbers = struct.unpack("=8q", head) if len(head) == _HEAD else (0,) * 8
+    return numbers if numbers[Head.VERSION] == _VERSION else None
+
+
+def is_over(folder: str | Path, rank: int) -> bool:
+    """Return whether a rank's window was opened and closed."""
+    head = read_head(folder, rank)
+    return head is not None and bool(head[Head.CLOSED])
+
+
+# A loader's workers --------------------------------------------------------------------------------------------------
+
+#: When the making of a batch began and ended, where its first sample stands in the epoch's order, and its samples.
+_BATCH = struct.Struct("=4q")
+#: Batches of a worker that are kept, the last ones.
+_BATCHES = 4096
+
+
+class BatchTimes:
+    """Writes down when a loader's worker made which batch, until its rank's window is over.
+
+    Args:
+        folder: the job's.
+        rank: whose worker it is.
+        name: as for :class:`~lockstep.job.workers.AtWork`.
+    """
+
+    def __init__(self, folder: str | Path, *, rank: int, name: str) -> None:
+        self._folder, self._rank = folder, rank
+        size = _BATCHES * _BATCH.size
+        fd = os.open(
+            JobFiles(folder).trace_worker(rank, name, os.getpid()), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        try:
+            os.posix_fallocate(fd, 0, size)
+            self._memory = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        self._made = 0
+        self._over = False
+
+    def add(self, begun: int, position: int, samples: int) -> None:
+        """Record a batch that was begun at ``begun`` (nanoseconds, CLOCK_MONOTONIC) and is made now."""
+        if self._over or (self._made >= _BATCHES and is_over(self._folder, self._rank)):
+            self._over = True  # what would be overwritten is what the trace is about
+            return
+        at = self._made % _BATCHES * _BATCH.size
+        _BATCH.pack_into(self._memory, at, begun, monotonic_ns(), position, samples)
+        self._made += 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch that a worker has made."""
+
+    begun: int
+    ended: int
+    position: int
+    samples: int
+
+
+def batches(folder: str | Path, rank: int) -> dict[str, list[Batch]]:
+    """Return what the workers of a rank have made, by their names, in order of time."""
+    found: dict[str, list[Batch]] = {}
+    for path in sorted(JobFiles(folder).trace_workers(rank)):
+        records = path.read_bytes()
+        whole = len(records) // _BATCH.size * _BATCH.size
+        made = [Batch(*numbers) for numbers in _BATCH.iter_unpack(records[:whole]) if numbers[0]]
+        _, _, loader, worker, pid = path.name.rsplit("-", 4)
+        found[f"worker {worker} of loader {loader} ({pid})"] = sorted(made, key=lambda batch: batch.begun)
+    return found

@@ -1,0 +1,209 @@
+"""The rank's side of a trace: for some steps its page is written by a class that records every event with a clock.
+
+Outside of these steps nothing of it is on the way: the object that writes the page is another one (see :func:`arm`),
+and what else a trace sees, collectives for instance, is told when the window opens and when it closes (:class:`Eye`).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+from lockstep.job import flight
+from lockstep.job.flight import Flight
+from lockstep.job.page import Cell, Phase
+from lockstep.job.trace import Kind, Recorder
+
+_PHASE, _STEP, _OWN = int(Kind.PHASE), int(Kind.STEP), int(Phase.OWN)
+_STEPS = int(Cell.STEPS)
+
+
+_AnyFlight = TypeVar("_AnyFlight", bound=Flight)
+_Layer = TypeVar("_Layer", bound="_Traced")
+
+
+class Eye(Protocol):
+    """Something that a trace sees by, while its window is open."""
+
+    def open(self, recorder: Recorder) -> None:
+        """Record from now on."""
+
+    def close(self) -> None:
+        """Leave everything as it was before :meth:`open`. Also called in a process that was forked meanwhile."""
+
+
+_eyes: list[Eye] = []
+#: What this process records at the moment, and where a profile that is exported belongs; None: nothing.
+_recorder: Recorder | None = None
+#: The job's folder and this rank, once a window was opened; see :func:`place`.
+_place: tuple[Path, int] | None = None
+
+
+def look_with(eye: Eye) -> None:
+    """Have a trace see by ``eye`` from now on."""
+    _eyes.append(eye)
+    if _recorder is not None:
+        eye.open(_recorder)
+
+
+def place() -> tuple[Path, int] | None:
+    """Return the job's folder and this process's rank, if its window was opened; else None."""
+    return _place
+
+
+def arm(folder: str | Path, *, rank: int, steps: int, first: int) -> None:
+    """Trace this process's ``steps`` optimizer steps that follow the ``first`` ones, or what it does of that.
+
+    Raises:
+        OSError: there is no room for the events.
+    """
+    global _asked
+    _asked = _Asked(Recorder(folder, rank=rank, steps=steps), first, first + steps, Path(folder), rank)
+    settle()
+
+
+def settle() -> None:
+    """Have the trace that is armed or under way go on with the page's writer of now; call it when that was replaced."""
+    if _asked is None or isinstance(flight.current, _Traced):
+        return
+    armed = _layered(_Armed, flight.current)
+    if _recorder is not None:
+        flight.use(_layered(_Recording, flight.current))
+    elif armed.steps_taken >= _asked.opens_at:
+        armed.open()
+    else:
+        flight.use(armed)
+
+
+class _Asked(NamedTuple):
+    """What is to be traced."""
+
+    recorder: Recorder
+    opens_at: int
+    closes_at: int
+    folder: Path
+    rank: int
+
+
+_asked: _Asked | None = None
+
+
+def _layered(layer: type[_Layer], before: Flight) -> _Layer:
+    """Return a writer of the page that does what ``layer`` does on top of what ``before`` does, and goes on with it."""
+    below = before.below if isinstance(before, _Traced) else type(before)
+    made = type(layer.__name__, (layer, below), {"below": below})
+    return _continued(made, before)
+
+
+def _continued(kind: type[_AnyFlight], before: Flight) -> _AnyFlight:
+    made = kind.__new__(kind)
+    vars(made).update(vars(before))
+    return made
+
+
+class _Traced(Flight):
+    """What both layers have."""
+
+    #: What the page is written by without them.
+    below: type[Flight]
+
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps since the ranks were started."""
+        return max(0, self._cells[_STEPS] - 1)
+
+
+class _Armed(_Traced):
+    """Counts the steps until the window opens."""
+
+    def took_step(self) -> None:
+        super().took_step()
+        assert _asked is not None
+        if self.steps_taken >= _asked.opens_at:
+            self.open()
+
+    def open(self) -> None:
+        """Record from now on."""
+        global _recorder, _place
+        assert _asked is not None
+        _recorder, _place = _asked.recorder, (_asked.folder, _asked.rank)
+        _recorder.open(steps=self.steps_taken)
+        _recorder.add(_PHASE, 0, self.phase)
+        flight.use(_layered(_Recording, self))
+        for eye in _eyes:
+            eye.open(_recorder)
+
+
+#: The names of waits that were met.
+_waits: dict[str, int] = {}
+
+
+class _Recording(_Traced):
+    """Records each event, beside what the page says of it."""
+
+    def enter(self, phase: int) -> None:
+        super().enter(phase)
+        if _recorder is not None:
+            _recorder.add(_PHASE, 0, phase)
+
+    def leave(self, phase: int) -> None:
+        super().leave(phase)
+        if _recorder is not None:
+            _recorder.add(_PHASE, 0, _OWN)
+
+    def resume(self, phase: int, *, after: int) -> None:
+        super().resume(phase, after=after)
+        if _recorder is not None:
+            _recorder.add(_PHASE, 0, phase)
+
+    def took_step(self) -> None:
+        super().took_step()
+        if _recorder is not None and _asked is not None:
+            _recorder.add(_PHASE, 0, _OWN)
+            _recorder.add(_STEP, 0, self.steps_taken)
+            if self.steps_taken >= _asked.closes_at:
+                self._close(_recorder)
+
+    def begin_wait(self, what: str) -> None:
+        super().begin_wait(what)
+        if "#" in what:  # of a collective its own record says which it is, and this is another text each time
+            what = ""
+        if _recorder is not None:
+            name = _waits.get(what)
+            if name is None:
+                name = _waits[what] = _recorder.name(f"wait: {what}" if what else "wait", "wait")
+            _recorder.begin(name)
+
+    def end_wait(self, *, failed: bool = False) -> None:
+        self.end()
+        super().end_wait(failed=failed)
+
+    def begin(self, what: str) -> None:
+        if _recorder is not None:
+            _recorder.begin(_recorder.name(what, "lockstep"))
+
+    def end(self) -> None:
+        if _recorder is not None:
+            _recorder.end()
+
+    def _close(self, recorder: Recorder) -> None:
+        global _recorder, _asked
+        for eye in _eyes:
+            eye.close()
+        recorder.close()
+        _waits.clear()
+        _recorder = _asked = None
+        flight.use(_continued(self.below, self))
+
+
+def _leave_to_the_parent() -> None:
+    """A forked child has its parent's memory, but is not the rank whose events these are."""
+    global _recorder, _place, _asked
+    if _recorder is not None:
+        for eye in _eyes:
+            eye.close()
+    _recorder = _place = _asked = None
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)

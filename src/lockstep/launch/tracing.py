@@ -1,0 +1,167 @@
+"""The launcher's side of a trace: put together what the ranks have recorded, once they are through, or have ended."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.job.trace import Head, is_over, read_head
+from lockstep.rendezvous.messages import Round
+from lockstep.runs import trace as traces
+from lockstep.runs.timeline import Measured
+from lockstep.runs.trace import Origin, Trace
+
+#: Seconds that the trace may keep the launcher at the end, and that machine 0 waits there for the other machines' part.
+_LIMIT, _OTHERS = 60.0, 5.0
+
+
+class Tracer:
+    """Writes the trace of one start of this machine's ranks, in a thread: the launcher goes on with what it does.
+
+    Args:
+        folder: makes the folder of the run's logs, or returns it.
+        home: the private folder of this start.
+        round_: the machines that have started together.
+        asked: how many steps are to be traced, and how many come before them.
+    """
+
+    def __init__(self, folder: Callable[[], Path], *, home: Path, round_: Round, asked: tuple[int, int]) -> None:
+        self._folder, self._home, self._round, self._asked = folder, home, round_, asked
+        self._thread: threading.Thread | None = None
+        #: What the thread has to say, and the profiles that were there when it began.
+        self._said: list[str] = []
+        self._profiles = -1
+        self._began = time.time()
+
+    def look(self) -> list[str]:
+        """Begin to write once all ranks of this machine are through; return what there is to say. For once a second."""
+        if self._thread is None:
+            if all(is_over(self._home, rank) for rank in self._round.local_ranks):
+                self._begin()
+        elif not self._thread.is_alive():
+            return self._take_said()
+        return []
+
+    def conclude(self, *, steps: int) -> list[str]:
+        """Write what there is, now that the ranks have ended, unless it was written; return what there is to say.
+
+        Args:
+            steps: that the ranks have taken, for the sentence that says why there is no trace.
+        """
+        if not any(self._opened(rank) for rank in self._round.local_ranks):
+            count, first = self._asked
+            least = max(0, steps - count)
+            better = f"; --trace {min(count, steps)}:{least} would have traced the last ones" if steps else ""
+            return [f"no trace: --trace {count}:{first} begins after {first:,} steps, and {steps:,} were taken{better}"]
+        if self._thread is not None and self._count_profiles() > self._profiles:
+            self._thread.join(_LIMIT)  # what torch.profiler has exported since then goes in as well
+            self._said.clear()
+            self._thread = None
+        if self._thread is None:
+            self._begin()
+        assert self._thread is not None
+        self._thread.join(_LIMIT)
+        if self._thread.is_alive():
+            return [f"the trace was not written within {_LIMIT:g} s, and is left out"]
+        return [*self._take_said(), *self._merge_with_others()]
+
+    def _begin(self) -> None:
+        self._profiles = self._count_profiles()
+        self._thread = threading.Thread(target=self._write, name="lockstep-trace", daemon=True)
+        self._thread.start()
+
+    def _opened(self, rank: int) -> bool:
+        head = read_head(self._home, rank)
+        return head is not None and bool(head[Head.OPENED])
+
+    def _count_profiles(self) -> int:
+        return len([*self._home.glob("profile-*.json")])
+
+    def _take_said(self) -> list[str]:
+        said, self._said = self._said, []
+        return said
+
+    # In the thread -----------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        round_ = self._round
+        measured = None if round_.clock is None else Measured(*round_.clock)
+        origin = Origin(
+            node=round_.node_rank,
+            nodes=len(round_.ranks),
+            host=socket.gethostname(),
+            world_size=round_.world_size,
+            start=f"{round_.job} {round_.number}".strip(),
+            measured=measured,
+        )
+        try:
+            trace = traces.collect(self._home, round_.local_ranks, origin)
+            if trace is not None:
+                path = self._path(round_.node_rank)
+                trace.write(path)
+                self._said += _describe(trace, path, alone=len(round_.ranks) == 1)
+        except (OSError, ValueError) as error:
+            self._said.append(f"the trace can't be written: {error}")
+
+    def _path(self, node: int | None) -> Path:
+        again = f"-restart{self._round.number}" if self._round.number else ""  # (the same on all machines)
+        of = f"-node{node}" if node is not None and len(self._round.ranks) > 1 else ""
+        return self._folder() / f"trace{again}{of}.json.gz"
+
+    # Several machines --------------------------------------------------------------------------------------------
+
+    def _merge_with_others(self) -> list[str]:
+        """On machine 0: merge the machines' files where all of them write into one folder."""
+        nodes = len(self._round.ranks)
+        if nodes == 1 or self._round.node_rank:
+            return []
+        paths = [self._path(node) for node in range(nodes)]
+        until = time.monotonic() + _OTHERS
+        while not all(self._is_new(path) for path in paths) and time.monotonic() < until:
+            time.sleep(0.05)
+        there = [path for path in paths if self._is_new(path)]
+        if len(there) < nodes:
+            return [
+                f"the trace of {nodes - len(there)} of {nodes} machines is not in {paths[0].parent}: copy it here, and "
+                "lockstep trace FILE… merges them; where all machines share the folder that --log-dir names, that is "
+                "done by itself"
+            ]
+        try:
+            trace, path = traces.merge([traces.read(each) for each in there]), self._path(None)
+            trace.write(path)
+        except (OSError, traces.BadTrace) as error:
+            return [f"the machines' traces can't be merged: {error}"]
+        return _describe(trace, path, alone=True)
+
+    def _is_new(self, path: Path) -> bool:
+        try:
+            return path.stat().st_mtime > self._began - 1.0
+        except OSError:
+            return False
+
+
+def _describe(trace: Trace, path: Path, *, alone: bool) -> list[str]:
+    """Say what a trace is of, and what it lacks."""
+    about, ranks = trace.about, trace.ranks
+    whole = "" if alone else " of this machine"
+    said = [
+        f"the trace of steps {trace.first_step} to {trace.last_step} on {len(ranks)} "
+        f"{'rank' if len(ranks) == 1 else 'ranks'}{whole} is in {path}; https://ui.perfetto.dev opens it"
+    ]
+    if about["missing_ranks"]:
+        said.append(f"it has nothing of rank(s) {about['missing_ranks']}: they did not get as far")
+    if about["cut_off"]:
+        said.append(f"it ends early for rank(s) {about['cut_off']}, which ended within it")
+    if about["lost_events"]:
+        lost = sum(about["lost_events"].values())
+        said.append(f"there was no room for {lost:,} of its events: fewer steps have room")
+    for name, told in about["profiles"].items():
+        rank = name.partition("/")[0]
+        if "trouble" in told:
+            said.append(f"the profile of rank {rank} is left out of it: {told['trouble']}")
+        elif not told["events"]:
+            said.append(f"the profile of rank {rank} is left out of it: it is of other steps")
+    return said

@@ -113,6 +113,14 @@ def test_one_rank_alone_holds_up_nobody() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("peaks", "said"),
+    [({0: 300 * _MB}, "too short to tell: at most 300 MB of memory a rank"), ({0: None}, "too short to tell")],
+)
+def test_a_run_of_a_moment_says_what_is_known_of_it(peaks: dict[int, int | None], said: str) -> None:
+    assert _summary({0: {}}, seconds=0.0, looks=0).describe(peaks).splitlines()[1:] == [said]
+
+
 def test_of_many_ranks_those_that_wait_least_have_a_row() -> None:
     ranks = {rank: {"forward": 0.5, "wait": 0.5} for rank in range(64)}
     ranks[37] = {"forward": 1.0, "held": 31.5}

@@ -285,7 +285,8 @@ class Summary:
         peaks = {**self.memory, **peaks}
         bottleneck, lines = self.bottleneck, [self._headline(), *self._devices()]
         if bottleneck in (Bottleneck.BALANCED, Bottleneck.SHORT):
-            return "\n".join([*lines, f"{bottleneck.value}: {self._shares()}{_memory(peaks)}"])
+            told = "; ".join(part for part in (self._shares(), _memory(peaks)) if part)
+            return "\n".join([*lines, f"{bottleneck.value}: {told}" if told else bottleneck.value])
         return "\n".join([*lines, f"{bottleneck.value}: {self._why(bottleneck)}", *self._table(peaks)])
 
     def _headline(self) -> str:
@@ -364,7 +365,7 @@ def _in_parts(ranks: Sequence[Sequence[float]]) -> str:
 
 def _memory(peaks: Mapping[int, int | None]) -> str:
     most = max((peak for peak in peaks.values() if peak), default=None)
-    return "" if most is None else f"; at most {_size(most)} of memory a rank"
+    return "" if most is None else f"at most {_size(most)} of memory a rank"
 
 
 def _size(peak: int | None) -> str:

@@ -401,6 +401,15 @@ def test_names_of_users_stay_text(tmp_path: Path) -> None:
     assert "://" not in re.sub(r'xmlns="[^"]*"|"http://www.w3.org/2000/svg"', "", built), "nothing from outside"
 
 
+def test_words_that_are_no_utf8_are_written(tmp_path: Path) -> None:
+    odd = os.fsdecode(b"caf\xe9.py")
+    log = write_log(tmp_path / "metrics.jsonl", {odd: lambda step: step})
+    folder = _with_log(tmp_path / "run", log, program=[odd], directory=odd, host=odd)
+    code, said = _command(str(folder), "-o", str(tmp_path / "out.html"))
+    assert code == 0, said
+    assert "caf?.py" in (tmp_path / "out.html").read_text()
+
+
 def test_only_the_one_script_and_style_may_run(tmp_path: Path) -> None:
     write_series(write_record(tmp_path) / "series-0.bin")
     words = page.build(_account(tmp_path))

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
+from lockstep.cli import main
 from lockstep.cli.runs import _now
 from lockstep.job import notes
 from lockstep.job.page import Phase
@@ -216,6 +218,10 @@ def test_a_disk_that_is_full_ends_the_record_and_not_the_run(tmp_path: Path) -> 
         ("[]", "not a record of a run"),
         ('{"run": 2, "lockstep": "9.0"}', "written by lockstep 9.0, which this lockstep can't read"),
         ('{"run": 1}', "not a whole record of a run: began, events, launcher, program, starts missing"),
+        (
+            '{"run": 1, "began": null, "events": [], "launcher": 1, "program": [], "starts": []}',
+            "not a whole record of a run: began is a NoneType",
+        ),
     ],
 )
 def test_what_is_no_record(tmp_path: Path, content: str | None, text: str) -> None:
@@ -244,6 +250,39 @@ def test_runs_are_found_by_number_name_and_folder(tmp_path: Path, clock: _Clock)
         history.find("3", homes)
     with pytest.raises(UnknownRun, match="no run of this name"):
         history.find("cccc", homes)
+
+
+def _replace(folder: Path, old: bytes, new: bytes) -> None:
+    for name in ("run.json", "series-0.bin"):
+        (folder / name).write_bytes((folder / name).read_bytes().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (b'"series": 1', b'"series": 2', "its steps are not known: {folder}/series-0.bin: a series of version 2"),
+        (b'"ranks": [0, 1]', b'"ranks": []', "its steps are not known: {folder}/series-0.bin: a series of no rank"),
+        (b'"series-0.bin"', b'"series-9.bin"', "its steps are not known: [Errno 2] No such file"),
+        (b'"steps"', b'"paces"', ""),
+        (b'"world_size"', b'"size"', ""),
+    ],
+)
+def test_a_damaged_run_does_not_hide_the_others(
+    tmp_path: Path, clock: _Clock, old: bytes, new: bytes, said: str
+) -> None:
+    for name in ("good", "damaged"):
+        _record(tmp_path / name, clock, step=0.1)
+    _replace(tmp_path / "damaged", old, new)
+    listed = CliRunner().invoke(main, ["runs", str(tmp_path)])
+    assert listed.exit_code == 0, listed.output
+    assert [line.split()[-1] for line in listed.stdout.splitlines()[1:]] == ["damaged", "good"]
+    assert (said.format(folder=tmp_path / "damaged") in listed.stderr) if said else not listed.stderr
+
+
+def test_a_program_whose_words_are_no_utf8_is_listed(tmp_path: Path, clock: _Clock) -> None:
+    _record(tmp_path / "run", clock, step=0.1)
+    _replace(tmp_path / "run", b'"0.1"', json.dumps(os.fsdecode(b"\xff0.1")).encode())
+    assert history.read(tmp_path / "run").program == "train.py --lr ?0.1"
 
 
 # Two runs ------------------------------------------------------------------------------------------------------------
@@ -276,6 +315,13 @@ def test_runs_that_differ_by_chance(tmp_path: Path, clock: _Clock) -> None:
 def test_a_run_of_few_steps_is_not_compared(tmp_path: Path, clock: _Clock) -> None:
     with pytest.raises(UnknownRun, match="b: it took too few steps to be compared: 3 in"):
         _compared(tmp_path, clock, step=10.0)
+
+
+def test_a_run_of_before_there_was_a_phase_is_compared(tmp_path: Path, clock: _Clock) -> None:
+    for name in ("a", "b"):
+        _record(tmp_path / name, clock, step=0.01)
+    _replace(tmp_path / "a", b'"evaluate"', b'"somewhat"')
+    assert "no difference" in comparison.compare(*(history.read(tmp_path / name) for name in ("a", "b"))).describe()
 
 
 @pytest.mark.parametrize(("text", "number"), [("5%", 5.0), ("2.5", 2.5), ("0%", 0.0)])

@@ -38,7 +38,12 @@ def runs(count: int, folders: tuple[Path, ...]) -> None:
             began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
             median = (run.summary or {}).get("median") or 0.0
             step = f"{median * 1e3:.3g} ms" if median else "-"
-            took, ranks, steps = _duration(run.seconds), str(run.world_size), f"{run.steps:,}"
+            try:
+                took, steps = _duration(run.seconds), f"{run.steps:,}"
+            except history.UnknownRun as error:  # the others are to be listed nevertheless
+                click.echo(f"lockstep runs: {run.name}: its steps are not known: {error}", err=True)
+                took, steps = "-", "-"
+            ranks = str(run.world_size)
             table.add_row(str(number), began, took, run.ending, ranks, steps, step, run.program, run.name)
     open_console(markup=False).print(table)
 

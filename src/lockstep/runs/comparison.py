@@ -55,7 +55,7 @@ class Pace:
                 samples += sum(_difference(series, "samples", before, after))
                 for name in seconds:
                     seconds[name] += statistics.mean(_difference(series, name, before, after))
-            memory = max([memory, *(max(row) for row in series.columns["memory"])])
+            memory = max([memory, *(max(row) for row in series.columns.get("memory", ()))])
         if len(times) < _FEWEST:
             raise UnknownRun(f"{run.name}: it took too few steps to be compared: {run.steps:,} in {run.seconds:.0f} s")
         quarters = statistics.quantiles(times, n=4)
@@ -172,7 +172,9 @@ def _intervals(series: Series) -> Iterator[tuple[int, int]]:
 
 
 def _difference(series: Series, name: str, before: int, after: int) -> list[float]:
-    column = series.columns[name]
+    column = series.columns.get(name)
+    if column is None:  # an earlier version had no such phase
+        return [0.0] * len(series.ranks)
     return [later - earlier for earlier, later in zip(column[before], column[after], strict=True)]
 
 

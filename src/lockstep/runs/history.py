@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ class Run:
 
     @property
     def program(self) -> str:
-        """What ran, with its arguments."""
-        return " ".join(self.about["program"])
+        """What ran, with its arguments; a character that can't be written, of a file's name for example, is a ``?``."""
+        return " ".join(self.about["program"]).encode(errors="replace").decode()
 
     @property
     def began(self) -> float:
@@ -69,12 +70,17 @@ class Run:
     @property
     def world_size(self) -> int:
         """Ranks of the whole job, in its last start."""
-        return int(self.about["starts"][-1]["world_size"]) if self.about["starts"] else 0
+        return int(self.about["starts"][-1].get("world_size", 0)) if self.about["starts"] else 0
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that were taken, in all starts, each counted from its beginning."""
-        return sum(int(min(series.columns["steps"][-1])) for series in self.series if series.times)
+        """Optimizer steps that were taken, in all starts, each counted from its beginning.
+
+        Raises:
+            UnknownRun: a series is not there, damaged, or of a later version.
+        """
+        last = [series.columns.get("steps", [()])[-1] for series in self.series if series.times]
+        return sum(int(min(filter(math.isfinite, steps), default=0)) for steps in last)
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -86,12 +92,11 @@ class Run:
         """The series of its starts, in order.
 
         Raises:
-            UnknownRun: one of them is damaged, or of a later version.
+            UnknownRun: one of them is not there, damaged, or of a later version.
         """
+        names = [Path(str(start["series"])).name for start in self.about["starts"] if "series" in start]
         try:
-            return [
-                Series.read(self.path.parent / start["series"]) for start in self.about["starts"] if "series" in start
-            ]
+            return [Series.read(self.path.parent / name) for name in names]
         except (OSError, ValueError) as error:
             raise UnknownRun(str(error)) from error
 
@@ -120,7 +125,38 @@ def read(path: Path) -> Run:
     missing = {"program", "began", "launcher", "starts", "events"} - about.keys()
     if missing:
         raise UnknownRun(f"{file}: not a whole record of a run: {', '.join(sorted(missing))} missing")
+    try:
+        _check(about)
+    except TypeError as error:
+        raise UnknownRun(f"{file}: not a whole record of a run: {error}") from None
     return Run(file, about)
+
+
+def _check(about: dict[str, Any]) -> None:
+    """Refuse a record whose parts are not what a launcher writes.
+
+    Raises:
+        TypeError: so it is.
+    """
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "began": (int, float),
+        "launcher": int,
+        "starts": list,
+        "events": list,
+        "checkpoints": list,
+        "logs": list,
+        "environment": dict,
+        "summary": dict,
+    }
+    for name, kind in kinds.items():
+        if name in about and not isinstance(about[name], kind):
+            raise TypeError(f"{name} is a {type(about[name]).__name__}")
+    for name in ("starts", "events", "checkpoints"):
+        for each in about.get(name, ()):
+            if not isinstance(each, dict):
+                raise TypeError(f"{name} has a {type(each).__name__}")
+    if not isinstance(about["program"], list) or not all(isinstance(word, str) for word in about["program"]):
+        raise TypeError("program is no list of words")
 
 
 def runs(homes: Iterable[Path]) -> list[Run]:

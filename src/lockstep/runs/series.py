@@ -125,6 +125,8 @@ def _parse(path: Path, head: bytes) -> tuple[tuple[int, ...], tuple[str, ...]]:
         version, ranks, names = about["series"], tuple(map(int, about["ranks"])), tuple(map(str, about["columns"]))
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path}: not a series of a run") from None
+    if not ranks:
+        raise ValueError(f"{path}: a series of no rank")
     if version != VERSION or not head.endswith(b"\n"):
         raise ValueError(f"{path}: a series of version {version}, and this lockstep reads version {VERSION}")
     return ranks, names

@@ -107,28 +107,9 @@ def collect(run: Run) -> Account:
         UnknownRun: its series can't be read, or its ranks have taken no step.
     """
     try:
-        _check(run.about)
         return _collect(run)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UnknownRun(f"{run.path}: not a whole record of a run ({type(error).__name__}: {error})") from error
-
-
-def _check(about: dict[str, Any]) -> None:
-    """Refuse a record whose parts are not what a launcher writes.
-
-    Raises:
-        TypeError: so it is.
-    """
-    kinds = {"starts": list, "events": list, "checkpoints": list, "logs": list, "environment": dict, "summary": dict}
-    for name, kind in kinds.items():
-        if name in about and not isinstance(about[name], kind):
-            raise TypeError(f"{name} is a {type(about[name]).__name__}")
-    for name in ("starts", "events", "checkpoints"):
-        for each in about.get(name, ()):
-            if not isinstance(each, dict):
-                raise TypeError(f"{name} has a {type(each).__name__}")
-    if not isinstance(about["program"], list) or not all(isinstance(word, str) for word in about["program"]):
-        raise TypeError("program is no list of words")
 
 
 def _collect(run: Run) -> Account:

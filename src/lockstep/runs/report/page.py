@@ -70,7 +70,9 @@ def build(account: Account) -> str:
         "made": text(f"made by lockstep {__version__} from {account.run.path}"),
     }
     # In one pass, since what is put in could look like a place as well.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part("page.html"))
+    words = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part("page.html"))
+    # An argument or a file's name that is no UTF-8 has characters that no file can hold.
+    return words.encode(errors="replace").decode()
 
 
 def _part(name: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.runs import history
 from tests.launching import Finished, environment, run, start, wait_for
 
 _SCRIPT = Path(__file__).with_name("stragglers.py")
@@ -106,6 +107,32 @@ def test_spawned_ranks_have_a_summary_and_a_record(tmp_path: Path) -> None:
     _blames_rank_1(done.stderr, done.stdout, "own", within=0.1)
     (record,) = (tmp_path / "state").rglob("run.json")
     assert json.loads(record.read_text())["program"] == ["lockstep.spawn", "train"]
+
+
+_ENDS_AT_ONCE = """
+import os, signal
+import torch, lockstep
+
+lockstep.init()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    if step == int(os.environ["LOCKSTEP_RESTART"]) < 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_starts_that_end_within_a_moment_are_recorded(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_ENDS_AT_ONCE)
+    command = ["lockstep", "run", "-n", "1", "--max-restarts", "2", "--trace", "1:0", "--log-dir", "logs", "train.py"]
+    done = run(command, tmp_path, torch=True)
+    assert done.code == 0, done
+    recorded = history.read(tmp_path / "logs")
+    assert [start["number"] for start in recorded.about["starts"]] == [0, 1, 2]
+    assert [min(series.columns["steps"][-1]) >= 1 for series in recorded.series] == [True] * 3
+    assert _say(tmp_path, "report", "logs").returncode == 0
 
 
 def _say(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

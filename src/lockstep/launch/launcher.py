@@ -230,6 +230,7 @@ class Launcher:
     def renew(self, round_: Round) -> Attempt:
         """Begin another attempt; the one before has ended."""
         number = self.attempt.number + 1
+        self._record_short_start()
         self._tell(self._end_trace())
         self.attempt.close()
         self.attempt = Attempt(round_, home=self._home, number=number, grace=self.spec.grace, trace=self.spec.trace)
@@ -241,6 +242,7 @@ class Launcher:
         on, and, if all is well, what the time went to."""
         states, hangs = self.policy.states, self.attempt.hangs
         said, summary = hangs.ended(states), hangs.summary()
+        self._record_short_start()
         traced = self._end_trace()
         for text in traced:
             self.recorder.event("trace", text)
@@ -257,6 +259,16 @@ class Launcher:
         self.selector.close()
         self.zygote.close()
         self.attempt.close()
+
+    def _record_progress(self, now: float) -> None:
+        hangs, states = self.attempt.hangs, self.policy.states
+        progress = hangs.known(now) if self._speaks_for_all else hangs.progress()
+        self.recorder.add(progress, {rank: state.pid for rank, state in states.items()})
+
+    def _record_short_start(self) -> None:
+        """Record what the ranks have done if they have ended before somebody looked at their steps."""
+        if not self.recorder.knows_steps:
+            self._record_progress(time.monotonic())
 
     def _record_start(self) -> None:
         attempt = self.attempt
@@ -303,8 +315,7 @@ class Launcher:
             for text in hangs.look(states, now, ask=self.zygote.signal):
                 say(text)
                 self.recorder.event("late", text)
-            progress = hangs.known(now) if self._speaks_for_all else hangs.progress()
-            self.recorder.add(progress, {rank: state.pid for rank, state in states.items()})
+            self._record_progress(now)
         if self._tracer is not None:
             self._tell(self._tracer.look())
         for rank in self.policy.alive:

@@ -128,6 +128,11 @@ class Recorder:
         if self._take_notes():
             self._update()
 
+    @property
+    def knows_steps(self) -> bool:
+        """Whether a moment of this start was added in which a rank had taken a step."""
+        return self._series is not None
+
     def event(self, kind: str, text: str) -> None:
         """Note something that happened, for people."""
         self._about["events"].append({"at": self._seconds(), "kind": kind, "text": text})

@@ -27,11 +27,16 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
     Its bytes are not forced to the disk: this is for processes that read each other's files, not for what has to
     survive a loss of power.
     """
+    content = data.encode() if isinstance(data, str) else data
     temporary = f"{path}.tmp-{os.getpid()}"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        error.filename = os.fspath(path)  # nobody has named the other one
+        raise
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            file.write(content)
         os.rename(temporary, path)
     except OSError:
         os.unlink(temporary)

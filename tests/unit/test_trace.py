@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -288,6 +291,33 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.json.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(BadTrace, match="not a trace"):
         traces.read(tmp_path / "cut.json.gz")
+
+
+@pytest.mark.parametrize("wrong", [None, "../x"])
+def test_a_trace_that_somebody_has_changed_is_refused_in_a_sentence(tmp_path: Path, wrong: str | None) -> None:
+    late = dict.fromkeys(range(1, 11), 3)
+    for key in ("processes", "steps", "node", "hosts", "cut_off", "lost_events", "profiles", "at", "clocks", "start"):
+        trace = _machine(0, 0, late=late)
+        path = tmp_path / f"{key}.json.gz"
+        trace.write(path)
+        data = json.loads(gzip.decompress(path.read_bytes()))
+        data["lockstep"][key] = dict.fromkeys(data["lockstep"][key], wrong) if key == "processes" else wrong
+        path.write_bytes(gzip.compress(json.dumps(data).encode()))
+        if not (key == "start" and wrong):
+            with pytest.raises(BadTrace, match="not a whole trace"):
+                traces.read(path)
+    for key in ("ts", "pid", "name", "ph"):
+        data["lockstep"] = trace.about | {"base_ns": 0, "start": "job 0"}
+        events = [{name: value for name, value in event.items() if name != key} for event in data["traceEvents"]]
+        path.write_bytes(gzip.compress(json.dumps({**data, "traceEvents": events}).encode()))
+        with pytest.raises(BadTrace, match="not a whole trace"):
+            traces.read(path)
+
+
+def test_a_merged_trace_that_cannot_be_written_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    out = tmp_path / "nowhere" / "trace.json.gz"
+    with pytest.raises(FileNotFoundError, match=f"{re.escape(str(out))}'$"):
+        _machine(0, 0, late=dict.fromkeys(range(1, 11), 3)).write(out)
 
 
 def test_a_profile_that_is_none_is_told(rank: Path) -> None:

@@ -179,12 +179,42 @@ def read(path: Path) -> Trace:
         raise BadTrace(f"{path}: not a trace that lockstep run --trace has written")
     if about["trace"] != VERSION:
         raise BadTrace(f"{path}: written by lockstep {about.get('lockstep')}, which this lockstep can't read")
-    base = int(about["base_ns"])
+    try:
+        return _parse(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadTrace(f"{path}: not a whole trace ({type(error).__name__}: {error})") from error
+
+
+#: What stands under ``lockstep`` that others rely on.
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("node", "world_size", "base_ns", "at"), int),
+    **dict.fromkeys(("hosts", "lost_events", "profiles", "clocks", "processes"), dict),
+    "start": str,
+    "steps": list,
+    "cut_off": list,
+}
+
+
+def _parse(data: dict[str, Any]) -> Trace:
+    about = data["lockstep"]
+    for name, kind in _KINDS.items():
+        if not isinstance(about[name], kind):
+            raise TypeError(f"{name} is a {type(about[name]).__name__}")
+    if about["measured"] is not None:
+        Measured(**about["measured"])
+    about["processes"] = {str(int(pid)): int(rank) for pid, rank in about["processes"].items()}
+    about["cut_off"] = [int(rank) for rank in about["cut_off"]]
+    first, last = about["steps"]
+    about["steps"] = [int(first), int(last)]
+    base = about["base_ns"]
     events: list[Event] = []
     flows: list[Event] = []
     for event in data["traceEvents"]:
-        if event["ph"] != "M":
-            event["ts"] = base + round(event["ts"] * 1000)
+        if not isinstance(event["pid"], int) or not isinstance(event["name"], str):
+            raise TypeError("an event without a process or a name")
+        if event["name"] == "process_name":
+            event["args"]["name"] = str(event["args"]["name"])
+        event["ts"] = 0 if event["ph"] == "M" else base + round(event["ts"] * 1000)
         if "dur" in event:
             event["dur"] = round(event["dur"] * 1000)
         (flows if event.get("cat") == "late" else events).append(event)

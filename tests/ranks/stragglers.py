@@ -67,7 +67,7 @@ def main() -> None:
     model = lockstep.replicate(Net(worker))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader: Any = lockstep.shard(DataLoader(Data(worker), batch_size=4 * world.world_size), seed_samples=False)
-    begun = time.monotonic()
+    begun = world.all_reduce(time.monotonic(), "max")  # so that all ranks end after the same step
     for steps, batch in enumerate(loader, start=1):
         optimizer.zero_grad()
         model(batch).square().mean().backward()

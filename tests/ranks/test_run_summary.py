@@ -164,6 +164,37 @@ def test_a_run_is_listed_asked_for_its_stacks_and_readable_when_it_was_killed(tm
     assert _say(tmp_path, "compare", "1", str(tmp_path)).stderr.startswith(f"lockstep compare: {tmp_path}: no run was")
 
 
+_LOGS = """
+import time
+from pathlib import Path
+import torch
+import lockstep
+
+world = lockstep.init()
+model = lockstep.replicate(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+log = lockstep.Log("numbers", every=1)
+while not (world.all_reduce(float(Path("enough").exists()), "max") and log.step > 20):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    log(loss=0.5, name="a text", seven=7)
+    time.sleep(0.05)
+log.close()
+"""
+
+
+def test_top_shows_what_was_logged_last(tmp_path: Path) -> None:
+    (tmp_path / "logs.py").write_text(_LOGS)
+    with start(["lockstep", "run", "-n", "2", "logs.py"], tmp_path, torch=True) as job:
+        wait_for(lambda: [*(tmp_path / "state").rglob("run.json")], "the record")
+        wait_for(lambda: "metrics.jsonl" in next((tmp_path / "state").rglob("run.json")).read_text(), "the log's place")
+        shown = _say(tmp_path, "top", "--once").stdout
+        (tmp_path / "enough").touch()
+        job.finish()
+    assert re.search(r"^ *step \d+: loss 0\.5, seven 7 *$", shown, re.MULTILINE), shown
+
+
 def test_two_runs_are_compared_for_ci(tmp_path: Path) -> None:
     for name, part in (("a", "0"), ("b", "0.5")):
         command = ["lockstep", "run", "-n", "2", "--log-dir", name, str(_SCRIPT), "own", part, "9"]

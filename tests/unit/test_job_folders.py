@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,24 @@ def test_a_folder_that_is_held_stays(home: Path) -> None:
     finally:
         os.close(held)
         piece.unlink()
+
+
+def test_folders_that_other_jobs_remove_meanwhile(home: Path) -> None:
+    """Jobs begin and end beside each other: what was there a moment ago may be gone, and is nobody's failure."""
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            shutil.rmtree(tempfile.mkdtemp(prefix="lockstep-job-"), ignore_errors=True)
+
+    others = [threading.Thread(target=come_and_go) for _ in range(2)]
+    for each in others:
+        each.start()
+    try:
+        for _ in range(500):
+            JobFolder().remove()
+    finally:
+        over.set()
+        for each in others:
+            each.join()
+    assert list(home.iterdir()) == []

@@ -339,8 +339,9 @@ def test_what_ranks_wait_in_leaves_the_numbers_their_room(tmp_path: Path, clock:
     _record(tmp_path, clock, step=0.01)
     rows = [Row(rank, f"waits in all_reduce {'#' * 200}", 1234, 56.7, 0.25, 0.1, 300 << 20) for rank in range(2)]
     with io.StringIO() as file:
-        Console(file=file, width=80).print(_now(history.read(tmp_path), rows))
-        _, head, *shown = file.getvalue().splitlines()
+        Console(file=file, width=80).print(_now(history.read(tmp_path), rows, "step 3: loss 0.5"))
+        _, head, *shown, logged = file.getvalue().splitlines()
+    assert logged.strip() == "step 3: loss 0.5"
     assert head.split() == ["rank", "step", "steps/s", "waits", "data", "memory", "now"]
     assert [line.split()[:7] for line in shown] == [
         [str(rank), "1,234", "56.7", "25%", "10%", "300", "MB"] for rank in range(2)

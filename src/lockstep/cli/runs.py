@@ -70,20 +70,20 @@ def top(run: str | None, once: bool) -> None:
             time.sleep(3.0 if once else 0.5)
             live.look()
             if once:
-                console.print(_now(found, live.rows()))
+                console.print(_now(found, live.rows(), live.logged()))
                 return
-            with Screen(_now(found, live.rows()), console=console, auto_refresh=False) as screen:
+            with Screen(_now(found, live.rows(), live.logged()), console=console, auto_refresh=False) as screen:
                 while live.goes_on:
                     time.sleep(0.5)
                     live.look()
-                    screen.update(_now(found, live.rows()), refresh=True)
+                    screen.update(_now(found, live.rows(), live.logged()), refresh=True)
         except KeyboardInterrupt:
             pass
         finally:
             live.close()
 
 
-def _now(run: Run, rows: list[Row]) -> Table:
+def _now(run: Run, rows: list[Row], logged: str) -> Table:
     from rich.table import Table
 
     title = f"{run.name}: {run.program}, {_duration(time.time() - run.began)}"
@@ -97,6 +97,8 @@ def _now(run: Run, rows: list[Row]) -> Table:
         "now",
         title=title,
         title_justify="left",
+        caption=logged or None,
+        caption_justify="left",
         box=None,
         expand=True,
     )

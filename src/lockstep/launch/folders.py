@@ -61,15 +61,12 @@ class JobFolder:
 
 def _remove_abandoned(home: Path) -> None:
     with os.scandir(home) as entries:
-        found = [
-            entry.path
-            for entry in entries
-            if _OURS.fullmatch(entry.name)
-            and entry.is_dir(follow_symlinks=False)
-            and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
-        ]
-    for path in found:
+        found = [entry for entry in entries if _OURS.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
+    for entry in found:
+        path = entry.path
         with contextlib.suppress(OSError):  # another job may be removing it as well
+            if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                continue
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 if _locks(fd):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep import _proc
 from lockstep.job.files import JobFiles
 from lockstep.job.page import NAMES, Cell, Mark, Pages, Phase
+from lockstep.runs import history
 from lockstep.runs.history import Run, UnknownRun
 
 #: Seconds that rates and shares are of; what the launcher notes comes about once a second.
 WINDOW = 10.0
+#: Bytes at the end of a log in which its last line is looked for.
+_TAIL = 1 << 16
+#: What a line says of itself.
+_OWN = ("step", "time")
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,7 @@ class Live:
     def __init__(self, run: Run) -> None:
         if not run.is_alive:
             raise UnknownRun(f"{run.name} has ended ({run.ending}): lockstep runs lists it")
+        self._path = run.path
         start = run.about["starts"][-1]
         self._pids = {int(rank): pid for rank, pid in start["ranks"].items()}
         if not JobFiles(start["folder"]).pages.exists():
@@ -100,9 +108,33 @@ class Live:
             )
         return rows
 
+    def logged(self) -> str:
+        """Return the numbers that the script logged last (:class:`lockstep.Log`), in words; empty: none that are known
+        here."""
+        try:
+            paths = history.read(self._path).about.get("logs", [])
+        except UnknownRun:  # being written, or removed
+            return ""
+        lines = [line for line in map(_last_line, paths) if line is not None]
+        last = max(lines, key=lambda line: float(line["time"]), default=None)
+        if last is None:
+            return ""
+        numbers = {name: value for name, value in last.items() if isinstance(value, (int, float)) and name not in _OWN}
+        return f"step {last['step']:,}: {', '.join(f'{name} {value:.4g}' for name, value in numbers.items())}"
+
     def close(self) -> None:
         """Let go of the pages."""
         self._pages.close()
+
+
+def _last_line(path: str) -> dict[str, Any] | None:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL))
+            line = json.loads(file.read().rpartition(b"\n")[0].rpartition(b"\n")[2])
+    except (OSError, ValueError):  # not there any more, or nothing in it yet
+        return None
+    return line if isinstance(line, dict) and {"step", "time"} <= line.keys() else None
 
 
 def _doing(mark: Mark, waits_in: str) -> str:

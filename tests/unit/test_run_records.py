@@ -17,10 +17,11 @@ from lockstep.cli.runs import _now
 from lockstep.job import notes
 from lockstep.job.page import Phase
 from lockstep.job.summary import Progress
+from lockstep.launch.stacks import stacks_of
 from lockstep.runs import comparison, history
 from lockstep.runs import series as series_module
 from lockstep.runs.history import UnknownRun
-from lockstep.runs.live import Row
+from lockstep.runs.live import Live, Row
 from lockstep.runs.record import Recorder
 from lockstep.runs.series import COLUMNS, Series, SeriesWriter
 
@@ -184,6 +185,9 @@ def test_a_note_that_is_not_whole_comes_later(tmp_path: Path) -> None:
     with open(tmp_path / "notes", "a") as file:
         file.write('g", "path": "b"}\n')
     assert found.take() == [{"is": "log", "path": "b"}]
+    with open(tmp_path / "notes", "a") as file:  # the disk was full in the middle of a note
+        file.write('{"is": "lo{"is": "log", "path": "c"}\n{"is": "log", "path": "d"}\n')
+    assert found.take() == [{"is": "log", "path": "d"}]
 
 
 def test_a_run_whose_launcher_is_gone_was_killed(tmp_path: Path, clock: _Clock) -> None:
@@ -244,6 +248,18 @@ def test_runs_are_found_by_number_name_and_folder(tmp_path: Path, clock: _Clock)
         history.find("3", homes)
     with pytest.raises(UnknownRun, match="no run of this name"):
         history.find("cccc", homes)
+
+
+def test_a_run_that_has_taken_no_step_yet_is_one_sentence(tmp_path: Path) -> None:
+    """Its trace may have made the folder, and an event the record, before that."""
+    recorder = Recorder(lambda: tmp_path, program=["train.py"], tell=print)
+    recorder.make_folder()
+    recorder.event("late", "rank 1")
+    run = history.read(tmp_path)
+    assert run.is_alive
+    for look in (lambda: Live(run), lambda: next(stacks_of(run, None))):
+        with pytest.raises(UnknownRun, match="its ranks have taken no step yet"):
+            look()
 
 
 # Two runs ------------------------------------------------------------------------------------------------------------

@@ -67,6 +67,18 @@ class Run:
         return max(last, default=0.0)
 
     @property
+    def start(self) -> dict[str, Any]:
+        """The record of its last start, of which there is none before a rank has taken a step.
+
+        Raises:
+            UnknownRun: there is none yet.
+        """
+        if not self.about["starts"]:
+            raise UnknownRun(f"{self.name}: its ranks have taken no step yet")
+        start: dict[str, Any] = self.about["starts"][-1]
+        return start
+
+    @property
     def world_size(self) -> int:
         """Ranks of the whole job, in its last start."""
         return int(self.about["starts"][-1]["world_size"]) if self.about["starts"] else 0

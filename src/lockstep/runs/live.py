@@ -62,7 +62,7 @@ class Live:
         if not run.is_alive:
             raise UnknownRun(f"{run.name} has ended ({run.ending}): lockstep runs lists it")
         self._path = run.path
-        start = run.about["starts"][-1]
+        start = run.start
         self._pids = {int(rank): pid for rank, pid in start["ranks"].items()}
         if not JobFiles(start["folder"]).pages.exists():
             raise UnknownRun(f"{run.name}: its ranks are just being started again")

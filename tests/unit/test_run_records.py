@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from lockstep.cli.runs import _now
 from lockstep.job import notes
-from lockstep.job.page import Phase
+from lockstep.job.page import Cell, Pages, Phase
 from lockstep.job.summary import Progress
 from lockstep.launch.stacks import stacks_of
 from lockstep.runs import comparison, history
@@ -260,6 +261,45 @@ def test_a_run_that_has_taken_no_step_yet_is_one_sentence(tmp_path: Path) -> Non
     for look in (lambda: Live(run), lambda: next(stacks_of(run, None))):
         with pytest.raises(UnknownRun, match="its ranks have taken no step yet"):
             look()
+
+
+def test_what_is_shown_live_goes_on_with_ranks_that_are_started_again(tmp_path: Path) -> None:
+    recorder = Recorder(lambda: tmp_path, program=["train.py"], tell=print)
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def start(number: int, steps: int) -> None:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        pages = Pages(folder, 1)
+        pages.set(0, Cell.STEPS, steps + 1)
+        pages.close()
+        ranks.append(subprocess.Popen(["sleep", "60"]))
+        recorder.begin(number=number, node=0, world_size=1, ranks=[0], job_folder=folder)
+        recorder.add({0: _progress(steps, step=0.1)}, {0: ranks[-1].pid})
+
+    def end() -> None:
+        ranks[-1].kill()
+        ranks[-1].wait(timeout=10)
+
+    start(0, 300)
+    live = Live(history.read(tmp_path))
+    try:
+        live.look()
+        assert [(row.steps, row.doing) for row in live.rows()] == [(300, "start")]
+        end()
+        live.look()
+        assert live.goes_on, "the launcher is there"
+        assert [(row.steps, row.doing) for row in live.rows()] == [(300, "has ended")]
+        start(1, 7)
+        live.look()
+        assert [(row.steps, row.doing) for row in live.rows()] == [(7, "start")]
+        recorder.end(exit_code=0, summary=None, peaks={})
+        assert live.goes_on, "the rank is there"
+        end()
+        assert not live.goes_on
+    finally:
+        live.close()
+        end()
 
 
 # Two runs ------------------------------------------------------------------------------------------------------------

@@ -322,6 +322,15 @@ def test_a_run_that_is_slower_by_a_tenth(tmp_path: Path, clock: _Clock) -> None:
     assert "longer, more than chance within each run" in text
 
 
+def test_what_differs_besides_the_steps(tmp_path: Path, clock: _Clock) -> None:
+    found = _compared(tmp_path, clock, step=0.011)
+    assert "\ncores" not in found.describe()
+    found.b.about["environment"] |= {"cores": 96, "variables": {"LOCKSTEP_BACKEND": "gloo"}}
+    shown = [line.split() for line in found.describe().splitlines()]
+    assert ["cores", str(found.a.about["environment"]["cores"]), "96"] in shown
+    assert ["LOCKSTEP_BACKEND", "-", "gloo"] in shown
+
+
 def test_runs_that_differ_by_chance(tmp_path: Path, clock: _Clock) -> None:
     found = _compared(tmp_path, clock, step=0.01, of=lambda second: 1 + 0.02 * ((second + 1) % 3))
     assert not found.differs

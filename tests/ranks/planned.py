@@ -3,14 +3,17 @@ launcher, which looks once a second, has begun the run's record in FOLDER.
 
 ``planned.py WAY FOLDER``: ``plain``; ``sleeping``, which computes by sleeping, the less the more ranks there are;
 ``accumulated``, two backwards a step; ``compiled``; ``failing``, of which the thirteenth backward fails; ``local``,
-with LocalSteps; ``several`` replicas; ``hooked``, by a comm hook; ``short``, of ten steps.
+with LocalSteps; ``several`` replicas; ``hooked``, by a comm hook; ``short``, of ten steps; ``gone``, after which the
+model is given up, and nothing may keep it.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
+import weakref
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -56,6 +59,11 @@ def main() -> None:
                         time.sleep(0.005)
                     (called or each)(torch.ones(4, 64)).square().mean().backward()
             optimizer.step()
+    if way == "gone":
+        param = weakref.ref(next(model.parameters()))
+        del model, models, each, optimizers, optimizer
+        gc.collect()
+        assert param() is None
     if world.is_main:
         print(statistics.median(later - before for before, later in pairwise(moments[8:])))
         end = time.monotonic() + 20

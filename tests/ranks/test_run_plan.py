@@ -80,6 +80,11 @@ def test_a_backward_that_fails_is_in_no_timed_step(tmp_path: Path) -> None:
     assert max(table.before) < 1
 
 
+def test_a_model_that_was_timed_is_gone_when_it_is_given_up(tmp_path: Path) -> None:
+    _record(tmp_path / "run", "gone", ranks=1)
+    assert len(_tables(tmp_path / "run")[0].backward) == 20
+
+
 @pytest.mark.parametrize(
     ("way", "why"),
     [

@@ -70,6 +70,7 @@ def test_slow_ranks(tmp_path: Path, phase: str, ranks: int, part: float, backend
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_equal_ranks_are_not_blamed(tmp_path: Path, backend: str, turn: int) -> None:
     done = _train(tmp_path, "none", 0.0, 10, ranks=2 + turn % 3, LOCKSTEP_BACKEND=backend)
+    assert re.search(r"lockstep: [\d,]+ steps, .* samples/s on \d ranks\n", done.err), done.err
     assert "straggler" not in done.err, done.err
 
 

@@ -68,6 +68,17 @@ def test_a_slow_rank_is_named_with_its_phase_and_what_it_costs(phase: str, bottl
     ]
 
 
+def test_what_may_be_chance_is_no_second_cause() -> None:
+    usual = {"data": 0.26, "forward": 0.29, "own": 0.27, "wait": 0.18}
+    slow = {"data": 0.31, "forward": 0.25, "own": 0.42, "wait": 0.02, "held": 0.3}
+    straggler = _summary({0: usual, 1: slow, 2: usual}, looks=860).straggler
+    assert straggler is not None
+    assert straggler.phase is Phase.OWN
+    straggler = _summary({0: usual, 1: slow, 2: usual}, looks=86_000).straggler
+    assert straggler is not None
+    assert straggler.phase is None, "seen a hundred times as often, it is one"
+
+
 def test_a_difference_that_no_phase_explains_has_no_single_cause() -> None:
     usual = {"data": 0.1, "forward": 0.2, "backward": 0.3}
     slow = {"data": 0.25, "forward": 0.35, "backward": 0.4, "held": 0.4}

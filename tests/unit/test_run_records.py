@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -17,12 +18,13 @@ from rich.console import Console
 from lockstep.cli import main
 from lockstep.cli.runs import _now
 from lockstep.job import notes
-from lockstep.job.page import Phase
+from lockstep.job.page import Cell, Pages, Phase
 from lockstep.job.summary import Progress
+from lockstep.launch.stacks import stacks_of
 from lockstep.runs import comparison, history
 from lockstep.runs import series as series_module
 from lockstep.runs.history import UnknownRun
-from lockstep.runs.live import Row
+from lockstep.runs.live import Live, Row
 from lockstep.runs.record import Recorder
 from lockstep.runs.series import COLUMNS, Series, SeriesWriter
 
@@ -186,6 +188,9 @@ def test_a_note_that_is_not_whole_comes_later(tmp_path: Path) -> None:
     with open(tmp_path / "notes", "a") as file:
         file.write('g", "path": "b"}\n')
     assert found.take() == [{"is": "log", "path": "b"}]
+    with open(tmp_path / "notes", "a") as file:  # the disk was full in the middle of a note
+        file.write('{"is": "lo{"is": "log", "path": "c"}\n{"is": "log", "path": "d"}\n')
+    assert found.take() == [{"is": "log", "path": "d"}]
 
 
 def test_a_run_whose_launcher_is_gone_was_killed(tmp_path: Path, clock: _Clock) -> None:
@@ -285,6 +290,57 @@ def test_a_program_whose_words_are_no_utf8_is_listed(tmp_path: Path, clock: _Clo
     assert history.read(tmp_path / "run").program == "train.py --lr ?0.1"
 
 
+def test_a_run_that_has_taken_no_step_yet_is_one_sentence(tmp_path: Path) -> None:
+    """Its trace may have made the folder, and an event the record, before that."""
+    recorder = Recorder(lambda: tmp_path, program=["train.py"], tell=print)
+    recorder.make_folder()
+    recorder.event("late", "rank 1")
+    run = history.read(tmp_path)
+    assert run.is_alive
+    for look in (lambda: Live(run), lambda: next(stacks_of(run, None))):
+        with pytest.raises(UnknownRun, match="its ranks have taken no step yet"):
+            look()
+
+
+def test_what_is_shown_live_goes_on_with_ranks_that_are_started_again(tmp_path: Path) -> None:
+    recorder = Recorder(lambda: tmp_path, program=["train.py"], tell=print)
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def start(number: int, steps: int) -> None:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        pages = Pages(folder, 1)
+        pages.set(0, Cell.STEPS, steps + 1)
+        pages.close()
+        ranks.append(subprocess.Popen(["sleep", "60"]))
+        recorder.begin(number=number, node=0, world_size=1, ranks=[0], job_folder=folder)
+        recorder.add({0: _progress(steps, step=0.1)}, {0: ranks[-1].pid})
+
+    def end() -> None:
+        ranks[-1].kill()
+        ranks[-1].wait(timeout=10)
+
+    start(0, 300)
+    live = Live(history.read(tmp_path))
+    try:
+        live.look()
+        assert [(row.steps, row.doing) for row in live.rows()] == [(300, "start")]
+        end()
+        live.look()
+        assert live.goes_on, "the launcher is there"
+        assert [(row.steps, row.doing) for row in live.rows()] == [(300, "has ended")]
+        start(1, 7)
+        live.look()
+        assert [(row.steps, row.doing) for row in live.rows()] == [(7, "start")]
+        recorder.end(exit_code=0, summary=None, peaks={})
+        assert live.goes_on, "the rank is there"
+        end()
+        assert not live.goes_on
+    finally:
+        live.close()
+        end()
+
+
 # Two runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -303,6 +359,15 @@ def test_a_run_that_is_slower_by_a_tenth(tmp_path: Path, clock: _Clock) -> None:
     text = found.describe()
     assert "a step of B takes 1" in text
     assert "longer, more than chance within each run" in text
+
+
+def test_what_differs_besides_the_steps(tmp_path: Path, clock: _Clock) -> None:
+    found = _compared(tmp_path, clock, step=0.011)
+    assert "\ncores" not in found.describe()
+    found.b.about["environment"] |= {"cores": 96, "variables": {"LOCKSTEP_BACKEND": "gloo"}}
+    shown = [line.split() for line in found.describe().splitlines()]
+    assert ["cores", str(found.a.about["environment"]["cores"]), "96"] in shown
+    assert ["LOCKSTEP_BACKEND", "-", "gloo"] in shown
 
 
 def test_runs_that_differ_by_chance(tmp_path: Path, clock: _Clock) -> None:

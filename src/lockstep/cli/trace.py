@@ -33,9 +33,9 @@ def trace(files: tuple[Path, ...], output: Path | None, split: Path | None) -> N
 
     with errors("trace"):
         read = [traces.read(path) for path in files]
-        if len(read) == 1 and split is None:
+        if len(read) == 1 and (split is None or output is not None):
             raise traces.BadTrace(
-                "one file has nothing to be merged with: name those of the other machines, or --split"
+                "one file has nothing to be merged with: name those of the other machines, or --split alone"
             )
         whole = traces.merge(read) if len(read) > 1 else read[0]
         if len(read) > 1 and (output is not None or split is None):

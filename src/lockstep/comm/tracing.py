@@ -1,4 +1,5 @@
-"""What a trace sees of collectives and of torch.profiler, while its window is open; nothing of it is there otherwise.
+"""What a trace sees of collectives while its window is open, with nothing of it there otherwise; and of torch.profiler,
+whose profiles may be exported later, from when the window opens.
 
 Collectives have numbers that are the same on all of their group's ranks, so that a reader can tell who came when to
 which. Over lockstep's own engines these are the numbers that errors name, and a collective is recorded where it runs,
@@ -197,10 +198,14 @@ class _Profiles:
         if place is None or number > _PROFILES:
             return
         try:
-            if os.path.getsize(path) <= _LARGEST:
+            size = os.path.getsize(path)
+            if size <= _LARGEST:
                 self._copy(Path(path), *place, number)
+                return
+            why = f"it has {size / 2**20:,.0f} MB, and {_LARGEST / 2**20:.0f} are read: profile fewer steps"
         except OSError as error:
-            print(f"lockstep: the profile {path} is left out of the trace: {error}", file=sys.stderr)
+            why = str(error)
+        print(f"lockstep: rank {place[1]}: the profile {path} is left out of the trace: {why}", file=sys.stderr)
 
     @staticmethod
     def _copy(path: Path, folder: Path, rank: int, number: int) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,8 +43,8 @@ from lockstep.job.timetable import Timetable
 #: Averaged backwards before the first that is timed, and how many are.
 FIRST, COUNT = 10, 20
 
-#: The replica of this process that was timed first, and whether there was another one.
-_timed: Timing | None = None
+#: The replica of this process that was timed first, which may be gone; and whether there was another one.
+_timed: weakref.ref[Timing] | None = None
 _several = False
 
 
@@ -81,7 +82,7 @@ class Timing:
             return
         self.clocks.averaged()
         if len(self.clocks.steps) == COUNT:
-            self._leave(self.clocks.timetable())
+            _leave(self.clocks.timetable(), self._folder)
             self.stop()
 
     def failed(self) -> None:
@@ -102,16 +103,18 @@ class Timing:
     def _begin(self) -> None:
         global _timed, _several
         why = _why_not(self._reducer, self._group)
-        if _timed is not None and _timed is not self:
-            _timed.stop()
+        first = self if _timed is None else _timed()
+        if first is not self:
             _several = True
+            if first is not None:
+                first.stop()
         if _several:
             why = "several replicas averaged their gradients in turn, and a plan is of one"
         if why:
             self.stop()
-            self._leave(Timetable(dist.get_rank(), why_not=why))
+            _leave(Timetable(dist.get_rank(), why_not=why), self._folder)
             return
-        _timed = self
+        _timed = weakref.ref(self)
         table = Timetable(
             dist.get_rank(),
             backend=dist.get_backend(self._group),
@@ -121,12 +124,6 @@ class Timing:
             overlaps=self._reducer.overlaps,
         )
         self.clocks = _Clocks(self._reducer, table, caps=self._caps)
-
-    def _leave(self, table: Timetable) -> None:
-        try:
-            table.write(self._folder)
-        except OSError as error:
-            callsite.warn(f"what was timed for lockstep plan is lost: {describe(error)}")
 
 
 def time_steps(reducer: Reducer, *, group: dist.ProcessGroup, caps: Sequence[int]) -> Timing | None:
@@ -142,7 +139,14 @@ def refuse_to_time(why: str) -> None:
     """Leave word for ``lockstep plan`` why there is nothing to plan with."""
     folder = _folder()
     if folder is not None:
-        Timetable(dist.get_rank(), why_not=why).write(folder)
+        _leave(Timetable(dist.get_rank(), why_not=why), folder)
+
+
+def _leave(table: Timetable, folder: Path) -> None:
+    try:
+        table.write(folder)
+    except OSError as error:
+        callsite.warn(f"what was timed for lockstep plan is lost: {describe(error)}")
 
 
 def _folder() -> Path | None:

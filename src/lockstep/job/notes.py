@@ -48,7 +48,10 @@ class Notes:
         self._read = 0
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the notes since the last call; what is not whole yet comes with the next one."""
+        """Return the notes since the last call; what is not whole yet comes with the next one.
+
+        A line that is no note is left out: where the disk was full, half of one has the next one behind it.
+        """
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._read)
@@ -56,4 +59,12 @@ class Notes:
         except FileNotFoundError:
             return []
         self._read += len(whole[0]) + len(whole[1])
-        return [json.loads(line) for line in whole[0].splitlines()]
+        return [note for note in map(_note, whole[0].splitlines()) if note is not None]
+
+
+def _note(line: bytes) -> dict[str, Any] | None:
+    try:
+        note: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return note

@@ -11,7 +11,9 @@ four fifths of the difference; else there is no single cause.
 
 All of it comes from looks at the ranks' pages (Note [The launcher's clock] in hang.py), so it is an estimate. The
 looks see all ranks of a machine at one moment, so the difference of two ranks is known by the looks in which one
-waited and the other did not, say m of them, and it is believed from three times the square root of m on.
+waited and the other did not, say m of them, and it is believed from three times the square root of m on. What a rank
+spends longer in another phase than the one it is blamed for counts as far as it is more than two standard deviations,
+by the looks that fell into that phase on either.
 
 Of ranks on two machines it is only known how often each waited, which is more than m, so what is believed is believed
 on less than it could be. What is heard of them is a second old, at the beginning as at the end, and counts as if it
@@ -39,6 +41,8 @@ _FEWEST_STEPS, _FEWEST_LOOKS = 10, 60
 _COSTS, _CAUSE, _INPUT, _NETWORK = 0.05, 0.8, 0.2, 0.3
 #: How surely a difference must be known, in standard deviations.
 _SURE = 3.0
+#: How many of them a second cause must come to.
+_DOUBT = 2.0
 #: Ranks with a row of their own.
 _ROWS = 16
 #: The columns of the table, and what stands in each.
@@ -227,14 +231,19 @@ class Summary:
             apart = sum(rank.seconds[Phase.WAIT] for rank in two) / pause
         if excess < _COSTS * self.seconds or excess / pause < _SURE * math.sqrt(max(1.0, apart)):
             return None
-        by_phase = {
-            phase: self.ranks[slowest].seconds[phase]
-            - statistics.median(rank.seconds[phase] for number, rank in self.ranks.items() if number != slowest)
+        others = {
+            phase: statistics.median(rank.seconds[phase] for number, rank in self.ranks.items() if number != slowest)
             for phase in Phase
             if phase is not Phase.WAIT
         }
+        by_phase = {phase: self.ranks[slowest].seconds[phase] - usual for phase, usual in others.items()}
         phase = max(by_phase, key=lambda phase: by_phase[phase])
-        longer = sum(max(0.0, each) for each in by_phase.values())
+        # What is in doubt is no second cause.
+        longer = by_phase[phase] + sum(
+            max(0.0, each - _DOUBT * math.sqrt((2 * others[other] + each) * pause if each > 0 else 0.0))
+            for other, each in by_phase.items()
+            if other is not phase
+        )
         own = self.ranks[slowest].seconds[phase]
         return Straggler(
             slowest,

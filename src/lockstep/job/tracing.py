@@ -30,7 +30,7 @@ class Eye(Protocol):
         """Record from now on."""
 
     def close(self) -> None:
-        """Leave everything as it was before :meth:`open`. Also called in a process that was forked meanwhile."""
+        """Record nothing more, and cost nothing more. Also called in a process that was forked meanwhile."""
 
 
 _eyes: list[Eye] = []

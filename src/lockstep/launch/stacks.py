@@ -26,11 +26,11 @@ def stacks_of(run: Run, rank: int | None) -> Iterator[tuple[int, str]]:
         rank: the only one to ask; None: all of this machine.
 
     Raises:
-        LockstepError: the run has ended, or has no such rank on this machine.
+        LockstepError: the run has ended, takes no steps yet, or has no such rank on this machine.
     """
     if not run.is_alive:
         raise LockstepError(f"{run.name} has ended ({run.ending}), and its ranks with it")
-    start = run.about["starts"][-1]
+    start = run.start
     ranks = {int(number): pid for number, pid in start["ranks"].items()}
     if rank is not None and rank not in ranks:
         raise LockstepError(f"{run.name} has no rank {rank} on this machine: it has {', '.join(map(str, ranks))}")

@@ -56,14 +56,16 @@ class Tracer:
             least = max(0, steps - count)
             better = f"; --trace {min(count, steps)}:{least} would have traced the last ones" if steps else ""
             return [f"no trace: --trace {count}:{first} begins after {first:,} steps, and {steps:,} were taken{better}"]
+        until = time.monotonic() + _LIMIT
         if self._thread is not None and self._count_profiles() > self._profiles:
             self._thread.join(_LIMIT)  # what torch.profiler has exported since then goes in as well
-            self._said.clear()
-            self._thread = None
+            if not self._thread.is_alive():  # two would write the same file
+                self._said.clear()
+                self._thread = None
         if self._thread is None:
             self._begin()
         assert self._thread is not None
-        self._thread.join(_LIMIT)
+        self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             return [f"the trace was not written within {_LIMIT:g} s, and is left out"]
         return [*self._take_said(), *self._merge_with_others()]

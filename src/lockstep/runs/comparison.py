@@ -23,6 +23,8 @@ from lockstep.runs.series import Series
 
 #: Intervals at the beginning that warm up, and how many there must be beyond them.
 _WARM, _FEWEST = 2, 4
+#: What the record says of a run's environment that is shown where two differ in it.
+_ENVIRONMENT = ("torch", "python", "processor", "cores", "gpus")
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,12 @@ class Comparison:
             yield name, self.a.about.get(name, "-"), self.b.about.get(name, "-")
         yield "ranks", self.a.world_size, self.b.world_size
         yield "ended", self.a.ending, self.b.ending
+        one, other = (each.about.get("environment") or {} for each in (self.a, self.b))
+        for name in _ENVIRONMENT:
+            yield name, one.get(name, "-"), other.get(name, "-")
+        one, other = (each.get("variables") or {} for each in (one, other))
+        for name in sorted({*one, *other}):
+            yield name, one.get(name, "-"), other.get(name, "-")
 
     def _sentence(self) -> str:
         if not self.differs:

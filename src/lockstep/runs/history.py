@@ -68,6 +68,18 @@ class Run:
         return max(last, default=0.0)
 
     @property
+    def start(self) -> dict[str, Any]:
+        """The record of its last start, of which there is none before a rank has taken a step.
+
+        Raises:
+            UnknownRun: there is none yet.
+        """
+        if not self.about["starts"]:
+            raise UnknownRun(f"{self.name}: its ranks have taken no step yet")
+        start: dict[str, Any] = self.about["starts"][-1]
+        return start
+
+    @property
     def world_size(self) -> int:
         """Ranks of the whole job, in its last start."""
         return int(self.about["starts"][-1].get("world_size", 0)) if self.about["starts"] else 0
@@ -160,14 +172,15 @@ def _check(about: dict[str, Any]) -> None:
 
 
 def runs(homes: Iterable[Path]) -> list[Run]:
-    """Return the runs recorded in folders below ``homes``, newest first; what is no record of a run is left out."""
+    """Return the runs recorded in ``homes`` and in folders below them, newest first; what is no record of a run is left
+    out."""
     found = []
     for home in homes:
         try:
             folders = [Path(entry.path) for entry in os.scandir(home) if entry.is_dir(follow_symlinks=False)]
         except OSError:
             continue
-        for folder in folders:
+        for folder in [Path(home), *folders]:
             try:
                 found.append(read(folder))
             except UnknownRun:
@@ -176,13 +189,13 @@ def runs(homes: Iterable[Path]) -> list[Run]:
 
 
 def find(name: str | None, homes: Iterable[Path]) -> Run:
-    """Return a run by its folder, by its name or the beginning of it, or by its number in the list, from 1; None: the
-    newest.
+    """Return a run by its number in the list, from 1 (a folder that is called so is ``./1``), by its folder, or by its
+    name or a part of it; None: the newest.
 
     Raises:
         UnknownRun: there is none, or the name could be several.
     """
-    if name is not None and (os.sep in name or Path(name).exists()):
+    if name is not None and not name.isdecimal() and (os.sep in name or os.path.exists(name)):
         return read(Path(name))
     found = runs(homes)
     if name is None or name.isdecimal():

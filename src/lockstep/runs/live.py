@@ -49,7 +49,8 @@ class _Moment:
 
 
 class Live:
-    """The ranks of a job, as far as this machine's launcher knows them, for as long as the run goes on.
+    """The ranks of a job, as far as this machine's launcher knows them, for as long as the run goes on, also when they
+    are started again.
 
     Args:
         run: the run.
@@ -62,21 +63,34 @@ class Live:
         if not run.is_alive:
             raise UnknownRun(f"{run.name} has ended ({run.ending}): lockstep runs lists it")
         self._path = run.path
-        start = run.about["starts"][-1]
-        self._pids = {int(rank): pid for rank, pid in start["ranks"].items()}
+        start = run.start
         if not JobFiles(start["folder"]).pages.exists():
             raise UnknownRun(f"{run.name}: its ranks are just being started again")
+        self._open(start)
+        self.look()
+
+    def _open(self, start: dict[str, Any]) -> None:
+        self._folder = str(start["folder"])
+        self._pids = {int(rank): pid for rank, pid in start["ranks"].items()}
         self._pages = Pages(start["folder"], start["world_size"])
         self._moments: deque[_Moment] = deque()
-        self.look()
+
+    def _is_there(self, rank: int) -> bool:
+        pid = self._pids[rank]
+        return pid is not None and _proc.started(pid) is not None
 
     @property
     def goes_on(self) -> bool:
-        """Whether any of this machine's ranks is still there."""
-        return any(pid is not None and _proc.started(pid) is not None for pid in self._pids.values())
+        """Whether any of this machine's ranks is still there, or its launcher, which may start them again."""
+        return any(map(self._is_there, self._pids)) or history.read(self._path).is_alive
 
     def look(self) -> None:
-        """Look at all pages; to be called about twice a second."""
+        """Look at all pages; to be called about twice a second. Where the ranks were started again, at those of now."""
+        if not any(map(self._is_there, self._pids)):
+            start = history.read(self._path).start
+            if start["folder"] != self._folder and JobFiles(start["folder"]).pages.exists():
+                self._pages.close()
+                self._open(start)
         steps = self._pages.all(Cell.STEPS)
         self._moments.append(_Moment(time.monotonic(), steps, [self._pages.spent(rank) for rank in range(len(steps))]))
         while self._moments[-1].at - self._moments[0].at > WINDOW and len(self._moments) > 2:
@@ -98,7 +112,7 @@ class Live:
             rows.append(
                 Row(
                     rank,
-                    _doing(look.mark, look.waits_in),
+                    _doing(look.mark, look.waits_in) if rank not in self._pids or self._is_there(rank) else "has ended",
                     max(0, steps - 1),
                     (last.steps[rank] - first.steps[rank]) / passed,
                     spent[Phase.WAIT] / whole,

@@ -79,7 +79,7 @@ def _spent(trace: Checked, rank: int) -> dict[str, float]:
             at, end = max(at, start_), min(end, ended)
             if begun <= at < end:
                 waited, at = waited + end - at, end
-        name = {"your code": "own"}.get(each["name"], each["name"])
+        name = "own" if each["name"] == "your code" else str(each["name"])
         spent[name] = spent.get(name, 0.0) + each["dur"] - waited
         spent["wait"] += waited
     return spent

@@ -201,6 +201,17 @@ def test_a_run_whose_launcher_is_gone_was_killed(tmp_path: Path, clock: _Clock) 
     assert (run.ending, round(run.seconds)) == ("killed", 30)
 
 
+def test_a_run_of_another_machine_may_go_on_there(tmp_path: Path, clock: _Clock) -> None:
+    _record(tmp_path, clock, step=0.01, end=False)
+    about = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(about | {"host": "node7", "program": ["a\nb\x1b[2J", "\udcff é"]}))
+    run = history.read(tmp_path)
+    assert (run.is_alive, run.ending) == (False, "not known: on node7")
+    with pytest.raises(UnknownRun, match="was started on node7: say the same there"):
+        run.refuse_unless_alive()
+    assert run.program == "a\\nb\\x1b[2J ? é"
+
+
 def test_a_disk_that_is_full_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
     told: list[str] = []
 

@@ -28,8 +28,7 @@ def stacks_of(run: Run, rank: int | None) -> Iterator[tuple[int, str]]:
     Raises:
         LockstepError: the run has ended, takes no steps yet, or has no such rank on this machine.
     """
-    if not run.is_alive:
-        raise LockstepError(f"{run.name} has ended ({run.ending}), and its ranks with it")
+    run.refuse_unless_alive()
     start = run.start
     ranks = {int(number): pid for number, pid in start["ranks"].items()}
     if rank is not None and rank not in ranks:

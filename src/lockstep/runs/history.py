@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,8 +37,10 @@ class Run:
 
     @property
     def program(self) -> str:
-        """What ran, with its arguments; a character that can't be written, of a file's name for example, is a ``?``."""
-        return " ".join(self.about["program"]).encode(errors="replace").decode()
+        """What ran, with its arguments, on one line: what a terminal would act on stands as in a string of Python; a
+        character that can't be written, of a file's name for example, is a ``?``."""
+        words = " ".join(self.about["program"]).encode(errors="replace").decode()
+        return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in words)
 
     @property
     def began(self) -> float:
@@ -48,7 +51,24 @@ class Run:
     def is_alive(self) -> bool:
         """Whether its launcher still runs, on this machine."""
         pid, began = self.about["launcher"], self.about.get("launcher_began")
-        return "ended" not in self.about and _proc.started(pid) == began
+        return "ended" not in self.about and self.is_here and _proc.started(pid) == began
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it was started on this machine, whose processes can be looked at."""
+        here = socket.gethostname()
+        return bool(self.about.get("host", here) == here)
+
+    def refuse_unless_alive(self) -> None:
+        """Raise what to say where its ranks are to be looked at.
+
+        Raises:
+            UnknownRun: it has ended, or goes on elsewhere.
+        """
+        if not self.is_here and "ended" not in self.about:
+            raise UnknownRun(f"{self.name} was started on {self.about['host']}: say the same there")
+        if not self.is_alive:
+            raise UnknownRun(f"{self.name} has ended ({self.ending}), and its ranks with it")
 
     @property
     def ending(self) -> str:
@@ -56,7 +76,7 @@ class Run:
         if self.is_alive:
             return "runs"
         if "exit_code" not in self.about:
-            return "killed"
+            return "killed" if self.is_here else f"not known: on {self.about['host']}"
         return {0: "done", 75: "saved"}.get(self.about["exit_code"], f"exit {self.about['exit_code']}")
 
     @property

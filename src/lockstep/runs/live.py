@@ -60,8 +60,7 @@ class Live:
     """
 
     def __init__(self, run: Run) -> None:
-        if not run.is_alive:
-            raise UnknownRun(f"{run.name} has ended ({run.ending}): lockstep runs lists it")
+        run.refuse_unless_alive()
         self._path = run.path
         start = run.start
         if not JobFiles(start["folder"]).pages.exists():

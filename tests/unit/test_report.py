@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -479,7 +480,9 @@ def test_a_report_is_written_whole_and_for_its_owner_alone(tmp_path: Path) -> No
 
 
 def test_a_run_that_goes_on_and_one_that_was_killed(tmp_path: Path) -> None:
+    host = socket.gethostname()
     alive: dict[str, Any] = {
+        "host": host,
         "launcher": os.getpid(),
         "launcher_began": started(os.getpid()),
         "ended": ...,
@@ -493,6 +496,9 @@ def test_a_run_that_goes_on_and_one_that_was_killed(tmp_path: Path) -> None:
     assert "The run goes on: this is what was recorded up to 1:01." in words
     assert "The verdict is by what is recorded so far" in words
     write_record(tmp_path, ended=..., exit_code=...)
+    assert _command(str(tmp_path), "-o", str(tmp_path / "out.html"))[0] == 0
+    assert "Whether the run goes on, only its machine knows" in (tmp_path / "out.html").read_text()
+    write_record(tmp_path, host=host, ended=..., exit_code=...)
     series = tmp_path / "series-0.bin"
     series.write_bytes(series.read_bytes()[:-50])  # in the middle of a row
     assert _command(str(tmp_path), "-o", str(tmp_path / "out.html"))[0] == 0

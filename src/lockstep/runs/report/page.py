@@ -136,6 +136,8 @@ class _Page:
             yield f"The run goes on: this is what was recorded up to {until}."
         elif account.run.ending == "killed":
             yield f"The run was killed, launcher and all: its record ends at {until}."
+        elif "ended" not in account.run.about:
+            yield f"Whether the run goes on, only its machine knows; its record so far ends at {until}."
         if account.verdict and account.run.summary is None:
             yield f"The verdict is by what is recorded so far, without the last seconds ({headline})."
         missing = account.run.world_size - len({*account.ranks})

@@ -17,7 +17,7 @@ from lockstep.job import flight, tracing
 from lockstep.job.files import JobFiles
 from lockstep.job.flight import Flight
 from lockstep.job.page import PAGE, Phase
-from lockstep.job.trace import BatchTimes, Kind, Part, Recorder, batches, is_over
+from lockstep.job.trace import BatchTimes, EventWriter, Kind, Part, batches, is_over
 from lockstep.rendezvous.clocks import ahead
 from lockstep.runs import trace as traces
 from lockstep.runs.timeline import Measured, events_of
@@ -38,7 +38,7 @@ class _Eye:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def open(self, recorder: Recorder) -> None:  # noqa: ARG002
+    def open(self, recorder: EventWriter) -> None:  # noqa: ARG002
         self.seen.append("open")
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ def test_a_trace_goes_on_with_another_writer_of_the_page(rank: Path, first: int)
 def test_what_does_not_fit_is_counted(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.job.trace._LEAST", 8)
     monkeypatch.setattr("lockstep.job.trace._EVENTS_PER_STEP", 1)
-    recorder = Recorder(rank, rank=0, steps=1)
+    recorder = EventWriter(rank, rank=0, steps=1)
     recorder.open(steps=0)
     for number in range(20):
         recorder.add(Kind.STEP, 0, number + 1)
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_counted(rank: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_part_that_was_cut_off_anywhere_is_read(rank: Path) -> None:
-    recorder = Recorder(rank, rank=0, steps=1)
+    recorder = EventWriter(rank, rank=0, steps=1)
     assert Part.read(rank, 0) is None, "not opened yet"
     recorder.open(steps=5)
     for _ in range(3):
@@ -167,7 +167,7 @@ def test_a_part_that_was_cut_off_anywhere_is_read(rank: Path) -> None:
 
 def test_batches_of_workers_are_kept_until_the_window_is_over(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.job.trace._BATCHES", 4)
-    recorder = Recorder(rank, rank=2, steps=1)
+    recorder = EventWriter(rank, rank=2, steps=1)
     times = BatchTimes(rank, rank=2, name="0-1")
     for position in range(6):
         times.add(100 + position, position, 8)

@@ -28,7 +28,7 @@ from lockstep.comm.shm import group
 from lockstep.comm.shm.fingerprint import facts
 from lockstep.job import tracing
 from lockstep.job.files import JobFiles
-from lockstep.job.trace import Recorder
+from lockstep.job.trace import EventWriter
 
 #: torch's methods, and what they are called here. Who must come to each is a matter of ``runs/trace.py``.
 _METHODS = {
@@ -63,7 +63,7 @@ class _Collectives:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def open(self, recorder: Recorder) -> None:
+    def open(self, recorder: EventWriter) -> None:
         """See :class:`~lockstep.job.tracing.Eye`."""
         self._replace(group.Group, "_run", _run_recorded(group.Group._run, recorder))
         waits: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
@@ -84,7 +84,7 @@ class _Collectives:
         setattr(owner, name, _torch.mark_untraced(method))
 
 
-def _run_recorded(run: Callable[..., None], recorder: Recorder) -> Callable[..., None]:
+def _run_recorded(run: Callable[..., None], recorder: EventWriter) -> Callable[..., None]:
     """Return what records a collective over one of lockstep's engines, from its turn to its end."""
     names: dict[tuple[str, bytes], int] = {}
 
@@ -105,7 +105,7 @@ def _run_recorded(run: Callable[..., None], recorder: Recorder) -> Callable[...,
 
 
 def _issue_recorded(
-    issue: Callable[..., Any], name: str, recorder: Recorder, waits: WeakKeyDictionary[Any, tuple[int, int]]
+    issue: Callable[..., Any], name: str, recorder: EventWriter, waits: WeakKeyDictionary[Any, tuple[int, int]]
 ) -> Callable[..., Any]:
     """Return what records the call that issues a collective of torch's own, and remembers its work.
 
@@ -145,7 +145,7 @@ def _issue_recorded(
 
 
 def _wait_recorded(
-    wait: Callable[..., Any], recorder: Recorder, waits: WeakKeyDictionary[Any, tuple[int, int]]
+    wait: Callable[..., Any], recorder: EventWriter, waits: WeakKeyDictionary[Any, tuple[int, int]]
 ) -> Callable[..., Any]:
     """Return what records a wait for such a work, of which nothing else tells when it was complete."""
 
@@ -177,7 +177,7 @@ class _Profiles:
         self._kept = itertools.count(1)
         self._is_here = False
 
-    def open(self, recorder: Recorder) -> None:  # noqa: ARG002  (what is exported has its own clock)
+    def open(self, recorder: EventWriter) -> None:  # noqa: ARG002  (what is exported has its own clock)
         """See :class:`~lockstep.job.tracing.Eye`. For good: a profile may be exported when the window is over."""
         if self._is_here:
             return

@@ -303,18 +303,17 @@ class _CountedBackward(Backward):
         super().issue_next()
 
     def _all_reduce(self, bucket: Bucket) -> None:
-        reduce = super()._all_reduce
-        if self._clocks is None:
-            reduce(bucket)
-        else:
-            self._clocks.reduces(lambda: reduce(bucket))
+        self._take_time(super()._all_reduce, bucket)
 
     def _wait(self, bucket: Bucket) -> None:
-        wait = super()._wait
+        self._take_time(super()._wait, bucket)
+
+    def _take_time(self, part: Callable[[Bucket], None], bucket: Bucket) -> None:
+        """Do a part of the averaging, and count it as such where this step is timed."""
         if self._clocks is None:
-            wait(bucket)
+            part(bucket)
         else:
-            self._clocks.reduces(lambda: wait(bucket))
+            self._clocks.reduces(lambda: part(bucket))
 
 
 def _why_not(reducer: Reducer, group: dist.ProcessGroup) -> str:

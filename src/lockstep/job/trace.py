@@ -68,7 +68,7 @@ class Head(enum.IntEnum):
     STEPS = 6
 
 
-class Recorder:
+class EventWriter:
     """Writes the events of this process, as Note [Events outlive their rank] has it.
 
     Args:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from lockstep.job import flight
 from lockstep.job.flight import Flight
 from lockstep.job.page import Cell, Phase
-from lockstep.job.trace import Kind, Recorder
+from lockstep.job.trace import EventWriter, Kind
 
 _PHASE, _STEP, _OWN = int(Kind.PHASE), int(Kind.STEP), int(Phase.OWN)
 _STEPS = int(Cell.STEPS)
@@ -26,7 +26,7 @@ _Layer = TypeVar("_Layer", bound="_Traced")
 class Eye(Protocol):
     """Something that a trace sees by, while its window is open."""
 
-    def open(self, recorder: Recorder) -> None:
+    def open(self, recorder: EventWriter) -> None:
         """Record from now on."""
 
     def close(self) -> None:
@@ -35,7 +35,7 @@ class Eye(Protocol):
 
 _eyes: list[Eye] = []
 #: What this process records at the moment, and where a profile that is exported belongs; None: nothing.
-_recorder: Recorder | None = None
+_recorder: EventWriter | None = None
 #: The job's folder and this rank, once a window was opened; see :func:`place`.
 _place: tuple[Path, int] | None = None
 
@@ -59,7 +59,7 @@ def arm(folder: str | Path, *, rank: int, steps: int, first: int) -> None:
         OSError: there is no room for the events.
     """
     global _asked
-    _asked = _Asked(Recorder(folder, rank=rank, steps=steps), first, first + steps, Path(folder), rank)
+    _asked = _Asked(EventWriter(folder, rank=rank, steps=steps), first, first + steps, Path(folder), rank)
     settle()
 
 
@@ -79,7 +79,7 @@ def settle() -> None:
 class _Asked(NamedTuple):
     """What is to be traced."""
 
-    recorder: Recorder
+    recorder: EventWriter
     opens_at: int
     closes_at: int
     folder: Path
@@ -187,7 +187,7 @@ class _Recording(_Traced):
         if _recorder is not None:
             _recorder.end()
 
-    def _close(self, recorder: Recorder) -> None:
+    def _close(self, recorder: EventWriter) -> None:
         global _recorder, _asked
         for eye in _eyes:
             eye.close()

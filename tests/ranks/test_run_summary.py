@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 
 from lockstep.runs import history
 from tests.launching import Finished, environment, run, start, wait_for
+from tests.ranks.spawned import spawn_stragglers
 
 _SCRIPT = Path(__file__).with_name("stragglers.py")
 #: Phase of the script -> what it is called.
@@ -83,27 +83,8 @@ def test_quiet_runs_and_runs_without_steps_say_nothing(tmp_path: Path) -> None:
     assert (done.code, done.err) == (0, "")
 
 
-_SPAWNS = """
-import sys
-import lockstep
-from tests.ranks import stragglers
-
-def train(local_rank):
-    sys.argv[1:] = ["own", "0.5", "10"]
-    stragglers.main()
-
-if __name__ == "__main__":
-    lockstep.spawn(train, nprocs=2)
-"""
-
-
 def test_spawned_ranks_have_a_summary_and_a_record(tmp_path: Path) -> None:
-    (tmp_path / "spawns.py").write_text(_SPAWNS)
-    root = str(_SCRIPT.parents[2])
-    env = environment(tmp_path, torch=True, LOCKSTEP_QUIET="", PYTHONPATH=os.pathsep.join([root, *sys.path[1:]]))
-    done = subprocess.run(
-        [sys.executable, "spawns.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = spawn_stragglers(tmp_path, "own", "0.5", "10", LOCKSTEP_QUIET="")
     assert done.returncode == 0, done
     _blames_rank_1(done.stderr, done.stdout, "own", within=0.1)
     (record,) = (tmp_path / "state").rglob("run.json")

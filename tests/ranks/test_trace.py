@@ -14,6 +14,7 @@ import pytest
 from lockstep.launch.spec import free_port
 from tests.launching import Finished, environment, run, start, wait_for
 from tests.namespaces import skip_unless
+from tests.ranks.spawned import spawn_stragglers
 from tests.traces import Checked
 
 _SCRIPT = Path(__file__).with_name("stragglers.py")
@@ -337,28 +338,8 @@ def test_machines_whose_clocks_differ_are_aligned(tmp_path: Path, shares: bool) 
         assert abs(call[0]["ts"] - call[1]["ts"]) < 5e6
 
 
-_SPAWNS = """
-import sys
-import lockstep
-from tests.ranks import stragglers
-
-def train(local_rank):
-    sys.argv[1:] = ["none", "0", "0"]
-    stragglers.main()
-
-if __name__ == "__main__":
-    lockstep.spawn(train, nprocs=2)
-"""
-
-
 def test_spawned_ranks_are_traced_by_the_variable(tmp_path: Path) -> None:
-    (tmp_path / "spawns.py").write_text(_SPAWNS)
-    root = str(_SCRIPT.parents[2])
-    path = os.pathsep.join([root, *sys.path[1:]])
-    env = environment(tmp_path, torch=True, LOCKSTEP_TRACE="4", PYTHONPATH=path)
-    done = subprocess.run(
-        [sys.executable, "spawns.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = spawn_stragglers(tmp_path, "none", "0", "0", LOCKSTEP_TRACE="4")
     assert done.returncode == 0, done
     (path_of_trace,) = (tmp_path / "state").rglob("trace.json.gz")
     trace = Checked(path_of_trace)

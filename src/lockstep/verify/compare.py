@@ -16,7 +16,7 @@ A step of a run on N ranks is within rounding if, for each tensor,
 
 and likewise for what the step added to the parameters. A = max(1, d / e), where d is how far the parameters of the N
 ranks were from those of one when the step began, and e the same of the nudged run: where they have grown apart further,
-so may gradients. So each step is judged by what it adds, and what came before counts once, in the step where it came.
+so may gradients. (A script that does not repeat itself on one rank is judged without a nudged run.) So each step is judged by what it adds, and what came before counts once, in the step where it came.
 FACTOR allows for chance: two runs that differ by rounding differ from each other in size as well, by a factor of three
 or so; a mistake changes a gradient by a hundredth of itself or more, five orders above a nudge.
 
@@ -274,6 +274,20 @@ class Nudged:
     nudge: float
     #: How many times its differences may be exceeded.
     factor: float
+
+
+def repeats_itself(repeat: Difference) -> bool:
+    """Return whether a second run like the first differs from it by no more than rounding where they begin to differ.
+
+    If not, a nudged run differs for the same reason and not for its nudges, so that nothing is to be learned from it.
+    """
+    spacing = max(repeat.first.first.spacing, repeat.other.first.spacing)
+    if not repeat.same_layout or any(found.size and found.max() > FACTOR * spacing for found in repeat.start.values()):
+        return False
+    for each in repeat.steps:
+        if not each.same_bits:
+            return bool(np.all(each.gradients <= FACTOR * spacing * each.gradient_sizes))
+    return repeat.first.steps == repeat.other.steps
 
 
 def judge(difference: Difference, nudged: Sequence[Nudged]) -> Judgement:

@@ -135,15 +135,16 @@ def verify(asked: Asked, folder: Path, tell: Callable[[str], None]) -> Result:
     nudge = max(each.first.spacing for each in (one, *(found.other for found in differences.values())))
     if any(found.same_layout and not found.same_bits for found in differences.values()):
         repeat = measure(one, runs.start("one rank again: does it repeat itself?", 1))
-        away = measure(one, runs.start("one rank, nudged: what does rounding do?", 1, nudge=nudge))
-        nudged.append(Nudged(away, nudge, compare.FACTOR))
-        runs.result.rounding = away
+        if compare.repeats_itself(repeat):
+            away = measure(one, runs.start("one rank, nudged: what does rounding do?", 1, nudge=nudge))
+            nudged.append(Nudged(away, nudge, compare.FACTOR))
+            runs.result.rounding = away
         if not repeat.same_bits:
             name = "one rank: which operations are not deterministic?"
             operations = runs.start(name, 1, names_operations=True).first.operations
     for ranks, found in differences.items():
         judgement = judge(found, nudged)
-        if _is_close(judgement) and repeat is not None and repeat.same_bits:
+        if _is_close(judgement) and nudged:
             if len(nudged) == 1:
                 far = nudge * compare.FAR
                 away = measure(one, runs.start("one rank, nudged further: does a step explain it?", 1, nudge=far))

@@ -16,7 +16,9 @@ import click
     context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
     options_metavar="-n N [-n N]... [OPTIONS]",
 )
-@click.option("-n", "ranks", type=int, multiple=True, default=(2,), show_default=True, help="Ranks to compare with one.")
+@click.option(
+    "-n", "ranks", type=int, multiple=True, default=(2,), show_default=True, help="Ranks to compare with one."
+)
 @click.option("--steps", type=int, default=20, show_default=True, help="Optimizer steps to compare.")
 @click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help="Time limit of each run.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write all of it as JSON.")
@@ -44,12 +46,12 @@ def verify(
 ) -> None:
     """Run PROGRAM on one rank and on N, and compare loss, gradients and parameters after each optimizer step.
 
-    The verdict is equal bits, equal within rounding, or different; then it says since which step, in which parameter, by
-    how much, and why. Each run ends by itself after --steps; checkpoints and logs of lockstep go to a folder that is
+    The verdict is equal bits, equal within rounding, or different; then it says since which step, in which parameter,
+    by how much, and why. Each run ends by itself after --steps; checkpoints and logs of lockstep go to a folder that is
     removed. What follows PROGRAM is passed to it unchanged.
 
-    The exit code is 0 if bits are equal or equal within rounding, 1 if they differ, and 2 if a run failed or the command
-    makes no sense.
+    The exit code is 0 if bits are equal or equal within rounding, 1 if they differ, and 2 if a run failed or the
+    command makes no sense.
     """
     from lockstep import _files
     from lockstep.errors import LockstepError

@@ -16,21 +16,23 @@ A step of a run on N ranks is within rounding if, for each tensor,
 
 and likewise for what the step added to the parameters. A = max(1, d / e), where d is how far the parameters of the N
 ranks were from those of one when the step began, and e the same of the nudged run: where they have grown apart further,
-so may gradients. (A script that does not repeat itself on one rank is judged without a nudged run.) So each step is judged by what it adds, and what came before counts once, in the step where it came.
+so may gradients. So each step is judged by what it adds, and what came before counts once, in the step where it came.
+(A script that does not repeat itself on one rank is judged without nudged runs, which would learn the wrong thing.)
 FACTOR allows for chance: two runs that differ by rounding differ from each other in size as well, by a factor of three
 or so; a mistake changes a gradient by a hundredth of itself or more, five orders above a nudge.
 
 Where the difference is beyond that, but small (less than ``CLOSE`` of the gradient), it may be a step in the function
 itself: a ReLU's input that rounding takes across 0, or Adam with a gradient near 0, whose sign decides. So a second run
 is nudged, by 256 times as much, which meets hundreds of times as many such steps, and the difference may be
-``FACTOR_FAR`` times its. Where A has grown so far that half of a gradient would be within rounding, nothing can be said
-any more, and the verdict says from which step on.
+``FACTOR_FAR`` times its. Where runs have grown so far apart that gradients differ by more than ``CLOSE``, and rounding
+would explain half of a gradient, nothing can be said any more, and the verdict says from which step on.
 
 Note [What the loss is]
 ~~~~~~~~~~~~~~~~~~~~~~~
 The ranks' losses make that of one rank in more than one way: as a mean weighted by samples, as a plain mean where a
-script has weighted them itself, or as all the slices' losses one after the other. What trains is the gradient. So a loss
-counts as equal if any of these fits, it decides nothing by itself, and if none fits that is said beside the verdict.
+script has weighted them itself, or as all the slices' losses one after the other. What trains is the gradient. So a
+loss counts as equal if any of these fits, it decides nothing by itself, and if none fits that is said beside the
+verdict.
 """
 
 from __future__ import annotations
@@ -189,7 +191,8 @@ def _measure_step(
 ) -> StepDifference:
     note, notes = first.at(step)[0], other.at(step)
     added = [
-        [_wide(late) - _wide(early) for early, late in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)
+        [_wide(late) - _wide(early) for early, late in zip(*pair, strict=True)]
+        for pair in zip(before, after, strict=True)
     ]
     gaps = [_gap(a, b) for a, b in gradients]
     shifts = [_gap(a, b) for a, b in zip(*after, strict=True)]
@@ -379,10 +382,11 @@ class _Noise:
         return self._allowed(each, self._updates, spacings * each.parameter_sizes)
 
     def is_blind(self, each: StepDifference) -> bool:
-        """Return whether rounding would explain half of most gradients."""
-        ratios = self.gradients(each) / np.maximum(each.gradient_sizes, 1e-300)
-        ratios = ratios[each.gradient_sizes > 0]
-        return bool(ratios.size and np.median(ratios) > _HALF)
+        """Return whether most gradients differ by so much that only a noise which explains half of one explains it."""
+        some = each.gradient_sizes > 0
+        explained = self.gradients(each)[some] / each.gradient_sizes[some]
+        found = each.gradients[some] / each.gradient_sizes[some]
+        return bool(some.any() and np.median(explained) > _HALF and np.median(found) > CLOSE)
 
     def _allowed(self, each: StepDifference, noise: dict[tuple[int, int], Array], least: Array) -> Array:
         allowed = FACTOR * least

@@ -216,9 +216,7 @@ class Observer:
         value = float(first.detach()) if isinstance(first, Tensor) and first.numel() == 1 else None
         world = current_world()
         share = None if world is None else world.share
-        self._losses.append(
-            Loss(value) if share is None else Loss(value, share.local_samples, share.global_samples)
-        )
+        self._losses.append(Loss(value) if share is None else Loss(value, share.local_samples, share.global_samples))
         self._in_backward = True
         try:
             begin(tensors, *args, **kwargs)
@@ -286,7 +284,8 @@ class Observer:
     def _names(self) -> dict[int, str]:
         """Return the names of parameters by identity, as the largest module that holds them calls them."""
         roots = sorted(
-            (root for each in self._roots if (root := each()) is not None), key=lambda root: -len(list(root.parameters()))
+            (root for each in self._roots if (root := each()) is not None),
+            key=lambda root: -len(list(root.parameters())),
         )
         names: dict[int, str] = {}
         for root in roots:
@@ -409,7 +408,11 @@ def _plain_values(tensor: Tensor) -> Tensor:
 def _as_array(values: Tensor, *, exact: bool) -> Array:
     """Return values as NumPy has them. What it has no type for: as their bits if ``exact``, else as float32."""
     if values.is_floating_point() and values.dtype not in (torch.float32, torch.float64, torch.float16):
-        values = values.contiguous().view(torch.uint8 if values.element_size() == 1 else torch.int16) if exact else values.float()
+        values = (
+            values.contiguous().view(torch.uint8 if values.element_size() == 1 else torch.int16)
+            if exact
+            else values.float()
+        )
     array: Array = values.cpu().contiguous().numpy()
     return array
 
@@ -422,7 +425,7 @@ def _digest(array: Array) -> str:
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
 
 
-# torch's hooks: functions, because what is copied or saved with a module takes its hooks along -------------------------
+# torch's hooks: functions, because what is copied or saved with a module takes its hooks along -----------------------
 
 _observer: Observer | None = None
 
@@ -452,6 +455,7 @@ def observe(assignment: Assignment, *, rank: int, world_size: int) -> Observer:
     """Watch this process from now on. Called once, before the script begins."""
     global _observer
     observer = _observer = Observer(assignment, rank=rank, world_size=world_size)
+
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         observer.step_begins(optimizer, has_closure=_has_closure(args, kwargs))
 

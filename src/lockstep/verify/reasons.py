@@ -4,13 +4,13 @@ Note [Where a difference comes in]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A step is a chain: parameters and samples make outputs, these a loss, that gradients, and these other parameters. Up to
 the first step that differs the parameters are equal, so what is wrong lies at the first link that differs in it, and
-each link has few causes. Samples are told by their signatures, whatever their order and however they are cut: so are the
-model's outputs for them. What was looked at and is equal is as good as evidence: where every sample has the output that
-it has on one rank, neither a batch norm nor a dropout is the reason, though both may be there.
+each link has few causes. Samples are told by their signatures, whatever their order and however they are cut: so are
+the model's outputs for them. What was looked at and is equal is evidence as well: where every sample has the output
+that it has on one rank, neither a batch norm nor a dropout is the reason, though both may be there.
 
 Some causes come before the chain: two runs on one rank that differ from each other as much (then nothing is to be
-learned of ranks), first parameters that differ, and gradients that differ between ranks, since those that a replica
-averages can't.
+learned of ranks), first parameters that differ, and gradients that differ between ranks: those that a replica averages
+do not.
 """
 
 from __future__ import annotations
@@ -84,16 +84,15 @@ def explain(
     last = min(one.steps, many.steps)
     step = min(max(judgement.step or 1, 1), last)
     note, notes = one.at(step)[0], many.at(step)
+    repeated = list(_repeated(judgement, repeat, step, operations))
+    if repeated:
+        return repeated
     found = [
-        *_repeated(judgement, repeat, step, operations),
         *_start(judgement, difference, step),
         *_outside(many, step),
-        *_samples(one, many, step, note, notes),
+        *_samples(one, many, step),
     ]
-    if not found:
-        found += _outputs(one, note, notes)
-    if not found:
-        found += _loss_and_gradient(judgement, difference, step, note, notes)
+    found = found or _outputs(note, notes) or _loss(difference, step) or _gradient(difference, step)
     if not any(each.cause is Cause.OPTIMIZER for each in found):
         found += _options(note, notes, sure=judgement.stage is Stage.UPDATE)
     if judgement.stage is Stage.UPDATE:
@@ -169,7 +168,9 @@ def _outside(many: Observation, step: int) -> Iterable[Reason]:
         names = many.optimizer(each).names
         if len(apart) == sum(1 for gradient in notes[0].gradients if gradient is not None) and len(apart) > 1:
             evidence = f"no gradient is averaged: in step {each} all differ between the ranks"
-            advice = "call lockstep.replicate(model) before the optimizer is made; and no no_sync() around the last backward"
+            advice = (
+                "call lockstep.replicate(model) before the optimizer is made; and no no_sync() around the last backward"
+            )
         else:
             evidence = f"in step {each} these have other gradients on each rank: {listed([names[i] for i in apart])}"
             advice = "replicate the module that holds them as well, or make them part of the model that is replicated"
@@ -191,7 +192,7 @@ def _layout(difference: Difference) -> Reason:
 # Samples -------------------------------------------------------------------------------------------------------------
 
 
-def _samples(one: Observation, many: Observation, step: int, note: StepNote, notes: Sequence[StepNote]) -> list[Reason]:
+def _samples(one: Observation, many: Observation, step: int) -> list[Reason]:
     """Look whether the model got the same samples."""
     for each in range(1, step + 1):
         ours, theirs = one.at(each)[0], many.at(each)
@@ -203,7 +204,7 @@ def _samples(one: Observation, many: Observation, step: int, note: StepNote, not
             return [
                 Reason(
                     Cause.BATCH_PER_RANK,
-                    f"a step of {ranks} ranks trains on {total} samples, {count} on each, and one of one rank on {count}",
+                    f"a step trains on {total} samples on {ranks} ranks, {count} on each, and on {count} on one rank",
                     "divide the batch size by the world size, or let lockstep.shard cut the global batch",
                 )
             ]
@@ -240,7 +241,9 @@ def _other_samples(one: Observation, many: Observation, step: int, note: StepNot
         )
     drew = any(batch.drew_before for each in notes for batch in each.batches)
     moved = [
-        name for name in ("python", "numpy") if _drawn(many, name) and _states(one, name, step) != _states(many, name, step)
+        name
+        for name in ("python", "numpy")
+        if _drawn(many, name) and _states(one, name, step) != _states(many, name, step)
     ]
     if drew or moved:
         which = "torch's generator" if drew else _and(_GENERATORS[name] for name in moved)
@@ -259,7 +262,7 @@ def _other_samples(one: Observation, many: Observation, step: int, note: StepNot
 # Outputs -------------------------------------------------------------------------------------------------------------
 
 
-def _outputs(one: Observation, note: StepNote, notes: Sequence[StepNote]) -> list[Reason]:
+def _outputs(note: StepNote, notes: Sequence[StepNote]) -> list[Reason]:
     """Look whether the model makes the same of each sample."""
     known, differ = _compare_outputs(note, notes)
     if known and not differ:
@@ -301,66 +304,68 @@ def _outputs(one: Observation, note: StepNote, notes: Sequence[StepNote]) -> lis
     return found
 
 
-def _loss_and_gradient(
-    judgement: Judgement, difference: Difference, step: int, note: StepNote, notes: Sequence[StepNote]
-) -> list[Reason]:
-    """Look at the loss, and what became of it; samples and outputs are those of one rank."""
-    ranks = len(notes)
-    scale = _scale(difference, step)
-    scaled = "" if scale is None else f"; the gradients are {scale:.4g} times those of one rank"
-    combined = combined_loss(note, notes)
-    if combined is not None:
-        one, weighted, total = combined[0], weighted_loss(notes), summed_loss(notes)
-        if weighted is not None and not _near(one, weighted):
-            if _near(one, total):
-                return [
-                    Reason(
-                        Cause.SUM,
-                        f"in step {step} the losses of {ranks} ranks add up to {total:.6g}, which is that of one rank; "
-                        f"their mean is {weighted:.6g}{scaled}",
-                        'take the mean over samples (reduction="mean"); where it must be a sum, say what weighs '
-                        "(docs/weights.md)",
-                    )
-                ]
-            names = _apart(difference.other, until=step)
-            if names:
-                return [
-                    Reason(
-                        Cause.APART,
-                        f"in step {step} samples and outputs are those of one rank, the loss is {weighted:.6g} in place "
-                        f"of {one:.6g}, and {_and(_GENERATORS[name] for name in names)} had other states on each rank",
-                        "seed it alike on all ranks, and draw from it on all of them",
-                        sure=False,
-                    )
-                ]
-            return [
-                Reason(
-                    Cause.LOSS,
-                    f"in step {step} the ranks' losses, weighed by their samples, come to {weighted:.6g}, and one rank's "
-                    f"is {one:.6g}{scaled}",
-                    "the loss is a mean over something else than samples (tokens, pixels that are not masked, classes "
-                    "with weights): say what weighs (docs/weights.md)",
-                )
-            ]
+def _loss(difference: Difference, step: int) -> list[Reason]:
+    """Look at the loss; samples and outputs are those of one rank."""
+    note, notes = difference.first.at(step)[0], difference.other.at(step)
+    combined, weighted = combined_loss(note, notes), weighted_loss(notes)
+    if combined is None or weighted is None or _near(combined[0], weighted):
+        return []
+    one, total, scaled = combined[0], summed_loss(notes), _scaled(difference, step)
+    if _near(one, total):
+        return [
+            Reason(
+                Cause.SUM,
+                f"in step {step} the losses of {len(notes)} ranks add up to {total:.6g}, which is that of one rank; "
+                f"their mean is {weighted:.6g}{scaled}",
+                'take the mean over samples (reduction="mean"); where it must be a sum, say what weighs '
+                "(docs/weights.md)",
+            )
+        ]
+    names = _apart(difference.other, until=step)
+    if names:
+        return [
+            Reason(
+                Cause.APART,
+                f"in step {step} samples and outputs are those of one rank, the loss is {weighted:.6g} in place of "
+                f"{one:.6g}, and {_and(_GENERATORS[name] for name in names)} had other states on each rank",
+                "seed it alike on all ranks, and draw from it on all of them",
+                sure=False,
+            )
+        ]
+    return [
+        Reason(
+            Cause.LOSS,
+            f"in step {step} the ranks' losses, weighed by their samples, come to {weighted:.6g}, and that of one rank "
+            f"is {one:.6g}{scaled}",
+            "the loss is a mean over something else than samples (tokens, pixels that are not masked, classes with "
+            "weights): say what weighs (docs/weights.md)",
+        )
+    ]
+
+
+def _gradient(difference: Difference, step: int) -> list[Reason]:
+    """Look at what became of the loss; it is that of one rank as well."""
+    notes = difference.other.at(step)
     counts = [_count(each) for each in notes]
     if len({*counts}) > 1 and all(loss.local is None for each in notes for loss in each.losses):
         return [
             Reason(
                 Cause.WEIGHTS,
-                f"in step {step} the ranks have {_and(map(str, counts))} samples, and torch averages their gradients as "
-                "if they had as many",
+                f"in step {step} the ranks have {_and(map(str, counts))} samples, and torch averages their gradients "
+                "as if they had as many",
                 "let lockstep.shard cut the batch, whose shares weigh; or keep batches equal (drop_last=True)",
             )
         ]
-    if scale is not None:
-        return [
-            Reason(
-                Cause.SCALE,
-                f"in step {step} samples, outputs and loss are those of one rank{scaled}",
-                "the gradients are averaged over the ranks already: neither divide nor multiply by the world size",
-            )
-        ]
-    return []
+    scaled = _scaled(difference, step)
+    if not scaled:
+        return []
+    return [
+        Reason(
+            Cause.SCALE,
+            f"in step {step} samples, outputs and loss are those of one rank{scaled}",
+            "the gradients are averaged over the ranks already: neither divide nor multiply by the world size",
+        )
+    ]
 
 
 def _options(note: StepNote, notes: Sequence[StepNote], *, sure: bool) -> list[Reason]:
@@ -487,7 +492,7 @@ def _compare_outputs(note: StepNote, notes: Sequence[StepNote]) -> tuple[int, in
         return 0, 0
     sizes = [batch.output_size for batch in note.batches if batch.outputs]
     limit = _OUTPUT * max(sizes, default=0.0)
-    differ = sum(1 for (_, a), (_, b) in zip(ours, theirs, strict=True) if not abs(a - b) <= limit and not a == b)
+    differ = sum(1 for (_, a), (_, b) in zip(ours, theirs, strict=True) if not (a == b or abs(a - b) <= limit))
     return len(ours), differ
 
 
@@ -501,8 +506,13 @@ def _pairs(notes: Sequence[StepNote]) -> list[tuple[float, float]]:
     return found
 
 
+def _scaled(difference: Difference, step: int) -> str:
+    """Return words about the number that all gradients are multiplied by, or none if they are not."""
+    scale = _scale(difference, step)
+    return "" if scale is None else f"; the gradients are {scale:.4g} times those of one rank"
+
+
 def _scale(difference: Difference, step: int) -> float | None:
-    """Return the number that all gradients are multiplied by, or None if they are not."""
     ours, theirs = difference.first.numbers(step), difference.other.numbers(step)
     names = [name for name in ours if name.startswith("g") and name in theirs]
     if not names:

@@ -68,7 +68,7 @@ def _contrast(contrast: Contrast, rounding: Difference | None) -> Iterator[str]:
         for number, reason in enumerate(contrast.reasons):
             label = ("why" if reason.sure else "likely") if number == 0 else "also"
             yield from _wrapped(f"{reason.cause.value}: {reason.evidence}", label=label)
-            yield from _wrapped(reason.advice, label="→", indent=2 * _INDENT)
+            yield from _wrapped(f"→ {reason.advice}", label=" ", hanging=2)
     for remark in contrast.remarks:
         yield from _wrapped(remark, label="note")
 
@@ -98,13 +98,15 @@ def _what(contrast: Contrast) -> str:
     allowed = f"rounding explains {judgement.allowed:.1e}"
     if judgement.stage is Stage.GRADIENT:
         return f"the gradient of {name} {size} (an element by up to {judgement.most:.2g}); {allowed}"
-    return f"what the step adds to {name} {size} (an element by up to {judgement.most:.2g}), of equal gradients; {allowed}"
+    return (
+        f"what the step adds to {name} {size} (an element by up to {judgement.most:.2g}), of equal gradients; {allowed}"
+    )
 
 
 def _name(contrast: Contrast) -> str:
     step = max(contrast.judgement.step or 1, 1)
-    names = contrast.difference.first.optimizer(min(step, contrast.difference.first.steps)).names
-    return names[contrast.judgement.tensor or 0]
+    note = contrast.difference.first.optimizer(min(step, contrast.difference.first.steps))
+    return note.names[contrast.judgement.tensor or 0]
 
 
 def _part(relative: float) -> str:
@@ -128,12 +130,12 @@ def _few(steps: list[StepDifference]) -> list[StepDifference]:
     return [each for each in steps if each.step in chosen]
 
 
-def _wrapped(text: str, *, label: str = "", indent: str = _INDENT) -> Iterator[str]:
-    first = f"{indent}{label:<8}" if label and label != "→" else f"{indent}{label} " if label else indent
-    if label == "→":
-        first = f"{_INDENT}{'':<8}→ "
-    yield from textwrap.wrap(
-        text, _WIDTH, initial_indent=first, subsequent_indent=" " * len(first), break_long_words=False, break_on_hyphens=False
+def _wrapped(text: str, *, label: str = "", hanging: int = 0) -> list[str]:
+    """Break a sentence into lines, the first behind ``label``, the others ``hanging`` further in."""
+    first = f"{_INDENT}{label:<8}" if label else _INDENT
+    later = " " * (len(first) + hanging)
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
     )
 
 

@@ -152,7 +152,9 @@ def verify(asked: Asked, folder: Path, tell: Callable[[str], None]) -> Result:
             judgement = judge(found, nudged)
         different = judgement.kind is Kind.DIFFERENT
         reasons = explain(judgement, found, repeat, operations) if different else []
-        runs.result.contrasts.append(Contrast(ranks, found, judgement, reasons, _remarks(asked, found, repeat, reasons)))
+        runs.result.contrasts.append(
+            Contrast(ranks, found, judgement, reasons, _remarks(asked, found, repeat, reasons))
+        )
     return runs.result
 
 
@@ -262,6 +264,7 @@ class _Runs:
         if self._asked.shows:
             return "  (see above)"
         lines = _output(home).read_text(errors="replace").splitlines()
+        lines = [line for line in lines if str(home) not in line]  # which is about to be removed
         return "\n".join(f"  {line}" for line in lines[-_LINES:]) or "  (none)"
 
 
@@ -281,7 +284,13 @@ def _output(home: Path) -> Path:
 
 
 def _run(what: str, ranks: int) -> str:
-    return f"the run on {what}" if ranks > 1 else f"the run on one rank ({what})" if what != "one rank" else "the run on one rank"
+    return (
+        f"the run on {what}"
+        if ranks > 1
+        else f"the run on one rank ({what})"
+        if what != "one rank"
+        else "the run on one rank"
+    )
 
 
 def _steps(count: int) -> str:

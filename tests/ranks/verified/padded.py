@@ -12,7 +12,7 @@ torch.manual_seed(0)
 inputs, labels = torch.randn(143, 20), torch.randint(0, 5, (143,))
 model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 5)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-sampler = DistributedSampler(TensorDataset(inputs, labels), seed=0)
+sampler: DistributedSampler[object] = DistributedSampler(TensorDataset(inputs, labels), seed=0)
 loader = DataLoader(sampler.dataset, batch_size=24 // ranks, sampler=sampler)
 for epoch in range(4):
     sampler.set_epoch(epoch)

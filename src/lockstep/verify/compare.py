@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -172,7 +172,7 @@ def measure(first: Observation, other: Observation) -> Difference:
         if optimizer not in before:
             before[optimizer] = [ours[f"b{i}"] for i in tensors], [theirs[f"b{i}"] for i in tensors]
             pairs = list(zip(*before[optimizer], strict=True))
-            start[optimizer] = np.array([_rms(_gap(a, b)) / max(_rms(a), 1e-300) for a, b in pairs])
+            start[optimizer] = np.array([_rms(_gap(a, b)) / max(_size(a), 1e-300) for a, b in pairs])
         after = [ours[f"p{i}"] for i in tensors], [theirs[f"p{i}"] for i in tensors]
         gradients = [(_or_zero(ours, theirs, i), _or_zero(theirs, ours, i)) for i in tensors]
         steps.append(_measure_step(first, other, step, before=before[optimizer], after=after, gradients=gradients))
@@ -204,14 +204,14 @@ def _measure_step(
         same_bits=all(each.gradients == note.gradients and each.parameters == note.parameters for each in notes),
         ranks_agree=all(each.parameters == notes[0].parameters for each in notes),
         gradients=_each(_rms, gaps),
-        gradient_sizes=_each(_rms, (a for a, _ in gradients)),
+        gradient_sizes=_each(_size, (a for a, _ in gradients)),
         gradient_most=_each(_most, gaps),
         updates=np.array([_median(_gap(a, b)) for a, b in zip(*added, strict=True)]),
-        update_sizes=_each(_rms, added[0]),
+        update_sizes=_each(_size, added[0]),
         parameters=_each(_rms, shifts),
-        parameter_sizes=_each(_rms, after[0]),
+        parameter_sizes=_each(_size, after[0]),
         parameter_most=_each(_most, shifts),
-        entering=_relative(_each(_rms, entering), _each(_rms, before[0])),
+        entering=_relative(_each(_rms, entering), _each(_size, before[0])),
         loss=None if loss is None else abs(loss[0] - loss[1]),
         loss_size=None if loss is None else abs(loss[0]),
     )
@@ -431,6 +431,11 @@ def _rms(values: Array) -> float:
     return float(np.sqrt(np.mean(np.square(_wide(values))))) if values.size else 0.0
 
 
+def _size(values: Array) -> float:
+    """Return the root mean square of those that are finite."""
+    return _rms(values[np.isfinite(values)])
+
+
 def _most(values: Array) -> float:
     return float(np.max(values)) if values.size else 0.0
 
@@ -439,8 +444,7 @@ def _median(values: Array) -> float:
     return float(np.median(values)) if values.size else 0.0
 
 
-def _each(function: object, arrays: Iterable[Array]) -> Array:
-    assert callable(function)
+def _each(function: Callable[[Array], float], arrays: Iterable[Array]) -> Array:
     return np.array([function(each) for each in arrays], dtype=np.float64)
 
 
@@ -449,4 +453,5 @@ def _ratio(a: float, b: float) -> float:
 
 
 def _relative(differences: Array, sizes: Array) -> float:
+    """Return how far two lists of tensors differ, each list taken as one vector."""
     return _ratio(math.sqrt(float(np.sum(differences**2))), math.sqrt(float(np.sum(sizes**2))))

@@ -168,9 +168,7 @@ def _outside(many: Observation, step: int) -> Iterable[Reason]:
         names = many.optimizer(each).names
         if len(apart) == sum(1 for gradient in notes[0].gradients if gradient is not None) and len(apart) > 1:
             evidence = f"no gradient is averaged: in step {each} all differ between the ranks"
-            advice = (
-                "call lockstep.replicate(model) before the optimizer is made; and no no_sync() around the last backward"
-            )
+            advice = "call lockstep.replicate(model), and leave no_sync() before the last backward of a step"
         else:
             evidence = f"in step {each} these have other gradients on each rank: {listed([names[i] for i in apart])}"
             advice = "replicate the module that holds them as well, or make them part of the model that is replicated"
@@ -236,8 +234,8 @@ def _other_samples(one: Observation, many: Observation, step: int, note: StepNot
         return Reason(
             Cause.APART,
             f"{evidence}, and {which} had other states on each rank",
-            "seed it alike on all ranks and draw from it on all of them; what belongs to a sample, draw in the dataset, "
-            "where lockstep.shard seeds it by the sample's position",
+            "seed it alike on all ranks, draw from it on all of them, and draw what belongs to a sample in the "
+            "dataset, where lockstep.shard seeds it by the sample's position",
         )
     drew = any(batch.drew_before for each in notes for batch in each.batches)
     moved = [

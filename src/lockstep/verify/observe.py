@@ -59,8 +59,9 @@ class Observer:
         self._thread = threading.get_ident()
         self._nudges = torch.Generator().manual_seed(20_261_122)
         self._weights: dict[tuple[int, int, torch.device], Tensor] = {}
-        #: Modules with parameters that were called by the script, and names of all that is in them.
+        #: Modules with parameters that were called by the script, their names, and names of all that is in them.
         self._roots: list[ref[nn.Module]] = []
+        self._root_names: dict[int, str] = {}
         self._spacing = 0.0
         self._labels: dict[int, str] = {}
         #: Forwards within each other that are under way; the outermost, if it is for training; where it found torch's
@@ -68,10 +69,12 @@ class Observer:
         self._depth = 0
         self._outermost: nn.Module | None = None
         self._found = _Draws()
-        self._drew_before = False
+        self._drew = self._drew_before = False
         self._in_backward = False
-        #: Optimizers by identity, with their index; calls of their steps within each other that are under way.
+        #: Optimizers by identity, with their index; how many of them have a note; calls of steps within each other that
+        #: are under way.
         self._optimizers: dict[int, int] = {}
+        self._introduced = 0
         self._in_steps = 0
         self._step = 0
         self._reset()
@@ -119,16 +122,18 @@ class Observer:
             self._note_kind(module)
 
     def forward_ends(self) -> None:
-        """Note that a call of a module is over."""
-        if threading.get_ident() == self._thread:
-            self._depth -= 1
+        """Note that a call of a module is over, before hooks of the module itself put generators back."""
+        if threading.get_ident() != self._thread:
+            return
+        self._depth -= 1
+        if not self._depth and self._outermost is not None:
+            self._drew = self._found.have_moved()
 
     def forward_was(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Write down the batch of a forward for training that is over."""
         if self._depth or module is not self._outermost or threading.get_ident() != self._thread:
             return
         self._outermost = None
-        drew = self._found.have_moved()
         inputs = [leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         if not inputs:
             return
@@ -137,9 +142,8 @@ class Observer:
         made = [leaf for leaf in trees.leaves(output) if isinstance(leaf, Tensor) and leaf.dim()]
         outputs, output_size = self._signatures(made, count)
         self._note_spacing_of(made)
-        name = self._labels.get(id(module), type(module).__name__)
-        shape = list(inputs[0].shape)
-        self._batches.append(Batch(name, shape, samples, size, outputs, output_size, drew, self._drew_before))
+        name, shape = self._root_names[id(module)], list(inputs[0].shape)
+        self._batches.append(Batch(name, shape, samples, size, outputs, output_size, self._drew, self._drew_before))
 
     def _meet(self, module: nn.Module) -> None:
         """Keep the names of a module that the script calls; the first time, listen to how it ends."""
@@ -147,6 +151,7 @@ class Observer:
         if any(module is each for each in known):
             return
         self._roots.append(ref(module))
+        self._root_names[id(module)] = f"{type(module).__name__} {len(self._roots)}"
         module.register_forward_hook(_after_root, with_kwargs=True)
         for name, part in module.named_modules():
             self._labels.setdefault(id(part), _plain(name) or type(part).__name__)
@@ -234,7 +239,7 @@ class Observer:
             self._states = _generator_states()
         params = list(_parameters(optimizer))
         if id(optimizer) not in self._optimizers:
-            self._introduce(optimizer, params)
+            self._optimizers[id(optimizer)] = len(self._optimizers)
             self._before = [_digest(_bytes(each)) for each in params]
             self._keep("b", params)
         if not has_closure:
@@ -249,6 +254,8 @@ class Observer:
         if has_closure:
             self._take_gradients(params)
         self._keep("p", params)
+        if self._optimizers[id(optimizer)] == self._introduced:
+            self._introduce(optimizer, params)
         self._step += 1
         note = StepNote(
             self._step,
@@ -271,7 +278,12 @@ class Observer:
         self._nudge(params)
 
     def _introduce(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
-        self._optimizers[id(optimizer)] = len(self._optimizers)
+        """Name the parameters, after the first step: a closure may have called the model in it for the first time."""
+        self._introduced += 1
+        left_out = sum(len(group["params"]) for group in optimizer.param_groups) - len(params)
+        if left_out:
+            text = f"{left_out} parameters of {type(optimizer).__name__} are held in parts, as FSDP does, and left out"
+            self._writer.add("remark", {"text": text})
         names = self._names()
         note = OptimizerNote(
             type(optimizer).__name__,

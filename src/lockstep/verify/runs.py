@@ -164,7 +164,7 @@ def _is_close(judgement: Judgement) -> bool:
 
 def _remarks(asked: Asked, found: Difference, repeat: Difference | None, reasons: Sequence[Reason]) -> list[str]:
     """Say what is worth knowing beside the verdict."""
-    texts = []
+    texts = list(found.other.first.remarks)
     taken = {found.first.steps, found.other.steps}
     if max(taken) < asked.steps:
         texts.append(f"the script ended by itself after {max(taken)} of {asked.steps} steps")
@@ -221,6 +221,8 @@ class _Runs:
                 f"{_run(what, ranks)} ended without a step of any torch.optim optimizer, so there is nothing to "
                 "compare: does the script train, and with these arguments?"
             )
+        if not any(each.names for each in found.first.optimizers):
+            raise CannotVerify("all parameters are held in parts, as FSDP does: there are no replicas to compare")
         self.result.runs.append(Started(what, ranks, found.steps, seconds))
         self._tell(f"{what}: {_steps(found.steps)}, {seconds:.1f} s")
         return found

@@ -140,6 +140,43 @@ def test_a_tensor_beyond_rounding_is_named_with_its_step_and_size(tmp_path: Path
     assert judgement.allowed < 1e-4
 
 
+def test_a_step_in_the_function_that_a_further_nudge_meets_is_rounding(tmp_path: Path) -> None:
+    """As where the input of a ReLU crosses 0: beyond what a small nudge does, but no more than a larger one does."""
+
+    def crossing(_step: int, rank: int, note: StepNote, numbers: dict[str, Array]) -> StepNote:
+        if rank == 0:
+            numbers["g0"][3] *= np.float32(1.02)
+        return note
+
+    judgement, difference = _judged(tmp_path, crossing)
+    assert judgement.kind is Kind.DIFFERENT
+    assert judgement.relative < compare.CLOSE
+    near, far = (
+        measure(difference.first, _observe(tmp_path / name, change=change, rounding=_EPS * times, seed=3))
+        for name, times, change in (("near", 1.0, _as_it_is), ("far", compare.FAR, crossing))
+    )
+    both = [Nudged(near, _EPS, compare.FACTOR), Nudged(far, _EPS * compare.FAR, compare.FACTOR_FAR)]
+    assert judge(difference, both).kind is Kind.ROUNDING
+
+
+def test_nothing_is_said_of_runs_that_rounding_takes_far_apart(tmp_path: Path) -> None:
+    def chaos(seed: int) -> Change:
+        drawn = np.random.default_rng(seed)
+
+        def change(step: int, rank: int, note: StepNote, numbers: dict[str, Array]) -> StepNote:
+            if rank == 0 and step >= 3:
+                for name in ("g0", "g1"):
+                    numbers[name] += drawn.standard_normal(len(numbers[name])).astype(np.float32)
+            return note
+
+        return change
+
+    one = _observe(tmp_path / "one", change=chaos(1))
+    away = Nudged(measure(one, _observe(tmp_path / "nudged", change=chaos(2))), _EPS, compare.FACTOR)
+    judgement = judge(measure(one, _observe(tmp_path / "many", change=chaos(3))), [away])
+    assert (judgement.kind, judgement.conclusive) == (Kind.ROUNDING, 2)
+
+
 def test_what_a_nudged_run_differs_by_wholly_may_differ(tmp_path: Path) -> None:
     """A gradient that is nothing but rounding differs wholly in every run: one more tensor than one that is not."""
 

@@ -71,9 +71,9 @@ class Observer:
         self._found = _Draws()
         self._drew = self._drew_before = False
         self._in_backward = False
-        #: Optimizers by identity, with their index; how many of them have a note; calls of steps within each other that
+        #: Optimizers, with their index; how many of them have a note; calls of steps within each other that
         #: are under way.
-        self._optimizers: dict[int, int] = {}
+        self._optimizers: dict[torch.optim.Optimizer, int] = {}
         self._introduced = 0
         self._in_steps = 0
         self._step = 0
@@ -238,8 +238,8 @@ class Observer:
         if not self._states:
             self._states = _generator_states()
         params = list(_parameters(optimizer))
-        if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = len(self._optimizers)
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = len(self._optimizers)
             self._before = [_digest(_bytes(each)) for each in params]
             self._keep("b", params)
         if not has_closure:
@@ -254,12 +254,12 @@ class Observer:
         if has_closure:
             self._take_gradients(params)
         self._keep("p", params)
-        if self._optimizers[id(optimizer)] == self._introduced:
+        if self._optimizers[optimizer] == self._introduced:
             self._introduce(optimizer, params)
         self._step += 1
         note = StepNote(
             self._step,
-            self._optimizers[id(optimizer)],
+            self._optimizers[optimizer],
             self._gradients,
             [_digest(_bytes(each)) for each in params],
             self._before,

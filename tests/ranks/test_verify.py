@@ -17,7 +17,7 @@ _SCRIPTS = Path(__file__).with_name("verified")
 #: Script -> the cause that comes first, whether that is sure, and what the evidence has to name.
 _PLANTED = {
     "batch_norm": ("plain batch norm", True, "24 of 24 samples"),
-    "dropout": ("dropout per rank", True, "numbers are drawn in the forward (2)"),
+    "dropout": ("dropout per rank", True, "drawn in the forward, in 2 (Dropout)"),
     "loss_sum": ("a loss that is a sum", True, "0.5 times"),
     "outside": ("a parameter outside the replica", True, "parameter 4 of SGD"),
     "not_replicated": ("a parameter outside the replica", True, "no gradient is averaged"),

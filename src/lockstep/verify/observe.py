@@ -7,6 +7,7 @@ nothing to other ranks, so that what it looks at is what the script computes wit
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import sys
@@ -134,6 +135,10 @@ class Observer:
         if self._depth or module is not self._outermost or threading.get_ident() != self._thread:
             return
         self._outermost = None
+        if _torch.original_of(module) is not None:  # what is compiled calls no hook
+            for part in module.modules():
+                if part.training:
+                    self._note_kind(part)
         inputs = [leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         if not inputs:
             return
@@ -162,9 +167,15 @@ class Observer:
         """Note what makes a batch's outputs depend on more than each sample."""
         if isinstance(module, _torch.batch_norm()):
             if "SyncBatchNorm" not in type(module).__name__:
-                self._norms[self._labels.get(id(module), type(module).__name__)] = None
+                self._norms[self._label(module)] = None
         elif isinstance(module, _DROPOUTS) and module.p > 0:
-            self._dropouts[self._labels.get(id(module), type(module).__name__)] = None
+            self._dropouts[self._label(module)] = None
+
+    def _label(self, module: nn.Module) -> str:
+        """Return a module's name and class."""
+        kind = type(module).__name__
+        name = self._labels.get(id(module), kind)
+        return kind if name == kind else f"{name} ({kind})"
 
     def _note_spacing_of(self, outputs: Sequence[Tensor]) -> None:
         found = [torch.finfo(each.dtype).eps for each in outputs if each.is_floating_point()]
@@ -192,7 +203,7 @@ class Observer:
         found = [each for each in tensors if each.shape[0] == count and not each.is_sparse]
         if not found or not 0 < count <= _MOST_SAMPLES:
             return [], 0.0
-        with torch.no_grad(), _at_full_precision():
+        with torch.no_grad():
             for place, tensor in enumerate(found):
                 rows = torch.view_as_real(tensor) if tensor.is_complex() else tensor
                 rows = rows.detach().reshape(count, -1)
@@ -284,27 +295,17 @@ class Observer:
         if left_out:
             text = f"{left_out} parameters of {type(optimizer).__name__} are held in parts, as FSDP does, and left out"
             self._writer.add("remark", {"text": text})
-        names = self._names()
+        names = _names([root for each in self._roots if (root := each()) is not None])
+        if any(id(each) not in names for each in params):
+            names = _names([each for each in gc.get_objects() if issubclass(type(each), nn.Module)]) | names
         note = OptimizerNote(
             type(optimizer).__name__,
             [names.get(id(each), f"parameter {i} of {type(optimizer).__name__}") for i, each in enumerate(params)],
             [list(each.shape) for each in params],
             [torch.finfo(each.dtype).eps if each.is_floating_point() else 0.0 for each in params],
         )
+        self._note_spacing(note.spacings)
         self._writer.add("optimizer", asdict(note))
-
-    def _names(self) -> dict[int, str]:
-        """Return the names of parameters by identity, as the largest module that holds them calls them."""
-        roots = sorted(
-            (root for each in self._roots if (root := each()) is not None),
-            key=lambda root: -len(list(root.parameters())),
-        )
-        names: dict[int, str] = {}
-        for root in roots:
-            prefix = f"{type(root).__name__}." if names else ""
-            for name, param in root.named_parameters():
-                names.setdefault(id(param), prefix + _plain(name))
-        return names
 
     def _take_gradients(self, params: Sequence[Tensor]) -> None:
         gradients = [each.grad for each in params]
@@ -375,12 +376,18 @@ def _generator_states() -> dict[str, str]:
     }
 
 
-def _at_full_precision() -> torch.autocast:
-    return torch.autocast("cuda" if torch.cuda.is_initialized() else "cpu", enabled=False)
-
-
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def _names(roots: Sequence[nn.Module]) -> dict[int, str]:
+    """Return the names of parameters by identity, as the largest of ``roots`` that holds them calls them."""
+    names: dict[int, str] = {}
+    for root in sorted(roots, key=lambda root: -len(list(root.parameters()))):
+        prefix = f"{type(root).__name__}." if names else ""
+        for name, param in root.named_parameters():
+            names.setdefault(id(param), prefix + _plain(name))
+    return names
 
 
 def _plain(name: str) -> str:

@@ -279,7 +279,7 @@ def _outputs(note: StepNote, notes: Sequence[StepNote]) -> list[Reason]:
             )
         )
     if drew:
-        where = f" ({listed(dropouts, most=4)})" if dropouts else ""
+        where = f", in {listed(dropouts, most=4)}" if dropouts else ""
         found.append(
             Reason(
                 Cause.DROPOUT,

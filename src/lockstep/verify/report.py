@@ -75,7 +75,7 @@ def _contrast(contrast: Contrast, rounding: Difference | None) -> Iterator[str]:
 
 def _verdict(judgement: Judgement) -> str:
     if judgement.kind is not Kind.DIFFERENT:
-        return judgement.kind.value
+        return str(judgement.kind.value)
     if judgement.stage is Stage.START:
         return "different before the first step"
     if judgement.stage is Stage.LAYOUT:

@@ -134,20 +134,20 @@ def verify(asked: Asked, folder: Path, tell: Callable[[str], None]) -> Result:
     operations: list[str] = []
     nudge = max(each.first.spacing for each in (one, *(found.other for found in differences.values())))
     if any(found.same_layout and not found.same_bits for found in differences.values()):
-        repeat = measure(one, runs.start("one rank again: does it repeat itself?", 1))
+        repeat = measure(one, runs.start("one rank again, to see whether it repeats itself", 1))
         if compare.repeats_itself(repeat):
-            away = measure(one, runs.start("one rank, nudged: what does rounding do?", 1, nudge=nudge))
+            away = measure(one, runs.start("one rank, nudged, to see what rounding does", 1, nudge=nudge))
             nudged.append(Nudged(away, nudge, compare.FACTOR))
             runs.result.rounding = away
         if not repeat.same_bits:
-            name = "one rank: which operations are not deterministic?"
+            name = "one rank, to name operations that are not deterministic"
             operations = runs.start(name, 1, names_operations=True).first.operations
     for ranks, found in differences.items():
         judgement = judge(found, nudged)
         if _is_close(judgement) and nudged:
             if len(nudged) == 1:
                 far = nudge * compare.FAR
-                away = measure(one, runs.start("one rank, nudged further: does a step explain it?", 1, nudge=far))
+                away = measure(one, runs.start("one rank, nudged further, to see what crossing a 0 does", 1, nudge=far))
                 nudged.append(Nudged(away, far, compare.FACTOR_FAR))
             judgement = judge(found, nudged)
         different = judgement.kind is Kind.DIFFERENT
@@ -211,14 +211,14 @@ class _Runs:
         found = Observation.read(home, ranks)
         if code:
             raise CannotVerify(
-                f"{_run(what, ranks)} failed with exit code {code}, after {_steps(found.steps)}; its last lines:\n"
+                f"the run on {what} failed with exit code {code}, after {_steps(found.steps)}; its last lines:\n"
                 + self._last_lines(home)
             )
         if len(found.ranks) < ranks:
-            raise CannotVerify(f"{_run(what, ranks)} ended without a word of {ranks - len(found.ranks)} of its ranks")
+            raise CannotVerify(f"the run on {what} ended without a word of {ranks - len(found.ranks)} of its ranks")
         if not found.steps:
             raise CannotVerify(
-                f"{_run(what, ranks)} ended without a step of any torch.optim optimizer, so there is nothing to "
+                f"the run on {what} ended without a step of any torch.optim optimizer, so there is nothing to "
                 "compare: does the script train, and with these arguments?"
             )
         if not any(each.names for each in found.first.optimizers):
@@ -256,7 +256,7 @@ class _Runs:
             except subprocess.TimeoutExpired:
                 steps = _steps(Observation.read(home, ranks).steps)
                 raise CannotVerify(
-                    f"{_run(what, ranks)} was stopped after {self._asked.timeout:g} s, the limit (--timeout), and "
+                    f"the run on {what} was stopped after {self._asked.timeout:g} s, the limit (--timeout), and "
                     f"{steps}; fewer steps (--steps) take less"
                 ) from None
             finally:
@@ -283,16 +283,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _output(home: Path) -> Path:
     return home / "output"
-
-
-def _run(what: str, ranks: int) -> str:
-    return (
-        f"the run on {what}"
-        if ranks > 1
-        else f"the run on one rank ({what})"
-        if what != "one rank"
-        else "the run on one rank"
-    )
 
 
 def _steps(count: int) -> str:

@@ -16,6 +16,7 @@ from lockstep import _torch
 from lockstep.comm.exchange import all_gather_records, all_gather_tensors, broadcast_tensor, group_device
 from lockstep.comm.labels import compares_labels
 from lockstep.comm.peers import OverGroup
+from lockstep.comm.slicing import refuse_in_slice
 from lockstep.comm.together import together
 from lockstep.comm.waiting import wait_for
 from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
@@ -165,6 +166,7 @@ class World:
                 every rank, over gloo on rank 0.
             PeerLost: a rank is gone.
         """
+        refuse_in_slice("World.barrier()", self)
         begun = time.monotonic()
         limit = timedelta(seconds=self.timeout if timeout is None else timeout)
         try:
@@ -261,6 +263,7 @@ class World:
         return float(total / samples_in_all)
 
     def _all_reduce(self, total: torch.Tensor, op: Any, name: str) -> None:
+        refuse_in_slice(f"World.{name}()", self)
         wait_for(
             lambda: dist.all_reduce(total, op=op, group=self.group),
             lambda: f"rank {self.rank} of {self.world_size}: World.{name}()",
@@ -316,6 +319,8 @@ class World:
 
     def _shared(self, value: Any, what: str, sources: Container[int]) -> list[Any]:
         """Kind and value of what each of ``sources`` shares; an error on every rank if one can't."""
+
+        refuse_in_slice(what, self)
 
         def attempt() -> list[Any]:
             if self.rank not in sources:

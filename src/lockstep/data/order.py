@@ -58,6 +58,12 @@ def slice_bounds(count: int, *, rank: int, world_size: int) -> tuple[int, int]:
     return start, start + base + (rank < larger)
 
 
+def sizes_of(count: int, slices: int) -> list[int]:
+    """Return how many samples each of ``slices`` slices has of ``count``; see :func:`slice_bounds`."""
+    base, larger = divmod(count, slices)
+    return [base + (number < larger) for number in range(slices)]
+
+
 def batch_count(length: int, *, batch_size: int, drop_last: bool, start: int = 0) -> int:
     """Count the global batches from sample ``start`` to the end of an epoch of ``length`` samples."""
     left = max(0, length - start)

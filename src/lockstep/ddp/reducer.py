@@ -145,6 +145,11 @@ class Reducer:
         return self._all.buckets
 
     @property
+    def finite(self) -> FiniteCheck | None:
+        """What looks at the gradients."""
+        return self._all.finite
+
+    @property
     def overlaps(self) -> bool:
         """Whether buckets are issued while backward goes on."""
         return self._overlap
@@ -292,6 +297,11 @@ class Reducer:
             backward.average_rest(write=False)
         finally:
             self._close()
+
+    def forget_accumulated(self) -> None:
+        """Forget gradients that have accumulated without synchronisation: they are elsewhere by now."""
+        self._all.pending.clear()
+        self._weights.forget()
 
     # Between backwards ----------------------------------------------------------------------------------------------
 
@@ -442,6 +452,10 @@ class AccumulatedWeights:
     def take_over(self, old: AccumulatedWeights) -> None:
         """Continue where the weights of other parameters of the same module stand."""
         self._waiting = old._waiting
+
+    def forget(self) -> None:
+        """Forget that anything has accumulated."""
+        self._waiting = None
 
     @torch.no_grad()
     def _multiply_accumulated(self, waiting: float, pending: set[int]) -> dict[int, Tensor]:

@@ -89,21 +89,3 @@ def additions(nodes: Sequence[Node], slices: int) -> list[tuple[int, int]]:
             last = stack.pop()
             pairs.append((stack[-1], last))
     return pairs
-
-
-def runs(slices: int, *, shares: Sequence[float]) -> list[tuple[int, int]]:
-    """Return the slices of each rank, as its first and the one after its last: contiguous, in order of rank.
-
-    Args:
-        slices: how many there are.
-        shares: for each rank how much of them it is to have, in proportion; all alike is as even as can be.
-    """
-    total, before, start = sum(shares), 0.0, 0
-    found = []
-    for share in shares:
-        before += share
-        # (Rounded up, so that with equal shares the first ranks have one more, as slices of a batch have.)
-        end = min(slices, -int(-slices * before / total // 1)) if before < total else slices
-        found.append((start, max(start, end)))
-        start = max(start, end)
-    return found

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from lockstep.comm import deterministic
+from lockstep.data.order import slice_bounds
 from lockstep.data.source import Shardable
-from lockstep.slices import runs
 
 #: Steps whose paces count, and how many must be known before anything moves.
 _STEPS, _FEWEST = 9, 3
@@ -95,7 +96,8 @@ class SliceOptions:
     def switch_on(self) -> None:
         """Have this process compute so that the same slice gives the same bits each time."""
         torch.set_num_threads(self.threads)
-        torch.use_deterministic_algorithms(True)
+        # A script that has asked for warnings only is taken at its word.
+        deterministic.switch_on(warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
 
     def slicing(self, source: Shardable) -> Slicing:
         """Return the slices of ``source``."""
@@ -117,7 +119,7 @@ class Slicing:
     def __init__(self, slices: int, *, shares: Sequence[float], ahead: int, balance: bool = False) -> None:
         self.slices, self._shares, self._ahead, self.balances = slices, tuple(shares), ahead, balance
         #: From which batch on which ranks have which slices, in order of batches.
-        self._changes: list[tuple[int, Runs]] = [(0, tuple(runs(slices, shares=shares)))]
+        self._changes: list[tuple[int, Runs]] = [(0, runs(slices, shares))]
         self._paces: list[deque[float]] = [deque(maxlen=_STEPS) for _ in shares]
 
     def runs_at(self, batch: int) -> Runs:
@@ -160,6 +162,12 @@ class Slicing:
             self._changes = [self._changes[-1], (batch + 1 + self._ahead, found)]
             for each in self._paces:
                 each.clear()
+
+
+def runs(slices: int, shares: Sequence[float]) -> Runs:
+    """Return for each rank its first slice, and the one after its last, in proportion to ``shares``."""
+    ranks = len(shares)
+    return tuple(slice_bounds(slices, rank=rank, world_size=ranks, shares=tuple(shares)) for rank in range(ranks))
 
 
 def counts_for(slices: int, paces: Sequence[float]) -> list[int]:

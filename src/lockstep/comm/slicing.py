@@ -13,7 +13,6 @@ be, which is the same on all ranks.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,7 +49,8 @@ class Member(Protocol):
 
 
 _members: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_numbers = itertools.count()
+#: How many have joined so far.
+_made = 0
 _current: SlicedStep | None = None
 
 
@@ -59,9 +59,10 @@ def join(member: Member) -> int:
 
     It is held weakly.
     """
-    number = next(_numbers)
-    _members[number] = member
-    return number
+    global _made
+    _made += 1
+    _members[_made] = member
+    return _made
 
 
 def leave(number: int) -> None:
@@ -115,7 +116,8 @@ class SlicedStep:
         #: Seconds that each rank was at its slices; known at the end.
         self.seconds: list[float] = []
         self._spent = 0.0
-        self._touched: set[int] = set()
+        #: What each member that had something to do says of it, by number: of this rank, at the end of all.
+        self.said: dict[int, Any] = {}
 
     @property
     def slices(self) -> int:
@@ -141,9 +143,15 @@ class SlicedStep:
         assert self.number is not None
         self.items[self.number] = items
 
-    def touch(self, member: int) -> None:
-        """Note that ``member`` had something to do in the slice in hand."""
-        self._touched.add(member)
+    def touch(self, member: int, say: Any = None) -> None:
+        """Note that ``member`` had something to do in the slice in hand.
+
+        Args:
+            member: its number.
+            say: what the member finds in :attr:`said` in the end, on all ranks: in JSON types, from the first rank that
+                had something to do for it.
+        """
+        self.said[member] = say
 
     # How it goes ----------------------------------------------------------------------------------------------------
 
@@ -201,9 +209,10 @@ class SlicedStep:
             return failures[0]
         self.seconds = [each[4] for each in told]
         self._take_weights([{int(number): items for number, items in each[2].items()} for each in told])
-        touched = sorted({member for each in told for member in each[3]})
+        for each in reversed(told):
+            self.said.update((int(number), say) for number, say in each[3].items())
         _current = None
-        for number in touched:
+        for number in sorted(self.said):
             member = _members.get(number)
             if member is None:
                 raise LockstepError(
@@ -211,16 +220,22 @@ class SlicedStep:
                     "keep a reference to it on every rank"
                 )
             member.step_ends(self)
-        for number in sorted(set(_members) - set(touched)):
+        for number in sorted(set(_members) - set(self.said)):
             _members[number].forget()
         return None
 
     def _tell(self, failure: str | None) -> list[list[Any]]:
-        mine = [self.place, failure, self.items, sorted(self._touched), self._spent]
+        mine = [self.place, failure, self.items, self.said, self._spent, _made]
         if self.world.world_size == 1:
             return [mine]
         with labelled("the end of a step in slices"):
             told = all_gather_records(mine, self.world.group)
+        if any(each[5] != told[0][5] for each in told):
+            made = ", ".join(f"rank {rank}: {each[5]}" for rank, each in enumerate(told))
+            raise CollectiveMismatch(
+                f"{self._whoami()}: the ranks have made different numbers of replicas and logs ({made}): make each "
+                "lockstep.Log and call each lockstep.replicate on every rank, in the same order"
+            )
         if any(each[0] != told[0][0] for each in told):
             places = ", ".join(f"rank {rank}: epoch {e[0][0]}, batch {e[0][1]}" for rank, e in enumerate(told))
             raise CollectiveMismatch(f"{self._whoami()}: the ranks are at the end of different steps ({places})")

@@ -22,6 +22,7 @@ from lockstep.ddp.bucket import Bucket, ParameterSpec, plan_buckets
 from lockstep.ddp.buffers import broadcast_tensors
 from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.compare import compare_replicas
+from lockstep.ddp.counts import CountFlags
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.hooks import BackwardListener, BackwardWatch, Forward
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
@@ -35,7 +36,7 @@ from lockstep.ddp.timing import Timing, refuse_to_time, time_steps
 from lockstep.errors import LockstepError, listed
 from lockstep.job import flight
 from lockstep.job.page import Phase
-from lockstep.share import BatchesInHand
+from lockstep.share import BatchesInHand, Items
 
 #: Whether a forward is part of a function that torch.func transforms: of nobody's training step.
 _transformed = _torch.transforms_active()
@@ -68,6 +69,8 @@ class Replica(Joinable, BackwardListener):
         self._buffers = Buffers(module)
         self._latest: Forward | None = None
         self._current: Forward | None = None
+        #: What the backward under way is weighed by, if its items are counted.
+        self._items: Items | None = None
         _refuse_traced_backward()
         self._compare(module, unfit=unfit)
         if options.init_sync:
@@ -122,6 +125,7 @@ class Replica(Joinable, BackwardListener):
                     [params[i] for i in chosen],
                     flag_finite=finite is not None,
                     marks_place=index == len(positions) - 1 and self._marks_place(params[chosen[0]].device),
+                    count_flags=self._count_flags(params[chosen[0]].dtype) if index == len(positions) - 1 else None,
                     memory=memory,
                 )
                 for index, chosen in enumerate(positions)
@@ -162,6 +166,9 @@ class Replica(Joinable, BackwardListener):
     def _marks_place(self, device: torch.device) -> bool:
         """Return whether the last bucket says which backward it is of; see Note [Left-out backwards]."""
         return device.type == "cpu" and not compares_labels(self._group, device)
+
+    def _count_flags(self, dtype: torch.dtype) -> CountFlags:
+        return CountFlags(dtype, rank=self._rank, world_size=self._world_size)
 
     def _lay_out_again(self, module: nn.Module) -> None:
         """Lay the buckets out anew: parameters that were frozen are trained now."""
@@ -279,10 +286,9 @@ class Replica(Joinable, BackwardListener):
         if sends_buffers:
             self._send_buffers(module, source)
         in_hand = self._in_hand()
-        if in_hand is not None:
-            in_hand.read(for_backward=records)
+        items = None if in_hand is None else in_hand.read(for_backward=records)
         number = self._watch.forwards.begin() if averages and module.training and not joins else 0
-        return Forward(self.syncs, self._weight(in_hand), sends_buffers, divisor, number)
+        return Forward(self.syncs, self._weight(in_hand), sends_buffers, divisor, number, items)
 
     @_torch.mark_untraced
     def after_forward(self, output: Any) -> None:
@@ -308,7 +314,7 @@ class Replica(Joinable, BackwardListener):
     def _weight(self, in_hand: BatchesInHand | None) -> float:
         """See Note [Exact mean]; 1 where no sharded batch is in hand, or in a group that is not the whole world."""
         share = None if in_hand is None else in_hand.share
-        return 1.0 if share is None else share.weight(self._world_size)
+        return 1.0 if share is None or isinstance(share, Items) else share.weight(self._world_size)
 
     def _in_hand(self) -> BatchesInHand | None:
         """Return what sharded loaders have handed out; None where that is not this group's."""
@@ -320,7 +326,12 @@ class Replica(Joinable, BackwardListener):
         world = current_world()
         if world is not None and world.world_size == self._world_size:
             world.refuse_contested_share("this backward", of_backward=True)
-            world.in_hand.used()
+            world.in_hand.take(self._items)
+
+    def _find_items(self, forward: Forward) -> Items | None:
+        """See Note [Counted items]."""
+        world = current_world()
+        return None if world is None else world.in_hand.items_for(forward.items)
 
     # Backward -------------------------------------------------------------------------------------------------------
 
@@ -335,6 +346,7 @@ class Replica(Joinable, BackwardListener):
     def backward_begins(self, forward: Forward) -> None:
         """Let the reducer begin."""
         streams.current().end(self._module())
+        self._items = self._find_items(forward)
         self._refuse_contested_share()
         if _torch.in_compiled_autograd():
             raise LockstepError(
@@ -350,14 +362,26 @@ class Replica(Joinable, BackwardListener):
         self._begin(forward)
 
     def _begin(self, forward: Forward) -> None:
-        self._reducer.begin(sync=forward.sync, weight=forward.weight, divisor=forward.divisor)
+        items = None if self._items is None else self._items.count
+        if items is not None and self._join_config.enable:
+            raise LockstepError(
+                f"{self._whoami()}: world.weigh inside lockstep.join: a rank that has run out of batches does not know "
+                "that the others count items. Let lockstep.shard cut the batches, so that every rank takes every step"
+            )
+        self._reducer.begin(sync=forward.sync, weight=forward.weight, divisor=forward.divisor, items=items)
 
     def backward_joins(self, forward: Forward) -> None:
         """Raise if this forward weighs differently; average if it does."""
         current = self._current
         if current is None or forward is current:
             return
-        if forward.weight != current.weight:
+        if self._find_items(forward) is not self._items:
+            raise LockstepError(
+                f"{self._whoami()}: one backward goes through forwards that were weighed apart (World.weigh), so no "
+                "one number of items makes their mean exact: call backward once for each (inside lockstep.no_sync for "
+                "all but the last)"
+            )
+        if self._items is None and forward.weight != current.weight:
             raise LockstepError(
                 f"rank {self._rank} of {self._world_size}: one backward goes through forwards of batches with "
                 f"different shares (weights {current.weight:g} and {forward.weight:g}), so no mean of them is exact: "

@@ -110,7 +110,7 @@ class SlicedStep:
         #: The slice in hand.
         self.number: int | None = None
         #: What the slices are means of, where the script has said so, by slice: of this rank, at the end of all.
-        self.items: dict[int, float] = {}
+        self.items: dict[int, int] = {}
         #: What the weights of all slices add up to; known at the end.
         self.total = 0.0
         #: Seconds that each rank was at its slices; known at the end.
@@ -138,10 +138,10 @@ class SlicedStep:
             return self.items[number]
         return None if min(self.sizes) == max(self.sizes) else self.sizes[number]
 
-    def weigh(self, items: float) -> None:
+    def weigh(self, items: int) -> None:
         """Say that what comes of the slice in hand is a mean over so many items."""
-        assert self.number is not None
-        self.items[self.number] = items
+        if self.number is not None:
+            self.items[self.number] = items
 
     def touch(self, member: int, say: Any = None) -> None:
         """Note that ``member`` had something to do in the slice in hand.
@@ -241,7 +241,7 @@ class SlicedStep:
             raise CollectiveMismatch(f"{self._whoami()}: the ranks are at the end of different steps ({places})")
         return told
 
-    def _take_weights(self, items: Sequence[dict[int, float]]) -> None:
+    def _take_weights(self, items: Sequence[dict[int, int]]) -> None:
         self.items = {number: each[number] for each in items for number in each}
         there = [number for number, size in enumerate(self.sizes) if size]
         left_out = [number for number in there if number not in self.items]

@@ -107,23 +107,19 @@ class Step:
     def __repr__(self) -> str:
         return f"<step {self._place.batch} of epoch {self._place.epoch}: {len(self)} of {self.slices} slices>"
 
-    def weigh(self, items: float) -> None:
+    def weigh(self, items: int) -> None:
         """Say, before ``backward()``, that the slice's loss is a mean over so many items: tokens, say.
 
         The average is exact then over all items of all slices and ranks. Say it in every slice of a step or in none. 0
-        discards what comes of the slice.
+        discards what comes of the slice. (:meth:`World.weigh <lockstep.World.weigh>` does the same in here.)
 
         Raises:
-            TypeError, ValueError: ``items`` is not a finite number, 0 or more.
+            TypeError, ValueError: as ``World.weigh``.
             LockstepError: no slice of this step is in hand.
         """
-        if isinstance(items, bool) or not isinstance(items, (int, float)):
-            raise TypeError(f"weigh({items!r}): expected a number of items")
-        if not 0 <= items < float("inf"):
-            raise ValueError(f"weigh({items}): expected a number of items, 0 or more")
         if self._sliced is None or self._sliced.number is None:
             raise LockstepError(f"{self._whoami()}: weigh() was called outside of the step's inner loop")
-        self._sliced.weigh(items)
+        self._world.weigh(items)
 
     @contextmanager
     def attempt(self) -> Iterator[None]:

@@ -331,7 +331,9 @@ class Replica(Joinable, BackwardListener):
     def _find_items(self, forward: Forward) -> Items | None:
         """See Note [Counted items]."""
         world = current_world()
-        return None if world is None else world.in_hand.items_for(forward.items)
+        if world is None or slicing.current() is not None:  # a step in slices weighs them itself
+            return None
+        return world.in_hand.items_for(forward.items)
 
     # Backward -------------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,12 @@ def test_a_script_without_a_mistake_is_equal_within_rounding(tmp_path: Path, scr
     assert all(not each["reasons"] for each in found["contrasts"])
 
 
+def test_batches_in_slices_have_equal_bits(tmp_path: Path) -> None:
+    done, found = _verify(tmp_path, _SCRIPTS / "right_slices.py", "-n", "2", "-n", "3")
+    assert (done.code, found["verdict"]) == (0, "equal bits"), done
+    assert len(found["runs"]) == 3, "bits that are equal need no other run"
+
+
 _ALONE = """
 import torch
 torch.manual_seed(0)

@@ -274,8 +274,8 @@ def _outputs(note: StepNote, notes: Sequence[StepNote]) -> list[Reason]:
             Reason(
                 Cause.BATCH_NORM,
                 f"{seen}, and each rank takes the statistics of its own part in {listed(norms, most=4)}",
-                "lockstep.convert_sync_batchnorm(model) takes those of the global batch; lockstep.shard(loader, slices=8) "
-                "takes those of the same slices on any number of ranks",
+                "lockstep.convert_sync_batchnorm(model) takes those of the global batch, and lockstep.shard(loader, "
+                "slices=8) those of the same slices on any number of ranks",
                 sure=bool(known),
             )
         )
@@ -286,8 +286,8 @@ def _outputs(note: StepNote, notes: Sequence[StepNote]) -> list[Reason]:
                 Cause.DROPOUT,
                 f"{seen}, and numbers are drawn in the forward{where}: each rank draws its own, as it should, and so "
                 "others than one rank does",
-                "nothing is wrong with it: the ranks' numbers are as random. To verify the rest, switch dropout off, or cut "
-                "slices (lockstep.shard(loader, slices=8)), in which any number of ranks draws the same",
+                "nothing is wrong with it: the ranks' numbers are as random. To verify the rest, switch dropout off, or "
+                "cut slices (lockstep.shard(loader, slices=8)), in which any number of ranks draws the same",
                 sure=bool(known),
             )
         )

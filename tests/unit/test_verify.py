@@ -37,7 +37,14 @@ def _as_it_is(_step: int, _rank: int, note: StepNote, _numbers: dict[str, Array]
 
 
 def _observe(
-    folder: Path, *, ranks: int = 1, steps: int = 4, change: Change = _as_it_is, rounding: float = 0.0, seed: int = 0
+    folder: Path,
+    *,
+    ranks: int = 1,
+    steps: int = 4,
+    change: Change = _as_it_is,
+    rounding: float = 0.0,
+    seed: int = 0,
+    apart: bool = False,
 ) -> Observation:
     """A run of plain gradient descent with gradients that are drawn, whose ranks hold equal parts of 12 samples.
 
@@ -48,13 +55,15 @@ def _observe(
         change: changes what a rank writes of a step, for a mistake; it may change the numbers in place.
         rounding: what gradients are off by, relative.
         seed: of how they are off.
+        apart: whether NumPy's generator stands elsewhere on each rank from the beginning, as where nobody seeds it.
     """
     folder.mkdir()
     off = np.random.default_rng(seed)
     truth = np.random.default_rng(7)
     writers = [NotesWriter(folder, rank=rank) for rank in range(ranks)]
-    for writer in writers:
-        writer.add("about", {"generators": _STATES})
+    states = [_STATES | ({"numpy": f"{rank}"} if apart else {}) for rank in range(ranks)]
+    for rank, writer in enumerate(writers):
+        writer.add("about", {"generators": states[rank]})
         writer.add("spacing", {"spacing": _EPS})
         writer.add("optimizer", asdict(OptimizerNote("SGD", ["weight", "bias"], _SHAPES, [_EPS, _EPS])))
     values = [truth.standard_normal(shape[0]).astype(np.float32) for shape in _SHAPES]
@@ -70,7 +79,9 @@ def _observe(
             part = slice(12 * rank // ranks, 12 * (rank + 1) // ranks)
             kept = samples[part].tolist()
             batch = Batch("net", [len(kept), 3], kept, 1.0, [2 * each for each in kept], 1.0, False, False)
-            note = StepNote(step, 0, [], [], [], [{"lr": 0.1}], [Loss(1.0 + float(np.mean(kept)))], [batch], _STATES)
+            note = StepNote(
+                step, 0, [], [], [], [{"lr": 0.1}], [Loss(1.0 + float(np.mean(kept)))], [batch], states[rank]
+            )
             changed = change(
                 step, rank, note, numbers if rank == 0 else {name: each.copy() for name, each in numbers.items()}
             )
@@ -205,6 +216,7 @@ def test_numbers_that_are_not_finite_are_equal_where_both_have_them(tmp_path: Pa
 
     one, two = (_observe(tmp_path / name, change=broken) for name in ("one", "two"))
     assert judge(measure(one, two), []).kind is Kind.BITS
+    assert [each.gradient for each in measure(one, two).steps] == [0.0] * 4
     whole = _observe(tmp_path / "whole")
     judgement = judge(measure(one, whole), [])
     assert (judgement.kind, judgement.step) == (Kind.DIFFERENT, 2)
@@ -265,7 +277,7 @@ def test_other_samples_are_data_unless_generators_explain_them(tmp_path: Path) -
         return replace(data(step, rank, note, numbers), generators=_STATES | {"numpy": f"{rank} {step}"})
 
     def unused(step: int, rank: int, note: StepNote, numbers: dict[str, Array]) -> StepNote:
-        return replace(data(step, rank, note, numbers), generators=_STATES)
+        return data(step, rank, note, numbers)
 
     def per_rank(step: int, rank: int, note: StepNote, numbers: dict[str, Array]) -> StepNote:
         return replace(data(step, rank, note, numbers), generators=_STATES | {"numpy": f"both {step}"})
@@ -276,7 +288,7 @@ def test_other_samples_are_data_unless_generators_explain_them(tmp_path: Path) -
     found = {}
     for change in (data, apart, unused, per_rank, own_stream):
         (tmp_path / change.__name__).mkdir()
-        found[change.__name__] = _cause(tmp_path / change.__name__, change)
+        found[change.__name__] = _cause(tmp_path / change.__name__, change, apart=change is unused)
     assert found == {
         "data": Cause.DATA,
         "apart": Cause.APART,

@@ -286,7 +286,7 @@ def _outputs(note: StepNote, notes: Sequence[StepNote]) -> list[Reason]:
                 Cause.DROPOUT,
                 f"{seen}, and numbers are drawn in the forward{where}: each rank draws its own, as it should, and so "
                 "others than one rank does",
-                "nothing is wrong with it: the ranks' numbers are as random. To verify the rest, switch dropout off, or "
+                "nothing is wrong with it: the ranks' numbers are as random. To verify the rest, switch dropout off or "
                 "cut slices (lockstep.shard(loader, slices=8)), in which any number of ranks draws the same",
                 sure=bool(known),
             )

@@ -72,8 +72,8 @@ class Observer:
         self._found = _Draws()
         self._drew = self._drew_before = False
         self._in_backward = False
-        #: Optimizers, with their index; how many of them have a note; calls of steps within each other that
-        #: are under way.
+        #: Optimizers, with their index; how many of them have a note; calls of steps within each other that are under
+        #: way.
         self._optimizers: dict[torch.optim.Optimizer, int] = {}
         self._introduced = 0
         self._in_steps = 0
@@ -139,12 +139,12 @@ class Observer:
             for part in module.modules():
                 if part.training:
                     self._note_kind(part)
-        inputs = [leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+        inputs = _tensors((args, kwargs))
         if not inputs:
             return
         count = inputs[0].shape[0]
         samples, size = self._signatures(inputs, count)
-        made = [leaf for leaf in trees.leaves(output) if isinstance(leaf, Tensor) and leaf.dim()]
+        made = _tensors(output)
         outputs, output_size = self._signatures(made, count)
         self._note_spacing_of(made)
         name, shape = self._root_names[id(module)], list(inputs[0].shape)
@@ -157,7 +157,8 @@ class Observer:
             return
         self._roots.append(ref(module))
         self._root_names[id(module)] = f"{type(module).__name__} {len(self._roots)}"
-        module.register_forward_hook(_after_root, with_kwargs=True)
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.register_forward_hook(_after_root, with_kwargs=True)
         for name, part in module.named_modules():
             self._labels.setdefault(id(part), _plain(name) or type(part).__name__)
         self._note_spacing([torch.finfo(each.dtype).eps for each in module.parameters() if each.is_floating_point()])
@@ -200,7 +201,7 @@ class Observer:
         samples that differ by rounding have numbers that do.
         """
         total, square = torch.zeros(count, dtype=torch.float64), 0.0
-        found = [each for each in tensors if each.shape[0] == count and not each.is_sparse]
+        found = [each for each in tensors if each.shape[0] == count]
         if not found or not 0 < count <= _MOST_SAMPLES:
             return [], 0.0
         with torch.no_grad():
@@ -374,6 +375,12 @@ def _generator_states() -> dict[str, str]:
         ),
         "torch": _digest(streams.current().state.numpy()),
     }
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """Return the plain tensors in inputs or outputs that have a first dimension."""
+    found = [leaf for leaf in trees.leaves(tree) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    return [each for each in found if each.dim() and not each.is_nested and not _torch.is_made_of_tensors(each)]
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -33,6 +33,7 @@ from benchmarks.publishing import publish
 #: The goal: a step in slices takes at most so much longer.
 _GOAL = 1.05
 _SLICES, _STEPS = 8, 3
+_WORLDS = [(1, "shm"), (2, "shm"), (3, "shm"), (4, "shm"), (2, "gloo")]
 _VOCABULARY, _CONTEXT = 1000, 64
 
 
@@ -130,16 +131,22 @@ def _row(name: str, ranks: int, backend: str, rounds: int) -> str:
     )
 
 
+def _world(text: str) -> tuple[int, str]:
+    ranks, _, backend = text.partition("/")
+    return int(ranks), backend or "shm"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--models", nargs="*", default=list(_MODELS))
+    parser.add_argument("--worlds", nargs="*", type=_world, default=_WORLDS, help="such as 2/gloo")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     rows = [
         _row(name, ranks, backend, options.rounds)
         for name in options.models
-        for ranks, backend in ((1, "shm"), (2, "shm"), (3, "shm"), (4, "shm"), (2, "gloo"))
+        for ranks, backend in options.worlds
     ]
     report = f"""# What equal bits cost
 

@@ -411,7 +411,7 @@ class ShardedLoader:
         chooses = self._options is not None and self._options.chooses
         recut = partial(self._recut, cursor.samples, cursor.samples + fetched.global_samples) if chooses else None
         share = BatchShare(fetched.samples, fetched.global_samples)
-        step = Step(self, self._world, place=place, cut=cut, share=share, recut=recut)
+        step = Step(self, self._world, place=place, cut=cut, share=share, recut=recut, measures=slicing.balances)
         self._world.in_hand.hand_out(self, share)
         self._advance(fetched)
         flight.current.batch += fetched.samples

@@ -42,8 +42,6 @@ from lockstep.share import BatchesInHand, Items
 _transformed = _torch.transforms_active()
 _FORWARD, _EVALUATE, _BACKWARD = int(Phase.FORWARD), int(Phase.EVALUATE), int(Phase.BACKWARD)
 _REDUCE = int(Phase.REDUCE)
-#: What every forward in a slice knows: its gradients are averaged at the end of the step, by what they weigh.
-_IN_SLICE = Forward(sync=False, weight=1.0, sends_buffers=False)
 #: A bucket's cap that no model reaches.
 _ALL = 1 << 62
 
@@ -305,10 +303,10 @@ class Replica(Joinable, BackwardListener):
 
     def _known_last(self) -> Forward:
         """Return what the last forward knew, or would know now if none came since the last backward."""
+        if slicing.in_slice():
+            return _forward_in_slice()
         if self._latest is not None:
             return self._latest
-        if slicing.current() is not None:
-            return _IN_SLICE
         module = self._module()
         training = module is not None and module.training
         return Forward(self.syncs, self._weight(self._in_hand()), self.syncs and training and self.sends_buffers)
@@ -350,6 +348,7 @@ class Replica(Joinable, BackwardListener):
     def backward_begins(self, forward: Forward) -> None:
         """Let the reducer begin."""
         streams.current().end(self._module())
+        self._refuse_other_slice(forward)
         self._items = self._find_items(forward)
         self._refuse_contested_share()
         if _torch.in_compiled_autograd():
@@ -379,6 +378,7 @@ class Replica(Joinable, BackwardListener):
         current = self._current
         if current is None or forward is current:
             return
+        self._refuse_other_slice(forward)
         if self._find_items(forward) is not self._items:
             raise LockstepError(
                 f"{self._whoami()}: one backward goes through forwards that were weighed apart (World.weigh), so no "
@@ -447,7 +447,14 @@ class Replica(Joinable, BackwardListener):
                 f"{self._whoami()}: a step in slices has been through a replica that can't take part: {reason}"
             )
         self._has_slice = True
-        return _IN_SLICE
+        return _forward_in_slice()
+
+    def _refuse_other_slice(self, forward: Forward) -> None:
+        if forward.slice != slicing.here():
+            raise LockstepError(
+                f"{self._whoami()}: this backward comes through a forward of another slice, or of none, or of a step "
+                "that is over, so its gradients would not be averaged: call backward inside the slice whose loss it is"
+            )
 
     def step_begins(self, step: slicing.SlicedStep) -> None:
         """See :class:`~lockstep.comm.slicing.Member`."""
@@ -600,6 +607,11 @@ class Replica(Joinable, BackwardListener):
     def _broadcast(self, tensors: Iterable[Tensor], source: int, what: str) -> None:
         say: Callable[[], str] = lambda: f"rank {self._rank} of {self._world_size}: {what}"  # noqa: E731
         broadcast_tensors(tensors, group=self._group, source=source, what=say)
+
+
+def _forward_in_slice() -> Forward:
+    """Return what a forward in a slice knows: its gradients are averaged at the end of the step."""
+    return Forward(sync=False, weight=1.0, sends_buffers=False, slice=slicing.here())
 
 
 def _raise_if(error: LockstepError | None) -> None:

@@ -40,7 +40,7 @@ _MOST_EXACT = 2**24
 #: What has happened, and what to do.
 MIXED = (
     "some ranks have weighed this backward's gradients by items (World.weigh), and others have not, or not those of "
-    "every batch that they accumulated: call world.weigh before each backward, on all ranks, with 0 where there are none"
+    "every batch that they accumulated: call world.weigh before each backward, on all ranks, with 0 where it has none"
 )
 
 

@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.optim import optimizer as optimizers
 
 from lockstep import knobs, machine
+from lockstep.comm import deterministic as determinism
 from lockstep.comm import guests, mpirun, streams
 from lockstep.comm import tracing as _  # noqa: F401  (a trace sees collectives by it)
 from lockstep.comm.allocator import keep_freed_memory
@@ -46,7 +47,13 @@ _owns_group = False
 _groups_opened = 0
 
 
-def init(backend: str | None = None, *, timeout: float | timedelta | None = None, seed: int | None = 0) -> World:
+def init(
+    backend: str | None = None,
+    *,
+    timeout: float | timedelta | None = None,
+    seed: int | None = 0,
+    deterministic: bool = False,
+) -> World:
     """**Collective.** Join the job this process was launched in, or make a world of one.
 
     Opens torch's default process group (or takes the one that is open already), gives this rank its device, divides
@@ -66,6 +73,10 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
             of them. Where a model computes, each rank has numbers of its own: Note [Random numbers of a rank] in
             ``comm/streams.py``. None: rank 0 draws one. False: the generators stay as they are on each rank, also where
             a model computes, and what is drawn from the job's seed (a loader's order) is that of seed 0.
+        deterministic: set torch's switches so that the same inputs give the same bits in each run, the same on all
+            ranks; an operation that has no such algorithm raises RuntimeError with its name. It costs nothing
+            measurable on CPUs; on GPUs it depends on the operations, and on 32 MiB. Note [Deterministic algorithms] in
+            ``comm/deterministic.py`` lists the switches. False: they stay as they are.
 
     Raises:
         EnvironmentMismatch: the launcher's variables are incomplete or contradict each other, there are more ranks than
@@ -80,6 +91,8 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     identity = Identity.from_environment()
     adopt()
     limit = _seconds(timeout)
+    if deterministic:
+        determinism.switch_on()  # before the first use of a GPU
     backend = _with_mpi(backend or knobs.backend())
     device = _choose_device(backend, identity)
     _divide_threads(identity)
@@ -96,7 +109,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     group = dist.group.WORLD
     assert group is not None  # just opened
     guests.compare(group, identity)
-    agreed_seed = _agree_on_seed(seed, group)
+    agreed_seed = _agree_on_seed(seed, group, deterministic=deterministic)
     if seed is False:
         streams.begin(rank=identity.rank, world_size=1)  # streams that leave the generators alone
     else:
@@ -326,15 +339,16 @@ def _hint(error: Exception, backend: str | None) -> str:
     return ""
 
 
-def _agree_on_seed(seed: int | None, group: dist.ProcessGroup) -> int:
-    """Rank 0's seed, after checking that every rank asked for the same one."""
+def _agree_on_seed(seed: int | None, group: dist.ProcessGroup, *, deterministic: bool) -> int:
+    """Rank 0's seed, after checking that every rank asked for the same one, and for ``deterministic`` alike."""
     if seed is True or (seed is not None and not 0 <= seed < 2**63):
         raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63, None to draw one, or False to seed nothing")
-    proposals = all_gather_records([seed, secrets.randbits(63) if seed is None else seed], group)
-    asked = [proposal[0] for proposal in proposals]
-    if any(other != asked[0] for other in asked):
-        raise LockstepError(f"lockstep.init(seed=…) must be the same on every rank; the ranks passed {asked}")
-    return int(proposals[0][1])
+    proposals = all_gather_records([seed, deterministic, secrets.randbits(63) if seed is None else seed], group)
+    for position, name in enumerate(("seed", "deterministic")):
+        asked = [proposal[position] for proposal in proposals]
+        if any(other != asked[0] for other in asked):
+            raise LockstepError(f"lockstep.init({name}=…) must be the same on every rank; the ranks passed {asked}")
+    return int(proposals[0][2])
 
 
 def _seed_everything(seed: int, identity: Identity, device: torch.device) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import _torch
+from lockstep.comm import slicing
 from lockstep.comm.exchange import all_gather_records, all_gather_tensors, broadcast_tensor, group_device
 from lockstep.comm.labels import compares_labels
 from lockstep.comm.peers import OverGroup
@@ -110,6 +111,9 @@ class World:
             raise ValueError(
                 f"rank {self.rank} of {self.world_size}: world.weigh({count}): expected 0 or more, and less than 2**48"
             )
+        step = slicing.current()
+        if step is not None:
+            step.weigh(count)
         self.in_hand.say(Items(count))
 
     def refuse_contested_share(self, what: str, *, of_backward: bool = False) -> None:
@@ -197,6 +201,7 @@ class World:
                 every rank, over gloo on rank 0.
             PeerLost: a rank is gone.
         """
+        slicing.refuse_in_slice("World.barrier()", self)
         begun = time.monotonic()
         limit = timedelta(seconds=self.timeout if timeout is None else timeout)
         try:
@@ -293,6 +298,7 @@ class World:
         return float(total / samples_in_all)
 
     def _all_reduce(self, total: torch.Tensor, op: Any, name: str) -> None:
+        slicing.refuse_in_slice(f"World.{name}()", self)
         wait_for(
             lambda: dist.all_reduce(total, op=op, group=self.group),
             lambda: f"rank {self.rank} of {self.world_size}: World.{name}()",
@@ -348,6 +354,8 @@ class World:
 
     def _shared(self, value: Any, what: str, sources: Container[int]) -> list[Any]:
         """Kind and value of what each of ``sources`` shares; an error on every rank if one can't."""
+
+        slicing.refuse_in_slice(what, self)
 
         def attempt() -> list[Any]:
             if self.rank not in sources:

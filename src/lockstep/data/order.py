@@ -72,6 +72,12 @@ def slice_bounds(count: int, *, rank: int, world_size: int, shares: tuple[float,
     return start, start + base + (rank < larger)
 
 
+def sizes_of(count: int, slices: int) -> list[int]:
+    """Return how many samples each of ``slices`` slices has of ``count``; see :func:`slice_bounds`."""
+    base, larger = divmod(count, slices)
+    return [base + (number < larger) for number in range(slices)]
+
+
 @lru_cache(maxsize=256)
 def _cuts(count: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     # In fractions, of which floats are some: every rank must come to the same bounds. (All batches but the last have

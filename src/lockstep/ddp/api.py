@@ -23,6 +23,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from lockstep import _torch
 from lockstep.comm import streams
+from lockstep.comm.deterministic import switch_on
 from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.compare import why_unfit
 from lockstep.ddp.local_replica import LocalReplica, why_unfit_for_local_steps
@@ -51,6 +52,7 @@ def replicate(
     overlap: bool | None = None,
     init_sync: bool = True,
     sync: LocalSteps | None = None,
+    deterministic: bool = False,
 ) -> Model:
     """**Collective.** Make ``model`` a replica: the same parameters on every rank, and the same gradients.
 
@@ -93,6 +95,8 @@ def replicate(
         sync: None: average the gradients of every backward. A :class:`lockstep.LocalSteps`: let the ranks train apart
             for some steps, and average what they have learned; for slow links. What this function says of gradients
             does not hold then, and the options about buckets have no effect: docs/local_steps.md says what does.
+        deterministic: set torch's switches for results that repeat, for this process; see :func:`lockstep.init`, which
+            can do it before anything is computed on a GPU.
 
     Raises:
         ReplicaMismatch: on all ranks, before anything is sent, if a parameter's name, shape or dtype differs.
@@ -111,6 +115,7 @@ def replicate(
         overlap=overlap,
         init_sync=init_sync,
         sync=sync,
+        deterministic=deterministic,
     )
     replica = attach(model, process_group, options)
     replica.announcing += (
@@ -246,6 +251,8 @@ def attach(
     if unfit is not None:
         gc.collect()  # a wrapper that nobody uses any more may lie in a cycle
         unfit = _why_taken(model)
+    if options.deterministic:
+        switch_on()
     unfit = unfit or why_unfit(model, sends_buffers=options.sends_buffers, runs_hooks=wrapper is None)
     if options.sync is None:
         replica = Replica(model, group, options, unfit=unfit)

@@ -15,6 +15,7 @@ from lockstep import _torch
 from lockstep.comm import local_training
 from lockstep.comm.exchange import group_device
 from lockstep.comm.init import current_world
+from lockstep.comm.slicing import SlicedStep
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.hooks import Forward
@@ -211,6 +212,14 @@ class LocalReplica(Replica):
         self._send_buffers(module, 0)
 
     # What has no meaning here -----------------------------------------------------------------------------------------
+
+    def step_begins(self, step: SlicedStep) -> None:
+        """Refuse: slices are for ranks that are equal after every step."""
+        del step
+        raise LockstepError(
+            f"{self._whoami()}: a step in slices averages gradients, and with LocalSteps none are averaged: shard the "
+            "loader without slices=, or replicate the model without sync="
+        )
 
     def join_hook(self, **_: Any) -> JoinHook:
         """Refuse: it would ask all ranks in every forward."""

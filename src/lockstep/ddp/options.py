@@ -30,6 +30,8 @@ class ReplicaOptions:
     bucket_cap_mb_list: tuple[float, ...] = ()
     #: How ranks train apart between rounds; None: they average every gradient.
     sync: LocalSteps | None = None
+    #: Whether torch's switches for results that repeat are set.
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         sizes = [("bucket_cap_mb", self.bucket_cap_mb), ("first_bucket_mb", self.first_bucket_mb)]

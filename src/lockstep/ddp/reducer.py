@@ -153,6 +153,11 @@ class Reducer:
         return self._all.buckets
 
     @property
+    def finite(self) -> FiniteCheck | None:
+        """What looks at the gradients."""
+        return self._all.finite
+
+    @property
     def overlaps(self) -> bool:
         """Whether buckets are issued while backward goes on."""
         return self._overlap
@@ -310,6 +315,11 @@ class Reducer:
             backward.average_rest(write=False)
         finally:
             self._close()
+
+    def forget_accumulated(self) -> None:
+        """Forget gradients that have accumulated without synchronisation: they are elsewhere by now."""
+        self._all.pending.clear()
+        self._weights.forget()
 
     # Between backwards ----------------------------------------------------------------------------------------------
 
@@ -528,6 +538,10 @@ class AccumulatedWeights:
         self._waiting = old._waiting
         self.items, self.is_mixed = old.items, old.is_mixed
         self._aside, self._accumulated = old._aside, old._accumulated
+
+    def forget(self) -> None:
+        """Forget that anything has accumulated."""
+        self._waiting = None
 
     @torch.no_grad()
     def _multiply_accumulated(self, waiting: float, pending: set[int]) -> dict[int, Tensor]:

@@ -65,6 +65,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         lazy_bucket_allocation: has no effect: buckets are made at construction.
         overlap: see :func:`lockstep.replicate`.
         check_finite: see :func:`lockstep.replicate`.
+        deterministic: see :func:`lockstep.replicate`.
 
     Raises:
         RuntimeError: no parameter of the module requires a gradient, so there is nothing to average.
@@ -98,6 +99,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         *,
         overlap: bool | None = None,
         check_finite: CheckFinite = "off",
+        deterministic: bool = False,
     ) -> None:
         super().__init__()
         if not any(param.requires_grad for _, param in parameters_of(module)):
@@ -130,6 +132,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             init_sync=init_sync,
             init_sync_buffers=None if forward_sync_buffers is None else True,
             bucket_cap_mb_list=tuple(bucket_cap_mb_list or ()),
+            deterministic=deterministic,
         )
         self.module = module
         self._attach(_choose_group(process_group, device_mesh))

@@ -125,10 +125,10 @@ class RandomStreams:
                 _generator.set_state(self._common)
             self._begin()
 
-    def renew_from(self, loader: object, seed: int) -> None:
-        """Begin a new stretch for a slice of ``loader``, from a seed that any rank which had the slice would have.
+    def set_aside(self, loader: object) -> None:
+        """Leave the common stream for slices of ``loader``, whose seeds the caller sets; until :meth:`finish`.
 
-        In a world of one too, where no other stretch begins: the slice's numbers are the same there.
+        In a world of one too, where no other stretch begins: a slice's numbers are the same there.
         """
         if not self._trains_here():
             return
@@ -137,7 +137,6 @@ class RandomStreams:
             self._forward = None
             if self._common is None:
                 self._common = _generator.get_state()
-            _generator.manual_seed(seed & _MASK)
 
     def finish(self, loader: object) -> None:
         """End the stretch of ``loader``, if it has one. The common stream comes back when nobody's is left."""

@@ -100,6 +100,11 @@ class Step:
         """Slices of the global batch, over all ranks."""
         return len(self._cut.sizes)
 
+    @property
+    def number(self) -> int:
+        """Which global batch of its epoch this is, from 0."""
+        return self._place.batch
+
     def __len__(self) -> int:
         """Return how many slices this rank has; it may be none."""
         return len(self._cut.batches)
@@ -193,8 +198,8 @@ class Step:
 
     def _seed(self, number: int) -> None:
         seed = mix(self._place.seed, self._place.epoch, self._place.batch, number, _SLICE)
+        streams.current().set_aside(self._loader)
         seed_generators(seed)
-        streams.current().renew_from(self._loader, seed)
         if self._world.device.type == "cuda":
             torch.cuda.manual_seed(seed & (2**63 - 1))
 

@@ -183,6 +183,8 @@ class Replica(Joinable, BackwardListener):
         self._watch.turn_to(self._reducer.params)
 
     def _close(self) -> None:
+        if self._member is not None:
+            slicing.leave(self._member)
         self._end_timing()
         self._remove_hooks()
         self._watch.close()

@@ -173,6 +173,17 @@ class BatchesInHand:
         left_over = self._left_over
         return left_over if left_over is not None and not left_over.is_found else found
 
+    def samples(self) -> float | None:
+        """Return how much of the batch in hand is this rank's, 1 where there is none; None: :meth:`contested` must say.
+
+        (Asked in each step by a log: no more is called here than must be.)
+        """
+        if len(self._fresh) > 1:
+            return None
+        held = self._held
+        share = next(reversed(held.values())) if held else self._base
+        return 1.0 if share is None else share.local_samples
+
     def begin_pass(self, loader: object) -> None:
         """Note where a pass over ``loader`` begins, when its iterator is made."""
         self._around[loader] = {other for other in self._held if other is not loader} - set(

@@ -12,6 +12,7 @@ every rank has one row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from lockstep.comm.memory import RowOrder, add_up, in_place_memory
 from lockstep.comm.waiting import wait_for
 
 #: Elements of one rank's rows that are sent at once.
-_MOST = 1 << 24
+_MOST = 1 << 20
 _NAME = "averaging gradients"
 
 
@@ -73,25 +74,58 @@ class Rows:
         return self.rows[0]
 
     def _send(self, order: RowOrder, what: Callable[[], str]) -> None:
+        """Send the columns part by part: the next part is on its way while one is added up."""
         counts = [sum(place[0] == rank for place in order.places) for rank in range(self._world_size)]
         step = max(1, _MOST // max(counts))
-        for start in range(0, self._width, step):
-            self._send_columns(order, counts, start, min(self._width, start + step), what)
+        parts = [_Part(self, order, start, min(self._width, start + step)) for start in range(0, self._width, step)]
+        for part, following in zip(parts, [*parts[1:], None], strict=True):
+            if part is parts[0]:
+                part.hand_out(counts)
+            if following is not None:
+                following.hand_out(counts)
+            part.add_up(what)
+        for part in parts:
+            part.take(what)
 
-    def _send_columns(
-        self, order: RowOrder, counts: Sequence[int], start: int, stop: int, what: Callable[[], str]
-    ) -> None:
-        size, mine = self._world_size, counts[self._rank]
-        part = -(-(stop - start) // size)
-        padded = self._flat.new_zeros(mine, size * part)
-        padded[:, : stop - start] = self.rows[:mine, start:stop]
-        message = padded.view(mine, size, part).transpose(0, 1).reshape(-1)
-        received = self._flat.new_empty(len(order.places) * part)
-        splits = [count * part for count in counts], [mine * part] * size
-        wait_for(lambda: dist.all_to_all_single(received, message, *splits, group=self._group), what, name=_NAME)
-        rows = [*received.view(len(order.places), part)]
-        add_up(rows, order, start=start + self._rank * part)
-        whole = self._flat.new_empty(size * part)
-        parts = [*whole.view(size, part)]
-        wait_for(lambda: dist.all_gather(parts, rows[0], group=self._group), what, name=_NAME)
-        self.rows[0, start:stop] = whole[: stop - start]
+
+class _Part:
+    """Some of the columns on their way: to those who add them up, and back."""
+
+    def __init__(self, rows: Rows, order: RowOrder, start: int, stop: int) -> None:
+        self._of, self._order, self._start, self._stop = rows, order, start, stop
+        #: Columns that each rank adds up.
+        self._width = -(-(stop - start) // rows._world_size)
+        self._received = self._whole = rows.rows[:0]
+        self._work: Any = None
+
+    def hand_out(self, counts: Sequence[int]) -> None:
+        """**Collective.** Begin to send each rank its columns of this rank's rows."""
+        rows, width = self._of, self._width
+        size, mine = rows._world_size, counts[rows._rank]
+        padded = rows.rows.new_zeros(mine, size * width)
+        padded[:, : self._stop - self._start] = rows.rows[:mine, self._start : self._stop]
+        message = padded.view(mine, size, width).transpose(0, 1).reshape(-1)
+        self._received = rows.rows.new_empty(len(self._order.places), width)
+        splits = [count * width for count in counts], [mine * width] * size
+        flat = self._received.view(-1)
+        self._work = dist.all_to_all_single(flat, message, *splits, group=rows._group, async_op=True), message
+
+    def add_up(self, what: Callable[[], str]) -> None:
+        """**Collective.** Add up what has come, and begin to give it back."""
+        self._wait(what)
+        rows, width = self._of, self._width
+        sums = [*self._received]
+        add_up(sums, self._order, start=self._start + rows._rank * width)
+        self._whole = rows.rows.new_empty(rows._world_size, width)
+        self._work = dist.all_gather([*self._whole], sums[0], group=rows._group, async_op=True), sums[0]
+
+    def take(self, what: Callable[[], str]) -> None:
+        """Put what has come back into the first row."""
+        self._wait(what)
+        self._of.rows[0, self._start : self._stop] = self._whole.view(-1)[: self._stop - self._start]
+
+    def _wait(self, what: Callable[[], str]) -> None:
+        work, message = self._work
+        wait_for(work.wait, what, name=_NAME)
+        del message  # it had to stay until now
+        self._work = None

@@ -190,10 +190,8 @@ class Reducer:
             weights.leave_uncounted()
         own = weight if items is None else float(items)
         in_buckets, kept = weights.enter(own, self._all.pending)
-        counted = Weight(
-            in_buckets, self._all.world_size if divisor is None else divisor, weights.items, weights.is_mixed
-        )
-        self._open(sync=sync, weight=counted, kept=kept, discards=own == 0 or in_buckets == 0)
+        said = Weight(in_buckets, self._all.world_size if divisor is None else divisor, weights.items, weights.is_mixed)
+        self._open(sync=sync, weight=said, kept=kept, discards=own == 0 or in_buckets == 0)
 
     def _open(self, *, sync: bool, weight: Weight, kept: dict[int, Tensor], discards: bool) -> None:
         self._begun += sync

@@ -28,7 +28,7 @@ _KEEP_EQUAL = (
 
 def keeps_equal(hook: CommHook) -> bool:
     """Return whether ``hook`` is known to hand the same gradients to all ranks."""
-    return str(getattr(hook, "__module__", "")).startswith(_KEEP_EQUAL)
+    return f"{getattr(hook, '__module__', '')}.".startswith(_KEEP_EQUAL)
 
 
 class GradBucket:

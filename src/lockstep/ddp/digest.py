@@ -134,9 +134,10 @@ class Holdings:
         Returns:
             Whether the list was made anew.
         """
-        owners = known_optimizers()
-        census: list[Any] = [without, *map(id, owners)]
-        census += [_count(owner.state.get(param)) for owner in owners for param in self.params]
+        counts = {owner: [_count(owner.state.get(param)) for param in self.params] for owner in known_optimizers()}
+        # The newest first: one that nobody uses any more may be gone on some ranks before it is on others.
+        owners = [owner for owner in reversed(counts) if any(counts[owner])]
+        census: list[Any] = [without, *map(id, owners), *map(counts.get, owners)]
         if census == self._census:
             return False
         self._census = census
@@ -154,8 +155,8 @@ class Holdings:
         alike = [type(owner).__name__ for owner in owners]
         for number, owner in enumerate(owners):
             kind = alike[number]
-            if alike.count(kind) > 1:
-                kind += f" {alike[:number].count(kind)}"
+            if kind in alike[:number]:
+                kind += f" (the {alike[:number].count(kind) + 1}. from the newest)"
             for position, (name, param) in enumerate(zip(self.names, self.params, strict=True)):
                 for key, value in (owner.state.get(param) or {}).items():
                     what = f"{kind}'s {key!r} of parameter '{name}'"

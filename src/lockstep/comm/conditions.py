@@ -10,7 +10,7 @@ them are right to rounding and none is wrong; but the same program gives the sam
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
 
 import torch
 
@@ -19,45 +19,43 @@ from lockstep.comm import deterministic
 
 #: The conditions, and how they are called in a message.
 NAMES = {
+    "torch": "torch",
     "processor": "the processor",
     "vectors": "the vector instructions that torch uses",
     "gpu": "the GPU",
-    "torch": "torch",
     "cuda": "CUDA",
     "threads": "the number of threads",
     "deterministic": "deterministic algorithms",
 }
 
+_processor = cache(machine.processor)
 
-def conditions(device: torch.device) -> dict[str, Any]:
-    """Return what the bits depend on where this rank computes, in JSON types; see Note [What bits depend on].
+
+def conditions(device: torch.device) -> dict[str, str]:
+    """Return what the bits depend on where this rank computes; see Note [What bits depend on].
 
     Args:
         device: this rank's.
     """
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    cudnn = torch.backends.cudnn.version() if gpu else None
-    return {
-        "processor": machine.processor(),
-        "vectors": torch.backends.cpu.get_cpu_capability(),
-        "gpu": gpu,
+    found = {
         "torch": str(torch.__version__),
-        "cuda": f"{torch.version.cuda}, cuDNN {cudnn}" if gpu else None,
-        "threads": torch.get_num_threads(),
-        "deterministic": deterministic.is_on(),
+        "processor": _processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "deterministic": "on" if deterministic.is_on() else "off",
+        "gpu": "none",
     }
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+        found["cuda"] = f"{torch.version.cuda} with cuDNN {torch.backends.cudnn.version()}"
+    return found
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say in words which conditions are others now; those that only one of the two knows are left out."""
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Return the conditions that are others now, in words, and what they were and are; those that only one of the two
+    knows are left out."""
     return [
-        f"{words}: {_said(before[name])} before, {_said(now[name])} now"
+        (words, before[name], now[name])
         for name, words in NAMES.items()
         if name in before and name in now and before[name] != now[name]
     ]
-
-
-def _said(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "none" if value is None else str(value)

@@ -82,13 +82,11 @@ def find_difference(holdings: Holdings, group: dist.ProcessGroup) -> Difference 
     )
 
 
-def _compare_conditions(of_ranks: Sequence[dict[str, Any]]) -> list[str]:
+def _compare_conditions(of_ranks: Sequence[dict[str, str]]) -> list[str]:
     for rank, other in enumerate(of_ranks):
         different = differences(of_ranks[0], other)
         if different:
-            return [
-                f"{each}".replace(" before, ", " on rank 0, ").replace(" now", f" on rank {rank}") for each in different
-            ]
+            return [f"{words}: {first} on rank 0, {own} on rank {rank}" for words, first, own in different]
     return []
 
 

@@ -101,6 +101,19 @@ def test_every_bit_counts_in_both_digests(kind: str) -> None:
     assert before == _digests(holdings)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", _TENSORS)
+def test_a_gpu_takes_the_digest_that_a_cpu_takes_in_its_way(kind: str) -> None:
+    torch.manual_seed(3)
+    tensor: Tensor = _TENSORS[kind]()
+    span = Span(0, 0, tensor.nbytes)
+    there = torch.empty_like(tensor, device="cuda").copy_(tensor)
+    expected = digest_on_device([(tensor, span)], 7, _CPU)
+    for _ in range(20):
+        assert int(digest_on_device([(there, span)], 7, there.device)) == int(expected)
+
+
 def test_order_counts_too_and_so_does_the_salt() -> None:
     values = torch.randn(100)
     swapped = values.clone()

@@ -26,7 +26,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -134,10 +134,10 @@ class Holdings:
         Returns:
             Whether the list was made anew.
         """
-        counts = {owner: [_count(owner.state.get(param)) for param in self.params] for owner in known_optimizers()}
         # The newest first: one that nobody uses any more may be gone on some ranks before it is on others.
-        owners = [owner for owner in reversed(counts) if any(counts[owner])]
-        census: list[Any] = [without, *map(id, owners), *map(counts.get, owners)]
+        counted = [(owner, [_count(_state(owner, param)) for param in self.params]) for owner in known_optimizers()]
+        owners = [owner for owner, counts in reversed(counted) if any(counts)]
+        census: list[Any] = [without, *map(id, owners), *(counts for _, counts in counted)]
         if census == self._census:
             return False
         self._census = census
@@ -158,7 +158,7 @@ class Holdings:
             if kind in alike[:number]:
                 kind += f" (the {alike[:number].count(kind) + 1}. from the newest)"
             for position, (name, param) in enumerate(zip(self.names, self.params, strict=True)):
-                for key, value in (owner.state.get(param) or {}).items():
+                for key, value in _state(owner, param).items():
                     what = f"{kind}'s {key!r} of parameter '{name}'"
                     if isinstance(key, str) and (_is_number(value) or (isinstance(value, Tensor) and _is_dense(value))):
                         yield _item(position, number, key, what, value, like=param)
@@ -168,7 +168,7 @@ class Holdings:
         value: Any = self.params[item.position]
         if item.optimizer >= 0:
             owner = self._optimizers[item.optimizer]()
-            value = None if owner is None else (owner.state.get(value) or {}).get(item.key)
+            value = None if owner is None else _state(owner, self.params[item.position]).get(item.key)
         if not isinstance(value, Tensor):
             return _as_tensor(value) if _is_number(value) and item.nbytes == 8 else None
         if value.nbytes != item.nbytes or value.device != item.device or not value.data_ptr():
@@ -281,7 +281,13 @@ def _signed(number: int) -> int:
     return struct.unpack("<q", struct.pack("<Q", number & _MASK))[0]  # type: ignore[no-any-return]
 
 
-def _count(state: Any) -> Any:
+def _state(owner: Optimizer, param: Parameter) -> Mapping[Any, Any]:
+    """Return what an optimizer keeps for a parameter, and keep it from making anything up for it."""
+    state: Any = owner.state.get(param) if isinstance(owner.state, Mapping) else None
+    return state if isinstance(state, Mapping) else {}
+
+
+def _count(state: Mapping[Any, Any]) -> Any:
     """Return what changes when an optimizer keeps other things for a parameter."""
     if not state:
         return 0
@@ -293,7 +299,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _as_tensor(value: float) -> Tensor:
-    return torch.tensor(float(value), dtype=torch.float64)
+    return torch.tensor(float(value), dtype=torch.float64, device="cpu")
 
 
 def _is_dense(value: Tensor) -> bool:

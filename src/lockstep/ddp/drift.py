@@ -115,10 +115,11 @@ class Schedule:
 
     def _pace(self) -> tuple[int, int]:
         """Return how many parts are compared at once, and the steps from there to the next comparison."""
+        parts = max(1, self._parts)
         if self._every is not None:
-            return math.ceil(self._parts / self._every), max(1, self._every // self._parts)
-        count = max(1 << max(0, -self.exponent), math.ceil(self._parts / MOST_STEPS))
-        return count, min(1 << max(0, self.exponent), max(1, MOST_STEPS // self._parts))
+            return math.ceil(parts / self._every), max(1, self._every // parts)
+        count = max(1 << max(0, -self.exponent), math.ceil(parts / MOST_STEPS))
+        return count, min(1 << max(0, self.exponent), max(1, MOST_STEPS // parts))
 
 
 class Costs:
@@ -169,7 +170,7 @@ class DriftCheck:
         self._compared: range = range(0)
         #: What is to be read, of which parts and step.
         self._unread: _Unread | None = None
-        self._began, self._spent = 0.0, 0.0
+        self._began, self._spent, self._clock = 0.0, 0.0, _DeviceClock(torch.device("cpu"))
         self._is_settled = False
         self._before: tuple[int, float] | None = None
 
@@ -290,11 +291,12 @@ class DriftCheck:
             return None
         difference = find_difference(self._holdings, self._group)
         if difference is None:
-            callsite.warn(
-                f"rank {self._rank} of {self._world_size}: the replicas' digests differed in step {unread.step}, and "
-                "the replicas are equal now: a difference that has vanished since, in the state of the optimizer for "
-                "instance, or a digest that was spoiled on its way. If it comes again, have the machines' memory tested"
-            )
+            if self._rank == 0:
+                callsite.warn(
+                    f"the replicas' digests differed in step {unread.step}, and the replicas are equal now: a "
+                    "difference that has vanished since, in the state of the optimizer for instance, or a digest that "
+                    "was spoiled on its way. If it comes again, have the machines' memory tested"
+                )
             return None
         items = self._holdings.items
         identities = [items[index].identity for index in difference.items]
@@ -308,6 +310,7 @@ class DriftCheck:
         return ReplicaMismatch(self._explain(difference, unread))
 
     def _leave_out_what_others_lack(self) -> bool:
+        """**Collective.** Compare the lists of items. Return whether they differed; they don't in the next round."""
         mine = self._holdings.signature
         if len(set(all_gather_records(mine, self._group))) == 1:
             return False
@@ -323,6 +326,7 @@ class DriftCheck:
         self._schedule.begin_round(0)
 
     def _explain(self, difference: Difference, unread: _Unread) -> str:
+        """Say all that is known of a difference."""
         since = min((self._equal_at[index] for index in unread.parts), default=0)
         start = f"step {since}, when it was equal on all ranks," if since else "the beginning"
         before = f"before step {since} of these" if since else "by an earlier run"
@@ -361,7 +365,7 @@ class _Unread:
         self._event: torch.cuda.Event | None = None
         self._sums = (flags.detach().abs() > 0).to(torch.uint8)
         if flags.device.type == "cuda":
-            copy = torch.empty(FLAGS, dtype=torch.uint8, pin_memory=True)
+            copy = torch.empty(FLAGS, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._sums = copy.copy_(self._sums, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()

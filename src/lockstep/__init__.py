@@ -38,6 +38,7 @@ _HOMES = {
     "Restored": "lockstep.checkpoint.restore",
     "Retention": "lockstep.checkpoint.retention",
     "ShardedLoader": "lockstep.data.loader",
+    "Step": "lockstep.data.steps",
     "SyncBatchNorm": "lockstep.ddp.sync_batchnorm",
     "World": "lockstep.comm.world",
     "bf16_compress_hook": "lockstep.ddp.comm_hooks",
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from lockstep.data.loader import ShardedLoader as ShardedLoader
     from lockstep.data.loader import shard as shard
     from lockstep.data.sampler import DistributedSampler as DistributedSampler
+    from lockstep.data.steps import Step as Step
     from lockstep.data_parallel.api import DataParallel as DataParallel
     from lockstep.ddp.api import finish_round as finish_round
     from lockstep.ddp.api import join as join

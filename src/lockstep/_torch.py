@@ -153,6 +153,22 @@ def foreach_copy() -> Callable[[Any, Any], object]:
     return copy
 
 
+def foreach_add() -> Callable[[Any, Any], object]:
+    """Return the function that adds the tensors of a list to those of another; as :func:`foreach_copy`."""
+    import torch
+
+    add: Callable[[Any, Any], object] = torch._foreach_add_
+    return add
+
+
+def foreach_mul() -> Callable[[Any, float], object]:
+    """Return the function that multiplies the tensors of a list by a number, in place; as :func:`foreach_copy`."""
+    import torch
+
+    mul: Callable[[Any, float], object] = torch._foreach_mul_
+    return mul
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage object.
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from lockstep.comm.init import current_world
+from lockstep.share import Items
 
 Item = TypeVar("Item")
 
@@ -79,7 +80,7 @@ class Track(Generic[Item]):
             for item in self._iterable:
                 # The share is read before the item is used: the loader sets it for the item it has just handed out.
                 share = world.share if world is not None else None
-                samples += 0 if share is None else share.global_samples
+                samples += 0 if share is None or isinstance(share, Items) else share.global_samples
                 yield item
                 done += 1
                 now = time.monotonic()

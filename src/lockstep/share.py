@@ -12,6 +12,21 @@ have w_r = 1 and cost nothing. The weights of all ranks sum to W, so a term that
 the parameters, say) comes out unchanged. A rank with an empty slice has weight 0, and what it holds is discarded
 rather than multiplied: the mean over no samples is NaN, and 0 * NaN is NaN.
 
+Note [Counted items]
+~~~~~~~~~~~~~~~~~~~~
+Where a loss is a mean over something that the loader knows nothing of (tokens), the rank knows n_r, how many of them it
+has, and nobody knows n. ``World.weigh(n_r)`` says so, and the gradient engine learns n from the buckets themselves:
+Note [Counts in the flags] in ``ddp/counts.py``. Until then what is in hand is :class:`Items`, a share whose whole is
+not known. A backward takes the count
+
+- that was said since the last forward with gradients, or else
+- that its own forward found (it was said before the forward, and the loop may have gone on to another batch since), or
+  else
+- that is in hand: several forwards and backwards of one batch need it said once.
+
+A count is of the batch that was in hand when it was said, and goes with it, unless a forward with gradients waits for
+its backward still.
+
 Note [Batches in hand]
 ~~~~~~~~~~~~~~~~~~~~~~
 A loop may hold batches of several loaders. The share that counts is that of the batch handed out last, which is right
@@ -30,8 +45,14 @@ that comes between the forward and its backward has no part in it), less
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakSet
+
+from lockstep.errors import LockstepError
+
+#: Items that the ranks' counts can say exactly are fewer.
+MOST_ITEMS = 2**48
 
 
 @dataclass(frozen=True)
@@ -61,6 +82,30 @@ class BatchShare:
         return f"{self.local_samples} of {self.global_samples} samples"
 
 
+class Items(BatchShare):
+    """How many items this rank has of a batch whose whole nobody knows yet; see Note [Counted items]."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count, math.nan)
+        #: This rank's items.
+        self.count = count
+        #: Whether a forward with gradients has found it; and whether a backward has taken it, or an evaluation has.
+        self.is_found = False
+        self.is_taken = False
+
+    def weight(self, world_size: int) -> float:
+        """Refuse: the whole is known when the buckets come back.
+
+        Raises:
+            LockstepError: always.
+        """
+        raise LockstepError(f"{self.words()} on one of {world_size} ranks have no weight while the whole is not known")
+
+    def words(self) -> str:
+        """Say it in words."""
+        return f"{self.count} items"
+
+
 class BatchesInHand:
     """The shares of the batches that a rank's loops hold, by the loader they came from; see Note [Batches in hand]."""
 
@@ -80,6 +125,11 @@ class BatchesInHand:
         self._around: WeakKeyDictionary[object, set[object]] = WeakKeyDictionary()
         #: Loaders that were read side by side once.
         self._beside: WeakKeyDictionary[object, WeakSet[object]] = WeakKeyDictionary()
+        #: Whether items were ever counted here: who does not must not pay for it.
+        self._counts = False
+        #: Items of a batch that is gone, for a backward that is still to come; and whether one is.
+        self._left_over: Items | None = None
+        self._awaits_backward = False
 
     @property
     def share(self) -> BatchShare | None:
@@ -93,6 +143,27 @@ class BatchesInHand:
             self.used()
         else:
             self._base = share
+        self._counts |= isinstance(share, Items)
+
+    @property
+    def items(self) -> Items | None:
+        """What was counted of the batch in hand, if no backward has taken it yet."""
+        share = self.share if self._counts else None
+        return share if isinstance(share, Items) and not share.is_taken else None
+
+    def items_for(self, found: Items | None) -> Items | None:
+        """Return what the backward under way is to be weighed by; None: by the share.
+
+        Args:
+            found: what :meth:`read` returned to its forward.
+        """
+        if not self._counts:
+            return None
+        share = self.share
+        if isinstance(share, Items):
+            return share if found is None or not share.is_found else found
+        left_over = self._left_over
+        return left_over if left_over is not None and not left_over.is_found else found
 
     def begin_pass(self, loader: object) -> None:
         """Note where a pass over ``loader`` begins, when its iterator is made."""
@@ -109,15 +180,31 @@ class BatchesInHand:
         for other in over:
             self._fresh.pop(other, None)
         self._evaluated.clear()
-        self._held.pop(loader, None)
+        before = self._held.pop(loader, None)
+        if self._counts:
+            awaited = self._awaits_backward and isinstance(before, Items) and not before.is_taken
+            self._left_over = before if awaited and isinstance(before, Items) else None
         self._held[loader] = self._fresh[loader] = share
 
-    def read(self, *, for_backward: bool) -> None:
-        """Note that a forward takes the share, and whether a backward may come through it."""
-        if for_backward:
-            self._read |= self._fresh
-        else:
+    def read(self, *, for_backward: bool) -> Items | None:
+        """Note that a forward takes the share, and whether a backward may come through it.
+
+        Returns:
+            what was counted for this forward; None if nothing was, or an earlier backward took it.
+        """
+        items = self.items
+        if not for_backward:
             self._evaluated.update(self._fresh)
+            if items is not None:
+                items.is_taken = True
+            return None
+        self._read |= self._fresh
+        self._awaits_backward = True
+        if self._left_over is not None and self._left_over.is_taken:
+            self._left_over = None
+        if items is not None:
+            items.is_found = True
+        return items
 
     def take_back(self, loader: object) -> None:
         """Note that the pass over ``loader`` is over."""
@@ -143,6 +230,13 @@ class BatchesInHand:
             self._read_beside(met[0], loader)
         shares = [(loader, batches[loader]) for loader in met]
         return shares if any(self._weigh_differently(shares[0][1], other) for _, other in shares[1:]) else []
+
+    def take(self, items: Items | None) -> None:
+        """Note that a backward has begun, weighed by ``items`` or by the share."""
+        self._awaits_backward = False
+        if items is not None:
+            items.is_taken = True
+        self.used()
 
     def used(self) -> None:
         """Note that a backward has begun, or that the script has said what weighs."""

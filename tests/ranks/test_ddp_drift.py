@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.ddp.api import replica_of
@@ -372,6 +373,33 @@ def test_a_replica_without_a_bucket_is_compared_by_a_message_of_its_own() -> Non
         assert found[0] <= 2
         assert "SparseAdam's 'exp_avg' of parameter 'table.weight'" in found[1]
         assert "Element [19, 3] is " in found[1]
+
+
+def _train_in_slices() -> tuple[int, str] | None:
+    w = lockstep.init()
+    model = lockstep.replicate(mlp(torch.float32), compare_every=3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = TensorDataset(batch(0, 0, 40, 5, dtype=torch.float32))
+    loader = lockstep.shard(DataLoader(data, batch_size=4), slices=4)
+    for number, step in enumerate(loader.steps()):
+        try:
+            for (inputs,) in step:
+                differentiate(model(inputs).square().mean())
+        except lockstep.ReplicaMismatch as error:
+            return number - 5, str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 5 and w.rank == 1:
+            _write_bit(optimizer.state[model.get_parameter("2.weight")]["exp_avg_sq"], 32 * 8 + 27)
+    return None
+
+
+def test_steps_in_slices_are_compared_by_a_message_of_their_own() -> None:
+    for found in run_ranks(_train_in_slices, 3):
+        assert found is not None
+        assert found[0] <= 3
+        assert "Rank 1 differs from the other 2 in parameter '2.weight'. Element [1, 1] is " in found[1]
+        assert "1 of 6 parameters and 1 of 18 tensors" in found[1]
 
 
 def _several(options: dict[str, Any]) -> tuple[int, str] | None:

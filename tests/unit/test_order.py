@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -23,6 +24,51 @@ def test_slices_are_contiguous_complete_and_larger_ones_first(count: int, world_
     sizes = [stop - start for start, stop in bounds]
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) - min(sizes) <= 1
+
+
+_shares = st.lists(
+    st.one_of(st.integers(1, 10**6), st.floats(1e-3, 1e3)),
+    min_size=1,
+    max_size=9,
+).map(tuple)
+
+
+@given(count=_sizes, shares=_shares)
+def test_slices_in_proportion_are_contiguous_complete_and_nearly_exact(count: int, shares: tuple[float, ...]) -> None:
+    world_size = len(shares)
+    bounds = [slice_bounds(count, rank=rank, world_size=world_size, shares=shares) for rank in range(world_size)]
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == count
+    assert all(left[1] == right[0] for left, right in pairwise(bounds))
+    for (start, stop), share in zip(bounds, shares, strict=True):
+        assert abs(stop - start - count * Fraction(share) / sum(map(Fraction, shares))) < 1
+
+
+@given(count=_sizes, world_size=st.integers(1, 17), share=st.floats(1e-3, 1e3))
+def test_equal_shares_cut_as_none_do(count: int, world_size: int, share: float) -> None:
+    for rank in range(world_size):
+        cut = slice_bounds(count, rank=rank, world_size=world_size, shares=(share,) * world_size)
+        assert cut == slice_bounds(count, rank=rank, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("count", "shares", "sizes"),
+    [
+        (9, (2, 1), [6, 3]),
+        (8, (2, 1), [5, 3]),
+        (2, (2, 1), [1, 1]),
+        (1, (2, 1), [1, 0]),
+        (1, (1, 2), [0, 1]),
+        (0, (2, 1), [0, 0]),
+        (30, (0.1, 0.2), [10, 20]),
+        (4, (0.5, 3.0, 0.5), [1, 3, 0]),
+        (8, (1, 1, 2), [2, 2, 4]),
+    ],
+    ids=str,
+)
+def test_slices_in_proportion(count: int, shares: tuple[float, ...], sizes: list[int]) -> None:
+    bounds = [slice_bounds(count, rank=rank, world_size=len(shares), shares=shares) for rank in range(len(shares))]
+    assert [stop - start for start, stop in bounds] == sizes
 
 
 @given(length=_sizes, batch_size=st.integers(1, 40), drop_last=st.booleans(), start=_sizes)

@@ -8,6 +8,8 @@ that an all-reduce of such a tensor, or of the same part of it on every rank, co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,11 +18,28 @@ import torch.distributed as dist
 from lockstep import _torch
 
 
+@dataclass(frozen=True)
+class RowOrder:
+    """How rows that lie on several ranks are added up."""
+
+    #: Elements of a row.
+    width: int
+    #: Rank and row of each that counts.
+    places: tuple[tuple[int, int], ...]
+    #: Positions in ``places``, in order: the second is added to the first. In the end the sum of all is at 0.
+    pairs: tuple[tuple[int, int], ...]
+    #: The sum's elements are multiplied: those before the first number by the first factor, and so on.
+    factors: tuple[tuple[int, float], ...]
+
+
 class InPlaceMemory(Protocol):
     """A backend with memory that it reduces in place."""
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """**Collective.** Return a 1-D tensor of ``size`` zeros."""
+
+    def add_rows(self, rows: torch.Tensor, order: RowOrder) -> None:
+        """**Collective.** Add up rows that lie in such memory, in order; the result is each rank's first row."""
 
 
 def in_place_memory(group: dist.ProcessGroup, device: torch.device) -> InPlaceMemory | None:
@@ -33,3 +52,21 @@ def in_place_memory(group: dist.ProcessGroup, device: torch.device) -> InPlaceMe
         memory: InPlaceMemory = backend
         return memory
     return None
+
+
+def add_up(rows: Sequence[torch.Tensor], order: RowOrder, *, start: int) -> None:
+    """Add up the same columns of all rows, into the first of them, and multiply.
+
+    Args:
+        rows: as ``order.places`` has them. They are written to.
+        order: what is added to what.
+        start: the column that they begin with.
+    """
+    for target, source in order.pairs:
+        rows[target].add_(rows[source])
+    before = 0
+    for end, factor in order.factors:
+        part = rows[0][max(0, before - start) : max(0, end - start)]
+        if factor != 1 and part.numel():
+            part.mul_(factor)
+        before = end

@@ -18,7 +18,9 @@ end the generator is put back to where the common stream stands. Nothing else is
 - a forward that is repeated from a saved state, as activation checkpointing does, draws the same masks, be it the
   replica's whole forward or a part of it.
 
-A world of one never leaves the common stream: its numbers are those of a lone process. A loader opens a stretch on the
+A world of one never leaves the common stream: its numbers are those of a lone process. A step in slices takes nothing
+from the common stream either: what a model draws in a slice is seeded from (seed, epoch, batch, slice), in a world of
+any size. A loader opens a stretch on the
 main thread only, or on the one that called ``init`` (Ray trains in a thread): one that reads batches ahead for another
 must not move that one's generator. Of forwards in several threads, the one that opens a stretch ends it, and the others
 take no part. Nor does a forward that runs within another of the same replica (a model that calls itself): the outermost
@@ -122,6 +124,19 @@ class RandomStreams:
             if self._common is not None:
                 _generator.set_state(self._common)
             self._begin()
+
+    def set_aside(self, loader: object) -> None:
+        """Leave the common stream for slices of ``loader``, whose seeds the caller sets; until :meth:`finish`.
+
+        In a world of one too, where no other stretch begins: a slice's numbers are the same there.
+        """
+        if not self._trains_here():
+            return
+        with self._lock:
+            self._loaders.add(loader)
+            self._forward = None
+            if self._common is None:
+                self._common = _generator.get_state()
 
     def finish(self, loader: object) -> None:
         """End the stretch of ``loader``, if it has one. The common stream comes back when nobody's is left."""

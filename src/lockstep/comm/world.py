@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import _torch
+from lockstep.comm import slicing
 from lockstep.comm.exchange import all_gather_records, all_gather_tensors, broadcast_tensor, group_device
 from lockstep.comm.labels import compares_labels
 from lockstep.comm.peers import OverGroup
@@ -22,7 +24,7 @@ from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
 from lockstep.identity import Identity
 from lockstep.job import files, flight
 from lockstep.job.flight import expect_slow
-from lockstep.share import BatchesInHand, BatchShare
+from lockstep.share import MOST_ITEMS, BatchesInHand, BatchShare, Items
 
 ReduceOp = Literal["sum", "mean", "min", "max"]
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -70,15 +72,49 @@ class World:
     def share(self) -> BatchShare | None:
         """This rank's share of the global batch in hand, set by the sharded loader; see Note [Exact mean].
 
-        Set it where something else than samples makes the mean (tokens, class weights): it then counts for everything
-        until the loader hands out its next batch, or outside of a loader's loop until you set it again. docs/weights.md
-        shows how.
+        Set it where something else than samples makes the mean and :meth:`weigh` can't say it (class weights): it then
+        counts for everything until the loader hands out its next batch, or outside of a loader's loop until you set it
+        again. docs/weights.md shows how. After :meth:`weigh` its ``global_samples`` is NaN: not known yet.
         """
         return self.in_hand.share
 
     @share.setter
     def share(self, share: BatchShare | None) -> None:
         self.in_hand.say(share)
+
+    def weigh(self, items: int) -> None:
+        """Say before ``backward()`` that this rank's loss is the mean over ``items`` items: tokens, say.
+
+        The gradients that :func:`lockstep.replicate` averages are then those of the mean over all items of all ranks,
+        to the last bit of precision that there is: the counts ride with them, and no collective comes on top.
+        Backwards inside :func:`lockstep.no_sync` are weighed in the same way, and all that were accumulated make one
+        mean: let each loss be the mean over its own items. Every rank weighs, or none. docs/weights.md shows how.
+
+        It counts for ``World.mean`` and ``lockstep.Log`` as well, until the sharded loader hands out its next batch, or
+        outside of a loader's loop until you say something else.
+
+        Args:
+            items: 0 or more. 0: this rank's gradients are discarded, whatever they are (the mean over nothing is NaN).
+                If all ranks say 0 the backward ends with an error on all of them.
+
+        Raises:
+            TypeError: it is not a whole number.
+            ValueError: it is less than 0, or 2**48 or more.
+        """
+        if isinstance(items, bool) or not hasattr(items, "__index__"):
+            raise TypeError(
+                f"rank {self.rank} of {self.world_size}: world.weigh({items!r}): expected a whole number of items; for "
+                "other weights there is world.share = lockstep.BatchShare(here, everywhere)"
+            )
+        count = operator.index(items)
+        if not 0 <= count < MOST_ITEMS:
+            raise ValueError(
+                f"rank {self.rank} of {self.world_size}: world.weigh({count}): expected 0 or more, and less than 2**48"
+            )
+        step = slicing.current()
+        if step is not None:
+            step.weigh(count)
+        self.in_hand.say(Items(count))
 
     def refuse_contested_share(self, what: str, *, of_backward: bool = False) -> None:
         """Refuse, alike on every rank, what takes one share for batches that have different ones.
@@ -165,6 +201,7 @@ class World:
                 every rank, over gloo on rank 0.
             PeerLost: a rank is gone.
         """
+        slicing.refuse_in_slice("World.barrier()", self)
         begun = time.monotonic()
         limit = timedelta(seconds=self.timeout if timeout is None else timeout)
         try:
@@ -261,6 +298,7 @@ class World:
         return float(total / samples_in_all)
 
     def _all_reduce(self, total: torch.Tensor, op: Any, name: str) -> None:
+        slicing.refuse_in_slice(f"World.{name}()", self)
         wait_for(
             lambda: dist.all_reduce(total, op=op, group=self.group),
             lambda: f"rank {self.rank} of {self.world_size}: World.{name}()",
@@ -316,6 +354,8 @@ class World:
 
     def _shared(self, value: Any, what: str, sources: Container[int]) -> list[Any]:
         """Kind and value of what each of ``sources`` shares; an error on every rank if one can't."""
+
+        slicing.refuse_in_slice(what, self)
 
         def attempt() -> list[Any]:
             if self.rank not in sources:

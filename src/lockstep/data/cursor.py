@@ -34,10 +34,15 @@ class LoaderState:
     num_workers: int | None
     #: Digest of the order that the user's sampler drew for the epoch under way, or None.
     drawn: str | None
+    #: Slices of each global batch and threads that compute them, None where the batches are not cut so: on these the
+    #: bits of a run depend.
+    slices: int | None = None
+    threads: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it in JSON types."""
-        return {"format": 1, **asdict(self)}
+        state = {"format": 1, **asdict(self)}
+        return state if self.slices is not None else {k: v for k, v in state.items() if k not in ("slices", "threads")}
 
     @classmethod
     def from_json(cls, state: Any) -> LoaderState:
@@ -60,6 +65,16 @@ class LoaderState:
                 f"this is not the state of a sharded loader ({type(error).__name__}: {error}): {str(state)[:200]}"
             ) from None
         return restored
+
+    def other_bits_than(self, mine: LoaderState) -> str:
+        """Return why a loader with the state ``mine`` goes on with other bits than this one; empty if it does not."""
+        names = {"slices": "slices=", "threads": "threads="}
+        differ = [
+            f"{said}{getattr(self, name)} before, {said}{getattr(mine, name)} now"
+            for name, said in names.items()
+            if getattr(self, name) != getattr(mine, name)
+        ]
+        return "; ".join(differ)
 
     def refuse_unless_continued_by(self, mine: LoaderState) -> None:
         """Check that a loader with the state ``mine`` can resume from here.

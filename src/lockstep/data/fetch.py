@@ -24,8 +24,10 @@ from torch.utils.data import (
 from lockstep import knobs
 from lockstep.comm.world import World
 from lockstep.data.contents import fingerprint
+from lockstep.data.cursor import Cursor
 from lockstep.data.order import global_batches, mix, slice_bounds
 from lockstep.data.seeding import preserved_generators, seed_generators
+from lockstep.data.slicing import Slicing
 from lockstep.data.source import Shardable
 from lockstep.job.trace import BatchTimes
 from lockstep.job.workers import AtWork
@@ -56,12 +58,28 @@ class SliceKey(NamedTuple):
     epoch_key: int
 
 
+class StepKey(NamedTuple):
+    """What a worker needs to know to fetch all that a rank has of a global batch that is cut into slices."""
+
+    #: Those that have samples.
+    slices: list[SliceKey]
+    #: The number of each.
+    numbers: list[int]
+    #: The position of the batch's first sample in the epoch's order.
+    position: int
+    #: How many samples are this rank's, and how many the global batch has.
+    samples: int
+    global_samples: int
+
+
 class Fetched(NamedTuple):
-    """One slice, fetched and collated."""
+    """One slice, fetched and collated; or a rank's slices of a global batch."""
 
     batch: Any
     samples: int
     global_samples: int
+    #: If the batch is a list of slices: their numbers.
+    numbers: Sequence[int] = ()
     #: Of a stream's first global batch, to compare between ranks; otherwise None.
     fingerprint: str | None = None
 
@@ -78,14 +96,18 @@ class SliceDataset(Dataset[Fetched]):
         #: In a worker of a job that lockstep started: told which sample is fetched.
         self.at_work: AtWork | None = None
 
-    def __getitem__(self, key: SliceKey) -> Fetched:
+    def __getitem__(self, key: SliceKey | StepKey) -> Fetched:
+        if isinstance(key, StepKey):
+            batches = [self._fetched(each) for each in key.slices]
+            return Fetched(batches, key.samples, key.global_samples, key.numbers)
+        return Fetched(self._fetched(key), key.samples, key.global_samples)
+
+    def _fetched(self, key: SliceKey) -> Any:
         if self._at_once:
             rows = torch.tensor(key.indices[: key.samples], dtype=torch.int64)
-            batch: Any = [tensor[rows] for tensor in self.dataset.tensors]
-        else:
-            with _own_generators(self._seeded):
-                batch = self._fetch(key)
-        return Fetched(batch, key.samples, key.global_samples)
+            return [tensor[rows] for tensor in self.dataset.tensors]
+        with _own_generators(self._seeded):
+            return self._fetch(key)
 
     def _fetch(self, key: SliceKey) -> Any:
         seed = mix(key.epoch_key, key.position, _COLLATE) if self._seeded else None
@@ -121,12 +143,14 @@ class StreamDataset(IterableDataset[Fetched]):
         rank: int,
         world_size: int,
         seeded: bool,
+        sliced: Slicing | None = None,
     ) -> None:
         self.dataset = dataset
         self._collate = collate
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._rank, self._world_size = rank, world_size
+        self._sliced = sliced
         self._seeded = seeded
         #: mix(seed, epoch), int64 of shape (1,), owned here and shared with the workers: a worker that persists is
         #: told of a new epoch by nothing else.
@@ -174,10 +198,23 @@ class StreamDataset(IterableDataset[Fetched]):
 
     def _cut(self, samples: list[Any], *, first: bool, seed: int) -> Fetched:
         print_ = fingerprint(samples) if first else None
+        if self._sliced is not None:
+            return self._cut_in_slices(samples, print_, seed=seed, sliced=self._sliced)
         start, stop = slice_bounds(len(samples), rank=self._rank, world_size=self._world_size)
         mine = samples[start:stop] or samples[:1]
         batch = collated(mine, self._collate, empty=start == stop, seed=seed if self._seeded else None)
-        return Fetched(batch, stop - start, len(samples), print_)
+        return Fetched(batch, stop - start, len(samples), fingerprint=print_)
+
+    def _cut_in_slices(self, samples: list[Any], print_: str | None, *, seed: int, sliced: Slicing) -> Fetched:
+        batches, numbers, count = [], [], 0
+        for number in range(*sliced.runs_at(0)[self._rank]):
+            start, stop = slice_bounds(len(samples), rank=number, world_size=sliced.slices)
+            if start < stop:
+                own = mix(seed, number) if self._seeded else None
+                batches.append(collated(samples[start:stop], self._collate, empty=False, seed=own))
+                numbers.append(number)
+                count += stop - start
+        return Fetched(batches, count, len(samples), numbers, print_)
 
 
 class TimedSlices(SliceDataset):
@@ -185,7 +222,7 @@ class TimedSlices(SliceDataset):
 
     times: BatchTimes | None = None
 
-    def __getitem__(self, key: SliceKey) -> Fetched:
+    def __getitem__(self, key: SliceKey | StepKey) -> Fetched:
         if self.times is None:
             return super().__getitem__(key)
         begun = time.monotonic_ns()
@@ -327,13 +364,13 @@ def _leading_sizes(node: Any, arrays: list[Any], *, outermost: bool) -> list[int
     )
 
 
-class Keys(Sampler[SliceKey]):
+class Keys(Sampler[SliceKey | StepKey]):
     """The sampler of the inner DataLoader: the keys of the pass that is about to begin."""
 
     def __init__(self) -> None:
-        self.keys: Iterable[SliceKey] = ()
+        self.keys: Iterable[SliceKey | StepKey] = ()
 
-    def __iter__(self) -> Iterator[SliceKey]:
+    def __iter__(self) -> Iterator[SliceKey | StepKey]:
         return iter(self.keys)
 
 
@@ -350,10 +387,46 @@ def slice_keys(
         yield SliceKey(indices, position, samples, end - begin, epoch_key)
 
 
+def step_keys(
+    order: torch.Tensor, source: Shardable, *, cursor: Cursor, rank: int, epoch_key: int, sliced: Slicing
+) -> Iterator[StepKey]:
+    """Return one rank's keys of the global batches from ``cursor`` on, in slices: as many on every rank."""
+    batches = global_batches(
+        order.numel(), batch_size=source.batch_size, drop_last=source.drop_last, start=cursor.samples
+    )
+    for number, (begin, end) in enumerate(batches, start=cursor.batches):
+        run = sliced.runs_at(number)[rank]
+        yield step_key(order, begin, end, slices=sliced.slices, run=run, epoch_key=epoch_key)
+
+
+def step_key(
+    order: torch.Tensor, begin: int, end: int, *, slices: int, run: tuple[int, int], epoch_key: int
+) -> StepKey:
+    """Return the key of the global batch at positions ``begin`` to ``end``: of the slices in ``run``."""
+    key = StepKey([], [], begin, 0, end - begin)
+    for number in range(*run):
+        first, last = slice_bounds(end - begin, rank=number, world_size=slices)
+        if first < last:
+            indices = order[begin + first : begin + last].tolist()
+            key.slices.append(SliceKey(indices, begin + first, last - first, end - begin, epoch_key))
+            key.numbers.append(number)
+    return key._replace(samples=sum(each.samples for each in key.slices))
+
+
 def inner_loader(
-    source: Shardable, world: World, keys: Keys, generator: torch.Generator, *, pinned: bool, seeded: bool
+    source: Shardable,
+    world: World,
+    keys: Keys,
+    generator: torch.Generator,
+    *,
+    pinned: bool,
+    seeded: bool,
+    sliced: Slicing | None = None,
 ) -> DataLoader[Fetched]:
-    """Return a DataLoader over the same dataset, set up the same way, whose every item is one slice."""
+    """Return a DataLoader over the same dataset, set up the same way, whose every item is one slice.
+
+    With ``sliced``, it is all slices that this rank has of a global batch.
+    """
     given, traced = source.loader, knobs.trace() is not None
     dataset: SliceDataset | StreamDataset
     if source.order == "stream":
@@ -365,6 +438,7 @@ def inner_loader(
             rank=world.rank,
             world_size=world.world_size,
             seeded=seeded,
+            sliced=sliced,
         )
         workers = given.num_workers
     else:

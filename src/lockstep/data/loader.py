@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, default_collate
@@ -35,25 +37,40 @@ from lockstep.data.device import on_device
 from lockstep.data.fetch import (
     Fetched,
     Keys,
+    SliceDataset,
     StreamDataset,
     inner_loader,
     naming_dead_workers,
     size_unlike,
     slice_keys,
+    step_key,
+    step_keys,
 )
-from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order, mix
+from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order, mix, sizes_of
+from lockstep.data.seeding import preserved_generators
+from lockstep.data.slicing import SliceOptions
 from lockstep.data.source import REMEDIES, Shardable, read_source
+from lockstep.data.steps import Cut, Place, Step, Steps
 from lockstep.errors import CheckpointMismatch, LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
 from lockstep.share import BatchShare
+from lockstep.trees import to_device
 
 _log = logging.getLogger(__name__)
 _DATA = int(Phase.DATA)
 
 
 def shard(
-    loader: DataLoader[Any], *, seed: int | None = None, seed_samples: bool = True, to_device: bool = True
+    loader: DataLoader[Any],
+    *,
+    seed: int | None = None,
+    seed_samples: bool = True,
+    to_device: bool = True,
+    slices: int | Literal["auto"] | None = None,
+    shares: Sequence[float] | None = None,
+    balance: bool = False,
+    threads: int = 1,
 ) -> ShardedLoader:
     """**Collective.** Return a loader that gives this rank its slice of each batch of ``loader``.
 
@@ -83,6 +100,15 @@ def shard(
             is asked sample by sample; turn it off where that is slow and nothing is random.
         to_device: on a CUDA rank, pin the memory and copy each batch to ``world.device`` while the one before it is in
             use. On a CPU rank batches are handed over as they are.
+        slices: cut every global batch into so many slices, whatever the world; a rank goes through several, one after
+            the other, or through none. The loop is over :meth:`ShardedLoader.steps`, and trains to the same bits on
+            any number of ranks: docs/exactness.md. Deterministic algorithms are switched on. ``"auto"``: as many as
+            there are ranks, rounded up to a power of two, and twice as many each time that memory runs out in
+            :meth:`Step.attempt <lockstep.Step.attempt>`.
+        shares: with ``slices``, how much of them each rank has, in proportion. The results are the same.
+        balance: with ``slices``, move slices from slow ranks to fast ones between steps. The results are the same.
+        threads: with ``slices``, the threads that this process computes with from now on: sums that threads share
+            have other bits with another number of them.
 
     Raises:
         LockstepError: ``lockstep.init()`` has not been called.
@@ -95,16 +121,26 @@ def shard(
     world = current_world()
     if world is None:
         raise LockstepError("lockstep.shard: no world yet; call lockstep.init() first")
-    source = agreed(
+
+    def read() -> tuple[Shardable, SliceOptions | None]:
+        options = SliceOptions.of(slices, shares, balance, threads, world_size=world.world_size)
+        count = None if options is None else options.slices
+        source = read_source(loader, world_size=world.world_size, default_seed=world.seed, seed=seed, slices=count)
+        if options is not None:
+            options.refuse_unfit(source)
+        return source, options
+
+    source, options = agreed(
         OverGroup(world),
         "lockstep.shard",
-        lambda: read_source(loader, world_size=world.world_size, default_seed=world.seed, seed=seed),
+        read,
         # One rank has nobody to compare with.
-        lambda found: found.facts(contents=world.world_size > 1),
+        lambda found: found[0].facts(contents=world.world_size > 1) | (found[1].facts() if found[1] else {}),
         remedies=REMEDIES,
     )
     device = world.device if to_device and world.device.type == "cuda" else None
-    return ShardedLoader(source, world, device=device, seeded=seed_samples and can_be_random(loader.dataset))
+    seeded = seed_samples and can_be_random(loader.dataset)
+    return ShardedLoader(source, world, device=device, seeded=seeded, options=options)
 
 
 class ShardedLoader:
@@ -114,7 +150,18 @@ class ShardedLoader:
     the next epoch; a state saved *before* leaving the loop continues inside the epoch.
     """
 
-    def __init__(self, source: Shardable, world: World, *, device: torch.device | None, seeded: bool) -> None:
+    def __init__(
+        self,
+        source: Shardable,
+        world: World,
+        *,
+        device: torch.device | None,
+        seeded: bool,
+        options: SliceOptions | None = None,
+    ) -> None:
+        self._options = options
+        self._slicing = None if options is None else options.slicing(source)
+        self._seeded = seeded
         self._source = source
         self._world = world
         self._device = device
@@ -130,10 +177,23 @@ class ShardedLoader:
         #: Called between two steps; see register_step_boundary_hook.
         self._boundary_hooks: dict[int, Callable[[], object]] = OrderedDict()
         self._keys = Keys()
+        #: The order of the epoch under way, and whether its batches are to be asked for anew.
+        self._order_now: torch.Tensor | None = None
+        self._is_recut = False
+        if options is not None:
+            options.switch_on()
         # The workers' base seed is drawn from here and not from the global generator, which a resumed run would then
         # find in another state.
         self._generator = torch.Generator()
-        self._inner = inner_loader(source, world, self._keys, self._generator, pinned=device is not None, seeded=seeded)
+        self._inner = inner_loader(
+            source,
+            world,
+            self._keys,
+            self._generator,
+            pinned=device is not None,
+            seeded=seeded,
+            sliced=self._slicing,
+        )
         #: Whether a batch may have other numbers of samples than its slice: torch's own collate_fn drops none.
         self._may_drop = source.loader.collate_fn is not default_collate
         self._say_who_is_left_out()
@@ -202,7 +262,14 @@ class ShardedLoader:
     def ranks_left_out(self) -> int:
         """How many ranks get a batch of zero samples at the end of each epoch; 0 where the length is unknown."""
         last = (self._source.length or 0) % self.batch_size
+        if self._slicing is not None:  # a rank may have no slices in any batch
+            return 0
         return max(0, self._world.world_size - last) if last and not self.drop_last else 0
+
+    @property
+    def slices(self) -> int | None:
+        """Slices of each global batch; None if each rank has one part of it."""
+        return None if self._slicing is None else self._slicing.slices
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loop's position, in JSON types; the same on every rank, and good for any world size.
@@ -229,6 +296,7 @@ class ShardedLoader:
             return saved
 
         saved = agreed(OverGroup(self._world), "ShardedLoader.load_state_dict", check, LoaderState.to_json)
+        self._take_slices(saved)
         self.seed = saved.seed
         self._cursor = saved.cursor
         self._resuming = saved.cursor.in_epoch
@@ -259,7 +327,19 @@ class ShardedLoader:
             drop_last=self.drop_last,
             num_workers=self.num_workers if self._source.order == "stream" else None,
             drawn=self._drawn if self._cursor.in_epoch else None,
+            slices=self.slices,
+            threads=None if self._options is None else self._options.threads,
         )
+
+    def _take_slices(self, saved: LoaderState) -> None:
+        """Go on with the slices that the run had, where they may be chosen; else warn if they are others."""
+        slicing, options = self._slicing, self._options
+        if slicing is not None and options is not None and options.chooses and saved.slices is not None:
+            while slicing.slices < saved.slices and 2 * slicing.slices <= self.batch_size:
+                slicing.double()
+        other = saved.other_bits_than(self._state())
+        if other and self._world.is_main:
+            callsite.warn(f"this run goes on with other bits than if it had not been interrupted: {other}")
 
     # A pass.
 
@@ -267,25 +347,121 @@ class ShardedLoader:
         return f"<sharded loader of {type(self.dataset).__name__}, batch_size={self.batch_size}>"
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a pass over the next epoch or the rest of a loaded one; :func:`shard` says when all ranks must."""
-        self._world.in_hand.begin_pass(self)
-        return self._run_pass()
+        """Begin a pass over the next epoch or the rest of a loaded one; :func:`shard` says when all ranks must.
 
-    def _run_pass(self) -> Iterator[Any]:
+        Raises:
+            LockstepError: the batches are cut into slices, see :meth:`steps`.
+        """
+        if self._slicing is not None:
+            raise LockstepError(
+                f"rank {self._world.rank}: this loader was sharded with slices={self.slices}, so its loop is over "
+                "steps: for step in loader.steps(): for batch in step: …"
+            )
+        self._world.in_hand.begin_pass(self)
+        return self._run_pass(self._hand_out)
+
+    def steps(self) -> Steps:
+        """Return what a training loop goes through where the batches are cut into slices: one :class:`Step` for each.
+
+        ::
+
+            for step in loader.steps():          # one global batch, one optimizer step
+                for images, labels in step:      # this rank's slices, one after the other
+                    loss(model(images), labels).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Gradients are averaged when the inner loop ends. Each ``iter()`` of it is a pass over the next epoch.
+
+        Raises:
+            LockstepError: the loader was sharded without ``slices``.
+        """
+        if self._slicing is None:
+            raise LockstepError(
+                f"rank {self._world.rank}: this loader was sharded without slices: iterate over it, or give "
+                "lockstep.shard(loader, slices=8)"
+            )
+        return Steps(self)
+
+    def begin_steps(self) -> Iterator[Step]:
+        """Begin a pass in steps, for :class:`Steps`."""
+        self._world.in_hand.begin_pass(self)
+        return self._run_pass(self._hand_out_step)
+
+    def _hand_out(self, fetched: Fetched) -> Iterator[Any]:
+        """Yield one batch, and have it in hand meanwhile."""
+        world, share = self._world, BatchShare(fetched.samples, fetched.global_samples)
+        world.in_hand.hand_out(self, share)
+        self._advance(fetched)
+        flight.current.batch += fetched.samples
+        yield fetched.batch
+        if self._may_drop and world.share is share:
+            self._say_what_was_dropped(fetched)
+
+    def _hand_out_step(self, fetched: Fetched) -> Iterator[Step]:
+        slicing = self._slicing
+        assert slicing is not None  # begin_steps is for these
+        cursor = self._cursor
+        place = Place(self.seed, cursor.epoch, cursor.batches)
+        cut = Cut(
+            [*zip(fetched.numbers, fetched.batch, strict=True)],
+            sizes_of(fetched.global_samples, slicing.slices),
+            slicing.runs_at(cursor.batches),
+        )
+        chooses = self._options is not None and self._options.chooses
+        recut = partial(self._recut, cursor.samples, cursor.samples + fetched.global_samples) if chooses else None
+        share = BatchShare(fetched.samples, fetched.global_samples)
+        step = Step(self, self._world, place=place, cut=cut, share=share, recut=recut)
+        self._world.in_hand.hand_out(self, share)
+        self._advance(fetched)
+        flight.current.batch += fetched.samples
+        yield step
+        if not step.is_done:
+            raise LockstepError(
+                f"rank {self._world.rank} of {self._world.world_size}: the loop has left batch {place.batch} of epoch "
+                f"{place.epoch} before its last slice, so nothing was averaged: go through all slices of each step"
+            )
+        slicing.note(place.batch, step.seconds, [end - first for first, end in slicing.runs_at(place.batch)])
+
+    def _recut(self, begin: int, end: int) -> Cut:
+        """**Collective** in that all ranks do so. Cut the batch at these positions, and all that follow, into twice as
+        many slices."""
+        slicing, dataset, order = self._slicing, self._inner.dataset, self._order_now
+        # A stream, which has neither, is not cut again; see SliceOptions.
+        assert slicing is not None
+        assert isinstance(dataset, SliceDataset)
+        assert order is not None
+        slicing.double()
+        self._is_recut = True
+        runs = slicing.runs_at(self._cursor.batches)
+        run, epoch_key = runs[self._world.rank], mix(self.seed, self._cursor.epoch)
+        fetched = dataset[step_key(order, begin, end, slices=slicing.slices, run=run, epoch_key=epoch_key)]
+        if self._device is not None:
+            fetched = fetched._replace(batch=to_device(fetched.batch, self._device))
+        return Cut([*zip(fetched.numbers, fetched.batch, strict=True)], sizes_of(end - begin, slicing.slices), runs)
+
+    def _batches(self) -> Iterator[Fetched]:
+        """Yield what is left of the epoch, asked for anew when it is cut in another way."""
+        draws_here = self._slicing is not None and not self._seeded and not self.num_workers
+        while True:
+            self._is_recut = False
+            ahead = iter(naming_dead_workers(self._fetch()))
+            while not self._is_recut:
+                # (A dataset that draws unseeded must not move the common random numbers by what this rank fetches.)
+                with preserved_generators() if draws_here else nullcontext():
+                    fetched = next(ahead, None)
+                if fetched is None:
+                    return
+                yield fetched
+
+    def _run_pass(self, hand_out: Callable[[Fetched], Iterator[Any]]) -> Iterator[Any]:
         mine = self._begin_pass()
         world, rank_stream = self._world, streams.current()
         try:
-            rank_stream.renew(self)
-            flight.current.enter(_DATA)
-            for fetched in naming_dead_workers(self._fetch()):
+            self._ask(rank_stream)
+            for fetched in self._batches():
                 flight.current.leave(_DATA)
-                share = BatchShare(fetched.samples, fetched.global_samples)
-                world.in_hand.hand_out(self, share)
-                self._advance(fetched)
-                flight.current.batch += fetched.samples
-                yield fetched.batch
-                if self._may_drop and world.share is share:
-                    self._say_what_was_dropped(fetched)
+                yield from hand_out(fetched)
                 for hook in self._boundary_hooks.values():
                     hook()
                 if self._pass is not mine:
@@ -293,8 +469,7 @@ class ShardedLoader:
                         f"rank {world.rank}: another pass over this loader has begun, or a state was loaded, and "
                         "it has only one position; shard a second DataLoader to iterate over the data twice at once"
                     )
-                rank_stream.renew(self)
-                flight.current.enter(_DATA)
+                self._ask(rank_stream)
             flight.current.leave(_DATA)
             self._end_pass(mine)
         except GeneratorExit:  # the loop was left early
@@ -305,12 +480,20 @@ class ShardedLoader:
                 rank_stream.finish(self)
                 world.in_hand.take_back(self)
 
+    def _ask(self, rank_stream: streams.RandomStreams) -> None:
+        """Begin to ask for a batch."""
+        if self._slicing is None:
+            rank_stream.renew(self)
+        flight.current.enter(_DATA)
+
     def _begin_pass(self) -> object:
         if self._cursor.in_epoch and not self._resuming:
             self._cursor = Cursor(self._cursor.epoch + 1)
         if not self._resuming:
             self._drawn = None
         self._resuming = False
+        if self._slicing is not None:
+            self._slicing.begin_epoch()
         self._cursor = replace(self._cursor, in_epoch=True)
         self._pass = object()
         return self._pass
@@ -333,9 +516,20 @@ class ShardedLoader:
             stream.begin(epoch_key)
             slices: Iterable[Fetched] = self._compared(self._inner, skip=self._cursor.batches)
         else:
-            self._keys.keys = slice_keys(
-                self._order(), self._source, start=self._cursor.samples, world=self._world, epoch_key=epoch_key
-            )
+            order = self._order_now = self._order()
+            if self._slicing is None:
+                self._keys.keys = slice_keys(
+                    order, self._source, start=self._cursor.samples, world=self._world, epoch_key=epoch_key
+                )
+            else:
+                self._keys.keys = step_keys(
+                    order,
+                    self._source,
+                    cursor=self._cursor,
+                    rank=self._world.rank,
+                    epoch_key=epoch_key,
+                    sliced=self._slicing,
+                )
             slices = self._inner
         return slices if self._device is None else on_device(slices, self._device)
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from itertools import islice
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -48,14 +50,45 @@ def epoch_order(length: int, *, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(length, generator=generator)
 
 
-def slice_bounds(count: int, *, rank: int, world_size: int) -> tuple[int, int]:
+def slice_bounds(count: int, *, rank: int, world_size: int, shares: tuple[float, ...] | None = None) -> tuple[int, int]:
     """Return where a rank's slice of ``count`` samples begins and ends.
 
-    The slices are contiguous, in order of rank, and differ in size by at most one, larger ones first.
+    The slices are contiguous and in order of rank. Without ``shares`` they differ in size by at most one, larger ones
+    first.
+
+    Args:
+        count: samples of the global batch.
+        rank: whose slice.
+        world_size: how many slices.
+        shares: one positive number for each rank. The sizes are then in their proportion, each less than one sample
+            from the exact part: rounded down, and what is left goes to those that lost most by it, the lower rank
+            first. Equal shares cut as none do.
     """
+    if shares is not None:
+        cuts = _cuts(count, shares)
+        return cuts[rank], cuts[rank + 1]
     base, larger = divmod(count, world_size)
     start = rank * base + min(rank, larger)
     return start, start + base + (rank < larger)
+
+
+def sizes_of(count: int, slices: int) -> list[int]:
+    """Return how many samples each of ``slices`` slices has of ``count``; see :func:`slice_bounds`."""
+    base, larger = divmod(count, slices)
+    return [base + (number < larger) for number in range(slices)]
+
+
+@lru_cache(maxsize=256)
+def _cuts(count: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    # In fractions, of which floats are some: every rank must come to the same bounds. (All batches but the last have
+    # the same size.)
+    whole = sum(map(Fraction, shares))
+    exact = [count * Fraction(share) / whole for share in shares]
+    sizes = [int(part) for part in exact]
+    by_loss = sorted(range(len(shares)), key=lambda rank: (sizes[rank] - exact[rank], rank))
+    for rank in by_loss[: count - sum(sizes)]:
+        sizes[rank] += 1
+    return (0, *accumulate(sizes))
 
 
 def batch_count(length: int, *, batch_size: int, drop_last: bool, start: int = 0) -> int:

@@ -19,6 +19,7 @@ from lockstep.data.contents import contents_of
 #: The remedy for each fact that differs between ranks; "" for what the dataset holds.
 REMEDIES = {
     **dict.fromkeys(("the kind of order", "the batch size", "drop_last", "the seed", "num_workers"), ""),
+    **dict.fromkeys(("slices", "shares", "balance", "threads"), ""),
     "": (
         ". The ranks hold different data of the same kind, so that some samples would be trained on twice and others "
         "never. If it was split or shuffled at random, seed that alike on every rank: random_split(…, "
@@ -69,8 +70,17 @@ class Shardable:
         return settings | (contents_of(self.loader.dataset) if contents and self.order != "stream" else {})
 
 
-def read_source(loader: object, *, world_size: int, default_seed: int, seed: int | None) -> Shardable:
+def read_source(
+    loader: object, *, world_size: int, default_seed: int, seed: int | None, slices: int | None = None
+) -> Shardable:
     """Read ``loader``, if it can be sharded.
+
+    Args:
+        loader: what the user gave.
+        world_size: ranks.
+        default_seed: of the world.
+        seed: what the user gave.
+        slices: into how many slices its batches are cut, if they are; a rank may have none of them then.
 
     Raises:
         TypeError: it is not a DataLoader, or its dataset has no length.
@@ -83,7 +93,12 @@ def read_source(loader: object, *, world_size: int, default_seed: int, seed: int
         )
     _refuse_what_cannot_be_cut(loader)
     batch_size = int(loader.batch_size or 0)
-    if batch_size < world_size:
+    if slices is not None and batch_size < slices:
+        raise ValueError(
+            f"batch_size={batch_size} with slices={slices}: a global batch has fewer samples than it is to have "
+            f"slices; use at most slices={batch_size}"
+        )
+    if slices is None and batch_size < world_size:
         raise ValueError(
             f"batch_size={batch_size} is smaller than the world of {world_size} ranks, so some rank would never get "
             "a sample: lockstep.shard takes the batch size of all ranks together; use at least "

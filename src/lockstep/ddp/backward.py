@@ -12,7 +12,7 @@ Note [Labels]
 ~~~~~~~~~~~~~
 If backward fails on one rank, which catches that and continues, its next backward meets the others' present one. So a
 bucket's all-reduce is labelled with the number of the backward, for backends that compare labels (modulo a small
-number, since labels are kept).
+number, since labels are kept), and with whether its gradients are weighed by items.
 
 Note [Unused parameters]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -46,6 +46,7 @@ from lockstep.comm.labels import labelled
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.bucket import PLACES, Bucket
 from lockstep.ddp.comm_hooks import CommHook, GradBucket
+from lockstep.ddp.counts import MIXED, Weight, are_mixed, unit_of_means, unit_of_sums
 from lockstep.ddp.drift import DriftCheck
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.sparse import SparseSlot, SparseTransfer
@@ -55,7 +56,7 @@ from lockstep.errors import CollectiveMismatch, LockstepError, NonFiniteGradient
 _LABELS = 16
 #: Factors kept as tensors; ever new shares must not fill the memory.
 _MOST_SCALES = 64
-_LEFT_OUT = "without a backward"
+_LEFT_OUT, _WEIGHED = "without a backward", "weighed by items"
 
 
 @dataclass(eq=False)
@@ -84,6 +85,8 @@ class Averaging:
     step: int = 0
     #: Positions of parameters with gradients that were accumulated without synchronisation.
     pending: set[int] = field(default_factory=set)
+    #: Items of all ranks in the last backward that counted them.
+    last_items: int | None = None
 
     def __post_init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -134,8 +137,7 @@ class Backward:
     Args:
         averaging: what it has in common with all others.
         sync: whether gradients are averaged in it; if not, they accumulate on this rank.
-        weight: this rank's gradients count this much; see Note [Exact mean]. 0 discards them.
-        divisor: what the sum over ranks is divided by.
+        weight: how much this rank's gradients count.
         kept: copies of gradients, by position, that are put back if no rank used the parameter.
         discards: its own gradients count nothing, so one that is gone at the end is not a mistake.
         number: how many synchronised backwards have begun, this one included if it is one; see Note [Labels].
@@ -146,15 +148,16 @@ class Backward:
         averaging: Averaging,
         *,
         sync: bool,
-        weight: float,
-        divisor: int,
+        weight: Weight,
         kept: dict[int, Tensor],
         discards: bool,
         number: int,
     ) -> None:
         self._all = averaging
         self.sync, self.number = sync, number
-        self._weight, self._divisor, self._kept = weight, divisor, kept
+        self._weight, self._kept = weight, kept
+        #: Of float16 buckets that no total of items is known for, the gradients of this rank, by index.
+        self._unweighed: dict[int, Tensor] = {}
         #: Forwards since the last averaged backward that had none, and how far this rank is, to be compared with the
         #: others; see Note [Left-out backwards].
         self.left_out = 0
@@ -181,8 +184,23 @@ class Backward:
 
     def scale(self, bucket: Bucket) -> Tensor | None:
         """Return what gradients are multiplied by on their way into ``bucket``; a comm hook divides by itself."""
-        factor = self._weight if self._all.comm_hook is not None else self._weight / self._divisor
+        factor = self._weight.factor
+        if self._weight.items is not None:
+            factor = 1.0 if self._keeps(bucket) else factor / self._unit(bucket)
+        elif self._all.comm_hook is None:
+            factor /= self._weight.divisor
         return self._all.scale(bucket, factor)
+
+    def _unit(self, bucket: Bucket) -> float:
+        """Return what items are counted in in ``bucket``; see Note [Counts in the flags]."""
+        if self._all.comm_hook is not None:
+            return unit_of_means(self._all.last_items, self._all.world_size)
+        return unit_of_sums(self._all.last_items) if bucket.flat.dtype is torch.float16 else 1.0
+
+    def _keeps(self, bucket: Bucket) -> bool:
+        """Return whether the gradients of ``bucket`` may have to be sent once more."""
+        is_first = self._weight.items is not None and self._all.last_items is None
+        return is_first and bucket.flat.dtype is torch.float16 and self._all.comm_hook is None
 
     def leave_to_holders(self) -> None:
         """See Note [Gradients held elsewhere]; without views every gradient is its parameter's own."""
@@ -218,6 +236,9 @@ class Backward:
         self._fill(bucket)
         if self._all.finite is not None:
             self._all.finite.inspect(bucket, [self._all.names[position] for position in bucket.positions])
+        if self._keeps(bucket):
+            self._unweighed[bucket.index] = bucket.values.clone()
+            self._multiply(bucket, self._weight.factor)
         if self._all.comm_hook is not None:
             self._issue_hook(*self._all.comm_hook, bucket)
         elif self._all.world_size > 1:
@@ -240,9 +261,11 @@ class Backward:
         while self.next < len(self._all.buckets):
             self.issue_next()
         if not self._all.sends and self._all.finite is None:
+            self._divide_alone()
             return self.missing()
         unused = self._collect(write=write and self._all.sends)
         if not self._all.sends:
+            self._divide_alone()
             return self.missing()
         self._refuse_other_backward()
         if drift is not None and self._compares:
@@ -255,12 +278,14 @@ class Backward:
         bucket.reset_flags(self.place)
         if self._compares and self._all.drift is not None and len(bucket.compared):
             self._all.drift.fill(bucket.compared)
+        if self._weight.items is not None:
+            bucket.say_count(self._weight.items, is_mixed=self._weight.is_mixed)
         grads = [param.grad for param in bucket.params]
         absent = bucket.missing
         for slot, grad in enumerate(grads):
             if grad is None and slot not in bucket.missing:
                 absent = [*absent, slot]  # discarded, or Note [Taken gradients]
-        if self._weight == 0:
+        if self._weight.factor == 0:
             self._keep_views(bucket, range(len(bucket)))
             bucket.values.zero_()
             absent = list(range(len(bucket)))
@@ -305,9 +330,12 @@ class Backward:
 
     def _label(self, bucket: Bucket) -> labelled:
         backward = self.number % _LABELS
-        if self.left_out and bucket is self._all.buckets[-1]:
-            what = f"backward {backward} of each {_LABELS}, after {_count_left_out(self.left_out)}"
-            return labelled(f"{what}, {self._all.describe(bucket)}")
+        tells = self.left_out and bucket is self._all.buckets[-1]
+        if tells or self._weight.items is not None:
+            said = [f"backward {backward} of each {_LABELS}"]
+            said += [_WEIGHED] if self._weight.items is not None else []
+            said += [f"after {_count_left_out(self.left_out)}"] if tells else []
+            return labelled(", ".join([*said, self._all.describe(bucket)]))
         return self._all.labels[bucket.index][backward]
 
     def _issue_hook(self, state: Any, hook: CommHook, bucket: Bucket) -> None:
@@ -319,7 +347,9 @@ class Backward:
 
     def _issue_sparse(self, slot: SparseSlot) -> SparseTransfer:
         used = bool(slot.arrived) or slot.position in self._all.pending
-        return slot.issue(self._weight / self._divisor, used, self._all.finite)
+        weight = self._weight
+        factor = weight.factor if weight.items is not None else weight.factor / weight.divisor
+        return slot.issue(factor, used, self._all.finite, items=weight.items, is_mixed=weight.is_mixed)
 
     # Handing out ----------------------------------------------------------------------------------------------------
 
@@ -337,21 +367,89 @@ class Backward:
                 with self._label(buckets[-1]):
                     self._exchange_flags()
         sparse = [self._issue_sparse(slot) for slot in self._all.sparse]
+        late = checked or hooked or self._weight.items is not None
         for bucket in () if hooked else buckets:
             self._wait(bucket)
-            if write and not checked:
+            if write and not late:
                 unused += self._write(bucket)
         if checked:
             self.skipped = self._judge(sparse, restore=write)
             if self.skipped:
                 return []
-        if write and (checked or hooked):
+        total = self._divide(sparse) if write else None
+        if write and late:
             for bucket in buckets:
                 unused += self._write(bucket)
         for slot, transfer in zip(self._all.sparse, sparse, strict=True):
-            if not transfer.complete(write=write) and write:
+            if not transfer.complete(write=write, divisor=total or 1) and write:
                 unused.append(slot.position)
         return unused
+
+    # Items ----------------------------------------------------------------------------------------------------------
+
+    def _divide(self, sparse: Sequence[SparseTransfer]) -> int | None:
+        """Divide what has come back by the items of all ranks, if they are counted. Return their number.
+
+        See Note [Counts in the flags]. Where not all ranks have counted, nothing is divided: all are about to raise.
+        """
+        if self._weight.items is None:
+            return None
+        buckets = self._all.buckets
+        if buckets:
+            sums = (buckets[-1].counts.real if buckets[-1].flat.is_complex() else buckets[-1].counts).tolist()
+            flags = buckets[-1].count_flags
+            if are_mixed(sums) or flags is None:
+                return None
+            total = flags.total(sums)
+        else:
+            total = sum(transfer.items() for transfer in sparse[:1])
+        self._refuse_nothing(total)
+        for bucket in buckets:
+            if bucket.index in self._unweighed and not bool(bucket.values.isfinite().all()):
+                self._send_again(bucket, total)
+            else:
+                averaged_over = 1 if self._all.comm_hook is None else self._all.world_size
+                self._multiply(bucket, averaged_over * self._unit(bucket) / total)
+        if self._all.world_size == 1:  # with a comm hook; sparse gradients are where they were
+            self._multiply_gradients([slot.param for slot in self._all.sparse], self._weight.factor / total)
+        self._all.last_items = total
+        return total
+
+    def _send_again(self, bucket: Bucket, total: int) -> None:
+        """**Collective.** Average ``bucket``, whose weighed sums have overflowed, by weights of at most 1."""
+        bucket.values.copy_(self._unweighed[bucket.index])
+        self._multiply(bucket, self._weight.factor / total)
+        self._all_reduce(bucket)
+        self._wait(bucket)
+
+    def _divide_alone(self) -> None:
+        """Do the same where nobody else is: in place, if several batches with items of their own were accumulated."""
+        if self._weight.items is None or self.skipped:
+            return
+        self._refuse_nothing(self._weight.items)
+        if self._weight.is_mixed:
+            raise self._mixed()
+        self._multiply_gradients(self._all.params, self._weight.factor / self._weight.items)
+
+    def _multiply_gradients(self, params: Iterable[Parameter], factor: float) -> None:
+        for param in params:
+            if param.grad is not None and factor != 1:
+                param.grad.mul_(factor)
+
+    def _multiply(self, bucket: Bucket, factor: float) -> None:
+        scale = self._all.scale(bucket, factor)
+        if scale is not None:
+            bucket.values.mul_(scale)
+
+    def _refuse_nothing(self, total: int) -> None:
+        if total == 0:
+            raise LockstepError(
+                f"{self._all.whoami()}: every rank has said world.weigh(0), so there is nothing to take a mean of: "
+                "leave this step out, on all ranks"
+            )
+
+    def _mixed(self) -> CollectiveMismatch:
+        return CollectiveMismatch(f"{self._all.whoami()}: {MIXED}")
 
     def missing(self) -> list[int]:
         """Return the positions of the parameters that got no gradient on this rank."""
@@ -458,9 +556,14 @@ class Backward:
 
     def _refuse_other_backward(self) -> None:
         """Raise on all ranks if they were in different backwards, where the backend has not compared labels."""
-        if self._all.world_size == 1 or not self._all.buckets or not self._all.buckets[-1].marks_place:
+        last = self._all.buckets[-1] if self._all.buckets else None
+        if last is None or (not last.marks_place and self._weight.items is None):
             return
-        if self._all.buckets[-1].places.tolist().count(0) == PLACES - 1:
+        marks = last.marks.tolist()
+        places, counts = marks[:-2], marks[-2:]
+        if not places or places.count(0) == PLACES - 1:
+            if are_mixed(counts):
+                raise self._mixed()
             return
         mine = [self.number % _LABELS, self.left_out]
         told = [
@@ -480,7 +583,10 @@ def _count_left_out(number: int) -> str:
 
 def explained(error: CollectiveMismatch) -> CollectiveMismatch:
     """Return ``error`` with a remedy, if some rank said that it left a backward out; else ``error`` itself."""
-    if _LEFT_OUT not in str(error):
+    text = str(error)
+    if text.count("backward ") > text.count(_WEIGHED) > 0:
+        return CollectiveMismatch(f"{error}. That is, {MIXED}")
+    if _LEFT_OUT not in text:
         return error
     return CollectiveMismatch(
         f"{error}. A rank that runs a forward for training and leaves its backward out (a `continue` before it) would "

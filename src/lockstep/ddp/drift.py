@@ -13,8 +13,9 @@ What a rank has found travels in the flags of the last bucket (Note [Bucket layo
 gradients: for each bit of the digest a flag for "it is 1" and one for "it is 0". Summed over the ranks, a bit of which
 both flags are set is one of which ranks have found different things, on whatever rank one looks, whatever the dtype of
 the bucket and however many ranks there are; so all ranks know at once, and go the same way from there. In the steps in
-between these flags are 0 and are not read. A replica without a bucket (its gradients are all sparse) sums the flags by
-themselves, in the steps in which something is compared.
+between these flags are 0 and are not read. Where no bucket is sent (all gradients are sparse, or a step is cut into
+slices, whose sums are no plain sums over the ranks) the flags are summed by themselves, in the steps in which something
+is compared.
 
 Only if ranks differ do they tell each other more: which items, by whose digests, which bytes (``difference.py``).
 
@@ -280,6 +281,7 @@ class DriftCheck:
         self.fill(flags)
         what = f"rank {self._rank} of {self._world_size}: comparing the replicas"
         wait_for(lambda: dist.all_reduce(flags, group=self._group), lambda: what, name="comparing the replicas")
+        self._spent = time.perf_counter() - self._began  # what waits for others is more than the message takes
         return self.judge(flags)
 
     # A difference ---------------------------------------------------------------------------------------------------

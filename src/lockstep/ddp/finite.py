@@ -47,6 +47,12 @@ class FiniteCheck:
         self._mine.append(name)
         return True
 
+    def inspect_sums(self, sums: Sequence[Sequence[Tensor | None]], names: Sequence[str]) -> None:
+        """Do the same for the sums of a rank's slices: each has a tensor or None for each of ``names``."""
+        for each in sums:
+            pairs = zip(names, each, strict=False)  # a sum holds buffers as well
+            self._mine += [name for name, tensor in pairs if tensor is not None and not bool(tensor.isfinite().all())]
+
     def verdict(self, *, flagged: bool, whoami: Callable[[], str]) -> bool:
         """**Collective.** Decide what becomes of this step. Return whether it is skipped.
 

@@ -60,6 +60,7 @@ from torch.nn import Parameter
 
 from lockstep import _torch
 from lockstep.errors import LockstepError
+from lockstep.share import Items
 
 _queue_callback = _torch.queue_callback()
 _will_execute = _torch.will_execute()
@@ -83,6 +84,8 @@ class Forward(NamedTuple):
     divisor: int | None = None
     #: Its number if a backward is to come through it, else 0; see Note [Left-out backwards].
     number: int = 0
+    #: What was counted for it; see Note [Counted items].
+    items: Items | None = None
 
 
 class BackwardListener(Protocol):

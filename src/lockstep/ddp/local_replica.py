@@ -15,6 +15,7 @@ from lockstep import _torch
 from lockstep.comm import local_training
 from lockstep.comm.exchange import group_device
 from lockstep.comm.init import current_world
+from lockstep.comm.slicing import SlicedStep
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.hooks import Forward
@@ -97,9 +98,8 @@ class LocalReplica(Replica):
         if records and module.training:
             self.between_steps()
         in_hand = self._in_hand()
-        if in_hand is not None:
-            in_hand.read(for_backward=records)
-        return Forward(self.syncs, self._weight(in_hand), sends_buffers=False)
+        items = None if in_hand is None else in_hand.read(for_backward=records)
+        return Forward(self.syncs, self._weight(in_hand), sends_buffers=False, items=items)
 
     def _weight(self, in_hand: BatchesInHand | None) -> float:
         """Return 0 for an empty slice, whose gradients are NaN, and 1 for any other: each rank's mean is its own."""
@@ -108,9 +108,14 @@ class LocalReplica(Replica):
     def _refuse_contested_share(self) -> None:
         world = current_world()
         if world is not None and world.world_size == self._world_size:
-            world.in_hand.used()
+            world.in_hand.take(self._items)
 
     def _begin(self, forward: Forward) -> None:
+        if self._items is not None:
+            raise LockstepError(
+                f"{self._whoami()}: world.weigh with LocalSteps: it weighs gradients where they are averaged, and here "
+                "parameters are, each rank's alike. Leave it out, or average every gradient (without sync=)"
+            )
         self._reducer.begin(sync=False, weight=forward.weight)
 
     def _require_sync(self) -> None:
@@ -207,6 +212,14 @@ class LocalReplica(Replica):
         self._send_buffers(module, 0)
 
     # What has no meaning here -----------------------------------------------------------------------------------------
+
+    def step_begins(self, step: SlicedStep) -> None:
+        """Refuse: slices are for ranks that are equal after every step."""
+        del step
+        raise LockstepError(
+            f"{self._whoami()}: a step in slices averages gradients, and with LocalSteps none are averaged: shard the "
+            "loader without slices=, or replicate the model without sync="
+        )
 
     def join_hook(self, **_: Any) -> JoinHook:
         """Refuse: it would ask all ranks in every forward."""

@@ -40,6 +40,12 @@ long as the weights are equal. If they are not, then at the start of the backwar
 What was in ``grad`` before the accumulation began is the same on all ranks, and the weights of all ranks sum to the
 world size, so multiplying it as well changes nothing in the end. An empty slice (w = 0) holds NaN, which no factor
 removes: what comes in is replaced by zeros, and a ``grad`` that was None is None again afterwards.
+
+Where items are counted (Note [Counts in the flags] in ``counts.py``), w is their number, and what was accumulated is
+one mean over all of them: the rank tells the sum of its counts. Weights then do not sum to what is divided by, and what
+was in ``grad`` before would lose part of itself: it is put aside when the accumulation begins, and added to the average
+in the end. And a script that drops what has accumulated (``zero_grad``) has dropped its items, too, which is seen:
+gradients that are gone, or that are zero and were written to since.
 """
 
 from __future__ import annotations
@@ -59,11 +65,13 @@ from lockstep.comm.waiting import wait_for
 from lockstep.ddp.backward import Averaging, Backward, explained
 from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.comm_hooks import CommHook
+from lockstep.ddp.counts import Weight
 from lockstep.ddp.drift import DriftCheck
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.hooks import BackwardListener
 from lockstep.ddp.sparse import SparseSlot
 from lockstep.errors import CollectiveMismatch, LockstepError
+from lockstep.share import MOST_ITEMS
 
 _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 
@@ -150,6 +158,11 @@ class Reducer:
         return self._all.buckets
 
     @property
+    def finite(self) -> FiniteCheck | None:
+        """What looks at the gradients."""
+        return self._all.finite
+
+    @property
     def overlaps(self) -> bool:
         """Whether buckets are issued while backward goes on."""
         return self._overlap
@@ -161,30 +174,39 @@ class Reducer:
 
     # Events ---------------------------------------------------------------------------------------------------------
 
-    def begin(self, *, sync: bool, weight: float = 1.0, divisor: int | None = None) -> None:
+    def begin(self, *, sync: bool, weight: float = 1.0, divisor: int | None = None, items: int | None = None) -> None:
         """Begin a backward.
 
         Args:
             sync: whether gradients are averaged in it; if not, they accumulate on this rank.
             weight: this rank's gradients count this much; see Note [Exact mean]. 0 discards them.
             divisor: what the sum over ranks is divided by; the world size if None.
+            items: how many items they are the mean of, where these are counted: instead of ``weight``.
 
         Raises:
             CollectiveTimeout, PeerLost: an earlier backward ended with an error while buckets were under way, and
                 they can't be completed.
         """
         self._drain()
-        in_buckets, kept = self._weights.enter(weight, self._all.pending)
-        self._open(sync=sync, weight=in_buckets, divisor=divisor, kept=kept, discards=weight == 0 or in_buckets == 0)
+        weights = self._weights
+        if items is not None:
+            weights.count(items, sync=sync)
+        elif weights.items is not None:
+            weights.leave_uncounted()
+        own = weight if items is None else float(items)
+        in_buckets, kept = weights.enter(own, self._all.pending)
+        counted = Weight(
+            in_buckets, self._all.world_size if divisor is None else divisor, weights.items, weights.is_mixed
+        )
+        self._open(sync=sync, weight=counted, kept=kept, discards=own == 0 or in_buckets == 0)
 
-    def _open(self, *, sync: bool, weight: float, divisor: int | None, kept: dict[int, Tensor], discards: bool) -> None:
+    def _open(self, *, sync: bool, weight: Weight, kept: dict[int, Tensor], discards: bool) -> None:
         self._begun += sync
-        self._packs_early = sync and self._learned and self._all.sends and weight != 0
+        self._packs_early = sync and self._learned and self._all.sends and weight.factor != 0
         backward = self.make_backward(
             self._all,
             sync=sync,
             weight=weight,
-            divisor=self._all.world_size if divisor is None else divisor,
             kept=kept,
             discards=discards,
             number=self._begun,
@@ -271,6 +293,7 @@ class Reducer:
             unused = backward.average_rest(write=True)
             if backward.skipped:
                 self._drop_gradients()
+            self._weights.add_back()
             if not self._learned:
                 self._learn()
             self._all.pending.clear()
@@ -290,13 +313,18 @@ class Reducer:
     def match_without_gradients(self, divisor: int) -> None:
         """**Collective.** Take part in the others' synchronised backward, with nothing to add and nothing to get."""
         self._drain()
-        self._open(sync=True, weight=0.0, divisor=divisor, kept={}, discards=True)
+        self._open(sync=True, weight=Weight(0.0, divisor), kept={}, discards=True)
         backward = self._present()
         backward.place = self._begun + self._left_out
         try:
             backward.average_rest(write=False)
         finally:
             self._close()
+
+    def forget_accumulated(self) -> None:
+        """Forget gradients that have accumulated without synchronisation: they are elsewhere by now."""
+        self._all.pending.clear()
+        self._weights.forget()
 
     # Between backwards ----------------------------------------------------------------------------------------------
 
@@ -314,6 +342,7 @@ class Reducer:
         """Continue where a reducer over other parameters of the same module stands."""
         self._all.step = old._all.step
         self._all.use_hook(old._all.comm_hook)
+        self._all.last_items = old._all.last_items
         self._begun, self._left_out = old._begun, old._left_out
         if old._all.pending:
             self._all.pending = {i for i, param in enumerate(self.params) if param.grad is not None}
@@ -408,6 +437,66 @@ class AccumulatedWeights:
         self._bucket_weight = 1.0
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._absent: list[Parameter] = []
+        #: Items that the gradients of the backward under way, and what they are added to, are of; None: not counted.
+        self.items: int | None = None
+        #: Whether some of what has accumulated was counted and some was not.
+        self.is_mixed = False
+        #: Parameters, and the gradients that they had before the accumulation.
+        self._aside: list[tuple[Parameter, Tensor]] = []
+        #: What it has left so far, and how often each was written to.
+        self._accumulated: list[tuple[Tensor, int]] = []
+
+    def count(self, items: int, *, sync: bool) -> None:
+        """Begin a backward whose gradients are of so many items; before :meth:`enter`.
+
+        Raises:
+            LockstepError: too many items have accumulated to be told.
+        """
+        if self._waiting is not None and self._is_dropped():
+            self._waiting = None
+        if self._waiting is None:
+            self.items, self.is_mixed = 0, False
+            self._aside.clear()
+            if not sync:
+                self._put_aside()
+        elif self.items is None:
+            self.items, self.is_mixed = 0, True
+        self.items = (self.items or 0) + items
+        if self.items >= MOST_ITEMS:
+            raise LockstepError(f"{self.items} items have accumulated without an average: expected less than 2**48")
+
+    def leave_uncounted(self) -> None:
+        """Begin a backward whose items are not counted, after one whose items were."""
+        if self._waiting is None or self._is_dropped():
+            self._waiting, self.items = None, None
+            self._aside.clear()
+        else:
+            self.is_mixed = True
+
+    def _is_dropped(self) -> bool:
+        """Return whether the script has dropped what had accumulated."""
+        if all(param.grad is None for param in self._params):
+            return True
+        return bool(self._accumulated) and all(
+            grad._version != version and not bool(grad.any()) for grad, version in self._accumulated
+        )
+
+    @torch.no_grad()
+    def _put_aside(self) -> None:
+        for param in self._params:
+            grad = param.grad
+            if grad is not None and (grad.layout != torch.strided or bool(grad.any())):
+                self._aside.append((param, grad.clone()))
+                grad.zero_()
+
+    @torch.no_grad()
+    def add_back(self) -> None:
+        """Add what was there before the accumulation to the averages."""
+        for param, before in self._aside:
+            grad = param.grad
+            if grad is not None:
+                param.grad = grad.add_(before) if grad.layout == torch.strided else grad + before
+        self._aside.clear()
 
     def enter(self, weight: float, pending: set[int]) -> tuple[float, dict[int, Tensor]]:
         """Begin a backward with ``weight``.
@@ -443,10 +532,21 @@ class AccumulatedWeights:
             param.grad = None
         self._absent = []
         self._waiting = None if synced else self._bucket_weight
+        if self.items is not None:
+            grads = [] if synced else [param.grad for param in self._params if param.grad is not None]
+            self._accumulated = [(grad, grad._version) for grad in grads if grad.layout == torch.strided]
+            if synced:
+                self.items, self.is_mixed = None, False
 
     def take_over(self, old: AccumulatedWeights) -> None:
         """Continue where the weights of other parameters of the same module stand."""
         self._waiting = old._waiting
+        self.items, self.is_mixed = old.items, old.is_mixed
+        self._aside, self._accumulated = old._aside, old._accumulated
+
+    def forget(self) -> None:
+        """Forget that anything has accumulated."""
+        self._waiting = None
 
     @torch.no_grad()
     def _multiply_accumulated(self, waiting: float, pending: set[int]) -> dict[int, Tensor]:

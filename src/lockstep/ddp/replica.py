@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils.hooks import RemovableHandle
 
 from lockstep import _torch, callsite
-from lockstep.comm import streams
+from lockstep.comm import slicing, streams
 from lockstep.comm.init import current_world
 from lockstep.comm.labels import compares_labels
 from lockstep.comm.memory import InPlaceMemory, in_place_memory
@@ -22,6 +22,7 @@ from lockstep.ddp.bucket import Bucket, ParameterSpec, plan_buckets
 from lockstep.ddp.buffers import broadcast_tensors
 from lockstep.ddp.comm_hooks import CommHook, keeps_equal
 from lockstep.ddp.compare import compare_replicas
+from lockstep.ddp.counts import CountFlags
 from lockstep.ddp.drift import FLAGS, DriftCheck
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.hooks import BackwardListener, BackwardWatch, Forward
@@ -30,17 +31,20 @@ from lockstep.ddp.members import Buffers, buffers_of, parameters_of, tensors_of
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.reducer import Reducer
+from lockstep.ddp.sliced import SlicedGradients
 from lockstep.ddp.sparse import SparseSlot
-from lockstep.ddp.timing import Timing, time_steps
+from lockstep.ddp.timing import Timing, refuse_to_time, time_steps
 from lockstep.errors import LockstepError, listed
 from lockstep.job import flight
 from lockstep.job.page import Phase
-from lockstep.share import BatchesInHand
+from lockstep.share import BatchesInHand, Items
 
 #: Whether a forward is part of a function that torch.func transforms: of nobody's training step.
 _transformed = _torch.transforms_active()
 _FORWARD, _EVALUATE, _BACKWARD = int(Phase.FORWARD), int(Phase.EVALUATE), int(Phase.BACKWARD)
 _REDUCE = int(Phase.REDUCE)
+#: What every forward in a slice knows: its gradients are averaged at the end of the step, by what they weigh.
+_IN_SLICE = Forward(sync=False, weight=1.0, sends_buffers=False)
 #: A bucket's cap that no model reaches.
 _ALL = 1 << 62
 
@@ -67,6 +71,8 @@ class Replica(Joinable, BackwardListener):
         self._latest: Forward | None = None
         self._current: Forward | None = None
         self._drift: DriftCheck | None = None
+        #: What the backward under way is weighed by, if its items are counted.
+        self._items: Items | None = None
         _refuse_traced_backward()
         self._compare(module, unfit=unfit)
         if options.init_sync:
@@ -80,6 +86,10 @@ class Replica(Joinable, BackwardListener):
         self._closing = weakref.finalize(module, self._close)
         self._closing.atexit = False
         self._warns_of_unused = not options.find_unused_parameters and self._rank == 0
+        self._sliced: SlicedGradients | None = None
+        self._has_slice = False
+        #: Its number among what takes part in steps in slices, which are the whole world's.
+        self._member = slicing.join(self) if self._in_hand() is not None else None
 
     def _compare(self, module: nn.Module, *, unfit: str | None = None) -> None:
         compare_replicas(
@@ -118,6 +128,7 @@ class Replica(Joinable, BackwardListener):
                     flag_finite=finite is not None,
                     marks_place=index == len(positions) - 1 and self._marks_place(params[chosen[0]].device),
                     compares=FLAGS if index == len(positions) - 1 and self._drift is not None else 0,
+                    count_flags=self._count_flags(params[chosen[0]].dtype) if index == len(positions) - 1 else None,
                     memory=memory,
                 )
                 for index, chosen in enumerate(positions)
@@ -164,6 +175,9 @@ class Replica(Joinable, BackwardListener):
         """Return whether the last bucket says which backward it is of; see Note [Left-out backwards]."""
         return device.type == "cpu" and not compares_labels(self._group, device)
 
+    def _count_flags(self, dtype: torch.dtype) -> CountFlags:
+        return CountFlags(dtype, rank=self._rank, world_size=self._world_size)
+
     def _lay_out_again(self, module: nn.Module) -> None:
         """Lay the buckets out anew: parameters that were frozen are trained now."""
         self._compare(module)
@@ -171,11 +185,14 @@ class Replica(Joinable, BackwardListener):
         self._remove_hooks()
         self._reducer = self._lay_out(module)
         self._reducer.take_over(old)
+        self._sliced = None
         if self._timing is not None:
             self._timing.turn_to(self._reducer)
         self._watch.turn_to(self._reducer.params)
 
     def _close(self) -> None:
+        if self._member is not None:
+            slicing.leave(self._member)
         self._end_timing()
         self._remove_hooks()
         self._watch.close()
@@ -197,6 +214,8 @@ class Replica(Joinable, BackwardListener):
                 f"rank {self._rank} of {self._world_size}: release was called inside a backward: call it between steps"
             )
         self._is_released = True
+        if self._member is not None:
+            slicing.leave(self._member)
         self._end_timing()
         streams.current().end(self._module())
         for handle in self.announcing:
@@ -264,6 +283,8 @@ class Replica(Joinable, BackwardListener):
 
     def _announce(self, module: nn.Module, *, records: bool) -> Forward:
         """**Collective** as :meth:`before_forward`. Return what a forward that is about to begin knows."""
+        if slicing.current() is not None:
+            return self._announce_in_slice()
         averages = self.syncs and records
         sends_buffers = averages and module.training and self.sends_buffers
         source, divisor, joins = 0, None, self._join_config.enable
@@ -277,10 +298,9 @@ class Replica(Joinable, BackwardListener):
         if sends_buffers:
             self._send_buffers(module, source)
         in_hand = self._in_hand()
-        if in_hand is not None:
-            in_hand.read(for_backward=records)
+        items = None if in_hand is None else in_hand.read(for_backward=records)
         number = self._watch.forwards.begin() if averages and module.training and not joins else 0
-        return Forward(self.syncs, self._weight(in_hand), sends_buffers, divisor, number)
+        return Forward(self.syncs, self._weight(in_hand), sends_buffers, divisor, number, items)
 
     @_torch.mark_untraced
     def after_forward(self, output: Any) -> None:
@@ -297,6 +317,8 @@ class Replica(Joinable, BackwardListener):
         """Return what the last forward knew, or would know now if none came since the last backward."""
         if self._latest is not None:
             return self._latest
+        if slicing.current() is not None:
+            return _IN_SLICE
         module = self._module()
         training = module is not None and module.training
         return Forward(self.syncs, self._weight(self._in_hand()), self.syncs and training and self.sends_buffers)
@@ -304,7 +326,7 @@ class Replica(Joinable, BackwardListener):
     def _weight(self, in_hand: BatchesInHand | None) -> float:
         """See Note [Exact mean]; 1 where no sharded batch is in hand, or in a group that is not the whole world."""
         share = None if in_hand is None else in_hand.share
-        return 1.0 if share is None else share.weight(self._world_size)
+        return 1.0 if share is None or isinstance(share, Items) else share.weight(self._world_size)
 
     def _in_hand(self) -> BatchesInHand | None:
         """Return what sharded loaders have handed out; None where that is not this group's."""
@@ -316,7 +338,14 @@ class Replica(Joinable, BackwardListener):
         world = current_world()
         if world is not None and world.world_size == self._world_size:
             world.refuse_contested_share("this backward", of_backward=True)
-            world.in_hand.used()
+            world.in_hand.take(self._items)
+
+    def _find_items(self, forward: Forward) -> Items | None:
+        """See Note [Counted items]."""
+        world = current_world()
+        if world is None or slicing.current() is not None:  # a step in slices weighs them itself
+            return None
+        return world.in_hand.items_for(forward.items)
 
     # Backward -------------------------------------------------------------------------------------------------------
 
@@ -331,6 +360,7 @@ class Replica(Joinable, BackwardListener):
     def backward_begins(self, forward: Forward) -> None:
         """Let the reducer begin."""
         streams.current().end(self._module())
+        self._items = self._find_items(forward)
         self._refuse_contested_share()
         if _torch.in_compiled_autograd():
             raise LockstepError(
@@ -346,14 +376,26 @@ class Replica(Joinable, BackwardListener):
         self._begin(forward)
 
     def _begin(self, forward: Forward) -> None:
-        self._reducer.begin(sync=forward.sync, weight=forward.weight, divisor=forward.divisor)
+        items = None if self._items is None else self._items.count
+        if items is not None and self._join_config.enable:
+            raise LockstepError(
+                f"{self._whoami()}: world.weigh inside lockstep.join: a rank that has run out of batches does not know "
+                "that the others count items. Let lockstep.shard cut the batches, so that every rank takes every step"
+            )
+        self._reducer.begin(sync=forward.sync, weight=forward.weight, divisor=forward.divisor, items=items)
 
     def backward_joins(self, forward: Forward) -> None:
         """Raise if this forward weighs differently; average if it does."""
         current = self._current
         if current is None or forward is current:
             return
-        if forward.weight != current.weight:
+        if self._find_items(forward) is not self._items:
+            raise LockstepError(
+                f"{self._whoami()}: one backward goes through forwards that were weighed apart (World.weigh), so no "
+                "one number of items makes their mean exact: call backward once for each (inside lockstep.no_sync for "
+                "all but the last)"
+            )
+        if self._items is None and forward.weight != current.weight:
             raise LockstepError(
                 f"rank {self._rank} of {self._world_size}: one backward goes through forwards of batches with "
                 f"different shares (weights {current.weight:g} and {forward.weight:g}), so no mean of them is exact: "
@@ -405,6 +447,74 @@ class Replica(Joinable, BackwardListener):
             f"no rank used the parameter(s) {shown} in the first backward. That is fine for the gradients of the "
             "others; if it is what you mean, find_unused_parameters=True ends this warning"
         )
+
+    # Steps in slices ------------------------------------------------------------------------------------------------
+
+    def _announce_in_slice(self) -> Forward:
+        if self._member is None or self._join_config.enable:
+            reason = "its process group is not the whole world" if self._member is None else "it is inside join"
+            raise LockstepError(
+                f"{self._whoami()}: a step in slices has been through a replica that can't take part: {reason}"
+            )
+        self._has_slice = True
+        return _IN_SLICE
+
+    def step_begins(self, step: slicing.SlicedStep) -> None:
+        """See :class:`~lockstep.comm.slicing.Member`."""
+        module = self._living_module()
+        if any(param.requires_grad for param in self._frozen):
+            self._lay_out_again(module)
+        if self._timing is not None:
+            self._end_timing()
+            self._timing = None
+            refuse_to_time("it trained in slices, whose gradients are averaged after the last of them")
+        if self._sliced is None:
+            _raise_if(self._why_not_in_slices(module))
+            names = [name for name, param in parameters_of(module) if param.requires_grad]
+            self._sliced = SlicedGradients(self._reducer.params, names, group=self._group, finite=self._reducer.finite)
+        buffers = self._buffers.current(module) if self.sends_buffers else []
+        self._sliced.begin(step, buffers)
+
+    def _why_not_in_slices(self, module: nn.Module) -> LockstepError | None:
+        why = ""
+        if self._reducer.hook_name():
+            why = f"a comm hook ({self._reducer.hook_name()}) averages its gradients, and slices are added up in order"
+        elif self._reducer.sparse:
+            why = "it has sparse gradients, and slices add up dense ones: make its embeddings with sparse=False"
+        for name, part in module.named_modules():
+            if type(part).__name__ == "SyncBatchNorm":
+                why = (
+                    f"'{name}' is a SyncBatchNorm, which waits for all ranks in every forward, and the ranks have "
+                    "different numbers of slices: use a plain batch norm, whose statistics are those of a slice on "
+                    "any number of ranks"
+                )
+        return LockstepError(f"{self._whoami()}: this model can't train in slices: {why}") if why else None
+
+    def slice_ends(self, step: slicing.SlicedStep, number: int) -> None:
+        """See :class:`~lockstep.comm.slicing.Member`."""
+        assert self._sliced is not None  # the step has begun
+        assert self._member is not None
+        has_gradient = self._sliced.take(step, number)
+        self._reducer.forget_accumulated()
+        if has_gradient or (self._has_slice and self._living_module().training):
+            step.touch(self._member)
+        self._has_slice = False
+
+    def step_ends(self, step: slicing.SlicedStep) -> None:
+        """See :class:`~lockstep.comm.slicing.Member`."""
+        assert self._sliced is not None  # the step has begun
+        self._sliced.end(step)
+        if self._drift is not None and self._drift.count():
+            _raise_if(self._drift.exchange_alone())
+
+    def forget(self) -> None:
+        """See :class:`~lockstep.comm.slicing.Member`."""
+        if self.is_in_backward:
+            self.backward_dies()
+        self._has_slice = False
+        self._reducer.forget_accumulated()
+        if self._sliced is not None:
+            self._sliced.forget()
 
     # What users ask for ---------------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from torch.autograd.function import once_differentiable
 from lockstep import _torch
 from lockstep.comm.init import current_world
 from lockstep.comm.waiting import wait_for
+from lockstep.share import BatchesInHand, Items
 
 if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm
@@ -107,7 +108,7 @@ class SyncBatchNorm(_BatchNorm):
             )
         self._track(statistics)
         normalised: Tensor = _SynchronisedNorm.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, statistics, self.eps, _Exchange(group, _weight(group), whoami)
+            input, self.weight, self.bias, statistics, self.eps, _exchange(group, whoami)
         )
         return normalised
 
@@ -195,14 +196,24 @@ class _Exchange:
     group: dist.ProcessGroup
     #: This rank's weight; see Note [Exact mean].
     weight: float
+    #: What was counted before the forward, and where the rest is found; see Note [Counted items].
+    items: Items | None
+    in_hand: BatchesInHand | None
     whoami: str
 
+    def weight_now(self) -> float:
+        """Return the weight, or how many items are counted in this backward; only their proportion matters."""
+        items = None if self.in_hand is None else self.in_hand.items_for(self.items)
+        return self.weight if items is None else float(items.count)
 
-def _weight(group: dist.ProcessGroup) -> float:
+
+def _exchange(group: dist.ProcessGroup, whoami: str) -> _Exchange:
     world = current_world()
-    if world is None or world.share is None or world.world_size != dist.get_world_size(group):
-        return 1.0
-    return world.share.weight(world.world_size)
+    in_hand = None if world is None else world.in_hand
+    items = None if in_hand is None else in_hand.items
+    share = None if world is None or world.world_size != dist.get_world_size(group) else world.share
+    weight = 1.0 if share is None or isinstance(share, Items) else share.weight(dist.get_world_size(group))
+    return _Exchange(group, weight, items, in_hand, whoami)
 
 
 def _gather_statistics(values: Tensor, group: dist.ProcessGroup, whoami: str) -> _Statistics:
@@ -284,12 +295,13 @@ class _SynchronisedNorm(torch.autograd.Function):
 def _means_over_ranks(sums: Tensor, count: Tensor, exchange: _Exchange) -> Tensor:
     """**Collective.** Return [2, C]: what this rank's own sums become when averaged over the values of all ranks."""
     # A rank without samples counts for nothing, and 0 * NaN would be NaN.
-    total = sums.double() * exchange.weight if exchange.weight else torch.zeros_like(sums, dtype=torch.float64)
+    weight = exchange.weight_now()
+    total = sums.double() * weight if weight else torch.zeros_like(sums, dtype=torch.float64)
     wait_for(
         lambda: dist.all_reduce(total, group=exchange.group),
         lambda: f"{exchange.whoami}, adding up gradients in backward",
     )
-    return (total / (count * exchange.weight if exchange.weight else count)).to(sums.dtype)
+    return (total / (count * weight if weight else count)).to(sums.dtype)
 
 
 def _precision(dtype: torch.dtype) -> torch.dtype:

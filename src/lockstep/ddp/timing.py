@@ -39,6 +39,7 @@ from lockstep.ddp.reducer import Reducer
 from lockstep.job import flight
 from lockstep.job.flight import Stopwatch
 from lockstep.job.timetable import Timetable
+from lockstep.share import Items
 
 #: Averaged backwards before the first that is timed, and how many are.
 FIRST, COUNT = 10, 20
@@ -233,7 +234,7 @@ class _Clocks:
         share = None if world is None else world.in_hand.share
         columns: dict[str, Any] = {name: tuple(step[name] for step in self.steps) for name in self.steps[0]}
         values = {**self._table.__dict__, **columns}
-        if share is not None:
+        if share is not None and not isinstance(share, Items):
             values |= {"local_samples": float(share.local_samples), "global_samples": float(share.global_samples)}
         ready = tuple(statistics.median(step[k] for step in self._ready) for k in range(len(self._parts)))
         return Timetable(**{**values, "buckets": tuple(self._sizes), "ready": ready})

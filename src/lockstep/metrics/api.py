@@ -155,7 +155,7 @@ class Log:
             if given is not None:
                 lines.find_wrong(ValueError(f"step={given}: the Checkpointer counts the steps; leave it out"), step)
         elif step is None:
-            step = lines.step + 1
+            step = lines.following()
         elif isinstance(step, bool) or not isinstance(step, int):
             lines.find_wrong(TypeError(f"step={step!r}: expected an int"), lines.step)
             step = lines.step

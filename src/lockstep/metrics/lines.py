@@ -37,6 +37,7 @@ from typing import Any
 import torch
 
 from lockstep import _files, callsite
+from lockstep.comm import slicing
 from lockstep.comm.labels import labelled
 from lockstep.comm.peers import OverGroup, Peers
 from lockstep.comm.together import together
@@ -99,6 +100,10 @@ class Lines:
         self._sinks: list[to.Sink] | None = None
         #: Of the last call.
         self.step = after or 0
+        #: What was logged in the slices of the step in hand (comm/slicing.py), which may be thrown away again.
+        self._in_step: dict[str, Numbers] = {}
+        self._is_in_step = self._has_slices = False
+        self._member = slicing.join(self)
         #: Since the last line.
         self._numbers: dict[str, Numbers] = {}
         self._texts: dict[str, str] = {}
@@ -120,7 +125,6 @@ class Lines:
     def add(self, values: Mapping[str, Any], step: int, weight: float) -> None:
         """**Collective** when a line is due. Add what one call logs."""
         self._refuse_closed()
-        self._calls += 1
         if step < self.step:
             error = ValueError(f"step={step} after step={self.step}: steps do not go back")
             self._find_wrong(error, step, sys._getframe(1))
@@ -131,6 +135,18 @@ class Lines:
                 self._add_one(key, value, weight)
             except (TypeError, ValueError) as unfit:
                 self._find_wrong(unfit, step, sys._getframe(1))
+        if slicing.in_slice():
+            self._is_in_step = True
+        else:
+            self._count_call()
+
+    def following(self) -> int:
+        """Return the step of a call that does not say which: one more than the last, for all slices of a step."""
+        return self.step if self._is_in_step else self.step + 1
+
+    def _count_call(self) -> None:
+        """**Collective** when a line is due. Count a call, which every rank makes."""
+        self._calls += 1
         if not self._begun:
             self._begin()
         every = self._target.every
@@ -162,10 +178,11 @@ class Lines:
 
     def _series(self, key: str) -> Numbers:
         """Return where the numbers of ``key`` go."""
-        series = self._numbers.get(key)
+        numbers = self._in_step if slicing.in_slice() else self._numbers
+        series = numbers.get(key)
         if series is None:
             self._refuse_kind(key, _NUMBER)
-            series = self._numbers[key] = Numbers()
+            series = numbers[key] = Numbers()
         return series
 
     def _refuse_kind(self, key: str, kind: str) -> None:
@@ -187,6 +204,30 @@ class Lines:
         user = callsite.user_frame(frame)
         where = "" if user is None else f" at {callsite.words(user.f_code, user.f_lineno)}"
         self._wrong.append([type(error).__name__, f"{error} (logged at step {step}{where})"])
+
+    # Steps in slices, in which the ranks log as often as they have slices ---------------------------------------------
+
+    def step_begins(self, step: slicing.SlicedStep) -> None:  # noqa: ARG002
+        """See :class:`~lockstep.comm.slicing.Member`."""
+        self.forget()
+
+    def slice_ends(self, step: slicing.SlicedStep, number: int) -> None:  # noqa: ARG002
+        """See :class:`~lockstep.comm.slicing.Member`."""
+        if self._is_in_step:
+            step.touch(self._member, self.step)
+
+    def step_ends(self, step: slicing.SlicedStep) -> None:
+        """See :class:`~lockstep.comm.slicing.Member`. All the slices' calls are one."""
+        self.step = step.said[self._member]  # which a rank without slices has not been told
+        self._has_slices = True
+        for key, numbers in self._in_step.items():
+            self._numbers.setdefault(key, Numbers()).extend(numbers)
+        self.forget()
+        self._count_call()
+
+    def forget(self) -> None:
+        """See :class:`~lockstep.comm.slicing.Member`."""
+        self._in_step, self._is_in_step = {}, False
 
     # Meetings --------------------------------------------------------------------------------------------------------
 
@@ -342,10 +383,12 @@ class Lines:
             )
         failed = {rank for rank, each in enumerate(told) if each.wrong}
         for key in dict.fromkeys(key for each in told for key in each.kinds):
-            kinds = [each.kinds.get(key, "not there") for each in told]
-            odd = [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]
-            if odd and not failed.intersection(rank for rank, kind in enumerate(kinds) if kind == "not there"):
-                listing = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+            # A rank may have had no slice since the last line.
+            telling = {rank: each for rank, each in enumerate(told) if each.kinds or not self._has_slices}
+            kinds = {rank: each.kinds.get(key, "not there") for rank, each in telling.items()}
+            missing = {rank for rank, kind in kinds.items() if kind == "not there"}
+            if len(set(kinds.values())) > 1 and not failed & missing:
+                listing = ", ".join(f"rank {rank}: {kind}" for rank, kind in kinds.items())
                 wrong.append(
                     (
                         "ValueError",

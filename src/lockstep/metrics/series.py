@@ -135,6 +135,14 @@ class Numbers:
         copies.append(copy if copy.dim() == 0 else copy.reshape(()))
         self._weights.append(weight)
 
+    def extend(self, other: Numbers) -> None:
+        """Add all that ``other`` has, which is done with."""
+        other._stack()
+        self._stack()
+        self._plain += other._plain
+        self._stacks += other._stacks
+        self._weights += other._weights
+
     def _stack(self) -> None:
         if self._copies:
             self._stacks.append(torch.stack(self._copies))

@@ -11,6 +11,7 @@ all_reduce          small: n written, W n read
                     two ranks: n written, 2 n read and n written to combine
                     else: n copied in, n read and n/W written to combine (in the cache), n copied out
 all_reduce_shared   n read, n written (W parts of n/W each way)
+add_rows_shared     as much for each row that counts, all ranks' rows together
 reduce              n written; W n read by the root
 reduce_scatter      W n written, W n read
 broadcast           n written by the root, n read by each other rank
@@ -26,6 +27,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lockstep.comm.memory import RowOrder, add_up
 from lockstep.comm.shm.layout import part
 from lockstep.comm.shm.reduction import Reduction
 from lockstep.comm.shm.rounds import Rounds, Small
@@ -129,6 +131,24 @@ def all_reduce_shared(rounds: Rounds, views: Tensors, reduction: Reduction) -> N
         reduction.over(pieces, pieces[0])
         for piece in pieces[1:]:
             piece.copy_(pieces[0])
+    rounds.sync()
+
+
+def add_rows_shared(rounds: Rounds, views: Tensors, order: RowOrder) -> None:
+    """Add up the rows in ``views`` (one tensor's memory on each rank) in order, into the first row of each of them.
+
+    As :func:`all_reduce_shared`: each rank adds up its own part of the columns, piece by piece within the cache.
+    """
+    rounds.sync()
+    first, end = part(order.width, rounds.rank, rounds.size)
+    step = _PIECE // views[0].dtype.itemsize
+    for start in range(first, end, step):
+        stop = min(end, start + step)
+        pieces = [views[rank][row * order.width + start : row * order.width + stop] for rank, row in order.places]
+        add_up(pieces, order, start=start)
+        for rank, view in enumerate(views):
+            if order.places[0] != (rank, 0):
+                view[start:stop].copy_(pieces[0])
     rounds.sync()
 
 

@@ -36,6 +36,7 @@ OPERATIONS = (
     "all_to_all",
     "all_to_all_single",
     "allocate_tensor",
+    "add_rows",
 )
 _OPERATION_CODE = {name: code for code, name in enumerate(OPERATIONS)}
 #: By torch's numbers for reduce ops.

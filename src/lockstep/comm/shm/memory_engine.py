@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
+from lockstep.comm.memory import RowOrder
 from lockstep.comm.shm import collectives, tensors
 from lockstep.comm.shm.engine import Engine, Tensors
 from lockstep.comm.shm.health import Health
@@ -124,6 +125,16 @@ class MemoryEngine(Engine):
             collectives.all_reduce_small(rounds, tensor.data_ptr(), small, how)
         else:
             super().all_reduce_tensor(tensor, how, part)
+
+    def add_rows(self, rows: torch.Tensor, order: RowOrder, part: Part) -> None:
+        """**Collective.** See :class:`~lockstep.comm.memory.InPlaceMemory`.
+
+        Args:
+            rows: memory that :meth:`allocate` made.
+            order: what is added to what.
+            part: what :meth:`find` said of it.
+        """
+        collectives.add_rows_shared(self._rounds, part.views(tensors.target(rows)), order)
 
     def reduce(self, flat: torch.Tensor, how: Reduction, *, root: int) -> None:
         """See :class:`Engine`."""

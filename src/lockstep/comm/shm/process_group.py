@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 
 from lockstep import _torch
+from lockstep.comm.memory import RowOrder
 from lockstep.comm.shm import fingerprint, tensors
 from lockstep.comm.shm.engine import Engine
 from lockstep.comm.shm.fingerprint import REDUCE_OPS
 from lockstep.comm.shm.group import Group, Move
+from lockstep.comm.shm.memory_engine import MemoryEngine
 from lockstep.comm.shm.reduction import Reduction, reduction
 from lockstep.comm.shm.work import ShmWork
 
@@ -285,6 +287,24 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
         group.issue("allocate_tensor", body, move, result, group.timeout, False)
         return result[0]
+
+    def add_rows(self, rows: torch.Tensor, order: RowOrder) -> None:
+        """**Collective.** Add up rows that lie in memory of :meth:`allocate_tensor`; see lockstep.comm.memory.
+
+        Raises:
+            RuntimeError: they lie elsewhere.
+        """
+        group, engine = self._shm_group, self._shm_group.engine
+        part = engine.find(rows)
+        if part is None or not isinstance(engine, MemoryEngine):
+            raise RuntimeError("add_rows: expected memory that allocate_tensor has made, on every rank")
+        detail = (part.number, part.offset, order.width, order.places, order.pairs, order.factors)
+        body = fingerprint.take("add_rows", rows.dtype, rows.numel(), detail=detail)
+
+        def move(_: Engine) -> None:
+            engine.add_rows(rows, order, part)
+
+        group.issue("add_rows", body, move, [rows], group.timeout, False)
 
     # --- elements as they are --------------------------------------------------------------------------------------
 

@@ -1,0 +1,269 @@
+"""A step in slices: where those meet that hand out slices of a global batch and those that add up what comes of them.
+
+``data`` cuts the batches, ``ddp`` averages gradients, ``metrics`` adds up numbers, and none knows the others. They meet
+here: there is at most one :class:`SlicedStep` in hand, which tells its members where it is.
+
+Note [A step in slices]
+~~~~~~~~~~~~~~~~~~~~~~~
+Within a step the ranks hold different numbers of slices, or none, so nothing in there may be collective. At its end all
+ranks meet once and tell each other what they did: which members had anything to do, how much each slice weighs, whether
+memory ran out. Then each member that any rank had work for puts it together, in the order in which the members came to
+be, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
+
+from lockstep import slices as order
+from lockstep.comm.exchange import all_gather_records
+from lockstep.comm.labels import labelled
+from lockstep.errors import CollectiveMismatch, LockstepError
+
+if TYPE_CHECKING:
+    from lockstep.comm.world import World
+
+
+class Member(Protocol):
+    """What takes part in steps in slices: a replica, a log."""
+
+    def step_begins(self, step: SlicedStep) -> None:
+        """**Collective** if the member has anything to agree on. A step begins, or begins anew."""
+        ...
+
+    def slice_ends(self, step: SlicedStep, number: int) -> None:
+        """Take what has come of slice ``number``, which this rank has been through."""
+        ...
+
+    def step_ends(self, step: SlicedStep) -> None:
+        """**Collective.** Put together what the ranks have; called if any rank had work for this member."""
+        ...
+
+    def forget(self) -> None:
+        """Throw away what has come of the step so far, as if it had not begun."""
+        ...
+
+
+_members: WeakValueDictionary[int, Any] = WeakValueDictionary()
+#: How many have joined so far.
+_made = 0
+_current: SlicedStep | None = None
+
+
+def join(member: Member) -> int:
+    """**Collective.** Let ``member`` take part in all steps in slices to come; return its number, alike on all ranks.
+
+    It is held weakly.
+    """
+    global _made
+    _made += 1
+    _members[_made] = member
+    return _made
+
+
+def leave(number: int) -> None:
+    """Take no part any more."""
+    _members.pop(number, None)
+
+
+def current() -> SlicedStep | None:
+    """Return the step in slices that is in hand on this rank."""
+    return _current
+
+
+def in_slice() -> bool:
+    """Return whether a slice is in hand, so that nothing may be collective here."""
+    return _current is not None and _current.number is not None
+
+
+def refuse_in_slice(what: str, world: World) -> None:
+    """Raise if a slice is in hand.
+
+    Raises:
+        LockstepError: there is one.
+    """
+    if in_slice():
+        raise LockstepError(
+            f"rank {world.rank} of {world.world_size}: {what} needs all ranks, and was called inside a slice. "
+            "Each rank has another number of slices: call it after the inner loop"
+        )
+
+
+class SlicedStep:
+    """One global batch, cut into slices, of which this rank has some.
+
+    Args:
+        world: the ranks.
+        place: what this step is, the same on all ranks: epoch and number of the batch.
+        sizes: samples of each slice.
+        runs: for each rank its first slice, and the one after its last.
+    """
+
+    def __init__(
+        self, world: World, *, place: Sequence[int], sizes: Sequence[int], runs: Sequence[tuple[int, int]]
+    ) -> None:
+        self.world, self.place, self.sizes, self.runs = world, tuple(place), tuple(sizes), tuple(runs)
+        #: The slice in hand.
+        self.number: int | None = None
+        #: What the slices are means of, where the script has said so, by slice: of this rank, at the end of all.
+        self.items: dict[int, int] = {}
+        #: What the weights of all slices add up to; known at the end.
+        self.total = 0.0
+        #: Seconds that each rank was at its slices; known at the end.
+        self.seconds: list[float] = []
+        self._spent = 0.0
+        #: What each member that had something to do says of it, by number: of this rank, at the end of all.
+        self.said: dict[int, Any] = {}
+
+    @property
+    def slices(self) -> int:
+        """Into how many slices the batch is cut."""
+        return len(self.sizes)
+
+    def nodes(self) -> list[list[order.Node]]:
+        """Return what sums each rank is left with at the end; see Note [One tree] in ``slices.py``."""
+        return [order.nodes_of(first, end, self.slices) for first, end in self.runs]
+
+    def weight(self, number: int) -> float | None:
+        """Return what the mean over a slice is multiplied by before it is added to others; None: by nothing.
+
+        Samples, or the items that the script has weighed; where nobody weighs and all slices are of one size, there is
+        nothing to multiply. The same decision for all slices of a step, whoever has them.
+        """
+        if number in self.items:
+            return self.items[number]
+        return None if min(self.sizes) == max(self.sizes) else self.sizes[number]
+
+    def weigh(self, items: int) -> None:
+        """Say that what comes of the slice in hand is a mean over so many items."""
+        if self.number is not None:
+            self.items[self.number] = items
+
+    def touch(self, member: int, say: Any = None) -> None:
+        """Note that ``member`` had something to do in the slice in hand.
+
+        Args:
+            member: its number.
+            say: what the member finds in :attr:`said` in the end, on all ranks: in JSON types, from the first rank that
+                had something to do for it.
+        """
+        self.said[member] = say
+
+    # How it goes ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """**Collective** if a member has anything to agree on. Begin the step."""
+        global _current
+        if _current is not None:
+            raise LockstepError(
+                f"rank {self.world.rank} of {self.world.world_size}: a step in slices begins inside another one: go "
+                "through one loader's step() at a time"
+            )
+        for member in _living():
+            member.step_begins(self)
+        _current = self
+
+    @contextmanager
+    def slice(self, number: int) -> Iterator[None]:
+        """Have slice ``number`` in hand."""
+        self.number, begun = number, time.perf_counter()
+        try:
+            yield
+            for member in _living():
+                member.slice_ends(self, number)
+        finally:
+            self.number = None
+            self._spent += time.perf_counter() - begun
+
+    def abandon(self) -> None:
+        """Leave the step: nothing of it stays."""
+        global _current
+        if _current is self:
+            _current = None
+            for member in _living():
+                member.forget()
+
+    def end(self, failure: str | None = None) -> str | None:
+        """**Collective.** End the step: put together what the ranks have, unless there was a failure on any of them.
+
+        Args:
+            failure: what went wrong on this rank, so that the step can't be used.
+
+        Returns:
+            what went wrong, on the first rank where anything did; the step is abandoned then.
+
+        Raises:
+            CollectiveMismatch: the ranks are in different steps.
+            LockstepError: some slices were weighed, and others not; on all ranks.
+            CollectiveTimeout, PeerLost: another rank is late or gone.
+        """
+        global _current
+        told = self._tell(failure)
+        failures = [f"rank {rank}: {each[1]}" for rank, each in enumerate(told) if each[1] is not None]
+        if failures:
+            self.abandon()
+            return failures[0]
+        self.seconds = [each[4] for each in told]
+        self._take_weights([{int(number): items for number, items in each[2].items()} for each in told])
+        for each in reversed(told):
+            self.said.update((int(number), say) for number, say in each[3].items())
+        _current = None
+        for number in sorted(self.said):
+            member = _members.get(number)
+            if member is None:
+                raise LockstepError(
+                    f"{self._whoami()}: another rank has trained a model or used a log that no longer exists here: "
+                    "keep a reference to it on every rank"
+                )
+            member.step_ends(self)
+        for number in sorted(set(_members) - set(self.said)):
+            _members[number].forget()
+        return None
+
+    def _tell(self, failure: str | None) -> list[list[Any]]:
+        mine = [self.place, failure, self.items, self.said, self._spent, _made]
+        if self.world.world_size == 1:
+            return [mine]
+        with labelled("the end of a step in slices"):
+            told = all_gather_records(mine, self.world.group)
+        if any(each[5] != told[0][5] for each in told):
+            made = ", ".join(f"rank {rank}: {each[5]}" for rank, each in enumerate(told))
+            raise CollectiveMismatch(
+                f"{self._whoami()}: the ranks have made different numbers of replicas and logs ({made}): make each "
+                "lockstep.Log and call each lockstep.replicate on every rank, in the same order"
+            )
+        if any(each[0] != told[0][0] for each in told):
+            places = ", ".join(f"rank {rank}: epoch {e[0][0]}, batch {e[0][1]}" for rank, e in enumerate(told))
+            raise CollectiveMismatch(f"{self._whoami()}: the ranks are at the end of different steps ({places})")
+        return told
+
+    def _take_weights(self, items: Sequence[dict[int, int]]) -> None:
+        self.items = {number: each[number] for each in items for number in each}
+        there = [number for number, size in enumerate(self.sizes) if size]
+        left_out = [number for number in there if number not in self.items]
+        if self.items and left_out:
+            self.abandon()
+            raise LockstepError(
+                f"{self._whoami()}: weigh() was called in slices {sorted(self.items)} and not in {left_out}: say in "
+                "every slice what its loss is a mean of, or in none"
+            )
+        weights = [self.weight(number) for number in there]
+        self.total = float(sum(1.0 if weight is None else weight for weight in weights))
+        if not self.total:
+            self.abandon()
+            raise LockstepError(
+                f"{self._whoami()}: the slices weigh nothing together: there is nothing to take a mean of, so leave "
+                "such a batch out, on all ranks"
+            )
+
+    def _whoami(self) -> str:
+        epoch, batch = self.place[:2]
+        return f"rank {self.world.rank} of {self.world.world_size}, epoch {epoch}, batch {batch}"
+
+
+def _living() -> list[Any]:
+    return [member for _, member in sorted(_members.items())]

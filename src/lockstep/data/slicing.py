@@ -1,0 +1,189 @@
+"""How a loader's global batches are cut into slices, and which rank has which: fixed, by shares, or by pace.
+
+Note [Slices by pace]
+~~~~~~~~~~~~~~~~~~~~~
+With ``balance`` the ranks tell each other at the end of each step how many seconds they were at their slices, so all of
+them know the same paces, and each reckons by itself how many slices each is to have so that all are done at the same
+time. What the slices give is added up in an order that knows no ranks, so nothing else changes. Batches are fetched
+ahead by workers, each rank its own slices of them, so a change holds from a batch on that nobody has asked for yet.
+The pace is the median of a few steps: one slow step (a checkpoint, another process) moves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.comm import deterministic
+from lockstep.data.order import slice_bounds
+from lockstep.data.source import Shardable
+
+#: Steps whose paces count, and how many must be known before anything moves.
+_STEPS, _FEWEST = 9, 3
+#: How much shorter the slowest rank must become, as a part, for slices to move.
+_WORTH = 0.04
+
+Runs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class SliceOptions:
+    """What the user asked for, checked."""
+
+    slices: int
+    #: Whether lockstep may take more.
+    chooses: bool
+    shares: tuple[float, ...]
+    balance: bool
+    threads: int
+
+    @classmethod
+    def of(
+        cls, slices: object, shares: Sequence[float] | None, balance: bool, threads: int, *, world_size: int
+    ) -> SliceOptions | None:
+        """Check what was given; None if the batches are not to be cut.
+
+        Raises:
+            TypeError, ValueError: it makes no sense.
+        """
+        if slices is None:
+            if balance or threads != 1:
+                raise ValueError("balance= and threads= are for slices: give lockstep.shard(loader, slices=8) as well")
+            return None
+        chooses = slices == "auto"
+        count = 1 << (world_size - 1).bit_length() if chooses else slices
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f'slices={slices!r}: expected a number of slices, or "auto"')
+        if count < 1:
+            raise ValueError(f"slices={count}: expected at least one")
+        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+            raise ValueError(f"threads={threads!r}: expected a number of threads, at least 1")
+        given = (1.0,) * world_size if shares is None else tuple(map(float, shares))
+        if len(given) != world_size or not all(0 < share < math.inf for share in given):
+            raise ValueError(f"shares={shares!r}: expected a positive number for each of the {world_size} ranks")
+        if shares is not None and balance:
+            raise ValueError("shares= says which rank has how much, and balance=True finds that out: give one of them")
+        return cls(count, chooses, given, bool(balance), threads)
+
+    def refuse_unfit(self, source: Shardable) -> None:
+        """Raise if ``source`` can't be cut so.
+
+        Raises:
+            ValueError: it is a stream, and slices would have to move, or be fetched again.
+        """
+        if source.order == "stream" and (self.balance or self.chooses):
+            what = "balance=True" if self.balance else 'slices="auto"'
+            raise ValueError(
+                f"{what}: a stream is read by workers that can't be told of other slices, nor asked for samples "
+                "again: give a number of slices, or shares="
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be the same on every rank."""
+        return {
+            "slices": "auto" if self.chooses else self.slices,
+            "shares": list(self.shares),
+            "balance": self.balance,
+            "threads": self.threads,
+        }
+
+    def switch_on(self) -> None:
+        """Have this process compute so that the same slice gives the same bits each time."""
+        torch.set_num_threads(self.threads)
+        # A script that has asked for warnings only is taken at its word.
+        deterministic.switch_on(warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
+
+    def slicing(self, source: Shardable) -> Slicing:
+        """Return the slices of ``source``."""
+        workers = source.loader.num_workers
+        ahead = 2 + workers * (source.loader.prefetch_factor or 0)
+        return Slicing(self.slices, shares=self.shares, ahead=ahead, balance=self.balance)
+
+
+class Slicing:
+    """The slices of one loader's batches.
+
+    Args:
+        slices: of each global batch.
+        shares: for each rank how much of them it has, in proportion.
+        ahead: batches that any rank may have asked for beyond the one in hand.
+        balance: move slices by pace.
+    """
+
+    def __init__(self, slices: int, *, shares: Sequence[float], ahead: int, balance: bool = False) -> None:
+        self.slices, self._shares, self._ahead, self.balances = slices, tuple(shares), ahead, balance
+        #: From which batch on which ranks have which slices, in order of batches.
+        self._changes: list[tuple[int, Runs]] = [(0, runs(slices, shares))]
+        self._paces: list[deque[float]] = [deque(maxlen=_STEPS) for _ in shares]
+
+    def runs_at(self, batch: int) -> Runs:
+        """Return for each rank its first slice of a batch, and the one after its last."""
+        return next(found for begin, found in reversed(self._changes) if begin <= batch)
+
+    def begin_epoch(self) -> None:
+        """Begin to count batches anew; the last cut stays."""
+        self._changes = [(0, self._changes[-1][1])]
+
+    def double(self) -> None:
+        """Cut the batches into twice as many slices from now on. Every rank keeps its part of them."""
+        self.slices *= 2
+        self._changes = [(0, tuple((2 * first, 2 * end) for first, end in self._changes[-1][1]))]
+        for paces in self._paces:
+            paces.clear()
+
+    def note(self, batch: int, seconds: Sequence[float], counts: Sequence[int]) -> None:
+        """Take how long the ranks were at a batch, and move slices if it is worth it. The same on all ranks.
+
+        Args:
+            batch: its number.
+            seconds: for each rank, at its slices.
+            counts: for each rank, how many it had.
+        """
+        if not self.balances:
+            return
+        for paces, spent, count in zip(self._paces, seconds, counts, strict=True):
+            if count:
+                paces.append(spent / count)
+        if any(len(paces) < _FEWEST for paces in self._paces) or self._changes[-1][0] > batch:
+            return
+        pace = [max(statistics.median(each), 1e-9) for each in self._paces]
+        have = [end - first for first, end in self._changes[-1][1]]
+        best = counts_for(self.slices, pace)
+        now, then = _longest(have, pace), _longest(best, pace)
+        if then < (1 - _WORTH) * now:
+            ends = [sum(best[: rank + 1]) for rank in range(len(best))]
+            found = tuple(zip([0, *ends[:-1]], ends, strict=True))
+            self._changes = [self._changes[-1], (batch + 1 + self._ahead, found)]
+            for each in self._paces:
+                each.clear()
+
+
+def runs(slices: int, shares: Sequence[float]) -> Runs:
+    """Return for each rank its first slice, and the one after its last, in proportion to ``shares``."""
+    ranks = len(shares)
+    return tuple(slice_bounds(slices, rank=rank, world_size=ranks, shares=tuple(shares)) for rank in range(ranks))
+
+
+def counts_for(slices: int, paces: Sequence[float]) -> list[int]:
+    """Return how many slices each rank is to have so that the slowest is done soonest; at least one where there are
+    enough, since a rank without any has no pace.
+
+    Args:
+        slices: in all.
+        paces: seconds of a slice, by rank.
+    """
+    counts = [1 if slices >= len(paces) else 0] * len(paces)
+    for _ in range(slices - sum(counts)):
+        soonest = min(range(len(paces)), key=lambda rank: ((counts[rank] + 1) * paces[rank], rank))
+        counts[soonest] += 1
+    return counts
+
+
+def _longest(counts: Sequence[int], paces: Sequence[float]) -> float:
+    return max(count * pace for count, pace in zip(counts, paces, strict=True))

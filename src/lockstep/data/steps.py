@@ -1,0 +1,279 @@
+"""Steps in slices: the loop over a loader that was sharded with ``slices``, one optimizer step after the other.
+
+Note [Random numbers of a slice]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+What a model draws in a slice must not depend on which rank has the slice, nor on which slices that rank had before. So
+before each slice the generators of torch (the CPU's and the rank's own GPU's), Python and NumPy are seeded from (seed,
+epoch, batch, slice), and after the last one they are put back to where they were before the step: what a script draws
+between steps is the same on all ranks as ever.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from lockstep.comm import streams
+from lockstep.comm.slicing import SlicedStep
+from lockstep.comm.world import World
+from lockstep.data.order import mix
+from lockstep.data.seeding import seed_generators
+from lockstep.errors import LockstepError
+from lockstep.job import flight
+from lockstep.job.page import Phase
+from lockstep.share import BatchShare
+
+#: What mix() tells apart from the seeds of samples.
+_SLICE = 2**62 + 2
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A global batch as one rank has it."""
+
+    #: Number and batch of each slice that this rank has and that has samples.
+    batches: Sequence[tuple[int, Any]]
+    #: Samples of every slice.
+    sizes: Sequence[int]
+    #: For each rank its first slice, and the one after its last.
+    runs: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which global batch it is."""
+
+    seed: int
+    epoch: int
+    batch: int
+
+
+class Step:
+    """One global batch and one optimizer step: iterate over it for this rank's slices, one after the other.
+
+    When the inner loop ends, gradients are averaged over all slices of all ranks, and buffers are made equal. Made by
+    :meth:`ShardedLoader.steps`.
+    """
+
+    def __init__(
+        self,
+        loader: object,
+        world: World,
+        *,
+        place: Place,
+        cut: Cut,
+        share: BatchShare,
+        recut: Callable[[], Cut] | None,
+    ) -> None:
+        """Wrap what was fetched.
+
+        Args:
+            loader: whose batch it is.
+            world: the ranks.
+            place: which batch.
+            cut: the batch as this rank has it.
+            share: how much of it this rank has.
+            recut: cuts it into twice as many slices; None: the number stays.
+        """
+        self._loader, self._world, self._place = loader, world, place
+        self._cut, self._share, self._recut = cut, share, recut
+        self._sliced: SlicedStep | None = None
+        self._failure: str | None = None
+        #: Whether the loop has been through it.
+        self.is_done = False
+        #: Seconds that each rank was at its slices, known when it is done.
+        self.seconds: Sequence[float] = ()
+
+    @property
+    def samples(self) -> int:
+        """Samples of the global batch."""
+        return sum(self._cut.sizes)
+
+    @property
+    def slices(self) -> int:
+        """Slices of the global batch, over all ranks."""
+        return len(self._cut.sizes)
+
+    @property
+    def number(self) -> int:
+        """Which global batch of its epoch this is, from 0."""
+        return self._place.batch
+
+    def __len__(self) -> int:
+        """Return how many slices this rank has; it may be none."""
+        return len(self._cut.batches)
+
+    def __repr__(self) -> str:
+        return f"<step {self._place.batch} of epoch {self._place.epoch}: {len(self)} of {self.slices} slices>"
+
+    def weigh(self, items: int) -> None:
+        """Say, before ``backward()``, that the slice's loss is a mean over so many items: tokens, say.
+
+        The average is exact then over all items of all slices and ranks. Say it in every slice of a step or in none. 0
+        discards what comes of the slice. (:meth:`World.weigh <lockstep.World.weigh>` does the same in here.)
+
+        Raises:
+            TypeError, ValueError: as ``World.weigh``.
+            LockstepError: no slice of this step is in hand.
+        """
+        if self._sliced is None or self._sliced.number is None:
+            raise LockstepError(f"{self._whoami()}: weigh() was called outside of the step's inner loop")
+        self._world.weigh(items)
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Let what runs out of memory in here be tried again: ``with step.attempt(): loss(model(x), y).backward()``
+
+        Once a rank has run out of memory, all ranks throw away what they have of the step and take it again, cut into
+        twice as many slices, if the loader was sharded with ``slices="auto"``; the cut stays for the steps to come.
+        Everything that belongs to the slice goes into the block. An error that is not for memory passes through.
+
+        Raises:
+            LockstepError: at the end of the inner loop, on all ranks, if the number of slices is fixed, or there is a
+                slice for each sample already.
+        """
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            error.__traceback__ = None  # its frames hold what did not fit
+
+    def __iter__(self) -> Iterator[Any]:
+        """Go through this rank's slices. **Collective** at its end, where the ranks average what came of them.
+
+        Raises:
+            LockstepError: the step has been gone through already; some slices were weighed, and others not; or memory
+                ran out, see :meth:`attempt`.
+            CollectiveTimeout, PeerLost, CollectiveMismatch: as a backward that averages.
+        """
+        if self._sliced is not None:
+            raise LockstepError(f"{self._whoami()}: this step has been gone through already; each batch is one step")
+        return self._run()
+
+    def _run(self) -> Iterator[Any]:
+        generators = _Generators(self._world)
+        try:
+            while True:
+                step = self._sliced = SlicedStep(
+                    self._world,
+                    place=(self._place.epoch, self._place.batch),
+                    sizes=self._cut.sizes,
+                    runs=self._cut.runs,
+                )
+                step.begin()
+                try:
+                    yield from self._go_through(step)
+                    self._give_back(generators)
+                    with flight.phase(Phase.REDUCE):
+                        failure = step.end(self._failure)
+                except BaseException:
+                    step.abandon()
+                    raise
+                if failure is None:
+                    break
+                self._cut_again(failure)
+            self._world.in_hand.hand_out(self._loader, self._share)
+            self.seconds = step.seconds
+            self.is_done = True
+        finally:
+            self._give_back(generators)
+
+    def _go_through(self, step: SlicedStep) -> Iterator[Any]:
+        total = sum(step.sizes)
+        for number, batch in self._cut.batches:
+            self._seed(number)
+            self._world.in_hand.hand_out(self._loader, BatchShare(step.sizes[number], total))
+            with step.slice(number):
+                yield batch
+            if self._failure is not None:
+                return
+
+    def _seed(self, number: int) -> None:
+        seed = mix(self._place.seed, self._place.epoch, self._place.batch, number, _SLICE)
+        streams.current().set_aside(self._loader)
+        seed_generators(seed)
+        if self._world.device.type == "cuda":
+            torch.cuda.manual_seed(seed & (2**63 - 1))
+
+    def _give_back(self, generators: _Generators) -> None:
+        streams.current().finish(self._loader)
+        generators.restore()
+
+    def _cut_again(self, failure: str) -> None:
+        """Cut the batch into more slices, or raise on all ranks."""
+        what = f"{self._whoami()}: memory ran out in a slice ({failure})"
+        samples = self.samples
+        if self._recut is None:
+            raise LockstepError(
+                f"{what}. The step was not taken, and nothing of it is left. Cut the batches into more slices than "
+                f'{self.slices}, or let lockstep do so: lockstep.shard(loader, slices="auto")'
+            )
+        if self.slices >= samples:
+            raise LockstepError(
+                f"{what}, and there is a slice for each of the {samples} samples already: the model itself does not "
+                "fit. Checkpoint activations, or use a smaller model"
+            )
+        self._failure = None
+        if self._world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._cut = self._recut()
+
+    def _whoami(self) -> str:
+        world, place = self._world, self._place
+        return f"rank {world.rank} of {world.world_size}, epoch {place.epoch}, batch {place.batch}"
+
+
+class Source(Protocol):
+    """What :class:`Steps` goes through."""
+
+    def __len__(self) -> int: ...
+
+    def begin_steps(self) -> Iterator[Step]:
+        """Begin a pass."""
+        ...
+
+
+class Steps:
+    """The steps of an epoch: what :meth:`ShardedLoader.steps` returns. Its length is the epoch's."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __len__(self) -> int:
+        """Return the steps of a full epoch."""
+        return len(self._source)
+
+    def __iter__(self) -> Iterator[Step]:
+        """Begin a pass over the next epoch, or the rest of a loaded one."""
+        return self._source.begin_steps()
+
+
+class _Generators:
+    """Where Python's, NumPy's and the GPU's generators stood before a step. (The CPU's of torch: comm/streams.py.)"""
+
+    def __init__(self, world: World) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._gpu = torch.cuda.get_rng_state(world.device) if world.device.type == "cuda" else None
+        self._device = world.device
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        if self._gpu is not None:
+            torch.cuda.set_rng_state(self._gpu, self._device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out: of a GPU, or of this process."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    # torch's allocator for the CPU raises a plain RuntimeError.
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

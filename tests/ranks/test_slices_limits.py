@@ -1,0 +1,330 @@
+"""Steps in slices: what is refused, memory that runs out, slow ranks, runs that stop and go on elsewhere."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, IterableDataset
+
+import lockstep
+from tests.backends import EACH_BACKEND
+from tests.harness import collect_outcomes, run_ranks
+from tests.ranks.test_slices import BATCH, Net, build, digest, samples
+
+pytestmark = EACH_BACKEND
+
+
+def _loader(**options: Any) -> Any:
+    return lockstep.shard(DataLoader(samples(), BATCH, shuffle=True), **options)
+
+
+def _model(make: Callable[[], nn.Module] = Net, **options: Any) -> nn.Module:
+    return lockstep.replicate(build(make), **options)
+
+
+def _leaves_early() -> None:
+    model = _model()
+    for step in _loader(slices=4).steps():
+        for x, _ in step:
+            model(x).sum().backward()
+            break
+
+
+def _goes_through_twice() -> None:
+    for step in _loader(slices=4).steps():
+        list(step)
+        list(step)
+
+
+def _steps_inside() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in _loader(slices=4).steps():
+        for x, _ in step:
+            model(x).sum().backward()
+            optimizer.step()
+
+
+def _meets_inside() -> None:
+    for step in _loader(slices=4).steps():
+        for _ in step:
+            lockstep.world().all_reduce(1.0)
+
+
+def _weighs_some() -> None:
+    model = _model()
+    for step in _loader(slices=4).steps():
+        for number, (x, _) in enumerate(step):
+            if number == 0:
+                step.weigh(3)
+            model(x).sum().backward()
+
+
+def _weighs_nothing() -> None:
+    for step in _loader(slices=4).steps():
+        for _ in step:
+            step.weigh(0)
+
+
+def _iterates() -> None:
+    list(_loader(slices=4))
+
+
+def _asks_for_steps() -> None:
+    _loader().steps()
+
+
+def _norm_of_all_ranks() -> None:
+    model = _model(lambda: nn.Sequential(nn.Linear(10, 4), lockstep.SyncBatchNorm(4)))
+    for step in _loader(slices=4).steps():
+        for x, _ in step:
+            model(x).sum().backward()
+
+
+def _trains_apart() -> None:
+    model = _model(lambda: nn.Linear(10, 4), sync=lockstep.LocalSteps())
+    for step in _loader(slices=4).steps():
+        list(step)
+    del model
+
+
+def _has_a_hook() -> None:
+    model = _model()
+    lockstep.register_comm_hook(model, None, lockstep.bf16_compress_hook)
+    for step in _loader(slices=4).steps():
+        list(step)
+    del model
+
+
+def _has_sparse_gradients() -> None:
+    model = _model(lambda: nn.Embedding(4, 4, sparse=True))
+    for step in _loader(slices=4).steps():
+        list(step)
+    del model
+
+
+def _weighs_outside() -> None:
+    for step in _loader(slices=4).steps():
+        step.weigh(4)
+
+
+def _logs_apart() -> None:
+    if lockstep.world().is_main:
+        lockstep.Log("nowhere.jsonl")
+    model = _model()
+    for step in _loader(slices=4).steps():
+        for x, _ in step:
+            model(x).sum().backward()
+
+
+MISTAKES: list[tuple[Callable[[], None], str]] = [
+    (_leaves_early, "the loop has left batch 0 of epoch 0 before its last slice"),
+    (_goes_through_twice, "this step has been gone through already"),
+    (_steps_inside, "parameter 'first.weight' was changed inside slice"),
+    (_meets_inside, r"World.all_reduce\(\) needs all ranks, and was called inside a slice"),
+    (_weighs_some, r"weigh\(\) was called in slices \[0, 2\] and not in \[1, 3\]"),
+    (_weighs_nothing, "the slices weigh nothing together"),
+    (_iterates, "this loader was sharded with slices=4, so its loop is over steps"),
+    (_asks_for_steps, r"sharded without slices.*lockstep.shard\(loader, slices=8\)"),
+    (_norm_of_all_ranks, "'1' is a SyncBatchNorm, which waits for all ranks"),
+    (_trains_apart, "with LocalSteps none are averaged"),
+    (_has_a_hook, r"a comm hook \(.*bf16_compress_hook\) averages its gradients"),
+    (_has_sparse_gradients, "it has sparse gradients"),
+    (_weighs_outside, "outside of the step's inner loop"),
+    (_logs_apart, "have made different numbers of replicas and logs"),
+]
+
+
+def _makes(mistake: Callable[[], None]) -> None:
+    lockstep.init(timeout=20)
+    mistake()
+
+
+@pytest.mark.parametrize(("mistake", "words"), MISTAKES, ids=lambda each: getattr(each, "__name__", ""))
+def test_mistakes_are_named_on_all_ranks(mistake: Callable[[], None], words: str) -> None:
+    for outcome in collect_outcomes(_makes, 2, mistake):
+        assert outcome.message is not None
+        assert re.search(words, outcome.message), outcome
+
+
+def _asks(options: dict[str, Any], stream: bool) -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(100))
+
+    lockstep.init(timeout=20)
+    lockstep.shard(DataLoader(Stream() if stream else samples(), BATCH), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "stream", "words"),
+    [
+        ({"slices": 0}, False, "slices=0: expected at least one"),
+        ({"slices": 2.5}, False, r'slices=2.5: expected a number of slices, or "auto"'),
+        ({"slices": 41}, False, "batch_size=40 with slices=41"),
+        ({"slices": 4, "threads": 0}, False, "threads=0"),
+        ({"threads": 2}, False, "are for slices"),
+        ({"balance": True}, False, "are for slices"),
+        ({"slices": 4, "shares": [1, 1, 1]}, False, "a positive number for each of the 2 ranks"),
+        ({"slices": 4, "shares": [1, 2], "balance": True}, False, "give one of them"),
+        ({"slices": "auto"}, True, "a stream is read by workers"),
+    ],
+)
+def test_bad_options_are_refused_on_all_ranks(options: dict[str, Any], stream: bool, words: str) -> None:
+    for outcome in collect_outcomes(_asks, 2, options, stream):
+        assert outcome.message is not None
+        assert re.search(words, outcome.message), outcome
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """Without batch norm, which takes no batch of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(10, 24), nn.Dropout(0.3), nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(self.first(x)))  # type: ignore[no-any-return]
+
+
+class Large(nn.Module):
+    """Runs out of memory at more than so many samples, on one rank, as torch's allocator says it."""
+
+    def __init__(self, most: int, inside: str) -> None:
+        super().__init__()
+        self.net, self.most, self.inside = build(Plain), most, inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        world = lockstep.world()
+        if len(x) > self.most and (world.world_size == 1 or world.rank == 1):
+            if self.inside == "forward":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            out.register_hook(_run_out)
+        return out
+
+
+def _run_out(_: Tensor) -> None:
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried")
+
+
+def _trained_in(slices: int | str, most: int, inside: str, epochs: int) -> list[Any]:
+    world = lockstep.init(timeout=20)
+    large = Large(most, inside)
+    model = lockstep.replicate(large)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = lockstep.shard(DataLoader(samples(), BATCH, shuffle=True), slices=slices)  # type: ignore[arg-type]
+    seen = []
+    for _ in range(epochs):
+        for step in loader.steps():
+            for x, y in step:
+                with step.attempt():
+                    cross_entropy(model(x), y).backward()
+            seen.append(step.slices)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [digest(model.state_dict(), optimizer.state_dict()), seen, loader.slices, world.all_reduce(1)]
+
+
+@pytest.mark.parametrize("inside", ["forward", "backward"])
+def test_a_step_that_does_not_fit_is_taken_again_in_twice_as_many_slices(inside: str) -> None:
+    ((expected, *_),) = run_ranks(_trained_in, 1, 8, 100, inside, 2)
+    for world_size in (1, 2, 3):
+        outcomes = run_ranks(_trained_in, world_size, "auto", 5, inside, 2)
+        assert outcomes == [[expected, [8] * 6, 8, world_size]] * world_size  # 40 samples, five fit
+
+
+def test_a_step_that_can_not_be_cut_ends_the_run_on_all_ranks() -> None:
+    for slices, most, words in (
+        (2, 5, "Cut the batches into more slices than 2"),
+        ("auto", 0, "the model itself does"),
+    ):
+        for outcome in collect_outcomes(_trained_in, 2, slices, most, "forward", 1):
+            assert outcome.message is not None
+            assert "memory ran out in a slice (rank 1: OutOfMemoryError: CUDA out of memory" in outcome.message
+            assert words in outcome.message, outcome
+
+
+# Pace ----------------------------------------------------------------------------------------------------------------
+
+
+def _paced(slow: float, balance: bool) -> list[Any]:
+    world = lockstep.init(timeout=20)
+    model = lockstep.replicate(build())
+    loader = lockstep.shard(DataLoader(samples(640), 32), slices=16, balance=balance)
+    took, held = [], []
+    for step in loader.steps():
+        held.append(len(step))
+        begun = time.perf_counter()
+        for x, y in step:
+            time.sleep(0.006 * (slow if world.rank == 1 else 1.0))
+            cross_entropy(model(x), y).backward()
+        took.append(time.perf_counter() - begun)
+    return [digest([param.grad for param in model.parameters()], model.state_dict()), sorted(took[10:])[5], held[-1]]
+
+
+def test_slices_move_from_a_slow_rank_to_a_fast_one() -> None:
+    ((expected, _, _),) = run_ranks(_paced, 1, 1.0, False)
+    fast, slow = run_ranks(_paced, 2, 2.0, True)
+    assert (fast[0], slow[0]) == (expected, expected)
+    assert (fast[2], slow[2]) in ((11, 5), (10, 6))
+    (_, even, _), _ = run_ranks(_paced, 2, 2.0, False)
+    # 16 slices at paces 1 and 2: at best 10.7 of them, where the even split takes 16.
+    assert fast[1] <= 1.15 * even * 10.67 / 16
+
+
+# Runs that stop and go on --------------------------------------------------------------------------------------------
+
+
+def _goes_on(folder: Path, slices: int, until: int) -> list[Any]:
+    world = lockstep.init(timeout=30)
+    net = build()
+    model = lockstep.replicate(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    loader = lockstep.shard(DataLoader(samples(), BATCH, shuffle=True), slices=slices)
+    run = lockstep.Checkpointer(folder, model=model, optimizer=optimizer, scheduler=schedule, loader=loader)
+    for _ in run.epochs(4):
+        for step in loader.steps():
+            for x, y in step:
+                cross_entropy(model(x), y).backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            if run.step == until:
+                run.save()
+                return [world.world_size]
+    return [digest(net.state_dict(), optimizer.state_dict())]
+
+
+def test_a_run_that_changes_its_size_in_mid_epoch_has_the_bits_of_one_rank(tmp_path: Path) -> None:
+    expected = run_ranks(_goes_on, 1, tmp_path / "alone", 8, -1)
+    for world_size, until in ((4, 2), (2, 4), (3, 7), (1, 8)):
+        run_ranks(_goes_on, world_size, tmp_path / "changing", 8, until)
+    assert run_ranks(_goes_on, 4, tmp_path / "changing", 8, -1) == expected * 4
+
+
+def _goes_on_and_is_warned(folder: Path, slices: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _goes_on(folder, slices, -1)
+    return [str(each.message) for each in caught if "other bits" in str(each.message)]
+
+
+def test_a_run_that_goes_on_in_other_slices_says_so(tmp_path: Path) -> None:
+    run_ranks(_goes_on, 2, tmp_path, 8, 2)
+    told, others = run_ranks(_goes_on_and_is_warned, 2, tmp_path, 4)
+    assert [re.search("slices=8 before, slices=4 now", text) is not None for text in told] == [True]
+    assert others == []

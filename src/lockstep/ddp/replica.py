@@ -20,9 +20,10 @@ from lockstep.comm.labels import compares_labels
 from lockstep.comm.memory import InPlaceMemory, in_place_memory
 from lockstep.ddp.bucket import Bucket, ParameterSpec, plan_buckets
 from lockstep.ddp.buffers import broadcast_tensors
-from lockstep.ddp.comm_hooks import CommHook
+from lockstep.ddp.comm_hooks import CommHook, keeps_equal
 from lockstep.ddp.compare import compare_replicas
 from lockstep.ddp.counts import CountFlags
+from lockstep.ddp.drift import FLAGS, DriftCheck
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.hooks import BackwardListener, BackwardWatch, Forward
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
@@ -67,6 +68,7 @@ class Replica(Joinable, BackwardListener):
         self._buffers = Buffers(module)
         self._latest: Forward | None = None
         self._current: Forward | None = None
+        self._drift: DriftCheck | None = None
         #: What the backward under way is weighed by, if its items are counted.
         self._items: Items | None = None
         _refuse_traced_backward()
@@ -123,6 +125,7 @@ class Replica(Joinable, BackwardListener):
                     [params[i] for i in chosen],
                     flag_finite=finite is not None,
                     marks_place=index == len(positions) - 1 and self._marks_place(params[chosen[0]].device),
+                    compares=FLAGS if index == len(positions) - 1 and self._drift is not None else 0,
                     count_flags=self._count_flags(params[chosen[0]].dtype) if index == len(positions) - 1 else None,
                     memory=memory,
                 )
@@ -134,6 +137,7 @@ class Replica(Joinable, BackwardListener):
             overlap=memory is None and self._options.overlap is not False,
             at_once=memory is not None,
             finite=finite,
+            drift=self._drift,
             listener=self,
         )
         self._handles = [
@@ -146,6 +150,10 @@ class Replica(Joinable, BackwardListener):
         named = [(name, param) for name, param in parameters_of(module) if param.requires_grad]
         self._frozen = [param for _, param in parameters_of(module) if not param.requires_grad]
         self._own = OwnParameters(module, self._whoami)
+        if self._options.compares and self._world_size > 1:
+            if self._drift is None:
+                self._drift = DriftCheck(self._group, self._options.compared_within)
+            self._drift.turn_to(list(parameters_of(module)))
         return [name for name, _ in named], [param for _, param in named]
 
     def _make_timing(self) -> Timing | None:
@@ -283,6 +291,8 @@ class Replica(Joinable, BackwardListener):
             step = shake_hands(self._group, active=True, sends_buffers=sends_buffers, averages=averages)
             source = step.active[0]
             divisor = None if self._divides_by_initial_world_size else len(step.active)
+        if self._drift is not None:
+            self._drift.pause(joins)
         if sends_buffers:
             self._send_buffers(module, source)
         in_hand = self._in_hand()
@@ -501,6 +511,8 @@ class Replica(Joinable, BackwardListener):
         """See :class:`~lockstep.comm.slicing.Member`."""
         assert self._sliced is not None  # the step has begun
         self._sliced.end(step)
+        if self._drift is not None and self._drift.count():
+            _raise_if(self._drift.exchange_alone())
 
     def forget(self) -> None:
         """See :class:`~lockstep.comm.slicing.Member`."""
@@ -555,6 +567,8 @@ class Replica(Joinable, BackwardListener):
         if not callable(hook):
             raise TypeError(f"a comm hook must be callable, not {type(hook).__name__}")
         self._reducer.register_comm_hook(state, hook)
+        if self._drift is not None and self._options.compare_every == "auto" and not keeps_equal(hook):
+            self._drift.stop()  # see Note [A rank's own]
 
     # Join -----------------------------------------------------------------------------------------------------------
 
@@ -578,6 +592,8 @@ class Replica(Joinable, BackwardListener):
     def answer_step(self, *, divide_by_initial_world_size: bool) -> None:
         """**Collective.** Take part in one step of the ranks that still have data; see Note [Join handshake]."""
         step = shake_hands(self._group, active=False, sends_buffers=False, averages=False)
+        if self._drift is not None:
+            self._drift.pause(True)
         if step.sends_buffers:
             self._send_buffers(self._living_module(), step.active[0])
         if step.averages:

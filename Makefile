@@ -75,6 +75,7 @@ engines: $(ENGINES)/.ready  ## Slurm, Ray and what pods of Kubernetes run, on th
 bench: $(READY)  ## measure launch and step times against torch (some minutes; nothing else should run meanwhile)
 	$(BIN)/python -m benchmarks.launch
 	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.compare
 	$(BIN)/python -m benchmarks.collectives
 	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.checkpoint

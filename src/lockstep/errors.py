@@ -8,7 +8,7 @@
     ├── CollectiveTimeout          a rank did not arrive in time; the late ranks are named (a TimeoutError)
     ├── CollectiveMismatch         the ranks are in different collectives, or in one with different arguments
     ├── PeerLost                   a rank is gone while others wait for it (a ConnectionError)
-    ├── ReplicaMismatch            the replicas differ: a parameter's name, shape or dtype
+    ├── ReplicaMismatch            the replicas differ: in names, shapes or dtypes, or later in what they hold
     ├── NonFiniteGradient          a rank holds an infinite or NaN gradient before averaging
     ├── LaunchError                a job could not be started
     │   └── RankFailed             a rank ended with an error; it carries the rank and its traceback
@@ -49,7 +49,7 @@ class PeerLost(LockstepError, ConnectionError):
 
 
 class ReplicaMismatch(LockstepError):
-    """The replicas differ in a parameter's name, shape or dtype."""
+    """The replicas differ: in a parameter's name, shape or dtype, or in what they hold while they train."""
 
 
 class NonFiniteGradient(LockstepError):

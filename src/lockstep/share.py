@@ -47,6 +47,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from weakref import WeakKeyDictionary, WeakSet
 
 from lockstep.errors import LockstepError
@@ -63,6 +64,8 @@ class BatchShare:
     local_samples: float
     #: Samples in the global batch.
     global_samples: float
+    #: How much of it each rank has, in proportion, if it was not cut evenly.
+    proportions: tuple[float, ...] = ()
 
     def weight(self, world_size: int) -> float:
         """Return the factor that makes a plain average over ranks exact; see Note [Exact mean].
@@ -76,6 +79,11 @@ class BatchShare:
                 "leave this step out, on all ranks"
             )
         return self.local_samples * world_size / self.global_samples
+
+    def exact_parts(self, world_size: int) -> list[Fraction]:
+        """Return by rank which part of the global batch its slice is before it is rounded to samples."""
+        proportions = [*map(Fraction, self.proportions or (1,) * world_size)]
+        return [each / sum(proportions) for each in proportions]
 
     def words(self) -> str:
         """Say it in words: ``3 of 7 samples``."""
@@ -165,6 +173,17 @@ class BatchesInHand:
         left_over = self._left_over
         return left_over if left_over is not None and not left_over.is_found else found
 
+    def samples(self) -> float | None:
+        """Return how much of the batch in hand is this rank's, 1 where there is none; None: :meth:`contested` must say.
+
+        (Asked in each step by a log: no more is called here than must be.)
+        """
+        if len(self._fresh) > 1:
+            return None
+        held = self._held
+        share = next(reversed(held.values())) if held else self._base
+        return 1.0 if share is None else share.local_samples
+
     def begin_pass(self, loader: object) -> None:
         """Note where a pass over ``loader`` begins, when its iterator is made."""
         self._around[loader] = {other for other in self._held if other is not loader} - set(
@@ -250,7 +269,11 @@ class BatchesInHand:
             self._around.get(first, set()).discard(second)
 
     def _weigh_differently(self, one: BatchShare, two: BatchShare) -> bool:
-        # Slices differ in size by at most one, so the weights of two sizes of global batches are the same on every rank
-        # only if the sizes are, or if both are cut evenly.
-        sizes = one.global_samples, two.global_samples
-        return sizes[0] != sizes[1] and any(size % self._world_size for size in sizes)
+        # Slices are rounded to whole samples, so the weights of two sizes of global batches are the same on every rank
+        # only if the sizes are, or if nothing had to be rounded in either; and if both are cut in the same proportion.
+        if one.global_samples == two.global_samples and one.proportions == two.proportions:
+            return False
+        cuts = [each.exact_parts(self._world_size) for each in (one, two)]
+        return cuts[0] != cuts[1] or any(
+            (Fraction(each.global_samples) * part).denominator != 1 for each in (one, two) for part in cuts[0]
+        )

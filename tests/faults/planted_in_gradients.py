@@ -15,8 +15,8 @@ GRADIENT_FAULTS = [
     Fault(
         "the mean is over ranks, not over samples",
         "ddp/backward.py",
-        "        factor = self._weight if self._all.comm_hook is not None else self._weight / self._divisor",
-        "        factor = 1.0 if self._all.comm_hook is not None else 1 / self._divisor",
+        "        factor = self._weight.factor\n",
+        "        factor = 1.0\n",
         ("tests/ranks/test_ddp_weights.py",),
     ),
     Fault(
@@ -25,5 +25,33 @@ GRADIENT_FAULTS = [
         "        bucket.bad[bad] = 1\n",
         "",
         ("tests/ranks/test_ddp_replica.py", "-k", "non_finite or skipped"),
+    ),
+    Fault(
+        "a replica's digest says only which bits are 1",
+        "ddp/drift.py",
+        "[*ones, *[1 - one for one in ones], *votes]",
+        "[*ones, *[0 for one in ones], *votes]",
+        ("tests/ranks/test_ddp_drift.py", "-k", "next_step or steps_asked_for"),
+    ),
+    Fault(
+        "what an optimizer keeps is not compared",
+        "ddp/digest.py",
+        "item for item in [*self._parameters(), *self._states(owners)] if",
+        "item for item in self._parameters() if",
+        ("tests/ranks/test_ddp_drift.py", "-k", "next_step or steps_asked_for"),
+    ),
+    Fault(
+        "each rank compares as often as it likes",
+        "ddp/drift.py",
+        "            self._schedule.exponent = max(place for place, vote in enumerate(votes) if vote) + _LEAST",
+        "            self._schedule.exponent = self._costs.wanted() or 0",
+        ("tests/ranks/test_ddp_drift.py", "-k", "by_the_slowest"),
+    ),
+    Fault(
+        "the conditions of a checkpoint are not compared",
+        "checkpoint/restore.py",
+        "    if others:\n",
+        "    if False:\n",
+        ("tests/ranks/test_resume_conditions.py",),
     ),
 ]

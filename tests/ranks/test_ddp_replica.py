@@ -910,7 +910,7 @@ def _step_inside_backward(hooked: str) -> None:
     steps: list[int] = []
     if hooked == "before":
         layer.get_parameter("weight").register_post_accumulate_grad_hook(step_and_clear)
-    lockstep.replicate(model, first_bucket_mb=1e-5, bucket_cap_mb=3e-4)
+    lockstep.replicate(model, first_bucket_mb=1e-5, bucket_cap_mb=3e-4, compare_every=None)
     if hooked == "after":
         layer.get_parameter("weight").register_post_accumulate_grad_hook(step_and_clear)
     differentiate(squares(model, w.rank, 0))

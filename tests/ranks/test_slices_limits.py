@@ -54,6 +54,23 @@ def _steps_inside() -> None:
             optimizer.step()
 
 
+def _is_late() -> None:
+    model = _model()
+    for step in _loader(slices=4).steps():
+        losses = [model(x).sum() for x, _ in step]
+        torch.stack(losses).sum().backward()
+
+
+def _mixes_slices() -> None:
+    model = _model()
+    for step in _loader(slices=4).steps():
+        before = None
+        for x, _ in step:
+            loss = model(x).sum()
+            (loss if before is None else loss + before).backward()
+            before = model(x).sum()
+
+
 def _meets_inside() -> None:
     for step in _loader(slices=4).steps():
         for _ in step:
@@ -130,6 +147,8 @@ MISTAKES: list[tuple[Callable[[], None], str]] = [
     (_leaves_early, "the loop has left batch 0 of epoch 0 before its last slice"),
     (_goes_through_twice, "this step has been gone through already"),
     (_steps_inside, "parameter 'first.weight' was changed inside slice"),
+    (_is_late, "comes through a forward of another slice, or of none, or of a step that is over"),
+    (_mixes_slices, "comes through a forward of another slice"),
     (_meets_inside, r"World.all_reduce\(\) needs all ranks, and was called inside a slice"),
     (_weighs_some, r"weigh\(\) was called in slices \[0, 2\] and not in \[1, 3\]"),
     (_weighs_nothing, "the slices weigh nothing together"),

@@ -27,6 +27,7 @@ from lockstep.checkpoint.save import prepare, words_on_drift, write
 from lockstep.checkpoint.state import Moment, Position, RunState, Stateful, parameters_in_short, refuse_parts
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
+from lockstep.comm.conditions import conditions
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.init import current_world
 from lockstep.comm.local_training import LocalTraining
@@ -314,7 +315,7 @@ class Checkpointer:
             self._said_apart = True
             callsite.warn(drift, RuntimeWarning)
         moment = position.moment(run.loader, epoch_done=epoch_done, metric=_finite(metric))
-        return plan, replace(moment, hosts=self._world.hosts)
+        return plan, replace(moment, hosts=self._world.hosts, conditions=conditions(self._world.device))
 
     def _refuse_foreign_folder(self) -> None:
         """Refuse, on rank 0, checkpoints that this run has nothing to do with."""

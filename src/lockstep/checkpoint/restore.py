@@ -11,6 +11,7 @@ from lockstep.checkpoint.read import Contents, Damage, newest_complete, read
 from lockstep.checkpoint.state import RunState
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.together import together
+from lockstep.comm.conditions import conditions, differences
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
 
@@ -135,6 +136,14 @@ def words_on_differences(contents: Contents, damaged: Damage, run: RunState, wor
         )
     elif (contents.parts["rng"][0]["cuda"] is None) != (world.device.type != "cuda"):
         words.append("it was written on another kind of device: the GPU's random number generator is not restored")
+    others = differences(contents.manifest.versions, conditions(world.device))
+    if others:
+        told = "; ".join(f"{what}: {before} there, {after} here" for what, before, after in others)
+        words.append(
+            f"it was written under other conditions ({told}): the values are restored to the bit, and from here on "
+            "results may differ in their last bits from those that the run would have had, since what libraries "
+            "choose to add in which order depends on these"
+        )
     unused = run.unused(contents)
     if unused:
         words.append(f"it also holds {', '.join(unused)}, for which nothing was given here")

@@ -191,7 +191,12 @@ def _manifest(moment: Moment, world_size: int, files: dict[str, FileEntry]) -> M
         round=None if (found := knobs.round_()) is None else found[1],
         hosts=moment.hosts,
         written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        versions={"lockstep": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        versions={
+            "lockstep": __version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            **moment.conditions,
+        },
         files=dict(sorted(files.items())),
     )
 

@@ -335,6 +335,8 @@ class Moment:
     metric: float | None = None
     #: Which ranks share a host (World.hosts).
     hosts: list[list[int]] | None = None
+    #: What the bits depend on where rank 0 computes; see comm/conditions.py.
+    conditions: Mapping[str, str] = field(default_factory=dict)
 
 
 class Position:

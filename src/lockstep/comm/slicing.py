@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
+import torch
+
 from lockstep import slices as order
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.labels import labelled
@@ -80,6 +82,11 @@ def in_slice() -> bool:
     return _current is not None and _current.number is not None
 
 
+def here() -> tuple[int, ...] | None:
+    """Return the slice in hand: of which step, and its number; None outside of slices."""
+    return None if _current is None or _current.number is None else (*_current.place, _current.number)
+
+
 def refuse_in_slice(what: str, world: World) -> None:
     """Raise if a slice is in hand.
 
@@ -101,10 +108,17 @@ class SlicedStep:
         place: what this step is, the same on all ranks: epoch and number of the batch.
         sizes: samples of each slice.
         runs: for each rank its first slice, and the one after its last.
+        measures: count how long a GPU is at the slices, and not how long it takes to launch them; it is waited for.
     """
 
     def __init__(
-        self, world: World, *, place: Sequence[int], sizes: Sequence[int], runs: Sequence[tuple[int, int]]
+        self,
+        world: World,
+        *,
+        place: Sequence[int],
+        sizes: Sequence[int],
+        runs: Sequence[tuple[int, int]],
+        measures: bool = False,
     ) -> None:
         self.world, self.place, self.sizes, self.runs = world, tuple(place), tuple(sizes), tuple(runs)
         #: The slice in hand.
@@ -116,6 +130,7 @@ class SlicedStep:
         #: Seconds that each rank was at its slices; known at the end.
         self.seconds: list[float] = []
         self._spent = 0.0
+        self._waits = measures and world.device.type == "cuda"
         #: What each member that had something to do says of it, by number: of this rank, at the end of all.
         self.said: dict[int, Any] = {}
 
@@ -175,6 +190,8 @@ class SlicedStep:
             yield
             for member in _living():
                 member.slice_ends(self, number)
+            if self._waits:
+                torch.cuda.synchronize(self.world.device)
         finally:
             self.number = None
             self._spent += time.perf_counter() - begun

@@ -133,8 +133,8 @@ class World:
                 f"rank {self.rank} of {self.world_size}: {what} meets batches of several sharded loaders whose shares "
                 f"weigh differently, so that no one weight makes the mean exact: {batches}. Give the loaders the same "
                 f"batch size and length, or batch sizes that {self.world_size} ranks divide evenly with "
-                "drop_last=True; or say what weighs: world.share = lockstep.BatchShare(this rank's samples, all ranks' "
-                "samples) before the forward, with a backward for each loader's loss where they differ"
+                "drop_last=True; or say what weighs: world.weigh(this rank's samples) before the backward, and call "
+                "backward for each loader's loss by itself"
             )
 
     @property

@@ -143,6 +143,7 @@ class StreamDataset(IterableDataset[Fetched]):
         rank: int,
         world_size: int,
         seeded: bool,
+        shares: tuple[float, ...] | None = None,
         sliced: Slicing | None = None,
     ) -> None:
         self.dataset = dataset
@@ -150,7 +151,7 @@ class StreamDataset(IterableDataset[Fetched]):
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._rank, self._world_size = rank, world_size
-        self._sliced = sliced
+        self._shares, self._sliced = shares, sliced
         self._seeded = seeded
         #: mix(seed, epoch), int64 of shape (1,), owned here and shared with the workers: a worker that persists is
         #: told of a new epoch by nothing else.
@@ -200,7 +201,7 @@ class StreamDataset(IterableDataset[Fetched]):
         print_ = fingerprint(samples) if first else None
         if self._sliced is not None:
             return self._cut_in_slices(samples, print_, seed=seed, sliced=self._sliced)
-        start, stop = slice_bounds(len(samples), rank=self._rank, world_size=self._world_size)
+        start, stop = slice_bounds(len(samples), rank=self._rank, world_size=self._world_size, shares=self._shares)
         mine = samples[start:stop] or samples[:1]
         batch = collated(mine, self._collate, empty=start == stop, seed=seed if self._seeded else None)
         return Fetched(batch, stop - start, len(samples), fingerprint=print_)
@@ -380,7 +381,7 @@ def slice_keys(
     """Return one rank's keys from global sample ``start`` on: as many on every rank."""
     batches = global_batches(order.numel(), batch_size=source.batch_size, drop_last=source.drop_last, start=start)
     for begin, end in batches:
-        first, last = slice_bounds(end - begin, rank=world.rank, world_size=world.world_size)
+        first, last = slice_bounds(end - begin, rank=world.rank, world_size=world.world_size, shares=source.shares)
         samples = last - first
         position = begin + first if samples else begin
         indices = order[position : position + max(1, samples)].tolist()
@@ -438,6 +439,7 @@ def inner_loader(
             rank=world.rank,
             world_size=world.world_size,
             seeded=seeded,
+            shares=source.shares,
             sliced=sliced,
         )
         workers = given.num_workers

@@ -46,7 +46,7 @@ from lockstep.data.fetch import (
     step_key,
     step_keys,
 )
-from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order, mix, sizes_of
+from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order, mix, sizes_of, slice_bounds
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.slicing import SliceOptions
 from lockstep.data.source import REMEDIES, Shardable, read_source
@@ -105,7 +105,10 @@ def shard(
             any number of ranks: docs/exactness.md. Deterministic algorithms are switched on. ``"auto"``: as many as
             there are ranks, rounded up to a power of two, and twice as many each time that memory runs out in
             :meth:`Step.attempt <lockstep.Step.attempt>`.
-        shares: with ``slices``, how much of them each rank has, in proportion. The results are the same.
+        shares: how much of each global batch each rank has, in proportion, one positive number for each:
+            ``[2, 1]`` for a rank that is twice as fast as the other. Contiguous and in order of rank as ever, each less
+            than one sample from its exact part, and means are exact as ever. With ``slices``, whole slices in that
+            proportion; the results are the same.
         balance: with ``slices``, move slices from slow ranks to fast ones between steps. The results are the same.
         threads: with ``slices``, the threads that this process computes with from now on: sums that threads share
             have other bits with another number of them.
@@ -113,7 +116,8 @@ def shard(
     Raises:
         LockstepError: ``lockstep.init()`` has not been called.
         TypeError: ``loader`` is not a DataLoader, or its dataset has no length.
-        ValueError: the batch is smaller than the world; the DataLoader has its own batch sampler, a
+        ValueError: the batch is smaller than the world; ``shares`` has not one positive number for each rank, or leaves
+            one without a sample; the DataLoader has its own batch sampler, a
             DistributedSampler, no batching, or in_order=False; or the ranks differ in batch size, seed, or what their
             datasets hold: Note [What ranks compare] in ``data/contents.py``. On every rank.
         LockstepError: the dataset or the DataLoader failed on another rank while it was looked at.
@@ -125,7 +129,14 @@ def shard(
     def read() -> tuple[Shardable, SliceOptions | None]:
         options = SliceOptions.of(slices, shares, balance, threads, world_size=world.world_size)
         count = None if options is None else options.slices
-        source = read_source(loader, world_size=world.world_size, default_seed=world.seed, seed=seed, slices=count)
+        source = read_source(
+            loader,
+            world_size=world.world_size,
+            default_seed=world.seed,
+            seed=seed,
+            slices=count,
+            shares=shares if options is None else None,
+        )
         if options is not None:
             options.refuse_unfit(source)
         return source, options
@@ -264,7 +275,11 @@ class ShardedLoader:
         last = (self._source.length or 0) % self.batch_size
         if self._slicing is not None:  # a rank may have no slices in any batch
             return 0
-        return max(0, self._world.world_size - last) if last and not self.drop_last else 0
+        if not last or self.drop_last:
+            return 0
+        ranks, shares = self._world.world_size, self._source.shares
+        cuts = [slice_bounds(last, rank=rank, world_size=ranks, shares=shares) for rank in range(ranks)]
+        return sum(start == stop for start, stop in cuts)
 
     @property
     def slices(self) -> int | None:
@@ -390,7 +405,7 @@ class ShardedLoader:
 
     def _hand_out(self, fetched: Fetched) -> Iterator[Any]:
         """Yield one batch, and have it in hand meanwhile."""
-        world, share = self._world, BatchShare(fetched.samples, fetched.global_samples)
+        world, share = self._world, BatchShare(fetched.samples, fetched.global_samples, self._source.shares or ())
         world.in_hand.hand_out(self, share)
         self._advance(fetched)
         flight.current.batch += fetched.samples
@@ -411,7 +426,7 @@ class ShardedLoader:
         chooses = self._options is not None and self._options.chooses
         recut = partial(self._recut, cursor.samples, cursor.samples + fetched.global_samples) if chooses else None
         share = BatchShare(fetched.samples, fetched.global_samples)
-        step = Step(self, self._world, place=place, cut=cut, share=share, recut=recut)
+        step = Step(self, self._world, place=place, cut=cut, share=share, recut=recut, measures=slicing.balances)
         self._world.in_hand.hand_out(self, share)
         self._advance(fetched)
         flight.current.batch += fetched.samples
@@ -582,8 +597,8 @@ class ShardedLoader:
         callsite.warn(
             f"rank {self._world.rank}: the collate_fn made a batch of size {size} from {fetched.samples} samples. If "
             f"it drops samples, means are not exact: this rank's counts as one of {fetched.samples}. Say what is left "
-            "before the forward: n = len(batch); world.share = lockstep.BatchShare(n, world.all_reduce(n)). If it "
-            "packs several samples into one, count what your loss is a mean of in the same way (docs/weights.md)"
+            "before the backward: world.weigh(len(batch)). If it packs several samples into one, count what your loss "
+            "is a mean of in the same way (docs/weights.md)"
         )
 
     def _say_who_is_left_out(self) -> None:

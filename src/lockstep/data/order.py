@@ -10,7 +10,8 @@ takes the same batches with 1 rank or 64, and a position in the order means the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, islice
@@ -70,6 +71,28 @@ def slice_bounds(count: int, *, rank: int, world_size: int, shares: tuple[float,
     base, larger = divmod(count, world_size)
     start = rank * base + min(rank, larger)
     return start, start + base + (rank < larger)
+
+
+def read_shares(shares: object, *, world_size: int) -> tuple[float, ...]:
+    """Check what a user gave as shares.
+
+    Raises:
+        TypeError: it is no sequence of numbers.
+        ValueError: there is not one for each rank, or one is not positive and finite.
+    """
+    if isinstance(shares, (str, bytes)) or not isinstance(shares, Sequence):
+        raise TypeError(f"shares={shares!r}: expected a list of numbers, one for each of the {world_size} ranks")
+    for share in shares:
+        if isinstance(share, bool) or not isinstance(share, (int, float)):
+            raise TypeError(f"shares={shares!r}: expected numbers, not {share!r}")
+        if not 0 < share < math.inf:
+            raise ValueError(
+                f"shares={shares!r}: expected positive numbers, not {share!r}; a rank that is to have nothing has no "
+                "place in the job: start one rank less"
+            )
+    if len(shares) != world_size:
+        raise ValueError(f"shares={shares!r}: expected one for each of the {world_size} ranks, not {len(shares)}")
+    return tuple(shares)
 
 
 def sizes_of(count: int, slices: int) -> list[int]:

@@ -11,7 +11,6 @@ The pace is the median of a few steps: one slow step (a checkpoint, another proc
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from lockstep.comm import deterministic
-from lockstep.data.order import slice_bounds
+from lockstep.data.order import read_shares, slice_bounds
 from lockstep.data.source import Shardable
 
 #: Steps whose paces count, and how many must be known before anything moves.
@@ -64,9 +63,7 @@ class SliceOptions:
             raise ValueError(f"slices={count}: expected at least one")
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise ValueError(f"threads={threads!r}: expected a number of threads, at least 1")
-        given = (1.0,) * world_size if shares is None else tuple(map(float, shares))
-        if len(given) != world_size or not all(0 < share < math.inf for share in given):
-            raise ValueError(f"shares={shares!r}: expected a positive number for each of the {world_size} ranks")
+        given = (1.0,) * world_size if shares is None else read_shares(shares, world_size=world_size)
         if shares is not None and balance:
             raise ValueError("shares= says which rank has how much, and balance=True finds that out: give one of them")
         return cls(count, chooses, given, bool(balance), threads)

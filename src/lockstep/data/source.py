@@ -15,6 +15,7 @@ from torch.utils.data import (
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from lockstep.data.contents import contents_of
+from lockstep.data.order import read_shares, slice_bounds
 
 #: The remedy for each fact that differs between ranks; "" for what the dataset holds.
 REMEDIES = {
@@ -42,6 +43,8 @@ class Shardable:
     #: Samples of a global batch.
     batch_size: int
     seed: int
+    #: How much of each global batch each rank has, in proportion; None: all the same.
+    shares: tuple[float, ...] | None = None
 
     @property
     def drop_last(self) -> bool:
@@ -63,6 +66,7 @@ class Shardable:
             "the batch size": self.batch_size,
             "drop_last": self.drop_last,
             "the seed": self.seed,
+            "shares": None if self.shares is None else list(self.shares),
             # A stream is split by its workers, so their number decides which samples make a batch.
             "num_workers": self.loader.num_workers if self.order == "stream" else None,
         }
@@ -71,7 +75,13 @@ class Shardable:
 
 
 def read_source(
-    loader: object, *, world_size: int, default_seed: int, seed: int | None, slices: int | None = None
+    loader: object,
+    *,
+    world_size: int,
+    default_seed: int,
+    seed: int | None,
+    slices: int | None = None,
+    shares: object = None,
 ) -> Shardable:
     """Read ``loader``, if it can be sharded.
 
@@ -81,6 +91,7 @@ def read_source(
         default_seed: of the world.
         seed: what the user gave.
         slices: into how many slices its batches are cut, if they are; a rank may have none of them then.
+        shares: how much of each batch each rank is to have, if the user said so; not with ``slices``.
 
     Raises:
         TypeError: it is not a DataLoader, or its dataset has no length.
@@ -110,7 +121,21 @@ def read_source(
         seed = given.initial_seed() if isinstance(given, torch.Generator) else default_seed
     elif not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63")
-    return Shardable(loader, order, batch_size, seed)
+    return Shardable(loader, order, batch_size, seed, _read_shares(shares, batch_size, world_size))
+
+
+def _read_shares(given: object, batch_size: int, world_size: int) -> tuple[float, ...] | None:
+    if given is None:
+        return None
+    shares = read_shares(given, world_size=world_size)
+    for rank in range(world_size):
+        start, stop = slice_bounds(batch_size, rank=rank, world_size=world_size, shares=shares)
+        if start == stop:
+            raise ValueError(
+                f"shares={list(shares)} of batch_size={batch_size} leave rank {rank} without a sample in every batch: "
+                "give it a larger share, or the loader a larger batch_size"
+            )
+    return None if len(set(shares)) == 1 else shares
 
 
 def _refuse_what_cannot_be_cut(loader: DataLoader[Any]) -> None:

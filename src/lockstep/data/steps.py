@@ -70,6 +70,7 @@ class Step:
         cut: Cut,
         share: BatchShare,
         recut: Callable[[], Cut] | None,
+        measures: bool = False,
     ) -> None:
         """Wrap what was fetched.
 
@@ -80,9 +81,11 @@ class Step:
             cut: the batch as this rank has it.
             share: how much of it this rank has.
             recut: cuts it into twice as many slices; None: the number stays.
+            measures: as for :class:`~lockstep.comm.slicing.SlicedStep`.
         """
         self._loader, self._world, self._place = loader, world, place
         self._cut, self._share, self._recut = cut, share, recut
+        self._measures = measures
         self._sliced: SlicedStep | None = None
         self._failure: str | None = None
         #: Whether the loop has been through it.
@@ -167,6 +170,7 @@ class Step:
                     place=(self._place.epoch, self._place.batch),
                     sizes=self._cut.sizes,
                     runs=self._cut.runs,
+                    measures=self._measures,
                 )
                 step.begin()
                 try:

@@ -47,6 +47,7 @@ from lockstep.comm.waiting import wait_for
 from lockstep.ddp.bucket import PLACES, Bucket
 from lockstep.ddp.comm_hooks import CommHook, GradBucket
 from lockstep.ddp.counts import MIXED, Weight, are_mixed, unit_of_means, unit_of_sums
+from lockstep.ddp.drift import DriftCheck
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.sparse import SparseSlot, SparseTransfer
 from lockstep.errors import CollectiveMismatch, LockstepError, NonFiniteGradient
@@ -78,6 +79,8 @@ class Averaging:
     at_once: bool
     #: Looks at the gradients before they are sent.
     finite: FiniteCheck | None
+    #: Compares the replicas in some of the steps.
+    drift: DriftCheck | None = None
     #: Synchronised backwards that have ended.
     step: int = 0
     #: Positions of parameters with gradients that were accumulated without synchronisation.
@@ -159,6 +162,10 @@ class Backward:
         #: others; see Note [Left-out backwards].
         self.left_out = 0
         self.place = 0
+        #: Whether this rank's flags say what it holds; see Note [Replicas compared].
+        self._compares = False
+        #: What to raise at the end, on all ranks, if replicas differ.
+        self.drifted: LockstepError | None = None
         #: Index of the bucket to issue next; see Note [Issue order].
         self.next = 0
         #: Whether gradients were bad, so that all ranks leave this step out.
@@ -249,6 +256,8 @@ class Backward:
             CollectiveMismatch: the ranks are in different backwards.
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
+        drift = self._all.drift if write and self._all.sends else None
+        self._compares = drift is not None and drift.count()
         while self.next < len(self._all.buckets):
             self.issue_next()
         if not self._all.sends and self._all.finite is None:
@@ -259,11 +268,16 @@ class Backward:
             self._divide_alone()
             return self.missing()
         self._refuse_other_backward()
+        if drift is not None and self._compares:
+            has_bucket = bool(self._all.buckets)
+            self.drifted = drift.judge(self._all.buckets[-1].compared) if has_bucket else drift.exchange_alone()
         return unused
 
     def _fill(self, bucket: Bucket) -> None:
         """Put this rank's gradients into ``bucket``; see Note [Unused parameters]."""
         bucket.reset_flags(self.place)
+        if self._compares and self._all.drift is not None and len(bucket.compared):
+            self._all.drift.fill(bucket.compared)
         if self._weight.items is not None:
             bucket.say_count(self._weight.items, is_mixed=self._weight.is_mixed)
         grads = [param.grad for param in bucket.params]

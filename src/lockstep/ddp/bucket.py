@@ -4,17 +4,18 @@ Note [Bucket layout]
 ~~~~~~~~~~~~~~~~~~~~
 ::
 
-    | gradient of parameter 0 | 1 | ... | used 0 | used 1 | ... | bad 0 | bad 1 | ... | places | counts |
+    | gradient of parameter 0 | 1 | ... | used 0 | used 1 | ... | bad 0 | bad 1 | ... | compared | places | counts |
 
 ``used i`` is 1 where this rank has a gradient for parameter i since the last reduction and 0 where it has none;
 ``bad i`` (only with ``check_finite``) is 1 where that gradient is not finite. They are summed over the ranks together
 with the gradients, so that every rank can know which parameters no rank used, and which were bad, without a second
 collective. ``places`` (only in the last bucket, over backends that know no labels) are a few flags of which each rank
 sets one, according to how far it has come: more than one that is not 0 says that the ranks are in different backwards,
-see Note [Left-out backwards]. ``counts`` (only in the last bucket) say how many items this rank's gradients are the
-mean of, if the script counts them: Note [Counts in the flags] in ``ddp/counts.py``. Flags are read only when the answer
-matters, because reading them waits for the device. Those before ``counts`` never exceed the world size, so that even
-bfloat16 tells 0 from more than 0.
+see Note [Left-out backwards]. ``compared`` (only in the last bucket) says in some steps what a rank holds: Note
+[Replicas compared] in ``ddp/drift.py``. ``counts`` (only in the last bucket) say how many items this rank's gradients
+are the mean of, if the script counts them: Note [Counts in the flags] in ``ddp/counts.py``. Flags are read only when
+the answer matters, because reading them waits for the device. Those before ``counts`` never exceed the world size, so
+that even bfloat16 tells 0 from more than 0.
 
 Note [Gradients held elsewhere]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -122,6 +123,8 @@ class Bucket:
     bad: Tensor
     #: Flags for where the ranks are, or empty. 1-D view of ``flat``.
     places: Tensor
+    #: Flags for a digest of what the rank holds, or empty. 1-D view of ``flat``.
+    compared: Tensor
     #: Flags for counts of items, or empty. 1-D view of ``flat``.
     counts: Tensor
     #: One view of ``values`` per parameter, with its shape and strides.
@@ -135,6 +138,7 @@ class Bucket:
         *,
         flag_finite: bool = False,
         marks_place: bool = False,
+        compares: int = 0,
         count_flags: CountFlags | None = None,
         memory: InPlaceMemory | None = None,
     ) -> None:
@@ -146,8 +150,8 @@ class Bucket:
         self.params = list(params)
         self._sizes = [param.numel() for param in params]
         total, count = sum(self._sizes), len(params)
-        counts = 0 if count_flags is None else len(count_flags)
-        self._parts = [total, count, count if flag_finite else 0, PLACES if marks_place else 0, counts]
+        counts, places = 0 if count_flags is None else len(count_flags), PLACES if marks_place else 0
+        self._parts = [total, count, count if flag_finite else 0, compares, places, counts]
         self._small = total < SMALL * count
         #: Of the backward under way: positions of the parameters whose gradient has come, in order; more than once if
         #: it came in portions. Always the same list.
@@ -169,7 +173,7 @@ class Bucket:
 
     def _lay_out(self, flat: Tensor) -> None:
         self.flat = flat
-        self.values, self.used, self.bad, self.places, self.counts = flat.split_with_sizes(self._parts)
+        self.values, self.used, self.bad, self.compared, self.places, self.counts = flat.split_with_sizes(self._parts)
         #: All flags. 1-D view of ``flat``.
         self.tail = flat[self._parts[0] :]
         self.views = [
@@ -178,15 +182,16 @@ class Bucket:
         ]
         #: What is all-reduced: ``flat``, as real numbers if it is complex, since backends know no others.
         self.message = torch.view_as_real(flat) if flat.is_complex() else flat
-        _, used, bad, places, counts = self._parts
+        _, used, bad, compared, places, counts = self._parts
         #: Which backward this rank is in, and whether it has counted items; what every rank reads if it says the first.
         self.marks = flat[len(flat) - places - counts :][: places + 2]
         uncounted = [] if self.count_flags is None else self.count_flags.unweighed
+        before = [1] * used + [0] * (bad + compared)
         #: What ``tail`` is at first, for each place.
         self._fresh_flags = [
-            torch.tensor(
-                [1] * used + [0] * bad + [int(place == own) for place in range(places)] + uncounted, dtype=flat.dtype
-            ).to(flat.device)
+            torch.tensor(before + [int(place == own) for place in range(places)] + uncounted, dtype=flat.dtype).to(
+                flat.device
+            )
             for own in range(max(places, 1))
         ]
         #: Whether it says where the ranks are.
@@ -343,12 +348,12 @@ def _references_to(views: Sequence[Tensor]) -> int:
 
 def _shaped(part: Tensor, param: Parameter) -> Tensor:
     """Return ``part`` (1-D) as a tensor of the parameter's shape, and of its strides where they leave no gaps."""
-    if param.is_contiguous() or not _gapless(param):
+    if param.is_contiguous() or not gapless(param):
         return part.view(param.shape)
     return part.as_strided(param.shape, param.stride())
 
 
-def _gapless(param: Tensor) -> bool:
+def gapless(param: Tensor) -> bool:
     expected = 1
     for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
         if size == 1:

@@ -19,6 +19,18 @@ from lockstep.ddp.bucket import Bucket
 CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
+#: Modules of which every hook hands the same result to all ranks.
+_KEEP_EQUAL = (
+    "lockstep.",
+    *(f"torch.distributed.algorithms.ddp_comm_hooks.{name}_hook" for name in ("default", "powerSGD")),
+)
+
+
+def keeps_equal(hook: CommHook) -> bool:
+    """Return whether ``hook`` is known to hand the same gradients to all ranks."""
+    return f"{getattr(hook, '__module__', '')}.".startswith(_KEEP_EQUAL)
+
+
 class GradBucket:
     """A bucket as a comm hook sees it: the methods of :class:`torch.distributed.GradBucket`."""
 

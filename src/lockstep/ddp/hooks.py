@@ -86,6 +86,8 @@ class Forward(NamedTuple):
     number: int = 0
     #: What was counted for it; see Note [Counted items].
     items: Items | None = None
+    #: The slice that it was in: of which step, and its number.
+    slice: tuple[int, ...] | None = None
 
 
 class BackwardListener(Protocol):

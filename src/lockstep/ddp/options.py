@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from lockstep.ddp.local_steps import LocalSteps
 
 CheckFinite = Literal["off", "warn", "skip", "raise"]
+CompareEvery = int | Literal["auto"] | None
 
 _MIB = 1024 * 1024
 
@@ -32,6 +33,8 @@ class ReplicaOptions:
     sync: LocalSteps | None = None
     #: Whether torch's switches for results that repeat are set.
     deterministic: bool = False
+    #: Within how many steps all that replicas hold is compared; None or 0: never.
+    compare_every: CompareEvery = "auto"
 
     def __post_init__(self) -> None:
         sizes = [("bucket_cap_mb", self.bucket_cap_mb), ("first_bucket_mb", self.first_bucket_mb)]
@@ -40,6 +43,11 @@ class ReplicaOptions:
                 raise ValueError(f"{name}={size!r}: expected a positive number of MiB")
         if self.check_finite not in get_args(CheckFinite):
             raise ValueError(f"check_finite={self.check_finite!r}: expected 'off', 'warn', 'skip' or 'raise'")
+        every = self.compare_every
+        if every != "auto" and every is not None and (type(every) is not int or every < 0):
+            raise ValueError(
+                f"compare_every={every!r}: expected 'auto', a number of steps, or None (or 0) to compare nothing"
+            )
         if self.sync is not None:
             self._refuse_what_averages()
 
@@ -50,6 +58,11 @@ class ReplicaOptions:
             raise ValueError(
                 f"check_finite={self.check_finite!r} looks at gradients before they are averaged, and with LocalSteps "
                 "none are: leave it out. The end of a round raises by itself if a parameter is infinite or NaN"
+            )
+        if self.compare_every not in ("auto", None, 0):
+            raise ValueError(
+                f"compare_every={self.compare_every!r} compares replicas after each step, and with LocalSteps they "
+                "train apart between rounds: leave it out"
             )
         if self.overlap is True:
             raise ValueError(
@@ -70,6 +83,16 @@ class ReplicaOptions:
     def sends_buffers(self) -> bool:
         """Whether buffers are sent, at construction or later."""
         return self.broadcast_buffers or bool(self.init_sync_buffers)
+
+    @property
+    def compares(self) -> bool:
+        """Whether replicas are compared while they train."""
+        return self.sync is None and self.compare_every not in (None, 0)
+
+    @property
+    def compared_within(self) -> int | None:
+        """Steps within which all that replicas hold is compared; None: as many as it may cost."""
+        return self.compare_every if isinstance(self.compare_every, int) else None
 
     def must_match(self) -> dict[str, Any]:
         """Return what must be the same on every rank, or the ranks' collectives would not match."""

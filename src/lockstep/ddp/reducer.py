@@ -66,6 +66,7 @@ from lockstep.ddp.backward import Averaging, Backward, explained
 from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.counts import Weight
+from lockstep.ddp.drift import DriftCheck
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.hooks import BackwardListener
 from lockstep.ddp.sparse import SparseSlot
@@ -78,7 +79,7 @@ _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 class BackwardOutcome(NamedTuple):
     """What a backward left."""
 
-    #: What to raise once all ranks are through with it: a mistake that only this rank can see.
+    #: What to raise once all ranks are through with it: a mistake that only this rank can see, or replicas that differ.
     mistake: LockstepError | None = None
     #: Positions of the parameters that got no gradient on this rank, if it was synchronised.
     missing: Sequence[int] = ()
@@ -99,6 +100,7 @@ class Reducer:
         overlap: issue buckets during backward.
         at_once: an all-reduce returns when it is complete; see Note [One reduction].
         finite: looks at the gradients before they are sent.
+        drift: compares the replicas in some of the steps.
         listener: is told of a gradient that comes while no backward is under way.
     """
 
@@ -114,13 +116,16 @@ class Reducer:
         overlap: bool = True,
         at_once: bool = False,
         finite: FiniteCheck | None = None,
+        drift: DriftCheck | None = None,
         listener: BackwardListener | None = None,
     ) -> None:
         #: The parameters that are trained.
         self.params = list(params)
         #: The backward that is under way.
         self.backward: Backward | None = None
-        self._all = Averaging(self.params, list(names), list(buckets), list(sparse), group, as_view, at_once, finite)
+        self._all = Averaging(
+            self.params, list(names), list(buckets), list(sparse), group, as_view, at_once, finite, drift
+        )
         self._listener, self._overlap = listener, overlap
         self._home = {position: bucket for bucket in buckets for position in bucket.positions}
         self._sparse = {slot.position: slot for slot in sparse}
@@ -190,10 +195,8 @@ class Reducer:
             weights.leave_uncounted()
         own = weight if items is None else float(items)
         in_buckets, kept = weights.enter(own, self._all.pending)
-        counted = Weight(
-            in_buckets, self._all.world_size if divisor is None else divisor, weights.items, weights.is_mixed
-        )
-        self._open(sync=sync, weight=counted, kept=kept, discards=own == 0 or in_buckets == 0)
+        said = Weight(in_buckets, self._all.world_size if divisor is None else divisor, weights.items, weights.is_mixed)
+        self._open(sync=sync, weight=said, kept=kept, discards=own == 0 or in_buckets == 0)
 
     def _open(self, *, sync: bool, weight: Weight, kept: dict[int, Tensor], discards: bool) -> None:
         self._begun += sync
@@ -294,7 +297,7 @@ class Reducer:
             self._all.pending.clear()
             self._all.step += 1
             names = None if backward.skipped else [self._all.names[position] for position in sorted(unused)]
-            return BackwardOutcome(mistake, backward.missing(), names)
+            return BackwardOutcome(mistake or backward.drifted, backward.missing(), names)
         except CollectiveMismatch as error:
             raise explained(error) from error
         finally:

@@ -20,9 +20,10 @@ from lockstep.comm.labels import compares_labels
 from lockstep.comm.memory import InPlaceMemory, in_place_memory
 from lockstep.ddp.bucket import Bucket, ParameterSpec, plan_buckets
 from lockstep.ddp.buffers import broadcast_tensors
-from lockstep.ddp.comm_hooks import CommHook
+from lockstep.ddp.comm_hooks import CommHook, keeps_equal
 from lockstep.ddp.compare import compare_replicas
 from lockstep.ddp.counts import CountFlags
+from lockstep.ddp.drift import FLAGS, DriftCheck
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.hooks import BackwardListener, BackwardWatch, Forward
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
@@ -42,8 +43,6 @@ from lockstep.share import BatchesInHand, Items
 _transformed = _torch.transforms_active()
 _FORWARD, _EVALUATE, _BACKWARD = int(Phase.FORWARD), int(Phase.EVALUATE), int(Phase.BACKWARD)
 _REDUCE = int(Phase.REDUCE)
-#: What every forward in a slice knows: its gradients are averaged at the end of the step, by what they weigh.
-_IN_SLICE = Forward(sync=False, weight=1.0, sends_buffers=False)
 #: A bucket's cap that no model reaches.
 _ALL = 1 << 62
 
@@ -69,6 +68,7 @@ class Replica(Joinable, BackwardListener):
         self._buffers = Buffers(module)
         self._latest: Forward | None = None
         self._current: Forward | None = None
+        self._drift: DriftCheck | None = None
         #: What the backward under way is weighed by, if its items are counted.
         self._items: Items | None = None
         _refuse_traced_backward()
@@ -125,6 +125,7 @@ class Replica(Joinable, BackwardListener):
                     [params[i] for i in chosen],
                     flag_finite=finite is not None,
                     marks_place=index == len(positions) - 1 and self._marks_place(params[chosen[0]].device),
+                    compares=FLAGS if index == len(positions) - 1 and self._drift is not None else 0,
                     count_flags=self._count_flags(params[chosen[0]].dtype) if index == len(positions) - 1 else None,
                     memory=memory,
                 )
@@ -136,6 +137,7 @@ class Replica(Joinable, BackwardListener):
             overlap=memory is None and self._options.overlap is not False,
             at_once=memory is not None,
             finite=finite,
+            drift=self._drift,
             listener=self,
         )
         self._handles = [
@@ -148,6 +150,10 @@ class Replica(Joinable, BackwardListener):
         named = [(name, param) for name, param in parameters_of(module) if param.requires_grad]
         self._frozen = [param for _, param in parameters_of(module) if not param.requires_grad]
         self._own = OwnParameters(module, self._whoami)
+        if self._options.compares and self._world_size > 1:
+            if self._drift is None:
+                self._drift = DriftCheck(self._group, self._options.compared_within)
+            self._drift.turn_to(list(parameters_of(module)))
         return [name for name, _ in named], [param for _, param in named]
 
     def _make_timing(self) -> Timing | None:
@@ -285,6 +291,8 @@ class Replica(Joinable, BackwardListener):
             step = shake_hands(self._group, active=True, sends_buffers=sends_buffers, averages=averages)
             source = step.active[0]
             divisor = None if self._divides_by_initial_world_size else len(step.active)
+        if self._drift is not None:
+            self._drift.pause(joins)
         if sends_buffers:
             self._send_buffers(module, source)
         in_hand = self._in_hand()
@@ -305,10 +313,10 @@ class Replica(Joinable, BackwardListener):
 
     def _known_last(self) -> Forward:
         """Return what the last forward knew, or would know now if none came since the last backward."""
+        if slicing.in_slice():
+            return _forward_in_slice()
         if self._latest is not None:
             return self._latest
-        if slicing.current() is not None:
-            return _IN_SLICE
         module = self._module()
         training = module is not None and module.training
         return Forward(self.syncs, self._weight(self._in_hand()), self.syncs and training and self.sends_buffers)
@@ -350,6 +358,7 @@ class Replica(Joinable, BackwardListener):
     def backward_begins(self, forward: Forward) -> None:
         """Let the reducer begin."""
         streams.current().end(self._module())
+        self._refuse_other_slice(forward)
         self._items = self._find_items(forward)
         self._refuse_contested_share()
         if _torch.in_compiled_autograd():
@@ -379,6 +388,7 @@ class Replica(Joinable, BackwardListener):
         current = self._current
         if current is None or forward is current:
             return
+        self._refuse_other_slice(forward)
         if self._find_items(forward) is not self._items:
             raise LockstepError(
                 f"{self._whoami()}: one backward goes through forwards that were weighed apart (World.weigh), so no "
@@ -447,7 +457,14 @@ class Replica(Joinable, BackwardListener):
                 f"{self._whoami()}: a step in slices has been through a replica that can't take part: {reason}"
             )
         self._has_slice = True
-        return _IN_SLICE
+        return _forward_in_slice()
+
+    def _refuse_other_slice(self, forward: Forward) -> None:
+        if forward.slice != slicing.here():
+            raise LockstepError(
+                f"{self._whoami()}: this backward comes through a forward of another slice, or of none, or of a step "
+                "that is over, so its gradients would not be averaged: call backward inside the slice whose loss it is"
+            )
 
     def step_begins(self, step: slicing.SlicedStep) -> None:
         """See :class:`~lockstep.comm.slicing.Member`."""
@@ -494,6 +511,8 @@ class Replica(Joinable, BackwardListener):
         """See :class:`~lockstep.comm.slicing.Member`."""
         assert self._sliced is not None  # the step has begun
         self._sliced.end(step)
+        if self._drift is not None and self._drift.count():
+            _raise_if(self._drift.exchange_alone())
 
     def forget(self) -> None:
         """See :class:`~lockstep.comm.slicing.Member`."""
@@ -548,6 +567,8 @@ class Replica(Joinable, BackwardListener):
         if not callable(hook):
             raise TypeError(f"a comm hook must be callable, not {type(hook).__name__}")
         self._reducer.register_comm_hook(state, hook)
+        if self._drift is not None and self._options.compare_every == "auto" and not keeps_equal(hook):
+            self._drift.stop()  # see Note [A rank's own]
 
     # Join -----------------------------------------------------------------------------------------------------------
 
@@ -571,6 +592,8 @@ class Replica(Joinable, BackwardListener):
     def answer_step(self, *, divide_by_initial_world_size: bool) -> None:
         """**Collective.** Take part in one step of the ranks that still have data; see Note [Join handshake]."""
         step = shake_hands(self._group, active=False, sends_buffers=False, averages=False)
+        if self._drift is not None:
+            self._drift.pause(True)
         if step.sends_buffers:
             self._send_buffers(self._living_module(), step.active[0])
         if step.averages:
@@ -600,6 +623,11 @@ class Replica(Joinable, BackwardListener):
     def _broadcast(self, tensors: Iterable[Tensor], source: int, what: str) -> None:
         say: Callable[[], str] = lambda: f"rank {self._rank} of {self._world_size}: {what}"  # noqa: E731
         broadcast_tensors(tensors, group=self._group, source=source, what=say)
+
+
+def _forward_in_slice() -> Forward:
+    """Return what a forward in a slice knows: its gradients are averaged at the end of the step."""
+    return Forward(sync=False, weight=1.0, sends_buffers=False, slice=slicing.here())
 
 
 def _raise_if(error: LockstepError | None) -> None:

@@ -16,7 +16,7 @@ from lockstep.comm import streams
 from lockstep.ddp import api
 from lockstep.ddp.comm_hooks import CommHook, fp16_compress_hook
 from lockstep.ddp.members import buffers_of, ignore, ignored_names, parameters_of
-from lockstep.ddp.options import CheckFinite, ReplicaOptions
+from lockstep.ddp.options import CheckFinite, CompareEvery, ReplicaOptions
 from lockstep.ddp.replica import Replica
 from lockstep.trees import to_device
 
@@ -66,6 +66,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         overlap: see :func:`lockstep.replicate`.
         check_finite: see :func:`lockstep.replicate`.
         deterministic: see :func:`lockstep.replicate`.
+        compare_every: see :func:`lockstep.replicate`.
 
     Raises:
         RuntimeError: no parameter of the module requires a gradient, so there is nothing to average.
@@ -100,6 +101,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         overlap: bool | None = None,
         check_finite: CheckFinite = "off",
         deterministic: bool = False,
+        compare_every: CompareEvery = "auto",
     ) -> None:
         super().__init__()
         if not any(param.requires_grad for _, param in parameters_of(module)):
@@ -133,6 +135,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             init_sync_buffers=None if forward_sync_buffers is None else True,
             bucket_cap_mb_list=tuple(bucket_cap_mb_list or ()),
             deterministic=deterministic,
+            compare_every=compare_every,
         )
         self.module = module
         self._attach(_choose_group(process_group, device_mesh))

@@ -155,14 +155,16 @@ class Log:
             if given is not None:
                 lines.find_wrong(ValueError(f"step={given}: the Checkpointer counts the steps; leave it out"), step)
         elif step is None:
-            step = lines.following()
+            step = lines.step + (not lines.is_in_step)
         elif isinstance(step, bool) or not isinstance(step, int):
             lines.find_wrong(TypeError(f"step={step!r}: expected an int"), lines.step)
             step = lines.step
         if samples is None:
-            world.refuse_contested_share("lockstep.Log without samples=")
-            share = world.share
-            weight = 1.0 if share is None else share.local_samples
+            counted = world.in_hand.samples()
+            if counted is None:
+                world.refuse_contested_share("lockstep.Log without samples=")
+                counted = 1.0 if world.share is None else world.share.local_samples
+            weight = counted
         elif isinstance(samples, (int, float)) and 0 <= samples < math.inf:
             weight = samples
         else:

@@ -102,7 +102,7 @@ class Lines:
         self.step = after or 0
         #: What was logged in the slices of the step in hand (comm/slicing.py), which may be thrown away again.
         self._in_step: dict[str, Numbers] = {}
-        self._is_in_step = self._has_slices = False
+        self.is_in_step = self._has_slices = False
         self._member = slicing.join(self)
         #: Since the last line.
         self._numbers: dict[str, Numbers] = {}
@@ -119,42 +119,56 @@ class Lines:
         #: Calls so far, at the last line, and at the next meeting about time.
         self._calls = self._line_at = 0
         self._meets_at = 1
+        #: No call before this step, and before so many calls, has anything to do but add its values.
+        self._due_step = self._due_call = 0.0
 
     # What is logged --------------------------------------------------------------------------------------------------
 
     def add(self, values: Mapping[str, Any], step: int, weight: float) -> None:
         """**Collective** when a line is due. Add what one call logs."""
-        self._refuse_closed()
+        if self._closed:
+            self._refuse_closed()
         if step < self.step:
             error = ValueError(f"step={step} after step={self.step}: steps do not go back")
             self._find_wrong(error, step, sys._getframe(1))
         else:
             self.step = step
+        in_slice = slicing.in_slice()
+        numbers = self._in_step if in_slice else self._numbers
         for key, value in values.items():
-            try:
-                self._add_one(key, value, weight)
-            except (TypeError, ValueError) as unfit:
-                self._find_wrong(unfit, step, sys._getframe(1))
-        if slicing.in_slice():
-            self._is_in_step = True
-        else:
-            self._count_call()
-
-    def following(self) -> int:
-        """Return the step of a call that does not say which: one more than the last, for all slices of a step."""
-        return self.step if self._is_in_step else self.step + 1
+            series = numbers.get(key)
+            if series is None or not series.add_at_hand(value, weight):
+                self._add_unusual(key, value, weight, step)
+        if in_slice:
+            self.is_in_step = True
+            return
+        self._calls += 1
+        if self.step >= self._due_step or self._calls >= self._due_call:
+            self._attend()
 
     def _count_call(self) -> None:
         """**Collective** when a line is due. Count a call, which every rank makes."""
         self._calls += 1
+        self._attend()
+
+    def _attend(self) -> None:
+        """**Collective** when a line is due, and at the first call. Do what is due, and see when the next thing is."""
         if not self._begun:
             self._begin()
-        every = self._target.every
+        every, seconds = self._target.every, self._target.seconds
         if every is not None and self.step > self._last_step and self.step // every > self._last_step // every:
             self.line()
-        elif self._target.seconds is not None and self._calls >= self._meets_at:
-            self._meet_about_time(self._target.seconds)
+        elif seconds is not None and self._calls >= self._meets_at:
+            self._meet_about_time(seconds)
         self._raise_owed()
+        self._due_step = math.inf if every is None else (self._last_step // every + 1) * every
+        self._due_call = math.inf if seconds is None else self._meets_at
+
+    def _add_unusual(self, key: str, value: Any, weight: float, step: int) -> None:
+        try:
+            self._add_one(key, value, weight)
+        except (TypeError, ValueError) as unfit:
+            self._find_wrong(unfit, step, sys._getframe(1))
 
     def _add_one(self, key: str, value: Any, weight: float) -> None:
         if type(value) is float:  # (to ask whether it is a Real takes ten times as long)
@@ -213,7 +227,7 @@ class Lines:
 
     def slice_ends(self, step: slicing.SlicedStep, number: int) -> None:  # noqa: ARG002
         """See :class:`~lockstep.comm.slicing.Member`."""
-        if self._is_in_step:
+        if self.is_in_step:
             step.touch(self._member, self.step)
 
     def step_ends(self, step: slicing.SlicedStep) -> None:
@@ -227,7 +241,7 @@ class Lines:
 
     def forget(self) -> None:
         """See :class:`~lockstep.comm.slicing.Member`."""
-        self._in_step, self._is_in_step = {}, False
+        self._in_step, self.is_in_step = {}, False
 
     # Meetings --------------------------------------------------------------------------------------------------------
 
@@ -288,6 +302,7 @@ class Lines:
                 told.wrong.append(["LockstepError", f"{key} can't be read: {type(error).__name__}: {error}"])
                 del told.kinds[key]
         self._numbers, self._texts, self._wrong = {}, {}, []
+        self._due_step = 0
         everyones = [_Told(**each) for each in self._gather(vars(told))]
         self._last_step = max(each.step for each in everyones)
         self._last_time, self._line_at = time.monotonic(), self._calls
@@ -407,7 +422,7 @@ class Lines:
         """Note that the run resumes from ``step``; None: it begins. What was logged and is in no line is void."""
         if step is None and self._begun:
             return
-        self._begun, self._after = False, step
+        self._begun, self._after, self._due_step = False, step, 0
         self.step = self._last_step = step or 0
         self._numbers, self._texts, self._wrong = {}, {}, []
 

@@ -32,6 +32,7 @@ _READ_AS_IT_IS = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
 }
+_FLOATS, _STRIDED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}, torch.strided
 #: Of those that this torch has.
 _QUANTIZED = {getattr(torch, name, None) for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")}
 #: Whether numbers in the CPU's memory are read at once; tests of what happens on other devices turn it off.
@@ -120,6 +121,24 @@ class Numbers:
     def add(self, number: float, weight: float) -> None:
         """Add a number."""
         self._plain.append((number, weight))
+
+    def add_at_hand(self, value: object, weight: float) -> bool:
+        """Add a value of the usual kinds: a float, or a tensor of one in the CPU's memory. Return whether it is.
+
+        (The rest of a step leaves nothing of a log in the caches, so what nearly every call is about is here together.)
+        """
+        kind = type(value)
+        if kind is torch.Tensor:
+            tensor: torch.Tensor = value  # type: ignore[assignment]  # its type says so
+            if not (tensor.is_cpu and tensor.dtype in _FLOATS and tensor.layout is _STRIDED and _READS_AT_HAND):
+                return False
+            if tensor.dim() and tensor.numel() != 1:
+                return False
+            value = tensor.item()
+        elif kind is not float:
+            return False
+        self._plain.append((value, weight))  # type: ignore[arg-type]  # a float by now
+        return True
 
     def add_tensor(self, tensor: torch.Tensor, weight: float) -> None:
         """Add the one element of ``tensor``, as it is now, without waiting for its device."""

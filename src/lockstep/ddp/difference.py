@@ -1,0 +1,201 @@
+"""What differs between replicas: found by all ranks together once they know that something does, and put into words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from lockstep.comm.conditions import conditions, differences
+from lockstep.comm.exchange import all_gather_records, broadcast_tensor
+from lockstep.ddp.digest import Holdings
+from lockstep.errors import listed
+
+#: Bytes of which each has a digest: of a large tensor, to find it, and within one, to find the element.
+_PIECE, _BLOCK = 1 << 22, 1 << 16
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What ranks hold differently."""
+
+    #: Which items, in their order.
+    items: Sequence[int]
+    #: The ranks that hold the first of them alike; the most first, and of as many those with the lowest rank.
+    groups: Sequence[Sequence[int]]
+    #: The first element of it that differs between the first rank of the first two groups.
+    element: str
+    #: Whether it is the only one of its parameter, and nothing of any other parameter differs.
+    is_alone: bool
+    #: Where ranks compute differently: what differs, by rank.
+    conditions: Sequence[str]
+    #: The items that are equal on all ranks, parameters and others.
+    equal: tuple[int, int]
+
+    @property
+    def odd(self) -> list[int]:
+        """The ranks that differ from most; empty if there is no majority."""
+        world_size = sum(map(len, self.groups))
+        if 2 * len(self.groups[0]) <= world_size:
+            return []
+        return sorted(rank for group in self.groups[1:] for rank in group)
+
+
+def find_difference(holdings: Holdings, group: dist.ProcessGroup) -> Difference | None:
+    """**Collective.** Compare all that ranks hold, item by item; None if nothing differs. Waits for the device.
+
+    Args:
+        holdings: this rank's; all ranks have the same items.
+        group: the ranks.
+    """
+    device = holdings.params[0].device
+    digests = ["".join(holdings.whole(index, block=_PIECE)) for index in range(len(holdings.items))]
+    mine = {
+        "digests": [xxhash.xxh3_64_hexdigest(digest.encode()) for digest in digests],
+        "conditions": _conditions(device),
+    }
+    records = all_gather_records(mine, group)
+    differing = [
+        index for index in range(len(holdings.items)) if len({record["digests"][index] for record in records}) > 1
+    ]
+    if not differing:
+        return None
+    first = differing[0]
+    by_digest: dict[str, list[int]] = {}
+    for rank, record in enumerate(records):
+        by_digest.setdefault(record["digests"][first], []).append(rank)
+    groups = sorted(by_digest.values(), key=lambda ranks: (-len(ranks), ranks))
+    element, is_alone = _find_element(holdings, first, groups[0][0], groups[1][0], group)
+    equal = [item.optimizer < 0 for index, item in enumerate(holdings.items) if index not in set(differing)]
+    return Difference(
+        differing,
+        groups,
+        element,
+        is_alone and len({holdings.items[index].position for index in differing}) == 1,
+        _compare_conditions([record["conditions"] for record in records]),
+        (sum(equal), len(equal) - sum(equal)),
+    )
+
+
+def _conditions(device: torch.device) -> dict[str, str]:
+    """Return what a step of an optimizer may depend on: it adds nothing up, so the number of threads is not of it."""
+    found = conditions(device)
+    return {name: found[name] for name in ("torch", "processor", "vectors", "gpu", "cuda") if name in found}
+
+
+def _compare_conditions(of_ranks: Sequence[dict[str, str]]) -> list[str]:
+    for rank, other in enumerate(of_ranks):
+        different = differences(of_ranks[0], other)
+        if different:
+            return [f"{words}: {first} on rank 0, {own} on rank {rank}" for words, first, own in different]
+    return []
+
+
+def _find_element(holdings: Holdings, item: int, one: int, other: int, group: dist.ProcessGroup) -> tuple[str, bool]:
+    """**Collective.** Return in words the first element that two ranks hold differently, and whether it is the only
+    one."""
+    blocks = all_gather_records(holdings.whole(item, block=_BLOCK), group)
+    differing = [index for index, pair in enumerate(zip(blocks[one], blocks[other], strict=True)) if len(set(pair)) > 1]
+    value = holdings.find(holdings.items[item])
+    if not differing or value is None:
+        return "", False
+    flat = value.detach().as_strided((value.numel(),), (1,), value.storage_offset())
+    first = differing[0] * (_BLOCK // flat.element_size())
+    own = flat[first : first + _BLOCK // flat.element_size()]
+    rank = dist.get_rank(group)
+    left = broadcast_tensor(own if rank == one else None, one, group).cpu()
+    right = broadcast_tensor(own if rank == other else None, other, group).cpu()
+    bits = (left.view(torch.uint8) ^ right.view(torch.uint8)).view(len(left), -1)
+    places = bits.any(dim=1).nonzero().view(-1).tolist()
+    flipped = sum(int(byte).bit_count() for byte in bits[places[0]].tolist())
+    where = _index(first + places[0], value)
+    apart = "one bit apart" if flipped == 1 else f"{flipped} bits apart"
+    values = f"{left[places[0]].item()!r} on rank {one} and {right[places[0]].item()!r} on rank {other}"
+    words = f"Element {where} is {values}, {apart}"
+    is_alone = len(places) == len(differing) == 1
+    return f"{words}{', and the only one of it that differs' if is_alone else ''}.", is_alone
+
+
+def _index(place: int, value: Tensor) -> str:
+    if value.dim() == 0 or not value.is_contiguous():
+        return f"{place} (in the order of memory)" if value.dim() else "0"
+    return str([int(each) for each in torch.unravel_index(torch.tensor(place), value.shape)])
+
+
+def describe(difference: Difference, holdings: Holdings) -> str:
+    """Say which ranks differ, in what, and how much is equal."""
+    items = [holdings.items[index] for index in difference.items]
+    parameters = sum(item.optimizer < 0 for item in items)
+    states = len(items) - parameters
+    name = items[0].name
+    return (
+        f"{_who(difference, name)} {difference.element} In all, {_of(parameters, difference.equal[0], 'parameter')} "
+        f"and {_of(states, difference.equal[1], 'tensor')} of optimizers differ{_more(items)}."
+    ).replace("  ", " ")
+
+
+def _of(different: int, equal: int, noun: str) -> str:
+    total = different + equal
+    return f"{different} of {total} {noun}{'' if total == 1 else 's'}"
+
+
+def _more(items: Sequence[Any]) -> str:
+    return f": {listed([item.name for item in items], most=4)}" if len(items) > 1 else ""
+
+
+def _who(difference: Difference, name: str) -> str:
+    groups, odd = difference.groups, difference.odd
+    if odd:
+        verb = "differs" if len(odd) == 1 else "differ"
+        return f"{_ranks(odd).capitalize()} {verb} from the other {len(groups[0])} in {name}."
+    if sum(map(len, groups)) == 2:
+        return f"Ranks 0 and 1 differ in {name}; of two, nobody can tell which is right."
+    return (
+        f"The ranks hold {len(groups)} versions of {name}, and none has a majority: "
+        f"{'; '.join(_ranks(group) for group in groups[:8])}."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed([*map(str, ranks)])}"
+
+
+def advise(difference: Difference, *, since: str, has_joined: bool) -> str:
+    """Say what the reason may be, and what to do.
+
+    Args:
+        difference: what was found.
+        since: until when replicas were equal, for the sentence about the checkpoint.
+        has_joined: ranks have left a loop before others, within :func:`lockstep.join`.
+    """
+    if difference.is_alone:
+        odd = difference.odd
+        machines = f"the machine of rank {odd[0]}" if len(odd) == 1 else "the machines of these ranks"
+        reason = (
+            "A difference that began in one element is most likely a bit that flipped in memory: have that of "
+            f"{machines} tested, and look for its errors in the kernel's log."
+        )
+    elif difference.conditions:
+        reason = (
+            f"The ranks do not compute alike ({'; '.join(difference.conditions)}), so the same step of an optimizer "
+            "may round differently: use one kind of machine for all ranks."
+        )
+    elif has_joined:
+        reason = (
+            "Ranks have left a loop early within lockstep.join, which makes the parameters equal and leaves to each "
+            "rank the optimizer's state that it had when it left: batches from lockstep.shard need no join."
+        )
+    else:
+        reason = (
+            "The program does something on some ranks alone: another learning rate, a step that is left out, a line "
+            "under `if rank == 0` that writes to the model, or an optimizer that draws random numbers."
+        )
+    return (
+        f"{reason} Resume from a checkpoint that was saved {since}. Replicas that are to differ are made with "
+        "compare_every=None."
+    )

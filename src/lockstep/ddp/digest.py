@@ -1,0 +1,329 @@
+"""What a replica holds, cut into parts of a size, and a number for the bits of each part.
+
+Note [What is compared]
+~~~~~~~~~~~~~~~~~~~~~~~
+All parameters that are the replica's, frozen ones too, since ``replicate`` makes them equal and nothing changes them.
+And what optimizers keep for them: every optimizer of this process that has taken a step, and of its
+``state[parameter]`` the dense tensors and the numbers. A tensor within a list or a dictionary there is not looked at.
+
+Not buffers: with ``broadcast_buffers`` those of rank 0 replace all others before and after every step, so there is
+nothing that could drift, and without it each rank's are its own.
+
+A digest covers bytes as they lie in memory, in order of the addresses, so what is not dense is copied first. Ranks have
+the same strides (they compare them when they begin).
+
+Note [Two digests]
+~~~~~~~~~~~~~~~~~~
+On a CPU it is XXH3, as fast as the memory is read. On a GPU it is a sum of products: each word of 4 bytes times an odd
+number of 64 bits that depends on its place, modulo 2⁶⁴. Integers add up to the same whatever the order, so it is the
+same on every rank although threads add in the order in which they come; and one changed word always changes it, since
+an odd factor loses no bit. It stays on the device: nothing waits for it. Both are folded to 32 bits, so that one of
+4·10⁹ differences is missed once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
+
+from lockstep import _torch
+from lockstep.ddp.bucket import gapless
+
+#: Bits of a digest.
+BITS = 32
+#: Where a part may end within a tensor: no dtype is cut in two, and words of 4 bytes stay whole.
+_GRAIN = 64
+#: Factors of the places on a GPU: splitmix64's.
+_GOLDEN, _MIX = -0x61C8864680B583EB, -0x40A7B892E31B1A47
+_MASK = (1 << 64) - 1
+
+#: Every optimizer that has taken a step in this process, by id, in the order of their first steps.
+_stepped: dict[int, weakref.ref[Optimizer]] = {}
+_watches = False
+
+
+def watch_optimizers() -> None:
+    """From now on know the optimizers that take steps in this process."""
+    global _watches
+    if not _watches:
+        _watches = True
+        optimizers.register_optimizer_step_post_hook(_has_stepped)
+
+
+@_torch.mark_untraced
+def _has_stepped(optimizer: Optimizer, *_: object) -> None:
+    key = id(optimizer)
+    if key not in _stepped:
+        _stepped[key] = weakref.ref(optimizer, lambda _: _stepped.pop(key, None))
+
+
+def known_optimizers() -> list[Optimizer]:
+    """Return the optimizers that have taken a step, in the order of their first steps."""
+    return [optimizer for ref in _stepped.values() if (optimizer := ref()) is not None]
+
+
+class Item(NamedTuple):
+    """One tensor or number that replicas hold alike."""
+
+    #: Of the parameter, in the replica's list.
+    position: int
+    #: The optimizer that keeps it, by its place among those known, and under which key; -1: the parameter itself.
+    optimizer: int
+    key: str
+    #: What a message calls it, and what ranks compare of it besides its bits: its name, shape, dtype and strides.
+    name: str
+    identity: str
+    #: As it was when the list was made.
+    nbytes: int
+    device: torch.device
+    #: Strides, if it is not contiguous; its bytes can be cut if it has no gaps.
+    strides: tuple[int, ...] | None
+    has_gaps: bool
+    #: Whether it has its parameter's shape, or is one number: then an optimizer that keeps it apart on each rank would
+    #: be a surprise.
+    is_like_parameter: bool
+
+
+class Span(NamedTuple):
+    """Some bytes of an item."""
+
+    item: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one digest is of: bytes on one device."""
+
+    device: torch.device
+    spans: tuple[Span, ...]
+
+
+class Holdings:
+    """The items of a replica.
+
+    Args:
+        named: all parameters of the replica, by name.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
+        self.names = [name for name, _ in named]
+        self.params = [param for _, param in named]
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self.items: list[Item] = []
+        #: Of all items' identities, in order: ranks with another one hold other things.
+        self.signature = 0
+        self._census: list[Any] = []
+
+    def refresh(self, *, without: frozenset[str] = frozenset()) -> bool:
+        """List the items anew if there may be others than before, leaving out those of the identities ``without``.
+
+        Returns:
+            Whether the list was made anew.
+        """
+        # The newest first: one that nobody uses any more may be gone on some ranks before it is on others.
+        counted = [(owner, [_count(_state(owner, param)) for param in self.params]) for owner in known_optimizers()]
+        owners = [owner for owner, counts in reversed(counted) if any(counts)]
+        census: list[Any] = [without, *map(id, owners), *(counts for _, counts in counted)]
+        if census == self._census:
+            return False
+        self._census = census
+        self._optimizers = [*map(weakref.ref, owners)]
+        self.items = [item for item in [*self._parameters(), *self._states(owners)] if item.identity not in without]
+        self.signature = xxhash.xxh3_64_intdigest("\n".join(item.identity for item in self.items).encode())
+        return True
+
+    def _parameters(self) -> Iterable[Item]:
+        for position, (name, param) in enumerate(zip(self.names, self.params, strict=True)):
+            if _is_dense(param):
+                yield _item(position, -1, "", f"parameter '{name}'", param, like=param)
+
+    def _states(self, owners: Sequence[Optimizer]) -> Iterable[Item]:
+        alike = [type(owner).__name__ for owner in owners]
+        for number, owner in enumerate(owners):
+            kind = alike[number]
+            if kind in alike[:number]:
+                kind += f" (the {alike[:number].count(kind) + 1}. from the newest)"
+            for position, (name, param) in enumerate(zip(self.names, self.params, strict=True)):
+                for key, value in _state(owner, param).items():
+                    what = f"{kind}'s {key!r} of parameter '{name}'"
+                    if isinstance(key, str) and (_is_number(value) or (isinstance(value, Tensor) and _is_dense(value))):
+                        yield _item(position, number, key, what, value, like=param)
+
+    def find(self, item: Item) -> Tensor | None:
+        """Return what an item is now, a number as a tensor of 8 bytes; None if it is not what it was when listed."""
+        value: Any = self.params[item.position]
+        if item.optimizer >= 0:
+            owner = self._optimizers[item.optimizer]()
+            value = None if owner is None else _state(owner, self.params[item.position]).get(item.key)
+        if not isinstance(value, Tensor):
+            return _as_tensor(value) if _is_number(value) and item.nbytes == 8 else None
+        if value.nbytes != item.nbytes or value.device != item.device or not value.data_ptr():
+            return None
+        if not (value.is_contiguous() if item.strides is None else value.stride() == item.strides):
+            return None
+        return value.detach().contiguous() if item.has_gaps else value
+
+    def cut(self, size: int) -> list[Part]:
+        """Cut the items into parts of at most ``size`` bytes, each on one device, in the items' order."""
+        spans: dict[torch.device, list[list[Span]]] = {}
+        room: dict[torch.device, int] = {}
+        for index, item in enumerate(self.items):
+            start = 0
+            while start < item.nbytes:
+                left = room.get(item.device, 0)
+                if left < min(_GRAIN, item.nbytes - start) or (item.has_gaps and left < item.nbytes):
+                    spans.setdefault(item.device, []).append([])
+                    left = room[item.device] = size
+                length = item.nbytes - start
+                if length > left and not item.has_gaps:
+                    length = left // _GRAIN * _GRAIN
+                spans[item.device][-1].append(Span(index, start, start + length))
+                room[item.device] = left - length
+                start += length
+        return [Part(device, tuple(part)) for device, parts in spans.items() for part in parts]
+
+    def digest(self, part: Part, salt: int) -> int | Tensor:
+        """Return the digest of a part: a number on CPUs, a tensor (0-dim, int64) elsewhere; see Note [Two digests]."""
+        found = [(self.find(self.items[span.item]), span) for span in part.spans]
+        if part.device.type == "cpu":
+            return fold(_digest_on_cpu(found, salt))
+        return _fold_tensor(digest_on_device(found, salt, part.device))
+
+    def whole(self, item: int, *, block: int) -> list[str]:
+        """Return digests of an item, one for every ``block`` bytes, as text; waits for its device."""
+        value, nbytes = self.find(self.items[item]), self.items[item].nbytes
+        digests = []
+        for start in range(0, nbytes, block):
+            found = [(value, Span(item, start, min(start + block, nbytes)))]
+            if value is None or value.device.type == "cpu":
+                digests.append(f"{_digest_on_cpu(found, 0):016x}")
+            else:
+                digests.append(f"{int(digest_on_device(found, 0, value.device)) & _MASK:016x}")
+        return digests
+
+
+def fold(digest: int) -> int:
+    """Return 32 bits of a digest of 64."""
+    return (digest ^ (digest >> BITS)) & ((1 << BITS) - 1)
+
+
+def _fold_tensor(digest: Tensor) -> Tensor:
+    return (digest ^ (digest >> BITS)) & ((1 << BITS) - 1)
+
+
+def _digest_on_cpu(found: Iterable[tuple[Tensor | None, Span]], salt: int) -> int:
+    state = xxhash.xxh3_64(seed=salt)
+    for value, (_, start, stop) in found:
+        if value is not None:
+            # (Through NumPy it takes four times as long. The tensor is alive, of this size, and without gaps.)
+            state.update(_bytes(stop - start).from_address(value.data_ptr() + start))
+    return state.intdigest()
+
+
+@lru_cache(maxsize=4096)
+def _bytes(count: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * count
+
+
+def digest_on_device(found: Iterable[tuple[Tensor | None, Span]], salt: int, device: torch.device) -> Tensor:
+    """Return the sum of the words' products (0-dim, int64), on their device; see Note [Two digests].
+
+    Args:
+        found: tensors without gaps on ``device``, and of which of their bytes.
+        salt: makes digests of equal bytes differ.
+        device: where it is computed.
+    """
+    words = [_words(value, start, stop) for value, (_, start, stop) in found if value is not None]
+    if not words:
+        return torch.full((), _signed(salt), device=device, dtype=torch.int64)
+    flat = (words[0] if len(words) == 1 else torch.cat(words)).to(torch.int64)
+    return (flat * factors(device, _at_least(flat.numel()))[: flat.numel()]).sum() + _signed(salt)
+
+
+@torch.no_grad()
+def _words(value: Tensor, start: int, stop: int) -> Tensor:
+    """Return bytes of a tensor without gaps as int32, 1-D: words of four bytes, or where they don't fit single ones."""
+    flat = value.detach().resolve_conj().as_strided((value.numel(),), (1,), value.storage_offset())
+    data = flat.view(torch.uint8)[start:stop]
+    if len(data) % 4 or data.storage_offset() % 4:
+        return data.to(torch.int32)
+    return data.view(torch.int32)
+
+
+@lru_cache(maxsize=16)
+def factors(device: torch.device, count: int) -> Tensor:
+    """Return odd numbers, one for each place: int64 [count]."""
+    numbers = (torch.arange(count, device=device, dtype=torch.int64) + 1) * _GOLDEN
+    numbers = (numbers ^ (numbers >> 30)) * _MIX
+    return (numbers ^ (numbers >> 27)) | 1
+
+
+def _at_least(count: int) -> int:
+    """Round up to a power of two, so that few tables of factors are kept."""
+    return 1 << max(10, (count - 1).bit_length())
+
+
+def _signed(number: int) -> int:
+    return struct.unpack("<q", struct.pack("<Q", number & _MASK))[0]  # type: ignore[no-any-return]
+
+
+def _state(owner: Optimizer, param: Parameter) -> Mapping[Any, Any]:
+    """Return what an optimizer keeps for a parameter, and keep it from making anything up for it."""
+    state: Any = owner.state.get(param) if isinstance(owner.state, Mapping) else None
+    return state if isinstance(state, Mapping) else {}
+
+
+def _count(state: Mapping[Any, Any]) -> Any:
+    """Return what changes when an optimizer keeps other things for a parameter."""
+    if not state:
+        return 0
+    return [len(state), sum(isinstance(value, Tensor) for value in state.values())]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
+def _as_tensor(value: float) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float64, device="cpu")
+
+
+def _is_dense(value: Tensor) -> bool:
+    return (
+        value.layout == torch.strided
+        and value.numel() > 0
+        and not value.is_meta
+        and not _torch.is_made_of_tensors(value)
+    )
+
+
+def _item(position: int, optimizer: int, key: str, name: str, value: Any, *, like: Tensor) -> Item:
+    tensor = value if isinstance(value, Tensor) else _as_tensor(value)
+    strides = None if tensor.is_contiguous() else tuple(tensor.stride())
+    kind = f"{list(tensor.shape)} {tensor.dtype} {strides} on {tensor.device.type}"
+    return Item(
+        position,
+        optimizer,
+        key,
+        name,
+        f"{name}: {kind}",
+        tensor.nbytes,
+        tensor.device,
+        strides,
+        strides is not None and not gapless(tensor),
+        optimizer < 0 or tensor.dim() == 0 or tensor.shape == like.shape,
+    )

@@ -1,0 +1,400 @@
+"""Whether replicas stay equal while they train: a digest of a part of them, compared in some of the steps.
+
+Note [Replicas compared]
+~~~~~~~~~~~~~~~~~~~~~~~~
+Averaged gradients keep replicas equal only as long as nothing else happens to one of them: a bit that flips in memory,
+an optimizer with another learning rate on one rank, a line that only rank 0 runs. Nobody notices, since the averages go
+on, and the loss falls. So each rank takes digests of its parameters and of its optimizers' state (Note [What is
+compared] in ``digest.py``), at the end of a backward, where all ranks have taken the same optimizer steps and nothing
+is under way that would change them. What is held is cut into parts, one or a few of which are compared at a time, and
+all of them once in a *round*.
+
+What a rank has found travels in the flags of the last bucket (Note [Bucket layout] in ``bucket.py``), with the
+gradients: for each bit of the digest a flag for "it is 1" and one for "it is 0". Summed over the ranks, a bit of which
+both flags are set is one of which ranks have found different things, on whatever rank one looks, whatever the dtype of
+the bucket and however many ranks there are; so all ranks know at once, and go the same way from there. In the steps in
+between these flags are 0 and are not read. Where no bucket is sent (all gradients are sparse, or a step is cut into
+slices, whose sums are no plain sums over the ranks) the flags are summed by themselves, in the steps in which something
+is compared.
+
+Only if ranks differ do they tell each other more: which items, by whose digests, which bytes (``difference.py``).
+
+Note [What comparing may cost]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Each rank knows what a comparison took it, and what steps take; it asks for as many steps between two comparisons as
+keep their quotient below a limit, in powers of two, by one more flag for each possible answer. The slowest of what
+the ranks ask for is what all of them take: they read the same sums, so they compare in the same steps. A round takes at
+most so many steps that the whole still is a small part of them (``MOST_STEPS``), and parts are made large enough for
+that; so a difference is found within that many steps, however slow comparing is. Where a step is slow and a comparison
+is not, several parts are compared in each step.
+
+On a GPU the flags are not read in the step in which they were summed, for that would wait for the device: they are
+copied to memory of the host behind the work that is queued, and read at the next comparison, on every rank.
+
+Note [A rank's own]
+~~~~~~~~~~~~~~~~~~~
+An optimizer that shares its state out among the ranks (ZeroRedundancyOptimizer) keeps on each what the others have not.
+So the list of items is part of the digests, too. If the lists differ the ranks tell each other theirs, and what not all
+of them hold is left out from then on. The same goes for what differs when it is compared for the first time and has
+another shape than its parameter: a part of a flat tensor, an error that is fed back. What has the parameter's shape
+must be equal from the start. A comm hook may leave replicas apart on purpose (torch's ``post_localSGD_hook`` does), so
+with one that is not known to keep them equal they are compared only if a number of steps was asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from lockstep import callsite
+from lockstep.comm.exchange import all_gather_records, group_device
+from lockstep.comm.waiting import wait_for
+from lockstep.ddp.difference import Difference, advise, describe, find_difference
+from lockstep.ddp.digest import BITS, Holdings, Part, watch_optimizers
+from lockstep.errors import ReplicaMismatch
+
+#: Part of the time of a step that comparing may take, and for how many steps a round may last.
+TARGET, MOST_STEPS = 0.004, 1024
+#: Bytes of a part, if rounds allow: what a CPU reads in the time that the rest of a comparison takes.
+PART = 1 << 20
+#: The powers of two that a rank may ask for: steps between two comparisons; if negative, parts in each.
+_LEAST, _MOST = -10, 10
+#: Flags in the last bucket.
+FLAGS = 2 * BITS + _MOST - _LEAST + 1
+#: The first comparison comes in this backward; the optimizer has taken a step by then.
+_FIRST = 2
+
+
+class Schedule:
+    """Which parts are compared in which backward, the same on every rank.
+
+    Args:
+        every: within how many steps all parts must have had their turn; None: as Note [What comparing may cost] says.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+        #: Backwards that were counted.
+        self.step = 0
+        #: The power of two that the ranks have agreed on.
+        self.exponent = 2
+        self._due, self._parts, self._next = _FIRST, 1, 1
+
+    @property
+    def limit(self) -> int:
+        """Steps in which all parts have their turn."""
+        return self._every or MOST_STEPS
+
+    def count(self) -> bool:
+        """Count a backward. Return whether something is compared in it."""
+        self.step += 1
+        return self.step >= self._due
+
+    @property
+    def begins_round(self) -> bool:
+        """Whether all parts have had their turn."""
+        return self._next >= self._parts
+
+    def begin_round(self, parts: int) -> None:
+        """Begin with the first part of so many."""
+        self._parts, self._next = parts, 0
+
+    def take(self) -> range:
+        """Return the parts that are compared now, and settle when the next ones are."""
+        count, steps = self._pace()
+        first, self._next = self._next, min(self._next + count, self._parts)
+        self._due = self.step + steps
+        return range(first, self._next)
+
+    def _pace(self) -> tuple[int, int]:
+        """Return how many parts are compared at once, and the steps from there to the next comparison."""
+        parts = max(1, self._parts)
+        if self._every is not None:
+            return math.ceil(parts / self._every), max(1, self._every // parts)
+        count = max(1 << max(0, -self.exponent), math.ceil(parts / MOST_STEPS))
+        return count, min(1 << max(0, self.exponent), max(1, MOST_STEPS // parts))
+
+
+class Costs:
+    """What comparisons and steps take on this rank, in seconds."""
+
+    def __init__(self) -> None:
+        self._parts: deque[float] = deque(maxlen=3)
+        self._steps: deque[float] = deque(maxlen=3)
+
+    def add(self, seconds: float, *, parts: int, step: float | None) -> None:
+        """Note a comparison of ``parts`` parts, and the mean of the steps since the one before."""
+        self._parts.append(seconds / parts)
+        if step is not None:
+            self._steps.append(step)
+
+    def wanted(self) -> int | None:
+        """Return the power of two that this rank asks for; None: it does not know yet."""
+        if not self._steps:
+            return None
+        # (A step that an evaluation has interrupted is not the shortest of three.)
+        ratio = statistics.median(self._parts) / (TARGET * max(min(self._steps), 1e-9))
+        return max(_LEAST, min(_MOST, math.ceil(math.log2(max(ratio, 1e-9)))))
+
+
+class DriftCheck:
+    """Compares a replica with those of the other ranks; see Note [Replicas compared].
+
+    It has nothing to compare before :meth:`turn_to`.
+
+    Args:
+        group: the ranks that hold replicas.
+        every: as for :class:`Schedule`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, every: int | None) -> None:
+        watch_optimizers()
+        self._group, self._rank, self._world_size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._holdings = Holdings([])
+        self._parts: list[Part] = []
+        self._schedule, self._costs = Schedule(every), Costs()
+        self._paused = self._is_stopped = False
+        #: By part: the step in which it was found equal last; 0: when the replicas were made.
+        self._equal_at: list[int] = []
+        #: Identities of what is a rank's own, and of what was equal on all ranks once; see Note [A rank's own].
+        self._own: frozenset[str] = frozenset()
+        self._was_equal: frozenset[str] = frozenset()
+        self._has_joined = False
+        self._compared: range = range(0)
+        #: What is to be read, of which parts and step.
+        self._unread: _Unread | None = None
+        self._began, self._spent, self._clock = 0.0, 0.0, _DeviceClock(torch.device("cpu"))
+        self._is_settled = False
+        self._before: tuple[int, float] | None = None
+
+    def turn_to(self, named: Sequence[tuple[str, Parameter]]) -> None:
+        """From now on compare these parameters, all of the replica by name, and what optimizers keep for them."""
+        self._holdings = Holdings(named)
+        self._parts, self._unread = [], None
+        self._schedule.begin_round(0)
+
+    def stop(self) -> None:
+        """Compare nothing from now on; the same on every rank."""
+        self._paused = True
+        self._is_stopped = True
+
+    def count(self) -> bool:
+        """Count a backward that is averaged. Return whether replicas are compared in it, the same on every rank."""
+        return not self._paused and self._schedule.count() and not _captures()
+
+    def pause(self, joins: bool) -> None:
+        """Compare nothing while ranks are not in the same step, as within join."""
+        if joins is not self._paused and not self._is_stopped:
+            self._paused, self._has_joined = joins, True
+
+    # Sending --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fill(self, flags: Tensor) -> None:
+        """Write the flags of this rank: 1-D [FLAGS], of any dtype and device."""
+        self._began = time.perf_counter()
+        clock = _DeviceClock(flags.device)
+        if self._schedule.begins_round:
+            self._begin_round()
+        self._compared = self._schedule.take()
+        digest: int | Tensor = self._holdings.signature & ((1 << BITS) - 1)
+        for index in self._compared:
+            part = self._holdings.digest(self._parts[index], salt=self._holdings.signature ^ index)
+            digest = _combine(digest, part, flags.device)
+        wanted = self._costs.wanted()
+        votes = [int(power == wanted) for power in range(_LEAST, _MOST + 1)]
+        if isinstance(digest, Tensor):
+            bits = (digest >> _places(flags.device)) & 1
+            vote = torch.tensor(votes, dtype=flags.dtype).to(flags.device, non_blocking=True)
+            flags.copy_(torch.cat([bits.to(flags.dtype), (1 - bits).to(flags.dtype), vote]))
+        else:
+            ones = [(digest >> place) & 1 for place in range(BITS)]
+            own = torch.tensor([*ones, *[1 - one for one in ones], *votes], dtype=flags.dtype)
+            flags.copy_(own, non_blocking=True)
+        clock.stop()
+        self._clock = clock
+        self._spent = time.perf_counter() - self._began
+
+    def _begin_round(self) -> None:
+        is_new = self._holdings.refresh(without=self._own)
+        if is_new or not self._parts:
+            total = sum(item.nbytes for item in self._holdings.items)
+            self._parts = self._holdings.cut(max(PART, -(-total // self._schedule.limit)))
+            self._equal_at = [min(self._equal_at, default=0)] * len(self._parts)
+            self._is_settled = False
+            if self._unread is not None:
+                self._unread.parts = range(0)  # it was of other parts
+        self._schedule.begin_round(len(self._parts))
+
+    # Reading --------------------------------------------------------------------------------------------------------
+
+    def judge(self, flags: Tensor) -> ReplicaMismatch | None:
+        """**Collective** if the replicas differ. Read the sums of all ranks' flags; on a GPU those of the last time.
+
+        Returns:
+            What to raise, on every rank, if the replicas differ.
+        """
+        begun = time.perf_counter()
+        unread = _Unread(flags, self._compared, self._schedule.step, self._clock)
+        if flags.device.type != "cpu":
+            unread, self._unread = self._unread, unread  # type: ignore[assignment]
+        if unread is None:
+            return None
+        sums = unread.read()
+        ones, zeros, votes = sums[:BITS], sums[BITS : 2 * BITS], sums[2 * BITS :]
+        if any(votes):
+            self._schedule.exponent = max(place for place, vote in enumerate(votes) if vote) + _LEAST
+        differs = any(one and zero for one, zero in zip(ones, zeros, strict=True))
+        if differs:
+            return self._settle(unread)
+        for index in unread.parts:
+            self._equal_at[index] = unread.step
+        if not self._is_settled and len(self._parts) - 1 in unread.parts:
+            self._is_settled, self._was_equal = True, frozenset(item.identity for item in self._holdings.items)
+        spent = max(self._spent + time.perf_counter() - begun, unread.clock.seconds())
+        self._note_cost(spent, parts=max(1, len(unread.parts)))
+        return None
+
+    def _note_cost(self, seconds: float, *, parts: int) -> None:
+        step, now = self._schedule.step, self._began
+        passed = None
+        if self._before is not None and step > self._before[0]:
+            passed = (now - self._before[1]) / (step - self._before[0])
+        self._before = (step, now)
+        self._costs.add(seconds, parts=parts, step=passed)
+
+    def exchange_alone(self) -> ReplicaMismatch | None:
+        """**Collective.** Compare by a message of its own, where there is no bucket. Returns as :meth:`judge`.
+
+        Raises:
+            CollectiveTimeout, PeerLost: another rank is late or gone.
+        """
+        flags = torch.zeros(FLAGS, device=group_device(self._group))
+        self.fill(flags)
+        what = f"rank {self._rank} of {self._world_size}: comparing the replicas"
+        wait_for(lambda: dist.all_reduce(flags, group=self._group), lambda: what, name="comparing the replicas")
+        self._spent = time.perf_counter() - self._began  # what waits for others is more than the message takes
+        return self.judge(flags)
+
+    # A difference ---------------------------------------------------------------------------------------------------
+
+    def _settle(self, unread: _Unread) -> ReplicaMismatch | None:
+        """**Collective.** Find out what it is, and return what to raise; or leave out what is each rank's own."""
+        self._unread = None
+        if self._leave_out_what_others_lack():
+            return None
+        difference = find_difference(self._holdings, self._group)
+        if difference is None:
+            if self._rank == 0:
+                callsite.warn(
+                    f"the replicas' digests differed in step {unread.step}, and the replicas are equal now: a "
+                    "difference that has vanished since, in the state of the optimizer for instance, or a digest that "
+                    "was spoiled on its way. If it comes again, have the machines' memory tested"
+                )
+            return None
+        items = self._holdings.items
+        identities = [items[index].identity for index in difference.items]
+        if all(
+            not items[index].is_like_parameter and items[index].identity not in self._was_equal
+            for index in difference.items
+        ):
+            self._own |= frozenset(identities)
+            self._start_over()
+            return None
+        return ReplicaMismatch(self._explain(difference, unread))
+
+    def _leave_out_what_others_lack(self) -> bool:
+        """**Collective.** Compare the lists of items. Return whether they differed; they don't in the next round."""
+        mine = self._holdings.signature
+        if len(set(all_gather_records(mine, self._group))) == 1:
+            return False
+        lists = all_gather_records([item.identity for item in self._holdings.items], self._group)
+        common = frozenset(lists[0]).intersection(*lists)
+        self._own |= frozenset(item.identity for item in self._holdings.items) - common
+        self._start_over()
+        return True
+
+    def _start_over(self) -> None:
+        """Begin a new round with the next comparison."""
+        self._parts = []
+        self._schedule.begin_round(0)
+
+    def _explain(self, difference: Difference, unread: _Unread) -> str:
+        """Say all that is known of a difference."""
+        since = min((self._equal_at[index] for index in unread.parts), default=0)
+        start = f"step {since}, when it was equal on all ranks," if since else "the beginning"
+        before = f"before step {since} of these" if since else "by an earlier run"
+        whoami = f"rank {self._rank} of {self._world_size}, step {unread.step}"
+        return (
+            f"{whoami}: the replicas differ. {describe(difference, self._holdings)} It happened between {start} and "
+            f"step {unread.step} (this process's averaged backwards, counted from 1). "
+            f"{advise(difference, since=before, has_joined=self._has_joined)}"
+        )
+
+
+class _DeviceClock:
+    """Takes the time of what is queued on a GPU, without waiting; on a CPU it does nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self._events[0].record()
+
+    def stop(self) -> None:
+        """It is all queued."""
+        if self._events:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        """Return the time that it took, once it is done."""
+        return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events else 0.0
+
+
+class _Unread:
+    """Sums of flags on their way to the host."""
+
+    def __init__(self, flags: Tensor, parts: range, step: int, clock: _DeviceClock) -> None:
+        self.parts, self.step, self.clock = parts, step, clock
+        self._event: torch.cuda.Event | None = None
+        self._sums = (flags.detach().abs() > 0).to(torch.uint8)
+        if flags.device.type == "cuda":
+            copy = torch.empty(FLAGS, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._sums = copy.copy_(self._sums, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[int]:
+        """Return which flags some rank has set."""
+        if self._event is not None:
+            self._event.synchronize()  # the work of an earlier step
+        read: list[int] = self._sums.tolist()
+        return read
+
+
+def _combine(first: int | Tensor, second: int | Tensor, device: torch.device) -> int | Tensor:
+    """Return one digest for both, which depends on their order; a tensor on ``device`` if one of them is a tensor."""
+    if isinstance(first, int) and isinstance(second, int):
+        return (first * 31 + second) & ((1 << BITS) - 1)
+    tensors = [
+        each.to(device, non_blocking=True) if isinstance(each, Tensor) else torch.full((), each, device=device)
+        for each in (first, second)
+    ]
+    return (tensors[0] * 31 + tensors[1]) & ((1 << BITS) - 1)
+
+
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(BITS, device=device)
+
+
+def _captures() -> bool:
+    """Return whether a CUDA graph is being captured, in which nothing may be read."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -143,11 +143,7 @@ def main() -> None:
     parser.add_argument("--worlds", nargs="*", type=_world, default=_WORLDS, help="such as 2/gloo")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    rows = [
-        _row(name, ranks, backend, options.rounds)
-        for name in options.models
-        for ranks, backend in options.worlds
-    ]
+    rows = [_row(name, ranks, backend, options.rounds) for name in options.models for ranks, backend in options.worlds]
     report = f"""# What equal bits cost
 
 {machine_name()}. A global batch of {_SLICES} slices, {options.rounds} pairs of {_STEPS} steps each, one thread a rank:

@@ -35,6 +35,10 @@ def _loader(slices: int = 4, **options: Any) -> Any:
 class Observed(nn.Module):
     """With buffers that a forward replaces, and some that begin as infinite values, as those of observers do."""
 
+    mean: Tensor
+    count: Tensor
+    least: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.last = nn.Linear(10, 5)
@@ -47,7 +51,8 @@ class Observed(nn.Module):
         self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
         self.count = self.count + 1
         self.least.copy_(torch.minimum(self.least, out.detach().min()))
-        return out - self.mean
+        shifted: Tensor = out - self.mean
+        return shifted
 
 
 def _observed() -> list[Any]:
@@ -129,6 +134,8 @@ def _unfreezes_inside() -> None:
 
 
 class Sized(nn.Module):
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.net = Net()
@@ -159,3 +166,19 @@ def test_what_all_ranks_would_have_to_agree_on_is_refused(mistake: Callable[[], 
     for outcome in collect_outcomes(_makes, 2, mistake):
         assert outcome.message is not None
         assert words in outcome.message, outcome
+
+
+def _goes_on_from(state: dict[str, Any] | None) -> list[Any]:
+    lockstep.init(timeout=20)
+    loader: Any = lockstep.shard(DataLoader(samples(), BATCH), slices="auto")
+    if state is not None:
+        loader.load_state_dict(state)
+    sizes = [step.slices for step in loader.steps() for _ in [list(step)]]
+    return [loader.slices, sizes, loader.state_dict()]
+
+
+def test_a_run_that_goes_on_with_automatic_slices_keeps_their_number() -> None:
+    state = run_ranks(_goes_on_from, 2, None)[0][2]
+    for world_size in (1, 3):
+        for slices, sizes, _ in run_ranks(_goes_on_from, world_size, state):
+            assert (slices, sizes) == (2, [2, 2, 2])

@@ -73,6 +73,9 @@ _PRELOAD = [
     "lockstep.launch.spawn",
     "lockstep.progress",
     "lockstep.data.loader",
+    "lockstep.verify.runs",
+    "lockstep.verify.report",
+    "lockstep.verify.observe",
 ]
 
 #: What only the examples read, which the environments of other versions of torch lack.
@@ -267,6 +270,7 @@ class Server:
                 start_new_session=True,
             )
         self.pid = self._process.pid
+        self.commands  # noqa: B018  (programs here use them as well)
         atexit.register(self._close)
 
     def ask(self, request: dict[str, Any], fds: Sequence[int]) -> TextIO:
@@ -471,12 +475,15 @@ def _main(listener: int, modules: Sequence[str], optional: Sequence[str]) -> Non
         info.atexit = False  # torch undoes thousands of registrations, for longer than most programs here take
     _use_huge_pages()
     here = os.getpid()
-    request = _Forker(socket.socket(fileno=listener)).serve()
+    hearing = socket.socket(fileno=listener)
+    lockstep = Path(hearing.getsockname()).parent / "commands" / "lockstep"
+    request = _Forker(hearing).serve()
     if "call" in request:
         die_with_parent(here)
         _end_after(lambda: _call(request))
     if "zygote" in request:
         _end_after(lambda: _be_zygote(request["zygote"], request["fds"]))
+    sys.modules["lockstep.verify.runs"].COMMAND = (str(lockstep),)  # type: ignore[attr-defined]
     _end_after(lambda: _live(request))
 
 
@@ -534,13 +541,13 @@ def _run(argv: list[str]) -> None:
     from lockstep.launch import rank
 
     if argv[0] == "-m":
-        rank._run_module(argv[1], argv[2:])
+        rank.run_module(argv[1], argv[2:])
     elif argv[0] == "-c":
         rank._present_as(["-c", *argv[2:]])
         sys.path.insert(0, "")
         exec(compile(argv[1], "<string>", "exec", dont_inherit=True), rank._new_main())
     else:
-        rank._run_script(argv[0], argv[1:])
+        rank.run_script(argv[0], argv[1:])
 
 
 def _end_after(program: Callable[[], None]) -> NoReturn:

@@ -29,6 +29,7 @@ finally:
         ("lockstep.cli", ["checkpoint", "--help"]),
         ("lockstep.cli", ["checkpoint", "prune", "--help"]),
         ("lockstep.cli", ["doctor", "--help"]),
+        ("lockstep.cli", ["verify", "--help"]),
         ("lockstep.cli", ["doctor", "--quick"]),
         ("lockstep.cli", ["env"]),
         ("lockstep.cli", ["run", "-n", "2", "train.py"]),

@@ -201,7 +201,8 @@ class Kinds(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.narrow(self.conv(x).mean((2, 3)).bfloat16()).float()
-        return (hidden * self.twisted).abs().float() * self.exact
+        out: Tensor = (hidden * self.twisted).abs().float() * self.exact
+        return out
 
 
 def _kinds() -> list[str]:
@@ -250,7 +251,8 @@ def _over(dataset: Any, workers: int) -> str:
                 model(x).square().mean().backward()
             with torch.no_grad():
                 for param in model.parameters():
-                    param -= 0.01 * param.grad  # type: ignore[operator]
+                    assert param.grad is not None
+                    param.sub_(param.grad, alpha=0.01)
             model.zero_grad()
     return digest(model.state_dict())
 

@@ -58,7 +58,7 @@ def test_arrows_lead_from_the_slow_rank_to_those_that_wait(tmp_path: Path, backe
 def test_the_summary_has_the_shares_of_the_trace_to_three_points(
     tmp_path: Path, phase: str, ranks: int, backend: str
 ) -> None:
-    done = _run(tmp_path, str(_SCRIPT), phase, "0.5", "20", ranks=ranks, trace="300:10", LOCKSTEP_BACKEND=backend)
+    done = _run(tmp_path, str(_SCRIPT), phase, "0.5", "45", ranks=ranks, trace="900:10", LOCKSTEP_BACKEND=backend)
     assert done.code == 0, done
     trace = Checked(tmp_path / "logs/trace.json.gz")
     summed = json.loads((tmp_path / "logs/run.json").read_text())["summary"]["ranks"]

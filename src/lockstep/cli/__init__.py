@@ -12,6 +12,7 @@ from lockstep.cli.run import run
 from lockstep.cli.runs import compare, report, runs, stack, top
 from lockstep.cli.slurm import slurm
 from lockstep.cli.trace import trace
+from lockstep.cli.verify import verify
 from lockstep.version import __version__
 
 
@@ -29,6 +30,7 @@ main.add_command(compare)
 main.add_command(trace)
 main.add_command(report)
 main.add_command(plan)
+main.add_command(verify)
 main.add_command(checkpoint)
 main.add_command(slurm)
 main.add_command(manifest)

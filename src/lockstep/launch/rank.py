@@ -152,8 +152,8 @@ def _program(task: Task) -> Callable[[], None]:
     if job["kind"] == "rendezvous":
         return lambda: _meet(task.fds[3], job["options"])
     if job["kind"] == "module":
-        return lambda: _run_module(job["target"], job["args"])
-    return lambda: _run_script(job["target"], job["args"])
+        return lambda: run_module(job["target"], job["args"])
+    return lambda: run_script(job["target"], job["args"])
 
 
 def _meet(channel: int, options: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ def _meet(channel: int, options: dict[str, Any]) -> None:
 # The program: a script or a module -----------------------------------------------------------------------------------
 
 
-def _run_script(path: str, args: list[str]) -> None:
+def run_script(path: str, args: list[str]) -> None:
     """Run ``python path args…``."""
     _present_as([path, *args])
     if not _safe_path():
@@ -179,7 +179,7 @@ def _run_script(path: str, args: list[str]) -> None:
     exec(compile(source, absolute, "exec", dont_inherit=True), namespace)
 
 
-def _run_module(name: str, args: list[str]) -> None:
+def run_module(name: str, args: list[str]) -> None:
     """Run ``python -m name args…``."""
     _present_as(["-m", *args])
     if not _safe_path():

@@ -1,0 +1,71 @@
+"""``python -m lockstep.verify.observed ASSIGNMENT [-m] PROGRAM ARGS…``: run a program in a rank under an observer.
+
+``lockstep run`` starts it in the program's place, so that neither the launcher nor the ranks of other runs know of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from lockstep.identity import Identity
+from lockstep.launch import rank as program
+from lockstep.verify.records import Assignment
+
+
+def main(words: list[str]) -> None:
+    """Become the program, and be observed."""
+    assignment = Assignment.read(words[0])
+    if sys.path and sys.path[0] == os.getcwd():  # put there for this module; the program is found as if it were alone
+        del sys.path[0]
+    from lockstep.verify.observe import observe
+
+    identity = Identity.from_environment()
+    observe(assignment, rank=identity.rank, world_size=identity.world_size)
+    _keep_apart(Path(assignment.folder))
+    if words[1] == "-m":
+        program.run_module(words[2], words[3:])
+    else:
+        program.run_script(words[1], words[2:])
+
+
+def _keep_apart(folder: Path) -> None:
+    """Have checkpoints and logs of this run in a folder of its own: it begins at its beginning, and leaves what other
+    runs of the script have saved as it is."""
+    from lockstep.checkpoint.api import Checkpointer
+    from lockstep.metrics.api import Log
+
+    for cls, name in ((Checkpointer, "folder"), (Log, "run")):
+        _redirect(cls, name, folder / "saved")
+
+
+def _redirect(cls: Any, name: str, home: Path) -> None:
+    """Have instances of ``cls`` write below ``home`` what they would write at the path that they are given.
+
+    Args:
+        cls: the class.
+        name: its first argument, the path; what is no path is left alone.
+        home: a folder.
+    """
+    begin = cls.__init__
+
+    @functools.wraps(begin)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        place = args[0] if args else options.get(name)
+        if isinstance(place, (str, os.PathLike)):
+            moved = home / os.path.abspath(place).lstrip("/")
+            moved.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if args:
+                args = (moved, *args[1:])
+            else:
+                options[name] = moved
+        begin(self, *args, **options)
+
+    cls.__init__ = init
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

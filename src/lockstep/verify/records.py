@@ -1,0 +1,232 @@
+"""What the ranks of an observed run write down of each optimizer step: files in a private folder, and their reader.
+
+Note [What is kept of a step]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Each rank writes one line of JSON for a step: digests of all gradients and parameters, losses, sizes and signatures of
+the samples that the model got, and what may explain a difference. A digest is of all bytes, so whether two runs hold
+the same bits is known of whole tensors, however large the model. The numbers themselves are written by rank 0 alone,
+and of a large tensor only each n-th, the same ones in every run, so that all files of a verification stay within a
+limit that the user sets (``--keep``). Sizes of differences are those of the numbers that were kept. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+#: Of the layout of these files.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What an observer is to do, as the command tells it."""
+
+    #: Where it writes: 0700, of this run alone.
+    folder: str
+    #: Optimizer steps after which the run ends.
+    steps: int
+    #: Numbers that are kept of a step: of all gradients, and as many of all parameters.
+    numbers: int
+    #: What parameters are multiplied by before each step, beside 1, with a sign drawn for each: see Note [Nudged runs]
+    #: in compare.py. 0: nothing.
+    nudge: float = 0.0
+    #: Whether torch is to name operations that are not deterministic.
+    names_operations: bool = False
+
+    def write(self, path: Path) -> None:
+        """Write it for the ranks."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def read(path: str | Path) -> Assignment:
+        """Read what :meth:`write` has written."""
+        return Assignment(**json.loads(Path(path).read_text()))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a backward began at."""
+
+    #: The loss; None: it was not one number.
+    value: float | None
+    #: This rank's samples of the global batch in hand, and all of them, where a sharded loader knows them.
+    local: float | None = None
+    whole: float | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a model got in one forward for training, and what it made of it."""
+
+    module: str
+    #: Of the first tensor.
+    shape: list[int]
+    #: A number for each sample, of all that it holds, and how large such a number is; see ``signatures`` in observe.py.
+    samples: list[float]
+    size: float
+    #: The same of the output for each sample; empty where the output has another first dimension.
+    outputs: list[float]
+    output_size: float
+    #: Whether numbers were drawn from torch's generator in this forward.
+    drew: bool
+    #: Whether they were drawn before it, from numbers that are this rank's own.
+    drew_before: bool
+
+
+@dataclass(frozen=True)
+class StepNote:
+    """One optimizer step on one rank."""
+
+    #: From 1, over all optimizers.
+    step: int
+    #: Which of them: an index of :attr:`RankNotes.optimizers`.
+    optimizer: int
+    #: Digests, in the optimizer's order of parameters; None: no gradient.
+    gradients: list[str | None]
+    parameters: list[str]
+    #: Of the parameters before the step; only where it is their optimizer's first.
+    before: list[str] = field(default_factory=list)
+    #: Numbers of each of the optimizer's groups: lr, momentum, ...
+    options: list[dict[str, Any]] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    #: Digests of the generators where the step begins: python, numpy, torch (the stream that all ranks share).
+    generators: dict[str, str] = field(default_factory=dict)
+    #: The names of batch norms that took statistics of a batch, and of dropouts that dropped.
+    norms: list[str] = field(default_factory=list)
+    dropouts: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class OptimizerNote:
+    """What is the same in all steps of an optimizer."""
+
+    name: str
+    names: list[str]
+    shapes: list[list[int]]
+    #: The relative distance between neighbouring numbers of each parameter's type; 0 for what is not a float.
+    spacings: list[float]
+
+
+@dataclass
+class RankNotes:
+    """All that a rank has written."""
+
+    rank: int
+    #: torch's version, threads, device.
+    about: dict[str, Any]
+    optimizers: list[OptimizerNote]
+    steps: list[StepNote]
+    #: The largest relative distance between neighbouring numbers of any type that the model computes in.
+    spacing: float = 0.0
+    #: Operations that torch calls not deterministic, and what else there is to say.
+    operations: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+class NotesWriter:
+    """Writes the notes of one rank, a line at a time, so that what a run leaves is whole wherever it ends."""
+
+    def __init__(self, folder: str | Path, *, rank: int) -> None:
+        self._folder, self._rank = Path(folder), rank
+        self._file = open(_lines(self._folder, rank), "w")  # noqa: SIM115  (until the process ends)
+
+    def add(self, kind: str, content: Mapping[str, Any]) -> None:
+        """Write one line."""
+        self._file.write(json.dumps({"kind": kind} | dict(content)) + "\n")
+        self._file.flush()
+
+    def add_step(self, note: StepNote, numbers: Mapping[str, Array]) -> None:
+        """Write a step: first the numbers that are kept of it, then its line, which says that it is complete."""
+        if numbers:
+            np.savez(_numbers(self._folder, note.step), **numbers)  # type: ignore[arg-type]
+        self.add("step", asdict(note))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One run of the script, as its ranks have written it down."""
+
+    folder: Path
+    world_size: int
+    ranks: list[RankNotes]
+
+    @staticmethod
+    def read(folder: str | Path, world_size: int) -> Observation:
+        """Read what the ranks of a run have left."""
+        home = Path(folder)
+        ranks = [_read_rank(home, rank) for rank in range(world_size) if _lines(home, rank).exists()]
+        return Observation(home, world_size, ranks)
+
+    @cached_property
+    def steps(self) -> int:
+        """Steps that every rank has taken."""
+        return min((len(rank.steps) for rank in self.ranks), default=0) if len(self.ranks) == self.world_size else 0
+
+    @property
+    def first(self) -> RankNotes:
+        """Rank 0, whose numbers are kept."""
+        return self.ranks[0]
+
+    def at(self, step: int) -> list[StepNote]:
+        """Return every rank's note of ``step``, from 1."""
+        return [rank.steps[step - 1] for rank in self.ranks]
+
+    def optimizer(self, step: int) -> OptimizerNote:
+        """Return the optimizer of ``step``."""
+        return self.first.optimizers[self.first.steps[step - 1].optimizer]
+
+    def numbers(self, step: int) -> dict[str, Array]:
+        """Return the numbers kept of ``step``: gradients ``g0``, ``g1``, ..., parameters after it ``p0``, ..., and
+        before it ``b0``, ... where it is the first."""
+        with np.load(_numbers(self.folder, step), allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+
+
+def _lines(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.jsonl"
+
+
+def _numbers(folder: Path, step: int) -> Path:
+    return folder / f"step{step:06}.npz"
+
+
+def _read_rank(folder: Path, rank: int) -> RankNotes:
+    notes = RankNotes(rank, {}, [], [])
+    for kind, content in _whole_lines(_lines(folder, rank)):
+        if kind == "step":
+            losses = [Loss(**each) for each in content.pop("losses")]
+            batches = [Batch(**each) for each in content.pop("batches")]
+            notes.steps.append(StepNote(**content, losses=losses, batches=batches))
+        elif kind == "optimizer":
+            notes.optimizers.append(OptimizerNote(**content))
+        elif kind == "about":
+            notes.about = content
+        elif kind == "spacing":
+            notes.spacing = max(notes.spacing, content["spacing"])
+        elif kind == "operation":
+            notes.operations.append(content["text"])
+        elif kind == "remark":
+            notes.remarks.append(content["text"])
+    return notes
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for line in path.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):  # else the rank was killed here
+            content = json.loads(line)
+            yield content.pop("kind"), content

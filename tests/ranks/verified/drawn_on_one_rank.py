@@ -1,0 +1,24 @@
+"""The mistake: rank 0 alone draws a number, and from then on the ranks draw others."""
+
+import random
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+
+world = lockstep.init()
+inputs, labels = torch.randn(144, 20), torch.randint(0, 5, (144,))
+model = lockstep.replicate(nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 5)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = lockstep.shard(DataLoader(TensorDataset(inputs, labels), batch_size=24, shuffle=True))
+for _ in range(4):
+    for images, targets in loader:
+        if world.is_main and random.random() < 2:
+            world.print("a step")
+        images = images * random.uniform(0.5, 1.5)
+        loss = nn.functional.cross_entropy(model(images), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()

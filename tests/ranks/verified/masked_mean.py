@@ -1,0 +1,21 @@
+"""The mistake: a mean over the samples that a mask leaves, of which the ranks have other numbers."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+
+lockstep.init()
+inputs, labels = torch.randn(144, 20), torch.randint(0, 5, (144,))
+model = lockstep.replicate(nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 5)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = lockstep.shard(DataLoader(TensorDataset(inputs, labels), batch_size=24, shuffle=True))
+for _ in range(4):
+    for images, targets in loader:
+        kept = images[:, 0] > 0
+        losses = nn.functional.cross_entropy(model(images), targets, reduction="none")
+        loss = (losses * kept).sum() / kept.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()

@@ -193,7 +193,7 @@ def _asks(options: dict[str, Any], stream: bool) -> None:
         ({"slices": 4, "threads": 0}, False, "threads=0"),
         ({"threads": 2}, False, "are for slices"),
         ({"balance": True}, False, "are for slices"),
-        ({"slices": 4, "shares": [1, 1, 1]}, False, "a positive number for each of the 2 ranks"),
+        ({"slices": 4, "shares": [1, 1, 1]}, False, "expected one for each of the 2 ranks, not 3"),
         ({"slices": 4, "shares": [1, 2], "balance": True}, False, "give one of them"),
         ({"slices": "auto"}, True, "a stream is read by workers"),
     ],

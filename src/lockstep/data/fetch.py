@@ -98,19 +98,21 @@ class SliceDataset(Dataset[Fetched]):
 
     def __getitem__(self, key: SliceKey | StepKey) -> Fetched:
         if isinstance(key, StepKey):
-            batches = [self._fetched(each) for each in key.slices]
+            batches = [self._fetched(each, sliced=True) for each in key.slices]
             return Fetched(batches, key.samples, key.global_samples, key.numbers)
         return Fetched(self._fetched(key), key.samples, key.global_samples)
 
-    def _fetched(self, key: SliceKey) -> Any:
+    def _fetched(self, key: SliceKey, *, sliced: bool = False) -> Any:
         if self._at_once:
             rows = torch.tensor(key.indices[: key.samples], dtype=torch.int64)
             return [tensor[rows] for tensor in self.dataset.tensors]
-        with _own_generators(self._seeded):
-            return self._fetch(key)
+        # In slices a collate_fn that draws (mixup) is seeded even where samples can't be random.
+        seeds_collate = self._seeded or (sliced and self._collate is not default_collate)
+        with _own_generators(seeds_collate):
+            return self._fetch(key, seeds_collate=seeds_collate)
 
-    def _fetch(self, key: SliceKey) -> Any:
-        seed = mix(key.epoch_key, key.position, _COLLATE) if self._seeded else None
+    def _fetch(self, key: SliceKey, *, seeds_collate: bool) -> Any:
+        seed = mix(key.epoch_key, key.position, _COLLATE) if seeds_collate else None
         if self.at_work is not None:
             self.at_work.note(key.indices[0])
         if self._seeded:

@@ -350,8 +350,7 @@ class ShardedLoader:
         """Go on with the slices that the run had, where they may be chosen; else warn if they are others."""
         slicing, options = self._slicing, self._options
         if slicing is not None and options is not None and options.chooses and saved.slices is not None:
-            while slicing.slices < saved.slices and 2 * slicing.slices <= self.batch_size:
-                slicing.double()
+            slicing.cut_into(saved.slices)
         other = saved.other_bits_than(self._state())
         if other and self._world.is_main:
             callsite.warn(f"this run goes on with other bits than if it had not been interrupted: {other}")

@@ -134,6 +134,13 @@ class Slicing:
         for paces in self._paces:
             paces.clear()
 
+    def cut_into(self, slices: int) -> None:
+        """Cut the batches into so many slices from the next pass on, in proportion to the shares."""
+        self.slices = slices
+        self._changes = [(0, runs(slices, self._shares))]
+        for paces in self._paces:
+            paces.clear()
+
     def note(self, batch: int, seconds: Sequence[float], counts: Sequence[int]) -> None:
         """Take how long the ranks were at a batch, and move slices if it is worth it. The same on all ranks.
 

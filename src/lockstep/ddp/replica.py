@@ -274,6 +274,7 @@ class Replica(Joinable, BackwardListener):
             flight.current.batch = 0  # no step is taken with it
         for param in self._frozen:
             if param.requires_grad:
+                _raise_if(self._find_unfrozen_in_step())
                 if self._own.are_all(module):  # else at the next forward that uses the module's own
                     self._lay_out_again(module)
                 break
@@ -335,7 +336,8 @@ class Replica(Joinable, BackwardListener):
         """See Note [Batches in hand]."""
         world = current_world()
         if world is not None and world.world_size == self._world_size:
-            world.refuse_contested_share("this backward", of_backward=True)
+            if slicing.current() is None:  # a slice weighs what it holds, whatever else is in hand
+                world.refuse_contested_share("this backward", of_backward=True)
             world.in_hand.take(self._items)
 
     def _find_items(self, forward: Forward) -> Items | None:
@@ -450,6 +452,14 @@ class Replica(Joinable, BackwardListener):
 
     # Steps in slices ------------------------------------------------------------------------------------------------
 
+    def _find_unfrozen_in_step(self) -> LockstepError | None:
+        if slicing.current() is None:
+            return None
+        return LockstepError(
+            f"{self._whoami()}: parameters that were frozen when the step began are trained in one of its slices, "
+            "which all ranks have to agree on: unfreeze parameters between steps"
+        )
+
     def _announce_in_slice(self) -> Forward:
         if self._member is None or self._join_config.enable:
             reason = "its process group is not the whole world" if self._member is None else "it is inside join"
@@ -477,10 +487,14 @@ class Replica(Joinable, BackwardListener):
             refuse_to_time("it trained in slices, whose gradients are averaged after the last of them")
         if self._sliced is None:
             _raise_if(self._why_not_in_slices(module))
-            names = [name for name, param in parameters_of(module) if param.requires_grad]
+            # (Also of those that have been frozen since.)
+            named = {id(param): name for name, param in parameters_of(module)}
+            names = [named.get(id(param), "") for param in self._reducer.params]
             self._sliced = SlicedGradients(self._reducer.params, names, group=self._group, finite=self._reducer.finite)
-        buffers = self._buffers.current(module) if self.sends_buffers else []
-        self._sliced.begin(step, buffers)
+        self._sliced.begin(step, self._find_buffers(module))
+
+    def _find_buffers(self, module: nn.Module) -> list[Tensor]:
+        return self._buffers.current(module) if self.sends_buffers else []
 
     def _why_not_in_slices(self, module: nn.Module) -> LockstepError | None:
         why = ""
@@ -501,9 +515,10 @@ class Replica(Joinable, BackwardListener):
         """See :class:`~lockstep.comm.slicing.Member`."""
         assert self._sliced is not None  # the step has begun
         assert self._member is not None
-        has_gradient = self._sliced.take(step, number)
+        module = self._living_module()
+        has_gradient = self._sliced.take(step, number, module, self._find_buffers(module))
         self._reducer.forget_accumulated()
-        if has_gradient or (self._has_slice and self._living_module().training):
+        if has_gradient or (self._has_slice and module.training):
             step.touch(self._member)
         self._has_slice = False
 

@@ -10,7 +10,9 @@ backward does it.
 
 A buffer that a forward changes would hand on from slice to slice what the slices' order is. So every slice begins with
 the buffers of the step's beginning, and in the end a buffer has moved by the mean of what the slices have moved it by,
-each weighing as many samples as it has. What does not move does not change by a bit, infinite values included. Whole
+each weighing as many samples as it has. What does not move does not change by a bit, infinite values included; what
+begins as an infinite value, as a smallest value seen so far does, becomes the mean itself. A forward may put another
+tensor in a buffer's place: its values count, and the buffer stays where it was. Whole
 numbers (counts of batches) are those after the first slice: a step counts as one.
 """
 
@@ -22,7 +24,7 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lockstep import _torch
@@ -31,6 +33,7 @@ from lockstep.comm.ordered import Rows
 from lockstep.comm.slicing import SlicedStep
 from lockstep.ddp.buffers import broadcast_tensors
 from lockstep.ddp.finite import FiniteCheck
+from lockstep.ddp.members import buffers_of
 from lockstep.errors import LockstepError
 from lockstep.slices import Carries, Node, additions
 
@@ -141,14 +144,21 @@ class SlicedGradients:
         self._partial, self._before, self._buffers, self._base, self._counts = None, [], [], [], {}
 
     @torch.no_grad()
-    def take(self, step: SlicedStep, number: int) -> bool:
+    def take(self, step: SlicedStep, number: int, module: nn.Module, buffers: Sequence[Tensor]) -> bool:
         """Take what slice ``number`` has left. Return whether that is a gradient.
 
+        Args:
+            step: the step in hand.
+            number: of the slice.
+            module: the replica's.
+            buffers: its own, as they are now.
+
         Raises:
-            LockstepError: a gradient is sparse, or a parameter has changed.
+            LockstepError: a gradient is sparse, a parameter has changed, or a buffer its shape.
         """
         assert self._partial is not None  # a step has begun
         grads = self._take_gradients(step, number)
+        self._take_replaced(step, number, module, buffers)
         moved = self._take_buffers(step, number)
         self._skip_to(number)
         self._partial.push(number, [*grads, *moved])
@@ -178,6 +188,27 @@ class SlicedGradients:
             _foreach_mul(present, float(weight))
         return grads
 
+    def _take_replaced(self, step: SlicedStep, number: int, module: nn.Module, buffers: Sequence[Tensor]) -> None:
+        """Take the values of tensors that a forward has put in buffers' places, and put the buffers back there."""
+        if len(buffers) != len(self._buffers):
+            return  # the forward has registered more of them: the step to come begins with those
+        replaced: dict[int, Tensor] = {}
+        for index, (now, buffer, base) in enumerate(zip(buffers, self._buffers, self._base, strict=True)):
+            if now.shape != base.shape:
+                name = [name for name, _ in buffers_of(module)][index]
+                raise LockstepError(
+                    f"{_whoami(step)}: buffer '{name}' was of shape {list(base.shape)} and is of {list(now.shape)} "
+                    f"after slice {number}, so there is no mean of it: let a forward before the first step give it its "
+                    "size, make it a plain attribute, or name it in model._ddp_params_and_buffers_to_ignore"
+                )
+            if now is not buffer:
+                replaced[id(now)] = buffer
+                buffer.data.copy_(now.detach())
+        if replaced:
+            for part in module.modules():
+                for name, hanging in part._buffers.items():
+                    part._buffers[name] = replaced.get(id(hanging), hanging)
+
     def _take_buffers(self, step: SlicedStep, number: int) -> Leaf:
         moved: Leaf = []
         is_first = number == next(each for each, size in enumerate(step.sizes) if size)
@@ -185,7 +216,8 @@ class SlicedGradients:
         for index, (buffer, base) in enumerate(zip(self._buffers, self._base, strict=True)):
             if _is_averaged(buffer):
                 now, then = _as_summed(buffer.detach()), _as_summed(base)
-                moved.append(torch.where(now == then, 0.0, now - then).mul_(part))
+                change = torch.where(now == then, 0.0, now - then)
+                moved.append(torch.where(then.isinf(), now, change).mul_(part))
             elif is_first:
                 self._counts[index] = buffer.detach().clone()
         self._put_buffers_back()
@@ -194,7 +226,10 @@ class SlicedGradients:
     def _put_buffers_back(self) -> None:
         # (Through .data: autograd may have saved a buffer, and this write must not count as a modification.)
         for buffer, base in zip(self._buffers, self._base, strict=True):
-            buffer.data.copy_(base)
+            if buffer.shape == base.shape:
+                buffer.data.copy_(base)
+            else:  # resized, which has been refused
+                buffer.data = base
 
     def _skip_to(self, number: int) -> None:
         """Count slices without samples, which nobody goes through."""
@@ -324,9 +359,9 @@ class SlicedGradients:
         for index, by in zip(averaged, moved, strict=True):
             if by is not None:
                 buffer, base = self._buffers[index], self._base[index]
-                if buffer.is_complex():
-                    by = torch.view_as_complex(by)
-                buffer.data.copy_(base + by)
+                then = _as_summed(base)
+                mean = torch.where(then.isinf(), by, then + by)
+                buffer.data.copy_(torch.view_as_complex(mean) if buffer.is_complex() else mean)
         others = [index for index in range(len(self._buffers)) if index not in set(averaged)]
         for index in others:
             if index in self._counts:

@@ -77,6 +77,31 @@ def _meets_inside() -> None:
             lockstep.world().all_reduce(1.0)
 
 
+def _clears(where: str) -> list[str]:
+    world = lockstep.init(timeout=20)
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in _loader(slices=4).steps():
+            if where == "before":
+                optimizer.zero_grad()
+            for x, _ in step:
+                if where == "inside":
+                    optimizer.zero_grad()
+                model(x).sum().backward()
+            if where != "accumulated":
+                optimizer.step()
+            if where == "zeroed":
+                optimizer.zero_grad(set_to_none=False)
+    return [str(each.message) for each in caught if "are there still" in str(each.message)] if world.is_main else []
+
+
+@pytest.mark.parametrize(("where", "warned"), [("inside", 1), ("before", 0), ("accumulated", 0), ("zeroed", 0)])
+def test_gradients_that_pile_up_are_told_of_once(where: str, warned: int) -> None:
+    assert len(run_ranks(_clears, 2, where)[0]) == warned
+
+
 def _weighs_some() -> None:
     model = _model()
     for step in _loader(slices=4).steps():

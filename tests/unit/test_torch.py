@@ -55,6 +55,8 @@ VERSIONS = {
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "2.9 to 2.15",
     "torch._dynamo.compiled_autograd.in_compiled_autograd_region": "2.9 to 2.15",
     "torch._foreach_copy_": "2.9 to 2.15",
+    "torch._foreach_add_": "2.9 to 2.15",
+    "torch._foreach_mul_": "2.9 to 2.15",
     "torch.UntypedStorage._cdata": "2.9 to 2.15",
     "torch.distributed.ProcessGroup._device_types": "2.9 to 2.15",
     "torch.distributed.ProcessGroup._get_backend": "2.9 to 2.15",
@@ -167,6 +169,18 @@ def test_foreach_copy() -> None:
     targets, sources = [torch.zeros(2), torch.zeros(3, dtype=torch.float64)], [torch.ones(2), torch.full((3,), 2.0)]
     _torch.foreach_copy()(targets, sources)
     assert [target.tolist() for target in targets] == [[1, 1], [2, 2, 2]]
+
+
+def test_foreach_add() -> None:
+    targets, sources = [torch.ones(2), torch.ones(3)], [torch.full((2,), 2.0), torch.full((3,), 3.0)]
+    _torch.foreach_add()(targets, sources)
+    assert [each.tolist() for each in targets] == [[3.0] * 2, [4.0] * 3]
+
+
+def test_foreach_mul() -> None:
+    targets = [torch.ones(2), torch.full((3,), 2.0)]
+    _torch.foreach_mul()(targets, 0.5)
+    assert [each.tolist() for each in targets] == [[0.5] * 2, [1.0] * 3]
 
 
 def test_storage_of() -> None:

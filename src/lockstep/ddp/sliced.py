@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lockstep import _torch
+from lockstep import _torch, callsite
 from lockstep.comm.memory import RowOrder
 from lockstep.comm.ordered import Rows
 from lockstep.comm.slicing import SlicedStep
@@ -113,6 +113,8 @@ class SlicedGradients:
         self._next = 0
         self._before: list[Tensor | None] = []
         self._versions: list[int] = []
+        #: What the parameters got in the last step; None once it was warned that they have it still.
+        self._written: list[tuple[Tensor | None, int]] | None = []
         self._buffers: list[Tensor] = []
         self._base: list[Tensor] = []
         #: Whole-number buffers after the step's first slice, on the rank that has it.
@@ -123,12 +125,31 @@ class SlicedGradients:
         self._partial = PartialSums(step.slices)
         self._next = step.runs[self._rank][0]
         self._before = [param.grad for param in self._params]
+        self._warn_of_stale()
         for param in self._params:
             param.grad = None
         self._versions = [param._version for param in self._params]
         self._buffers = list(buffers)
         self._base = [buffer.detach().clone() for buffer in buffers]
         self._counts = {}
+
+    def _warn_of_stale(self) -> None:
+        """Say so once if an optimizer has stepped with the last step's gradients, and they are there still."""
+        if not self._written:
+            return
+        pairs = zip(self._before, self._written, self._params, self._versions, strict=True)
+        # (What was written to since, zeros most likely, is the script's own affair.)
+        if any(
+            now is not None and now is then and now._version == written and param._version != old
+            for now, (then, written), param, old in pairs
+        ):
+            self._written = None
+            if self._rank == 0:
+                callsite.warn(
+                    "the gradients of the last step are there still as this one begins, although the optimizer has "
+                    "stepped with them, so they are added to: call optimizer.zero_grad() after optimizer.step(), or "
+                    "before the inner loop. Within that loop it has nothing to clear"
+                )
 
     def forget(self) -> None:
         """Throw the step away: gradients and buffers are as they were at its beginning."""
@@ -353,6 +374,9 @@ class SlicedGradients:
                 grad = torch.view_as_complex(grad)
             grad = grad.to(param.dtype)
             param.grad = grad if before is None else before.add_(grad)
+        if self._written is not None:
+            grads = [param.grad for param in self._params]
+            self._written = [(grad, 0 if grad is None else grad._version) for grad in grads]
 
     def _write_buffers(self, step: SlicedStep, moved: Leaf) -> None:
         averaged = [index for index, buffer in enumerate(self._buffers) if _is_averaged(buffer)]

@@ -1,4 +1,4 @@
-"""Slices of a global batch: which ranks hold which, and the one order in which what comes of them is added up.
+"""Slices of a global batch: the one order in which what comes of them is added up, whoever holds which.
 
 Note [One tree]
 ~~~~~~~~~~~~~~~

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import lockstep
 from lockstep import DistributedDataParallel
 from tests.backends import EACH_BACKEND, OVER_BOTH
+from tests.digests import digest_of
 from tests.harness import run_ranks
 
 pytestmark = EACH_BACKEND
@@ -25,20 +25,8 @@ SAMPLES, BATCH = 107, 40  # the last batch has 27
 
 
 def digest(*things: Any) -> str:
-    """Return the SHA-256 of tensors, in lists and dicts."""
-    found = hashlib.sha256()
-    stack = list(things)
-    while stack:
-        thing = stack.pop()
-        if isinstance(thing, Tensor):
-            found.update(thing.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(thing, dict):
-            stack += [thing[key] for key in sorted(thing, key=str)]
-        elif isinstance(thing, (list, tuple)):
-            stack += thing
-        else:
-            found.update(repr(thing).encode())
-    return found.hexdigest()
+    """Return a digest of tensors, in lists and dicts."""
+    return digest_of(things)
 
 
 class Net(nn.Module):

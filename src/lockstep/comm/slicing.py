@@ -176,7 +176,7 @@ class SlicedStep:
         if _current is not None:
             raise LockstepError(
                 f"rank {self.world.rank} of {self.world.world_size}: a step in slices begins inside another one: go "
-                "through one loader's step() at a time"
+                "through the steps() of one loader at a time"
             )
         for member in _living():
             member.step_begins(self)
@@ -233,7 +233,7 @@ class SlicedStep:
             member = _members.get(number)
             if member is None:
                 raise LockstepError(
-                    f"{self._whoami()}: another rank has trained a model or used a log that no longer exists here: "
+                    f"{self.whoami()}: another rank has trained a model or used a log that no longer exists here: "
                     "keep a reference to it on every rank"
                 )
             member.step_ends(self)
@@ -250,12 +250,12 @@ class SlicedStep:
         if any(each[5] != told[0][5] for each in told):
             made = ", ".join(f"rank {rank}: {each[5]}" for rank, each in enumerate(told))
             raise CollectiveMismatch(
-                f"{self._whoami()}: the ranks have made different numbers of replicas and logs ({made}): make each "
+                f"{self.whoami()}: the ranks have made different numbers of replicas and logs ({made}): make each "
                 "lockstep.Log and call each lockstep.replicate on every rank, in the same order"
             )
         if any(each[0] != told[0][0] for each in told):
             places = ", ".join(f"rank {rank}: epoch {e[0][0]}, batch {e[0][1]}" for rank, e in enumerate(told))
-            raise CollectiveMismatch(f"{self._whoami()}: the ranks are at the end of different steps ({places})")
+            raise CollectiveMismatch(f"{self.whoami()}: the ranks are at the end of different steps ({places})")
         return told
 
     def _take_weights(self, items: Sequence[dict[int, int]]) -> None:
@@ -265,7 +265,7 @@ class SlicedStep:
         if self.items and left_out:
             self.abandon()
             raise LockstepError(
-                f"{self._whoami()}: weigh() was called in slices {sorted(self.items)} and not in {left_out}: say in "
+                f"{self.whoami()}: weigh() was called in slices {sorted(self.items)} and not in {left_out}: say in "
                 "every slice what its loss is a mean of, or in none"
             )
         weights = [self.weight(number) for number in there]
@@ -273,11 +273,12 @@ class SlicedStep:
         if not self.total:
             self.abandon()
             raise LockstepError(
-                f"{self._whoami()}: the slices weigh nothing together: there is nothing to take a mean of, so leave "
+                f"{self.whoami()}: the slices weigh nothing together: there is nothing to take a mean of, so leave "
                 "such a batch out, on all ranks"
             )
 
-    def _whoami(self) -> str:
+    def whoami(self) -> str:
+        """Say which rank this is, and in which step."""
         epoch, batch = self.place[:2]
         return f"rank {self.world.rank} of {self.world.world_size}, epoch {epoch}, batch {batch}"
 

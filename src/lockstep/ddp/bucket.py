@@ -177,7 +177,7 @@ class Bucket:
         #: All flags. 1-D view of ``flat``.
         self.tail = flat[self._parts[0] :]
         self.views = [
-            _shaped(part, param)
+            shaped(part, param)
             for part, param in zip(self.values.split_with_sizes(self._sizes), self.params, strict=True)
         ]
         #: What is all-reduced: ``flat``, as real numbers if it is complex, since backends know no others.
@@ -346,7 +346,7 @@ def _references_to(views: Sequence[Tensor]) -> int:
     return sum(map(sys.getrefcount, views)) + sum(map(_owners_of_tensor, views))
 
 
-def _shaped(part: Tensor, param: Parameter) -> Tensor:
+def shaped(part: Tensor, param: Tensor) -> Tensor:
     """Return ``part`` (1-D) as a tensor of the parameter's shape, and of its strides where they leave no gaps."""
     if param.is_contiguous() or not gapless(param):
         return part.view(param.shape)

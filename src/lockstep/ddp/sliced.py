@@ -12,8 +12,8 @@ A buffer that a forward changes would hand on from slice to slice what the slice
 the buffers of the step's beginning, and in the end a buffer has moved by the mean of what the slices have moved it by,
 each weighing as many samples as it has. What does not move does not change by a bit, infinite values included; what
 begins as an infinite value, as a smallest value seen so far does, becomes the mean itself. A forward may put another
-tensor in a buffer's place: its values count, and the buffer stays where it was. Whole
-numbers (counts of batches) are those after the first slice: a step counts as one.
+tensor in a buffer's place: its values count, and the buffer stays where it was. Whole numbers (counts of batches) are
+those after the first slice: a step counts as one.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from lockstep import _torch, callsite
 from lockstep.comm.memory import RowOrder
 from lockstep.comm.ordered import Rows
 from lockstep.comm.slicing import SlicedStep
+from lockstep.ddp.bucket import shaped
 from lockstep.ddp.buffers import broadcast_tensors
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.members import buffers_of
@@ -192,12 +193,12 @@ class SlicedGradients:
             grad, param.grad = param.grad, None
             if param._version != version:
                 raise LockstepError(
-                    f"{_whoami(step)}: parameter '{name}' was changed inside slice {number}, so the slices after it "
+                    f"{step.whoami()}: parameter '{name}' was changed inside slice {number}, so the slices after it "
                     "are of other parameters: step the optimizer after the inner loop"
                 )
             if grad is not None and grad.layout != torch.strided:
                 raise LockstepError(
-                    f"{_whoami(step)}: parameter '{name}' got a sparse gradient, and slices add up dense ones: make "
+                    f"{step.whoami()}: parameter '{name}' got a sparse gradient, and slices add up dense ones: make "
                     "the embedding with sparse=False"
                 )
             grads.append(None if grad is None else _as_summed(grad))
@@ -218,7 +219,7 @@ class SlicedGradients:
             if now.shape != base.shape:
                 name = [name for name, _ in buffers_of(module)][index]
                 raise LockstepError(
-                    f"{_whoami(step)}: buffer '{name}' was of shape {list(base.shape)} and is of {list(now.shape)} "
+                    f"{step.whoami()}: buffer '{name}' was of shape {list(base.shape)} and is of {list(now.shape)} "
                     f"after slice {number}, so there is no mean of it: let a forward before the first step give it its "
                     "size, make it a plain attribute, or name it in model._ddp_params_and_buffers_to_ignore"
                 )
@@ -295,7 +296,7 @@ class SlicedGradients:
         assert self._finite is not None  # asked where there is one
         if not finite:
             self._finite.inspect_sums(sums, self._names)
-        return self._finite.verdict(flagged=not finite, whoami=lambda: _whoami(step))
+        return self._finite.verdict(flagged=not finite, whoami=lambda: step.whoami())
 
     def _exchange(self, step: SlicedStep, sums: list[Leaf]) -> tuple[Leaf, bool]:
         """**Collective.** Return the sum of all ranks' sums, divided, and whether the gradients are finite."""
@@ -310,7 +311,7 @@ class SlicedGradients:
             gradients = sum(layout.sizes[: len(layout.grads)]) + len(layout.grads)
             factors = ((gradients, 1 / step.total), (gradients + sum(layout.sizes[len(layout.grads) :]), 1.0))
             order = RowOrder(factors[1][0], tuple(everyones), pairs, factors)
-            result = layout.rows.add_up(order, lambda: f"{_whoami(step)}: averaging the gradients of its slices")
+            result = layout.rows.add_up(order, lambda: f"{step.whoami()}: averaging the gradients of its slices")
             if self._finite is not None:
                 finite = finite and bool(result[:gradients].isfinite().all())
             self._unpack(layout, sums, total)
@@ -355,7 +356,7 @@ class SlicedGradients:
             starts = [*places[: len(grads)], *places[len(grads) + 1 : -1]]
             views = [
                 [
-                    _shaped(row[start : start + size], tensors[at])
+                    shaped(row[start : start + size], tensors[at])
                     for start, size, at in zip(starts, sizes, (*grads, *buffers), strict=True)
                 ]
                 for row in rows.rows
@@ -397,7 +398,7 @@ class SlicedGradients:
                 [self._buffers[index] for index in others],
                 group=self._group,
                 source=source,
-                what=lambda: f"{_whoami(step)}: sending the buffers",
+                what=lambda: f"{step.whoami()}: sending the buffers",
             )
 
 
@@ -426,12 +427,3 @@ def _as_summed(tensor: Tensor) -> Tensor:
 
 def _is_averaged(buffer: Tensor) -> bool:
     return buffer.is_floating_point() or buffer.is_complex()
-
-
-def _shaped(part: Tensor, like: Tensor) -> Tensor:
-    """Return ``part`` (1-d) with the shape and strides of ``like``, which leaves no gaps."""
-    return torch.as_strided(part, like.shape, like.stride(), part.storage_offset())
-
-
-def _whoami(step: SlicedStep) -> str:
-    return f"rank {step.world.rank} of {step.world.world_size}, epoch {step.place[0]}, batch {step.place[1]}"

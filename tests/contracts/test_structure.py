@@ -1,0 +1,95 @@
+"""What import-linter does not hold: no circle of files, and one class for one name.
+
+Both lists of exceptions may only get shorter: an entry that is no longer needed fails as well.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import grimp
+
+import lockstep
+
+_PACKAGE = Path(lockstep.__file__).parent
+
+#: Files that import each other, for type checkers or inside functions as well.
+CIRCLES: set[frozenset[str]] = {frozenset({"comm.slicing", "comm.world"})}
+
+#: Names that classes of several rooms have.
+SHARED_NAMES: dict[str, set[str]] = {
+    "Arrival": {"comm", "launch"},
+    "Asked": {"doctor", "verify"},
+    "Batch": {"engines", "job", "verify"},
+    "Clock": {"doctor", "runs"},
+    "Difference": {"ddp", "verify"},
+    "Ended": {"doctor", "rendezvous"},
+    "Engine": {"comm", "engines"},
+    "Frame": {"launch", "runs"},
+    "Kind": {"job", "launch", "rendezvous", "verify"},
+    "Manifest": {"checkpoint", "engines"},
+    "Mark": {"job", "runs"},
+    "Node": {"engines", "slices"},
+    "Outcome": {"ddp", "launch"},
+    "Part": {"checkpoint", "comm", "ddp", "job"},
+    "Run": {"metrics", "runs"},
+    "Sink": {"launch", "metrics"},
+    "Source": {"data", "launch"},
+    "Span": {"ddp", "runs"},
+    "Start": {"engines", "runs"},
+    "Started": {"launch", "verify"},
+    "Summary": {"checkpoint", "job", "metrics"},
+    "Task": {"doctor", "engines", "launch"},
+    "Verdict": {"job", "rendezvous"},
+    "_Asked": {"job", "launch"},
+}
+
+
+def _circles() -> set[frozenset[str]]:
+    """Return the strongly connected components of more than one file, after Tarjan, "Depth-First Search and Linear
+    Graph Algorithms", SIAM J. Comput. 1 (1972)."""
+    graph = grimp.build_graph("lockstep", exclude_type_checking_imports=False, cache_dir=None)
+    imported = {module: sorted(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    path: list[str] = []
+    found: set[frozenset[str]] = set()
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        path.append(module)
+        for other in imported[module]:
+            if other not in index:
+                visit(other)
+            if other in path:
+                low[module] = min(low[module], low[other])
+        if low[module] == index[module]:
+            start = path.index(module)
+            found.add(frozenset(name.removeprefix("lockstep.") for name in path[start:]))
+            del path[start:]
+
+    for module in sorted(imported):
+        if module not in index:
+            visit(module)
+    return {circle for circle in found if len(circle) > 1}
+
+
+def _rooms_of_names() -> dict[str, set[str]]:
+    """Return the rooms in which classes of each name are, for names that occur in several."""
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for file in _PACKAGE.rglob("*.py"):
+        room = file.relative_to(_PACKAGE).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                rooms[node.name].add(room)
+    return {name: where for name, where in rooms.items() if len(where) > 1}
+
+
+def test_no_files_import_each_other() -> None:
+    assert _circles() == CIRCLES
+
+
+def test_classes_of_different_rooms_have_different_names() -> None:
+    assert _rooms_of_names() == SHARED_NAMES

@@ -47,7 +47,7 @@ def replicate(
     first_bucket_mb: float = 1.0,
     broadcast_buffers: bool = True,
     find_unused_parameters: bool = False,
-    check_finite: CheckFinite = "off",
+    check_finite: CheckFinite = "step",
     gradient_as_bucket_view: bool = True,
     overlap: bool | None = None,
     init_sync: bool = True,

@@ -18,13 +18,16 @@ from lockstep.comm import slicing, streams
 from lockstep.comm.init import current_world
 from lockstep.comm.labels import compares_labels
 from lockstep.comm.memory import InPlaceMemory, in_place_memory
+from lockstep.ddp.batches import FLAGS as BATCH_FLAGS
+from lockstep.ddp.batches import BatchFlags
 from lockstep.ddp.bucket import Bucket, ParameterSpec, plan_buckets
 from lockstep.ddp.buffers import broadcast_tensors
 from lockstep.ddp.comm_hooks import CommHook, keeps_equal
 from lockstep.ddp.compare import compare_replicas
 from lockstep.ddp.counts import CountFlags
 from lockstep.ddp.drift import FLAGS, DriftCheck
-from lockstep.ddp.finite import FiniteCheck
+from lockstep.ddp.finite import FiniteCheck, FiniteLook
+from lockstep.ddp.guard import StepGuard
 from lockstep.ddp.hooks import BackwardListener, BackwardWatch, Forward
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
 from lockstep.ddp.members import Buffers, buffers_of, parameters_of, tensors_of
@@ -34,10 +37,11 @@ from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.sliced import SlicedGradients
 from lockstep.ddp.sparse import SparseSlot
 from lockstep.ddp.timing import Timing, refuse_to_time, time_steps
+from lockstep.ddp.unaveraged import Unaveraged
 from lockstep.errors import LockstepError, listed
 from lockstep.job import flight
 from lockstep.job.page import Phase
-from lockstep.share import BatchesInHand, Items
+from lockstep.share import BatchesInHand, Items, Place
 
 #: Whether a forward is part of a function that torch.func transforms: of nobody's training step.
 _transformed = _torch.transforms_active()
@@ -71,6 +75,12 @@ class Replica(Joinable, BackwardListener):
         self._drift: DriftCheck | None = None
         #: What the backward under way is weighed by, if its items are counted.
         self._items: Items | None = None
+        #: Which batch it is of; see Note [Batches compared].
+        self._batch: Place | None = None
+        #: What check_finite looks with: in front of an optimizer's step, or in backward.
+        self._guard: StepGuard | None = None
+        self._check: FiniteCheck | None = None
+        self._unaveraged: Unaveraged | None = None
         _refuse_traced_backward()
         self._compare(module, unfit=unfit)
         if options.init_sync:
@@ -104,8 +114,8 @@ class Replica(Joinable, BackwardListener):
     def _lay_out(self, module: nn.Module) -> Reducer:
         """Plan the buckets for the parameters that are trained now, and listen to them."""
         names, params = self._find_trained(module)
-        policy = self._options.check_finite
-        finite = None if policy == "off" else FiniteCheck(policy, self._group)
+        finite = self._look_for_finite(params, names)
+        self._look_for_unaveraged()
         sparse_ids = _sparse_parameters(module)
         sparse = [i for i, param in enumerate(params) if id(param) in sparse_ids]
         dense = [i for i, param in enumerate(params) if id(param) not in sparse_ids]
@@ -115,6 +125,7 @@ class Replica(Joinable, BackwardListener):
             caps=self._options.bucket_caps if memory is None else [_ALL],
         )
         positions = [[dense[i] for i in bucket] for bucket in plan]
+        batches = self._compare_batches(params[positions[-1][0]]) if positions else None
         reducer = Reducer(
             params,
             names,
@@ -123,9 +134,10 @@ class Replica(Joinable, BackwardListener):
                     index,
                     chosen,
                     [params[i] for i in chosen],
-                    flag_finite=finite is not None,
+                    finite_flags=0 if finite is None else finite.flags(len(chosen)),
                     marks_place=index == len(positions) - 1 and self._marks_place(params[chosen[0]].device),
                     compares=FLAGS if index == len(positions) - 1 and self._drift is not None else 0,
+                    batch_flags=BATCH_FLAGS if index == len(positions) - 1 and batches is not None else 0,
                     count_flags=self._count_flags(params[chosen[0]].dtype) if index == len(positions) - 1 else None,
                     memory=memory,
                 )
@@ -138,6 +150,7 @@ class Replica(Joinable, BackwardListener):
             at_once=memory is not None,
             finite=finite,
             drift=self._drift,
+            batches=batches,
             listener=self,
         )
         self._handles = [
@@ -155,6 +168,26 @@ class Replica(Joinable, BackwardListener):
                 self._drift = DriftCheck(self._group, self._options.compared_within)
             self._drift.turn_to(list(parameters_of(module)))
         return [name for name, _ in named], [param for _, param in named]
+
+    def _look_for_finite(self, params: list[nn.Parameter], names: list[str]) -> FiniteLook | None:
+        """Return what looks at gradients while they are averaged."""
+        policy = self._options.check_finite
+        if policy == "step":
+            self._guard = self._guard or StepGuard(self._group)
+            self._guard.turn_to(params, names)
+            return self._guard if self._world_size > 1 else None
+        self._check = None if policy == "off" else FiniteCheck(policy, self._group)
+        return self._check
+
+    def _look_for_unaveraged(self) -> None:
+        if self._unaveraged is None and self._options.compares and self._world_size > 1:
+            self._unaveraged = Unaveraged(self._group, lambda: self._reducer)
+
+    def _compare_batches(self, param: nn.Parameter) -> BatchFlags | None:
+        """Return what compares which batches the ranks are in, in a bucket like ``param``."""
+        if self._world_size == 1 or param.device.type != "cpu" or self._in_hand() is None:
+            return None
+        return BatchFlags(self._group, param.dtype)
 
     def _make_timing(self) -> Timing | None:
         """Have some of the steps to come timed; see Note [Timed steps] in timing.py."""
@@ -193,6 +226,7 @@ class Replica(Joinable, BackwardListener):
             slicing.leave(self._member)
         self._end_timing()
         self._remove_hooks()
+        self._stop_looking()
         self._watch.close()
         self._own.close()
 
@@ -219,6 +253,7 @@ class Replica(Joinable, BackwardListener):
         for handle in self.announcing:
             handle.remove()
         self._remove_hooks()
+        self._stop_looking()
         self._watch.end()
         self._own.close()
         self._reducer.free()
@@ -227,6 +262,12 @@ class Replica(Joinable, BackwardListener):
     def _end_timing(self) -> None:
         if self._timing is not None:
             self._timing.stop()
+
+    def _stop_looking(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+        if self._unaveraged is not None:
+            self._unaveraged.stop()
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -299,7 +340,8 @@ class Replica(Joinable, BackwardListener):
         in_hand = self._in_hand()
         items = None if in_hand is None else in_hand.read(for_backward=records)
         number = self._watch.forwards.begin() if averages and module.training and not joins else 0
-        return Forward(self.syncs, self._weight(in_hand), sends_buffers, divisor, number, items)
+        batch = None if in_hand is None or joins or not averages else in_hand.place()
+        return Forward(self.syncs, self._weight(in_hand), sends_buffers, divisor, number, items, batch=batch)
 
     @_torch.mark_untraced
     def after_forward(self, output: Any) -> None:
@@ -373,7 +415,7 @@ class Replica(Joinable, BackwardListener):
         if not self._reducer.fits():
             _raise_if(self._own.find_changed())
         flight.current.enter(_BACKWARD)
-        self._current = forward
+        self._current, self._batch = forward, forward.batch
         self._begin(forward)
 
     def _begin(self, forward: Forward) -> None:
@@ -391,6 +433,9 @@ class Replica(Joinable, BackwardListener):
         if current is None or forward is current:
             return
         self._refuse_other_slice(forward)
+        # (Through which forward a backward comes first need not be the same on all ranks.)
+        if forward.batch is not None:
+            self._batch = max(self._batch or (), forward.batch)
         if self._find_items(forward) is not self._items:
             raise LockstepError(
                 f"{self._whoami()}: one backward goes through forwards that were weighed apart (World.weigh), so no "
@@ -417,7 +462,8 @@ class Replica(Joinable, BackwardListener):
         self._current = self._latest = None
         flight.current.enter(_REDUCE)
         left_out = self._watch.forwards.settle() if forward.sync else 0
-        outcome = self._reducer.finish(left_out=left_out)
+        outcome = self._reducer.finish(left_out=left_out, batch=self._batch)
+        self._note_for_step(forward)
         mistake = outcome.mistake
         if forward.sync:
             if outcome.missing or self._own.watches_all:
@@ -428,6 +474,16 @@ class Replica(Joinable, BackwardListener):
             self._send_buffers_again(forward)
         _raise_if(mistake)
         flight.current.leave(_BACKWARD)
+
+    def _note_for_step(self, forward: Forward) -> None:
+        """Say what is to be looked at when an optimizer steps with these gradients."""
+        if self._unaveraged is not None and forward.slice is None:
+            self._unaveraged.backward_ended(is_averaged=forward.sync)
+        if self._guard is not None and self._world_size == 1 and forward.slice is None:
+            self._guard.averaged_unseen(self._place_words())
+
+    def _place_words(self) -> str:
+        return f"{self._whoami()}, step {self._reducer.step}"
 
     def backward_dies(self) -> None:
         """Let the reducer forget the backward."""
@@ -490,7 +546,7 @@ class Replica(Joinable, BackwardListener):
             # (Also of those that have been frozen since.)
             named = {id(param): name for name, param in parameters_of(module)}
             names = [named.get(id(param), "") for param in self._reducer.params]
-            self._sliced = SlicedGradients(self._reducer.params, names, group=self._group, finite=self._reducer.finite)
+            self._sliced = SlicedGradients(self._reducer.params, names, group=self._group, finite=self._check)
         self._sliced.begin(step, self._find_buffers(module))
 
     def _find_buffers(self, module: nn.Module) -> list[Tensor]:
@@ -526,6 +582,8 @@ class Replica(Joinable, BackwardListener):
         """See :class:`~lockstep.comm.slicing.Member`."""
         assert self._sliced is not None  # the step has begun
         self._sliced.end(step)
+        if self._guard is not None:
+            self._guard.averaged_unseen(step.whoami())
         if self._drift is not None and self._drift.count():
             _raise_if(self._drift.exchange_alone())
 
@@ -584,6 +642,8 @@ class Replica(Joinable, BackwardListener):
         self._reducer.register_comm_hook(state, hook)
         if self._drift is not None and self._options.compare_every == "auto" and not keeps_equal(hook):
             self._drift.stop()  # see Note [A rank's own]
+            if self._unaveraged is not None:
+                self._unaveraged.stop()
 
     # Join -----------------------------------------------------------------------------------------------------------
 

@@ -209,9 +209,9 @@ class StepGuard:
 
     def _leave_out(self, optimizer: Optimizer, bad: Sequence[str]) -> None:
         found = self._found or ({self._rank: [*bad]} if self._world_size == 1 else {})
-        what = f"{self._whoami}: the average of the gradients is infinite or NaN"
+        what = f"{self._whoami}: the averaged gradients are infinite or NaN"
         if found:
-            what = f"{what}, for the gradients {words_for(found)}"
+            what = f"{what}, because the gradients {words_for(found)} are"
         else:  # too large a sum, or a comm hook's doing, or slices, in which each rank has had several
             what = f"{what}, in {listed([*map(repr, bad)], most=5)}"
         self._in_a_row += not self._is_counted

@@ -27,8 +27,9 @@ class Attends(Protocol):
 
 #: Those who asked to be told of the next steps, in the order in which they did so, which is the same on all ranks.
 _alerted: dict[int, Attends] = {}
-#: Parameters and their gradients that an optimizer is not to see in the step under way.
-_hidden: list[tuple[Tensor, Tensor | None]] = []
+#: By optimizer, parameters and their gradients that it is not to see in the step under way. (An optimizer may step
+#: another one inside its own step.)
+_hidden: dict[int, list[tuple[Tensor, Tensor]]] = {}
 _watches = False
 
 
@@ -58,9 +59,10 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 def leave_out(optimizer: Optimizer) -> None:
     """Let the step that is about to come change nothing: its parameters have no gradients until it is over."""
+    hidden = _hidden.setdefault(id(optimizer), [])
     for param in params_of(optimizer):
         if param.grad is not None:
-            _hidden.append((param, param.grad))
+            hidden.append((param, param.grad))
             param.grad = None
 
 
@@ -74,20 +76,19 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 @_torch.mark_untraced
-def _after_step(*_: object) -> None:
+def _after_step(optimizer: Optimizer, *_: object) -> None:
     if _hidden:
-        _show()
+        _show(optimizer)
 
 
-def _show() -> None:
-    for param, grad in _hidden:
+def _show(optimizer: Optimizer) -> None:
+    for param, grad in _hidden.pop(id(optimizer), ()):
         if param.grad is None:
             param.grad = grad
-    _hidden.clear()
 
 
 def _attend(optimizer: Optimizer) -> None:
-    _show()  # what a step that failed has left
+    _show(optimizer)  # what a step that failed has left
     for member in list(_alerted.values()):
         member.before_step(optimizer)
 
@@ -99,7 +100,7 @@ def _with_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
         return None
 
     def attended(*given: Any, **named: Any) -> Any:
-        _show()
+        _show(optimizer)
         loss = closure(*given, **named)
         _attend(optimizer)
         return loss

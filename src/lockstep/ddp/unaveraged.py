@@ -88,4 +88,4 @@ def _digest(grad: Tensor) -> str:
         grad = grad.coalesce()
         return _digest(grad.indices()) + _digest(grad.values())
     flat = grad.detach().resolve_conj().contiguous().reshape(-1).cpu()
-    return xxhash.xxh3_64_hexdigest(memoryview(flat.view(torch.uint8).numpy()))
+    return xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy().tobytes())

@@ -167,6 +167,10 @@ class BatchesInHand:
         share = self.share if self._counts else None
         return share if isinstance(share, Items) and not share.is_taken else None
 
+    def is_outside(self, items: Items) -> bool:
+        """Return whether ``items`` were counted outside of all passes, so that no batch to come ends them."""
+        return items is self._base
+
     def items_for(self, found: Items | None) -> Items | None:
         """Return what the backward under way is to be weighed by; None: by the share.
 

@@ -56,8 +56,9 @@ def _steps(way: str, make: str, bad: tuple[int, ...], *, accumulates: bool = Fal
     """Train six steps, of which those in ``bad`` are spoiled on the last rank in the one parameter '2.weight'."""
     w = lockstep.world()
     model = WAYS[way](wide())
-    fused = {"fused": True} if make == "fused" else {"foreach": True} if make == "foreach" else {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, **fused)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=0.1, weight_decay=0.5, fused=make == "fused" or None, foreach=make == "foreach" or None
+    )
     weight = next(param for name, param in model.named_parameters() if name.endswith("2.weight"))
     spoils = False
     weight.register_hook(lambda grad: grad * float("inf") if spoils else grad)
@@ -257,7 +258,7 @@ def _with_closures() -> None:
             before = [param.detach().clone() for param in model.parameters()]
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                optimizer.step(closure)
+                optimizer.step(closure)  # type: ignore[no-untyped-call]
             same = [torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True)]
             assert all(same) == (step == 1), make
             assert any("was left out" in str(each.message) for each in caught) == (step == 1)
@@ -300,7 +301,7 @@ def _by_hand() -> None:
         with torch.no_grad():
             for param in model.parameters():
                 assert param.grad is not None
-                param -= 0.1 * param.grad
+                param.sub_(0.1 * param.grad)
     raise AssertionError("nothing was noticed")
 
 
@@ -321,7 +322,7 @@ def _sharded_state() -> None:
     model = lockstep.replicate(mlp())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
     spoils = False
-    model[0].weight.register_hook(lambda grad: grad * float("nan") if spoils else grad)
+    next(model.parameters()).register_hook(lambda grad: grad * float("nan") if spoils else grad)
     for step in range(3):
         optimizer.zero_grad()
         spoils = step == 1 and w.rank == 1
@@ -343,7 +344,7 @@ def _off() -> bool:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     differentiate(squares(model, w.rank, 0) * (float("nan") if w.rank == 1 else 1.0))
     optimizer.step()
-    return bool(model[0].weight.isnan().any())
+    return bool(next(model.parameters()).isnan().any())
 
 
 def test_off_looks_at_nothing() -> None:

@@ -67,6 +67,7 @@ from lockstep.ddp.batches import BatchFlags
 from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.counts import Weight
+from lockstep.ddp.digest import digest_of_start
 from lockstep.ddp.drift import DriftCheck
 from lockstep.ddp.finite import FiniteLook
 from lockstep.ddp.hooks import BackwardListener
@@ -74,6 +75,8 @@ from lockstep.ddp.sparse import SparseSlot
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.share import MOST_ITEMS, Place
 
+#: Bytes of all parameters that are compared at the end of a job, and of each at least.
+_MOST_DIGESTED, _LEAST_DIGESTED = 1 << 22, 256
 _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 
 
@@ -323,6 +326,14 @@ class Reducer:
         """Forget gradients that have accumulated without synchronisation: they are elsewhere by now."""
         self._all.pending.clear()
         self._weights.forget()
+
+    def digests(self) -> list[tuple[str, str]]:
+        """Return the parameters' names and a digest of where each begins; takes a millisecond."""
+        share = max(_LEAST_DIGESTED, _MOST_DIGESTED // len(self.params))
+        return [
+            (name, digest_of_start(param.detach(), share))
+            for name, param in zip(self._all.names, self.params, strict=True)
+        ]
 
     def accumulated(self) -> list[tuple[str, Parameter]]:
         """Return the parameters whose gradients have accumulated without synchronisation, with their names."""

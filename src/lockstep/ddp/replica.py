@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils.hooks import RemovableHandle
 
 from lockstep import _torch, callsite
-from lockstep.comm import slicing, streams
+from lockstep.comm import ending, slicing, streams
 from lockstep.comm.init import current_world
 from lockstep.comm.labels import compares_labels
 from lockstep.comm.memory import InPlaceMemory, in_place_memory
@@ -30,6 +30,7 @@ from lockstep.ddp.finite import FiniteCheck, FiniteLook
 from lockstep.ddp.guard import StepGuard
 from lockstep.ddp.hooks import BackwardListener, BackwardWatch, Forward
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
+from lockstep.ddp.kept_count import KeptCount
 from lockstep.ddp.members import Buffers, buffers_of, parameters_of, tensors_of
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
@@ -45,6 +46,7 @@ from lockstep.share import BatchesInHand, Items, Place
 
 #: Whether a forward is part of a function that torch.func transforms: of nobody's training step.
 _transformed = _torch.transforms_active()
+_wrapper_around = _torch.wrapper_around()
 _FORWARD, _EVALUATE, _BACKWARD = int(Phase.FORWARD), int(Phase.EVALUATE), int(Phase.BACKWARD)
 _REDUCE = int(Phase.REDUCE)
 #: A bucket's cap that no model reaches.
@@ -95,9 +97,13 @@ class Replica(Joinable, BackwardListener):
         self._closing.atexit = False
         self._warns_of_unused = not options.find_unused_parameters and self._rank == 0
         self._sliced: SlicedGradients | None = None
+        self._unfit_for_slices: LockstepError | None = None
         self._has_slice = False
+        self._kept_count = KeptCount(self._whoami())
         #: Its number among what takes part in steps in slices, which are the whole world's.
         self._member = slicing.join(self) if self._in_hand() is not None else None
+        if self._member is not None and self._world_size > 1 and options.compares:
+            ending.follow(self._member, self)
 
     def _compare(self, module: nn.Module, *, unfit: str | None = None) -> None:
         compare_replicas(
@@ -223,6 +229,7 @@ class Replica(Joinable, BackwardListener):
 
     def _close(self) -> None:
         if self._member is not None:
+            ending.say_now(self._member, self)
             slicing.leave(self._member)
         self._end_timing()
         self._remove_hooks()
@@ -247,6 +254,7 @@ class Replica(Joinable, BackwardListener):
             )
         self._is_released = True
         if self._member is not None:
+            ending.leave(self._member)
             slicing.leave(self._member)
         self._end_timing()
         streams.current().end(self._module())
@@ -268,10 +276,17 @@ class Replica(Joinable, BackwardListener):
             self._guard.close()
         if self._unaveraged is not None:
             self._unaveraged.stop()
+        self._kept_count.stop()
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def at_end(self) -> tuple[str, list[tuple[str, str]]] | None:
+        """Return what the ranks compare at the end of the job; None if they never averaged anything."""
+        if not self._reducer.step or not self._reducer.params:
+            return None
+        return f"the replica of {len(self._reducer.params)} parameters", self._reducer.digests()
 
     @property
     def module(self) -> nn.Module | None:
@@ -306,6 +321,14 @@ class Replica(Joinable, BackwardListener):
 
     def _prepare_forward(self, module: nn.Module) -> None:
         records = torch.is_grad_enabled()
+        wrapper = _wrapper_around(module)
+        if wrapper is not None:
+            raise LockstepError(
+                f"{self._whoami()}: this {type(module).__name__} is a replica of lockstep's inside torch's {wrapper}, "
+                "and both would average its gradients, which is not exact and twice the work: leave one of them out. "
+                "lockstep.release(model) makes a plain module again, and lockstep.DistributedDataParallel has the "
+                "interface of torch's"
+            )
         if records and self._own.has_registered:
             _raise_if(self._own.find_registered())
         if module.training:
@@ -324,7 +347,7 @@ class Replica(Joinable, BackwardListener):
     def _announce(self, module: nn.Module, *, records: bool) -> Forward:
         """**Collective** as :meth:`before_forward`. Return what a forward that is about to begin knows."""
         if slicing.current() is not None:
-            return self._announce_in_slice()
+            return self._announce_in_slice(trains=records or module.training)
         averages = self.syncs and records
         sends_buffers = averages and module.training and self.sends_buffers
         source, divisor, joins = 0, None, self._join_config.enable
@@ -403,8 +426,13 @@ class Replica(Joinable, BackwardListener):
         """Let the reducer begin."""
         streams.current().end(self._module())
         self._refuse_other_slice(forward)
+        if forward.slice is not None:
+            _raise_if(self._unfit_for_slices)
         self._items = self._find_items(forward)
         self._refuse_contested_share()
+        in_hand = self._in_hand()
+        if self._items is not None and in_hand is not None and in_hand.is_outside(self._items):
+            self._kept_count.weighs(self._items)
         if _torch.in_compiled_autograd():
             raise LockstepError(
                 f"rank {self._rank} of {self._world_size}: compiled autograd runs this backward, and it does not tell "
@@ -516,12 +544,14 @@ class Replica(Joinable, BackwardListener):
             "which all ranks have to agree on: unfreeze parameters between steps"
         )
 
-    def _announce_in_slice(self) -> Forward:
+    def _announce_in_slice(self, *, trains: bool) -> Forward:
         if self._member is None or self._join_config.enable:
             reason = "its process group is not the whole world" if self._member is None else "it is inside join"
             raise LockstepError(
                 f"{self._whoami()}: a step in slices has been through a replica that can't take part: {reason}"
             )
+        if trains:
+            _raise_if(self._unfit_for_slices)
         self._has_slice = True
         return _forward_in_slice()
 
@@ -541,8 +571,11 @@ class Replica(Joinable, BackwardListener):
             self._end_timing()
             self._timing = None
             refuse_to_time("it trained in slices, whose gradients are averaged after the last of them")
+        # One that can't take part may still be there, as long as it does not.
+        self._unfit_for_slices = self._why_not_in_slices(module) if self._sliced is None else None
+        if self._unfit_for_slices is not None:
+            return
         if self._sliced is None:
-            _raise_if(self._why_not_in_slices(module))
             # (Also of those that have been frozen since.)
             named = {id(param): name for name, param in parameters_of(module)}
             names = [named.get(id(param), "") for param in self._reducer.params]
@@ -569,6 +602,8 @@ class Replica(Joinable, BackwardListener):
 
     def slice_ends(self, step: slicing.SlicedStep, number: int) -> None:
         """See :class:`~lockstep.comm.slicing.Member`."""
+        if self._unfit_for_slices is not None:
+            return
         assert self._sliced is not None  # the step has begun
         assert self._member is not None
         module = self._living_module()
@@ -642,6 +677,8 @@ class Replica(Joinable, BackwardListener):
         self._reducer.register_comm_hook(state, hook)
         if self._drift is not None and self._options.compare_every == "auto" and not keeps_equal(hook):
             self._drift.stop()  # see Note [A rank's own]
+            if self._member is not None:
+                ending.leave(self._member)
             if self._unaveraged is not None:
                 self._unaveraged.stop()
 

@@ -19,13 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
-import xxhash
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.comm.exchange import all_gather_records
+from lockstep.ddp.digest import digest_of_start
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.stepping import alert, params_of, quiet, watch_steps
 from lockstep.errors import LockstepError, listed
@@ -67,7 +65,7 @@ class Unaveraged:
         grads = [(name, grad) for name, grad in waiting if grad is not None]
         if not grads:
             return
-        told = all_gather_records([_digest(grad) for _, grad in grads], self._group)
+        told = all_gather_records([digest_of_start(grad) for _, grad in grads], self._group)
         if all(each == told[0] for each in told):
             return  # the script has averaged them, or put zeros there
         rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
@@ -81,11 +79,3 @@ class Unaveraged:
             "are to train apart: lockstep.replicate(model, sync=lockstep.LocalSteps()); a script that averages "
             "parameters by itself passes compare_every=None"
         )
-
-
-def _digest(grad: Tensor) -> str:
-    if grad.layout != torch.strided:
-        grad = grad.coalesce()
-        return _digest(grad.indices()) + _digest(grad.values())
-    flat = grad.detach().resolve_conj().contiguous().reshape(-1).cpu()
-    return xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy().tobytes())

@@ -283,8 +283,8 @@ class Replica(Joinable, BackwardListener):
             handle.remove()
 
     def at_end(self) -> tuple[str, list[tuple[str, str]]] | None:
-        """Return what the ranks compare at the end of the job; None if they never averaged anything."""
-        if not self._reducer.step or not self._reducer.params:
+        """Return what the ranks compare at the end of the job; None if nothing was averaged."""
+        if not self._reducer.params or not (self._reducer.step or self._sliced):
             return None
         return f"the replica of {len(self._reducer.params)} parameters", self._reducer.digests()
 

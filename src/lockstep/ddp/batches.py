@@ -24,8 +24,8 @@ GPU the flags are not read, since that would wait for the device.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,12 @@ from lockstep.comm.exchange import all_gather_records
 from lockstep.errors import CollectiveMismatch
 from lockstep.share import Place
 
-#: Bits of a digest, taken in chunks of which all values are kept as flags.
-_CHUNK, _CHUNKS = 6, 2
+#: Bits of a digest.
+_BITS = 12
 #: Flags in the last bucket.
-FLAGS = 2 * _CHUNK * _CHUNKS
+FLAGS = 2 * _BITS
+#: Odd numbers; the first is 2⁶⁴ divided by the golden ratio, whose multiples' upper bits differ for numbers in a row.
+_GOLDEN, _OF_EPOCHS, _OF_LOADERS = 0x9E3779B97F4A7C15, 0x85EBCA77, 0xC2B2AE3D
 
 
 class BatchFlags:
@@ -52,19 +54,14 @@ class BatchFlags:
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self._group = group
         self._written: Place | None = None
-        bits = [[value >> bit & 1 for bit in range(_CHUNK)] for value in range(1 << _CHUNK)]
-        rows = [[flag for bit in row for flag in (bit, 1 - bit)] for row in bits]
-        self._rows = [*torch.tensor(rows, dtype=dtype).unbind(0)]
+        #: The flags of each digest.
+        self._rows = _rows(dtype)
 
     def fill(self, flags: Tensor, place: Place | None) -> None:
         """Write ``place`` (nothing for None) into the flags of this rank, which are 0: 1-D [FLAGS]."""
         self._written = place
-        if place is None:
-            return
-        digest = zlib.crc32(repr(place).encode())
-        for chunk in range(_CHUNKS):
-            row = self._rows[digest >> (chunk * _CHUNK) & ((1 << _CHUNK) - 1)]
-            flags[chunk * len(row) : (chunk + 1) * len(row)] = row
+        if place is not None:
+            flags.copy_(self._rows[_digest(place)])
 
     def refuse_others(self, sums: Tensor, whoami: Callable[[], str]) -> None:
         """**Collective** if the ranks' batches differ. Raise on all of them if so.
@@ -82,6 +79,21 @@ class BatchFlags:
             "with other batches' steps. Decide such a thing on all ranks together: `if world.all_reduce(int(stop), "
             "'max'): break`. Where a batch of one rank is not to count: world.weigh(0), or loss * 0"
         )
+
+
+@lru_cache(maxsize=8)
+def _rows(dtype: torch.dtype) -> Tensor:
+    bits = torch.arange(1 << _BITS).unsqueeze(1) >> torch.arange(_BITS) & 1
+    return torch.stack([bits, 1 - bits], dim=2).view(-1, FLAGS).to(dtype)
+
+
+def _digest(place: Place) -> int:
+    """Return a number of _BITS bits, the same for equal places on all ranks, whatever their machines and Pythons."""
+    if not place:
+        return 0
+    loader, epoch, batch = place
+    number = (1 + batch + epoch * _OF_EPOCHS + loader * _OF_LOADERS) * _GOLDEN
+    return (number & 0xFFFFFFFFFFFFFFFF) >> (64 - _BITS)
 
 
 def _words(told: Sequence[Sequence[int] | None]) -> str:

@@ -389,3 +389,22 @@ def quicken_rendezvous(handler: Any, wait: Callable[[float], None]) -> None:
     dynamic_rendezvous._delay = delay  # type: ignore[attr-defined]
     handler._state_holder._cache_duration = 0
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+
+
+def wrapper_around() -> Callable[[nn.Module], str | None]:
+    """Return what says which class of torch's runs a module as a part of itself, and averages its gradients; or None.
+
+    Neither class tells a module that it is wrapped. DistributedDataParallel keeps the instance whose forward is under
+    way for torch.compile, DataParallel marks the copies that it makes. Two look-ups in each forward.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    def around(module: nn.Module) -> str | None:
+        if "_is_replica" in module.__dict__:
+            return "DataParallel"
+        active = DistributedDataParallel._active_ddp_module
+        if active is None or not any(part is module for part in active.modules()):
+            return None
+        return "DistributedDataParallel"
+
+    return around

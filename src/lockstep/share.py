@@ -48,9 +48,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from threading import get_ident
 from weakref import WeakKeyDictionary, WeakSet
 
 from lockstep.errors import LockstepError
+
+#: Which batch: the number of its loader, its epoch, and its number in it, from 0; empty: none.
+Place = tuple[int, ...]
 
 #: Items that the ranks' counts can say exactly are fewer.
 MOST_ITEMS = 2**48
@@ -123,6 +127,10 @@ class BatchesInHand:
         self._base: BatchShare | None = None
         #: By loader, the batch that came last at the end.
         self._held: dict[object, BatchShare | None] = {}
+        #: By loader, which batch that is, and the thread that it was handed out to.
+        self._places: dict[object, tuple[Place | None, int]] = {}
+        #: Loaders so far.
+        self._loaders = 0
         #: The loaders whose batch has come since the last backward.
         self._fresh: dict[object, BatchShare] = {}
         #: Those of them that a forward without gradients has had.
@@ -159,6 +167,10 @@ class BatchesInHand:
         share = self.share if self._counts else None
         return share if isinstance(share, Items) and not share.is_taken else None
 
+    def is_outside(self, items: Items) -> bool:
+        """Return whether ``items`` were counted outside of all passes, so that no batch to come ends them."""
+        return items is self._base
+
     def items_for(self, found: Items | None) -> Items | None:
         """Return what the backward under way is to be weighed by; None: by the share.
 
@@ -184,14 +196,26 @@ class BatchesInHand:
         share = next(reversed(held.values())) if held else self._base
         return 1.0 if share is None else share.local_samples
 
+    def number_loader(self) -> int:
+        """Return the number of a loader that is made, on all ranks in the same order; from 0."""
+        self._loaders += 1
+        return self._loaders - 1
+
+    def place(self) -> Place | None:
+        """Return which batch was handed out last, empty if none is in hand; None: another thread has got it."""
+        if not self._held:
+            return ()
+        place, thread = self._places[next(reversed(self._held))]
+        return place if thread == get_ident() else None
+
     def begin_pass(self, loader: object) -> None:
         """Note where a pass over ``loader`` begins, when its iterator is made."""
         self._around[loader] = {other for other in self._held if other is not loader} - set(
             self._beside.get(loader, ())
         )
 
-    def hand_out(self, loader: object, share: BatchShare) -> None:
-        """Note that ``loader`` hands out a batch."""
+    def hand_out(self, loader: object, share: BatchShare, place: Place | None = None) -> None:
+        """Note that ``loader`` hands out a batch: which one, if that is to be the same on all ranks."""
         over = self._evaluated - {loader}
         for other in self._held:
             if loader in self._around.get(other, ()) and other not in over:
@@ -204,6 +228,7 @@ class BatchesInHand:
             awaited = self._awaits_backward and isinstance(before, Items) and not before.is_taken
             self._left_over = before if awaited and isinstance(before, Items) else None
         self._held[loader] = self._fresh[loader] = share
+        self._places[loader] = place, get_ident()
 
     def read(self, *, for_backward: bool) -> Items | None:
         """Note that a forward takes the share, and whether a backward may come through it.
@@ -228,6 +253,7 @@ class BatchesInHand:
     def take_back(self, loader: object) -> None:
         """Note that the pass over ``loader`` is over."""
         self._held.pop(loader, None)
+        self._places.pop(loader, None)
         self._fresh.pop(loader, None)
         self._evaluated.discard(loader)
         self._read.pop(loader, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.ranks.ddp_cases import (
     name_of,
     replicate_at_end,
     replicate_tiny,
+    squares,
     wide,
     wrap_tiny,
 )
@@ -566,3 +568,46 @@ def test_a_log_counts_items(tmp_path: Path) -> None:
     run_ranks(_logged, 2, str(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == [pytest.approx(1 / 8)] * 2
+
+
+def _kept_outside(again: bool) -> list[str]:
+    """Two phases without a loader: the count of the first is not meant for the second."""
+    world = lockstep.init(timeout=20)
+    model = lockstep.replicate(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            if step < 2 or again:
+                world.weigh(UNEVEN[world.rank] + 1)
+            for part in range(2):  # several backwards of one batch need it said once
+                differentiate(squares(model, world.rank, 2 * step + part))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(each.message) for each in caught]
+
+
+def test_a_count_that_outlives_its_step_outside_of_a_loop_is_warned_of() -> None:
+    assert run_ranks(_kept_outside, 2, True) == [[], []]
+    for rank, texts in enumerate(run_ranks(_kept_outside, 2, False)):
+        assert len(texts) == 1, texts
+        assert f"rank {rank} of 2: this backward is weighed by world.weigh({UNEVEN[rank] + 1}), which was" in texts[0]
+
+
+def _two_models_of_one_batch() -> None:
+    """As adversaries: each has its own optimizer, and one count weighs both."""
+    world = lockstep.init(timeout=20)
+    models = [lockstep.replicate(mlp()) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            world.weigh(UNEVEN[world.rank] + 1)
+            for model, optimizer in zip(models, optimizers, strict=True):
+                differentiate(squares(model, world.rank, step))
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_several_models_may_be_weighed_by_one_count() -> None:
+    run_ranks(_two_models_of_one_batch, 2)

@@ -299,3 +299,30 @@ def test_what_scripts_and_libraries_touch_of_torchs_class_is_there_or_says_why_n
 
 def test_torchs_arguments_are_done_or_refused_in_words() -> None:
     run_ranks(_arguments, 2)
+
+
+def _inside_torchs_own() -> None:
+    """Torch's wrappers don't tell the module that they wrap, so it is the first forward that refuses."""
+    lockstep.init("gloo", timeout=20)
+    inputs = batch(0, 0, 4, 5)
+    for whole in (lambda model: model, lambda model: nn.Sequential(model, nn.Linear(3, 1).double())):
+        wrapped = nn.parallel.DistributedDataParallel(whole(lockstep.replicate(mlp())))
+        with pytest.raises(lockstep.LockstepError, match="inside torch's DistributedDataParallel, and both would"):
+            wrapped(inputs)
+    copied: Any = lockstep.replicate(mlp())
+    with pytest.raises(lockstep.LockstepError, match="inside torch's DataParallel, and both would"):
+        copied._replicate_for_data_parallel()(inputs)
+    # A replica that torch's module only calls, and one that was released, are nobody's part.
+    teacher = lockstep.replicate(mlp())
+
+    class Student(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            scores: Tensor = super().forward(inputs) - teacher(inputs)
+            return scores
+
+    for model in (Student(5, 3).double(), lockstep.release(lockstep.replicate(mlp()))):
+        nn.parallel.DistributedDataParallel(model)(inputs).sum().backward()
+
+
+def test_a_replica_is_refused_inside_torchs_own_wrappers() -> None:
+    run_ranks(_inside_torchs_own, 2)

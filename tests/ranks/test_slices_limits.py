@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import warnings
@@ -135,23 +136,23 @@ def _norm_of_all_ranks() -> None:
 def _trains_apart() -> None:
     model = _model(lambda: nn.Linear(10, 4), sync=lockstep.LocalSteps())
     for step in _loader(slices=4).steps():
-        list(step)
-    del model
+        for x, _ in step:
+            model(x)
 
 
 def _has_a_hook() -> None:
     model = _model()
     lockstep.register_comm_hook(model, None, lockstep.bf16_compress_hook)
     for step in _loader(slices=4).steps():
-        list(step)
-    del model
+        for x, _ in step:
+            model(x)
 
 
 def _has_sparse_gradients() -> None:
     model = _model(lambda: nn.Embedding(4, 4, sparse=True))
     for step in _loader(slices=4).steps():
-        list(step)
-    del model
+        for _, y in step:
+            model.get_parameter("weight")[y % 4].sum().backward()  # not through a forward
 
 
 def _weighs_outside() -> None:
@@ -166,6 +167,28 @@ def _logs_apart() -> None:
     for step in _loader(slices=4).steps():
         for x, _ in step:
             model(x).sum().backward()
+
+
+def _others_are_there() -> None:
+    """Models that could not take part, and do not: one has only been made, the others are asked without gradients."""
+    others = [
+        _model(lambda: nn.Embedding(4, 10, sparse=True)),
+        _model(lambda: nn.Linear(10, 4), sync=lockstep.LocalSteps()).eval(),
+        _model(lambda: nn.Sequential(nn.Linear(10, 4), lockstep.SyncBatchNorm(4))).eval(),
+    ]
+    model = _model()
+    for step in _loader(slices=4).steps():
+        for x, _ in step:
+            with torch.no_grad():
+                teachers = [other(x) for other in others[1:]]
+            (model(x).sum() + sum(teacher.sum() for teacher in teachers)).backward()
+        assert any(param.grad is not None for param in model.parameters())
+        model.zero_grad()
+    others[0](torch.arange(4)).sum().backward()
+
+
+def test_only_models_that_take_part_are_asked_whether_they_can() -> None:
+    run_ranks(_makes, 2, _others_are_there)
 
 
 MISTAKES: list[tuple[Callable[[], None], str]] = [
@@ -288,6 +311,33 @@ def test_a_step_that_does_not_fit_is_taken_again_in_twice_as_many_slices(inside:
     for world_size in (1, 2, 3):
         outcomes = run_ranks(_trained_in, world_size, "auto", 5, inside, 2)
         assert outcomes == [[expected, [8] * 6, 8, world_size]] * world_size  # 40 samples, five fit
+
+
+def _logged(folder: str) -> list[int]:
+    """The log has no Checkpointer to ask for the step: it counts, and a step that is taken again is no other step."""
+    lockstep.init(timeout=20)
+    model = lockstep.replicate(Large(12, "forward"))
+    loader = lockstep.shard(DataLoader(samples(), BATCH, shuffle=True), slices="auto")
+    steps = []
+    with lockstep.Log(folder, every=1) as log:
+        for _ in range(2):
+            for step in loader.steps():
+                for x, y in step:
+                    with step.attempt():
+                        log(size=float(len(x)))
+                        cross_entropy(model(x), y).backward()
+                steps.append(log.step)
+                model.zero_grad()
+    return steps
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_that_is_taken_again_is_logged_once(world_size: int, tmp_path: Path) -> None:
+    for steps in run_ranks(_logged, world_size, str(tmp_path)):
+        assert steps == [1, 2, 3, 4, 5, 6]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all(line["size"] <= 12 for line in lines)
 
 
 def test_a_step_that_can_not_be_cut_ends_the_run_on_all_ranks() -> None:

@@ -86,11 +86,41 @@ def _mean_of_a_loss() -> float:
     w = lockstep.init()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns when a tensor that requires grad becomes a number
-        return w.mean(torch.tensor(w.rank + 1.0, requires_grad=True))
+        return float(w.mean(torch.tensor(w.rank + 1.0, requires_grad=True)))
 
 
 def test_mean_takes_a_loss_as_it_is() -> None:
     assert run_ranks(_mean_of_a_loss, 2) == [1.5, 1.5]
+
+
+def _mean_of_elements() -> None:
+    w = lockstep.init()
+    samples = [3, 1, 0][w.rank]
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64):
+        values = [torch.arange(6).view(2, 3) * 4 + rank * 100 for rank in range(3)]
+        own = values[w.rank].to(dtype)
+        if w.rank == 2 and dtype.is_floating_point:
+            own.fill_(math.nan)  # the mean over nothing
+        before = own.clone()
+        mean = w.mean(own, samples=samples)
+        expected = (values[0] * 3 + values[1]).double() / 4
+        assert mean.dtype == (torch.float64 if dtype is torch.int64 else dtype)
+        assert torch.equal(mean, expected.to(mean.dtype))
+        assert torch.equal(own.nan_to_num(), before.nan_to_num())
+    w.share = lockstep.BatchShare([2, 2, 1][w.rank], 5)
+    share = torch.tensor([[1.0, 2.0, 4.0][w.rank], w.rank], requires_grad=True)
+    assert torch.equal(w.mean(share), torch.tensor([2.0, 0.8]))
+    assert not w.mean(share).requires_grad
+    w.share = None
+    by_row = torch.arange(8.0).view(2, 4).t()  # not contiguous
+    assert torch.equal(w.mean(by_row + w.rank), by_row + 1)
+    assert w.mean(torch.zeros(0, 3)).shape == (0, 3)
+    with pytest.raises(ValueError, match="mean over no samples"):
+        w.mean(torch.ones(2), samples=0)
+
+
+def test_mean_of_several_elements_is_of_each() -> None:
+    run_ranks(_mean_of_elements, 3)
 
 
 def _main_first(path: str) -> str:

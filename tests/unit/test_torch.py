@@ -354,6 +354,30 @@ def test_quicken_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert handler.shutdown()
 
 
+def test_wrapper_around() -> None:
+    seen: list[str | None] = []
+    around = _torch.wrapper_around()
+
+    class Inner(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            seen.append(around(self))
+            return super().forward(inputs)
+
+    inner = Inner(2, 2)
+    inner(torch.ones(1, 2))
+    copied: Any = inner
+    seen.append(around(copied._replicate_for_data_parallel()))  # what DataParallel runs on each of several GPUs
+    with torch.nn.parallel.DistributedDataParallel._inside_ddp_forward(_Wrapped(inner)):  # type: ignore[arg-type]
+        inner(torch.ones(1, 2))
+        Inner(2, 2)(torch.ones(1, 2))
+    assert seen == [None, "DataParallel", "DistributedDataParallel", None]
+
+
+class _Wrapped:
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = module.modules
+
+
 def test_each_function_has_a_test() -> None:
     functions = [
         name

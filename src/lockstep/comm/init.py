@@ -25,7 +25,7 @@ from torch.optim import optimizer as optimizers
 
 from lockstep import knobs, machine
 from lockstep.comm import deterministic as determinism
-from lockstep.comm import guests, mpirun, streams
+from lockstep.comm import ending, guests, mpirun, streams
 from lockstep.comm import tracing as _  # noqa: F401  (a trace sees collectives by it)
 from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.choose import open_fastest
@@ -146,9 +146,15 @@ def current_world() -> World | None:
 
 
 def shutdown() -> None:
-    """Leave the world and close what :func:`init` opened. Leaving the process does the same by itself."""
+    """Leave the world and close what :func:`init` opened. Leaving the process does the same by itself.
+
+    The last rank to leave looks whether all replicas hold the same, and warns if they don't (comm/ending.py); no rank
+    waits for it.
+    """
     global _world, _owns_group
     if _world is not None:
+        if dist.is_initialized():
+            ending.compare()
         _world.release()
         guests.unmark()
         streams.begin(rank=0, world_size=1)

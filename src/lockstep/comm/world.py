@@ -268,15 +268,20 @@ class World:
         return total.item()  # type: ignore[return-value]
 
     @_torch.mark_untraced
-    def mean(self, value: float | torch.Tensor, *, samples: int | None = None) -> float:
-        """**Collective.** Return the mean over all samples of all ranks, of a number that is a mean on each rank.
+    def mean(self, value: float | torch.Tensor, *, samples: int | None = None) -> Any:
+        """**Collective.** Return the mean over all samples of all ranks, of numbers that are means on each rank.
 
         Args:
-            value: this rank's mean (a loss, an accuracy): a number or a tensor with one element.
+            value: this rank's mean (a loss, an accuracy): a number or a tensor with one element. Or a tensor of any
+                other shape (accuracies by class, a gradient), the same on all ranks: each element is averaged.
             samples: how many samples ``value`` is the mean of. If None: this rank's share of the batch that the
                 sharded loader handed out last, or 1 where there is none.
 
         A rank with no samples does not count, whatever its value (the mean over nothing is NaN).
+
+        Returns:
+            A float for a number or one element. Else a new tensor, without gradients, on the same device and of the
+            same shape and dtype (float64 for whole numbers). Sums are made in float64 (complex128).
 
         Raises:
             ValueError: ``samples`` is negative, or no rank has any sample.
@@ -288,14 +293,33 @@ class World:
         count = samples if samples is not None else 1 if self.share is None else self.share.local_samples
         if count < 0:
             raise ValueError(f"samples={count}: expected 0 or more")
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            return self._mean_of_elements(value.detach(), float(count))
         own = float(value.detach() if isinstance(value, torch.Tensor) else value)
         number = own * count if count else 0.0
         sums = torch.tensor([number, float(count)], dtype=torch.float64, device=group_device(self.group))
         self._all_reduce(sums, dist.ReduceOp.SUM, "mean")
         total, samples_in_all = sums.tolist()
-        if samples_in_all == 0:
-            raise ValueError("mean over no samples: every rank passed samples=0")
+        _refuse_no_samples(samples_in_all)
         return float(total / samples_in_all)
+
+    def _mean_of_elements(self, value: torch.Tensor, count: float) -> torch.Tensor:
+        """**Collective.** Do as :meth:`mean` for each element."""
+        dense = value.to_dense() if value.layout != torch.strided else value
+        sums = torch.zeros(
+            dense.numel() + 1,
+            dtype=torch.complex128 if dense.is_complex() else torch.float64,
+            device=group_device(self.group),
+        )
+        if count:
+            sums[:-1] = dense.reshape(-1)
+            sums *= count
+        sums[-1] = count
+        self._all_reduce(torch.view_as_real(sums) if sums.is_complex() else sums, dist.ReduceOp.SUM, "mean")
+        samples = float(sums[-1].real)
+        _refuse_no_samples(samples)
+        mean = (sums[:-1] / samples).view(dense.shape).to(value.device)
+        return mean.to(value.dtype) if value.is_floating_point() or value.is_complex() else mean
 
     def _all_reduce(self, total: torch.Tensor, op: Any, name: str) -> None:
         slicing.refuse_in_slice(f"World.{name}()", self)
@@ -412,3 +436,8 @@ class World:
                 raise LockstepError(
                     f"rank {self.rank} of {self.world_size}: rank {rank} failed in the main_first() block: {failure}"
                 )
+
+
+def _refuse_no_samples(samples: float) -> None:
+    if samples == 0:
+        raise ValueError("mean over no samples: every rank passed samples=0")

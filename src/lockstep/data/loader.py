@@ -175,6 +175,7 @@ class ShardedLoader:
         self._seeded = seeded
         self._source = source
         self._world = world
+        self._number = world.in_hand.number_loader()
         self._device = device
         #: The seed of the order and of the samples.
         self.seed = source.seed
@@ -405,7 +406,7 @@ class ShardedLoader:
     def _hand_out(self, fetched: Fetched) -> Iterator[Any]:
         """Yield one batch, and have it in hand meanwhile."""
         world, share = self._world, BatchShare(fetched.samples, fetched.global_samples, self._source.shares or ())
-        world.in_hand.hand_out(self, share)
+        world.in_hand.hand_out(self, share, (self._number, self._cursor.epoch, self._cursor.batches))
         self._advance(fetched)
         flight.current.batch += fetched.samples
         yield fetched.batch

@@ -47,7 +47,7 @@ def replicate(
     first_bucket_mb: float = 1.0,
     broadcast_buffers: bool = True,
     find_unused_parameters: bool = False,
-    check_finite: CheckFinite = "off",
+    check_finite: CheckFinite = "step",
     gradient_as_bucket_view: bool = True,
     overlap: bool | None = None,
     init_sync: bool = True,
@@ -65,7 +65,8 @@ def replicate(
     Parameters that are frozen now and unfrozen later join in at the next forward (all ranks must unfreeze the same).
     Parameters must not be added, replaced or converted afterwards: the next step says so. ``torch.autograd.grad``,
     transforms of torch.func and inner backwards send nothing. Compiled autograd is refused. A rank must not leave out a
-    backward that the others run; see Note [Left-out backwards]. :func:`release` undoes it all.
+    backward that the others run, nor run it with another batch; see Notes [Left-out backwards] and [Batches compared].
+    :func:`release` undoes it all.
 
     Names in ``model._ddp_params_and_buffers_to_ignore``, which torch's DDP reads, are left alone. Models whose
     parameters the ranks hold in parts (FSDP, tensor parallelism) are refused, as are those on the meta device and
@@ -80,11 +81,14 @@ def replicate(
         broadcast_buffers: send rank 0's buffers to all ranks at construction and around every training step.
         find_unused_parameters: parameters that get no gradient always work; True says that they are expected and
             ends the warning that names those that no rank used.
-        check_finite: what happens if a rank holds an infinite or NaN gradient before it is averaged: nothing ("off",
-            free), a warning that names rank and parameter ("warn"), the same and every ``grad`` is None on all ranks,
-            so that the optimizer's step changes nothing ("skip"; 100 such steps in a row are an error), or
-            NonFiniteGradient on all ranks ("raise"). The last three read the gradients once more, and wait for the
-            device. A GradScaler skips such steps itself, and refuses to step without gradients: "skip" is not for it.
+        check_finite: what happens if gradients are infinite or NaN. "step": ``grad`` holds what torch's DDP would
+            leave there, and if an optimizer steps with it all the same, this step is left out on all ranks: parameters
+            and the optimizer's state stay as they are, and a warning names rank and parameter. 100 such steps in a row
+            are an error. On a GPU the step is taken, and all ranks raise NonFiniteGradient in the next backward. See
+            Note [Averages that are not finite] in guard.py. "off": nothing. The others look before the average is made,
+            and read the gradients once more for it, also on a GPU: "warn" continues; with "skip" every ``grad`` is None
+            on all ranks (a GradScaler, which skips such steps itself, refuses to step without gradients); "raise" is
+            NonFiniteGradient on all ranks.
         gradient_as_bucket_view: let every ``grad`` be a view of its bucket, which saves a copy of the gradients. The
             same memory is used again in the next step, unless you still hold the gradient (or a slice or a NumPy array
             of it): then it stays as it is, as in one process.
@@ -101,7 +105,9 @@ def replicate(
         compare_every: compare parameters and the state of optimizers with those of the other ranks while training, all
             of it within so many averaged backwards; "auto": as often as it takes less than 0.5 % of the time, within
             1024 at the latest; None or 0: never. See Note [Replicas compared] in drift.py. A difference is a
-            ReplicaMismatch on every rank, from the backward in which it is found.
+            ReplicaMismatch on every rank, from the backward in which it is found. With None replicas may differ, so a
+            step with gradients that were never averaged is no error either: Note [Steps without an average] in
+            unaveraged.py.
 
     Raises:
         ReplicaMismatch: on all ranks, before anything is sent, if a parameter's name, shape or dtype differs; and in a
@@ -162,7 +168,8 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context in which gradients accumulate on each rank and nothing is sent.
 
     Both forward and backward belong inside. The first backward outside it averages what has accumulated together with
-    its own gradients. ``model`` is one that :func:`replicate` returned, or a ``DistributedDataParallel``.
+    its own gradients; an optimizer that steps before that is an error, on all ranks. ``model`` is one that
+    :func:`replicate` returned, or a ``DistributedDataParallel``.
 
     Raises:
         ValueError: ``model`` is not a replica.

@@ -32,6 +32,7 @@ hook that zeroes ``grad`` in place is not found.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -44,18 +45,21 @@ from torch.nn import Parameter
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.labels import labelled
 from lockstep.comm.waiting import wait_for
+from lockstep.ddp.batches import BatchFlags
 from lockstep.ddp.bucket import PLACES, Bucket
 from lockstep.ddp.comm_hooks import CommHook, GradBucket
 from lockstep.ddp.counts import MIXED, Weight, are_mixed, unit_of_means, unit_of_sums
 from lockstep.ddp.drift import DriftCheck
-from lockstep.ddp.finite import FiniteCheck
+from lockstep.ddp.finite import FiniteLook
 from lockstep.ddp.sparse import SparseSlot, SparseTransfer
 from lockstep.errors import CollectiveMismatch, LockstepError, NonFiniteGradient
+from lockstep.share import Place
 
 #: See Note [Labels].
 _LABELS = 16
 #: Factors kept as tensors; ever new shares must not fill the memory.
 _MOST_SCALES = 64
+_NOTHING = nullcontext()
 _LEFT_OUT, _WEIGHED = "without a backward", "weighed by items"
 
 
@@ -78,9 +82,11 @@ class Averaging:
     #: An all-reduce returns when it is complete; see Note [One reduction].
     at_once: bool
     #: Looks at the gradients before they are sent.
-    finite: FiniteCheck | None
+    finite: FiniteLook | None
     #: Compares the replicas in some of the steps.
     drift: DriftCheck | None = None
+    #: Compares which batches the ranks are in.
+    batches: BatchFlags | None = None
     #: Synchronised backwards that have ended.
     step: int = 0
     #: Positions of parameters with gradients that were accumulated without synchronisation.
@@ -162,6 +168,8 @@ class Backward:
         #: others; see Note [Left-out backwards].
         self.left_out = 0
         self.place = 0
+        #: Which batch this rank is in; see Note [Batches compared].
+        self.batch: Place | None = None
         #: Whether this rank's flags say what it holds; see Note [Replicas compared].
         self._compares = False
         #: What to raise at the end, on all ranks, if replicas differ.
@@ -235,7 +243,7 @@ class Backward:
             return
         self._fill(bucket)
         if self._all.finite is not None:
-            self._all.finite.inspect(bucket, [self._all.names[position] for position in bucket.positions])
+            self._all.finite.inspect(bucket, self._all.names, is_hooked=self._all.comm_hook is not None)
         if self._keeps(bucket):
             self._unweighed[bucket.index] = bucket.values.clone()
             self._multiply(bucket, self._weight.factor)
@@ -268,6 +276,8 @@ class Backward:
             self._divide_alone()
             return self.missing()
         self._refuse_other_backward()
+        if self._all.batches is not None and self._all.buckets:
+            self._all.batches.refuse_others(self._all.buckets[-1].batch, self._all.whoami)
         if drift is not None and self._compares:
             has_bucket = bool(self._all.buckets)
             self.drifted = drift.judge(self._all.buckets[-1].compared) if has_bucket else drift.exchange_alone()
@@ -278,6 +288,8 @@ class Backward:
         bucket.reset_flags(self.place)
         if self._compares and self._all.drift is not None and len(bucket.compared):
             self._all.drift.fill(bucket.compared)
+        if self._all.batches is not None and len(bucket.batch):
+            self._all.batches.fill(bucket.batch, self.batch)
         if self._weight.items is not None:
             bucket.say_count(self._weight.items, is_mixed=self._weight.is_mixed)
         grads = [param.grad for param in bucket.params]
@@ -321,12 +333,15 @@ class Backward:
     def _all_reduce(self, bucket: Bucket) -> None:
         # The group's own method: dist.all_reduce does the same with checks that take longer than a small bucket.
         call: Callable[[], dist.Work] = lambda: self._all.group.allreduce([bucket.message], self._all.call)  # noqa: E731
-        with self._label(bucket):
+        with self._label(bucket), self._looking(bucket):
             if self._all.at_once:
                 what = lambda: f"{self._all.whoami()}: averaging {self._all.describe(bucket)}"  # noqa: E731
                 wait_for(call, what, name=None)  # a backend that reduces at once sleeps, and tells of it, by itself
             else:
                 bucket.wait = call().wait
+
+    def _looking(self, bucket: Bucket) -> AbstractContextManager[object]:
+        return _NOTHING if self._all.finite is None else self._all.finite.reducing(bucket)
 
     def _label(self, bucket: Bucket) -> labelled:
         backward = self.number % _LABELS
@@ -488,9 +503,11 @@ class Backward:
     def _judge(self, sparse: Sequence[SparseTransfer], *, restore: bool) -> bool:
         """Return whether this step is skipped."""
         assert self._all.finite is not None  # (for the type checker)
-        flags = [transfer.is_bad() for transfer in sparse] + [bool(bucket.bad.any()) for bucket in self._all.buckets]
+        finite, names = self._all.finite, self._all.names
+        flags = [transfer.is_bad() for transfer in sparse]
+        flags += [finite.is_flagged(bucket, names) for bucket in self._all.buckets]
         try:
-            return self._all.finite.verdict(flagged=any(flags), whoami=self._all.whoami)
+            return finite.verdict(flagged=any(flags), whoami=self._all.whoami)
         except NonFiniteGradient:
             for bucket in self._all.buckets if restore else ():
                 self._restore_unused(bucket)

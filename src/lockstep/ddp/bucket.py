@@ -4,16 +4,18 @@ Note [Bucket layout]
 ~~~~~~~~~~~~~~~~~~~~
 ::
 
-    | gradient of parameter 0 | 1 | ... | used 0 | used 1 | ... | bad 0 | bad 1 | ... | compared | places | counts |
+    | gradient of parameter 0 | 1 | ... | used 0 | used 1 | ... | bad | compared | batch | places | counts |
 
 ``used i`` is 1 where this rank has a gradient for parameter i since the last reduction and 0 where it has none;
-``bad i`` (only with ``check_finite``) is 1 where that gradient is not finite. They are summed over the ranks together
-with the gradients, so that every rank can know which parameters no rank used, and which were bad, without a second
-collective. ``places`` (only in the last bucket, over backends that know no labels) are a few flags of which each rank
-sets one, according to how far it has come: more than one that is not 0 says that the ranks are in different backwards,
-see Note [Left-out backwards]. ``compared`` (only in the last bucket) says in some steps what a rank holds: Note
-[Replicas compared] in ``ddp/drift.py``. ``counts`` (only in the last bucket) say how many items this rank's gradients
-are the mean of, if the script counts them: Note [Counts in the flags] in ``ddp/counts.py``. Flags are read only when
+``bad`` (a flag for each parameter, or one for all, or none: ``check_finite``) is not 0 where gradients are not finite.
+They are summed over the ranks together with the gradients, so that every rank can know which parameters no rank used,
+and whether any were bad, without a second collective. ``places`` (only in the last bucket, over backends that know no
+labels) are a few flags of which each rank sets one, according to how far it has come: more than one that is not 0 says
+that the ranks are in different backwards, see Note [Left-out backwards]. ``batch`` (only in the last bucket) says which
+batch the gradients are of: Note [Batches compared] in ``ddp/batches.py``. ``compared`` (only in the last bucket) says
+in some steps what a rank holds: Note [Replicas compared] in ``ddp/drift.py``. ``counts`` (only in the last bucket) say
+how many items this rank's gradients are the mean of, if the script counts them: Note [Counts in the flags] in
+``ddp/counts.py``. Flags are read only when
 the answer matters, because reading them waits for the device. Those before ``counts`` never exceed the world size, so
 that even bfloat16 tells 0 from more than 0.
 
@@ -37,6 +39,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -119,12 +122,14 @@ class Bucket:
     values: Tensor
     #: Flag per parameter; see Note [Bucket layout]. 1-D view of ``flat``.
     used: Tensor
-    #: Flag per parameter, or empty. 1-D view of ``flat``.
+    #: Flags for gradients that are not finite, or empty. 1-D view of ``flat``.
     bad: Tensor
     #: Flags for where the ranks are, or empty. 1-D view of ``flat``.
     places: Tensor
     #: Flags for a digest of what the rank holds, or empty. 1-D view of ``flat``.
     compared: Tensor
+    #: Flags for the batch that the gradients are of, or empty. 1-D view of ``flat``.
+    batch: Tensor
     #: Flags for counts of items, or empty. 1-D view of ``flat``.
     counts: Tensor
     #: One view of ``values`` per parameter, with its shape and strides.
@@ -136,9 +141,10 @@ class Bucket:
         positions: Sequence[int],
         params: Sequence[Parameter],
         *,
-        flag_finite: bool = False,
+        finite_flags: int = 0,
         marks_place: bool = False,
         compares: int = 0,
+        batch_flags: int = 0,
         count_flags: CountFlags | None = None,
         memory: InPlaceMemory | None = None,
     ) -> None:
@@ -151,7 +157,7 @@ class Bucket:
         self._sizes = [param.numel() for param in params]
         total, count = sum(self._sizes), len(params)
         counts, places = 0 if count_flags is None else len(count_flags), PLACES if marks_place else 0
-        self._parts = [total, count, count if flag_finite else 0, compares, places, counts]
+        self._parts = [total, count, finite_flags, compares, batch_flags, places, counts]
         self._small = total < SMALL * count
         #: Of the backward under way: positions of the parameters whose gradient has come, in order; more than once if
         #: it came in portions. Always the same list.
@@ -165,7 +171,8 @@ class Bucket:
         #: What waits for it, if it was sent, and what then returns a comm hook's result.
         self.wait: Callable[[], object] | None = None
         self.result: Callable[[], object] | None = None
-        self._is_shared = memory is not None
+        #: Whether it lies in the group's own memory.
+        self.is_shared = memory is not None
         #: What others hold and find again when the backward has ended, by slot; see Note [Gradients held elsewhere].
         self._put_aside: dict[int, Tensor] = {}
         allocate: Callable[..., Tensor] = torch.zeros if memory is None else memory.allocate_tensor
@@ -173,7 +180,8 @@ class Bucket:
 
     def _lay_out(self, flat: Tensor) -> None:
         self.flat = flat
-        self.values, self.used, self.bad, self.compared, self.places, self.counts = flat.split_with_sizes(self._parts)
+        parts = flat.split_with_sizes(self._parts)
+        self.values, self.used, self.bad, self.compared, self.batch, self.places, self.counts = parts
         #: All flags. 1-D view of ``flat``.
         self.tail = flat[self._parts[0] :]
         self.views = [
@@ -182,11 +190,11 @@ class Bucket:
         ]
         #: What is all-reduced: ``flat``, as real numbers if it is complex, since backends know no others.
         self.message = torch.view_as_real(flat) if flat.is_complex() else flat
-        _, used, bad, compared, places, counts = self._parts
+        _, used, bad, compared, batch, places, counts = self._parts
         #: Which backward this rank is in, and whether it has counted items; what every rank reads if it says the first.
         self.marks = flat[len(flat) - places - counts :][: places + 2]
         uncounted = [] if self.count_flags is None else self.count_flags.unweighed
-        before = [1] * used + [0] * (bad + compared)
+        before = [1] * used + [0] * (bad + compared + batch)
         #: What ``tail`` is at first, for each place.
         self._fresh_flags = [
             torch.tensor(before + [int(place == own) for place in range(places)] + uncounted, dtype=flat.dtype).to(
@@ -200,6 +208,11 @@ class Bucket:
         # What is counted while nobody but the bucket holds anything of it.
         self._owners_alone = _owners_of_storage(self._storage)
         self._references_alone, self._references_of_one = _references_to(self.views), _references_to(self.views[:1])
+
+    @property
+    def ends(self) -> list[int]:
+        """Where each parameter's gradient ends in :attr:`message`."""
+        return [end * (2 if self.flat.is_complex() else 1) for end in accumulate(self._sizes)]
 
     def begin(self) -> None:
         """Begin a backward."""
@@ -227,7 +240,7 @@ class Bucket:
         if not held:
             return
         with torch.no_grad():
-            if self._is_shared or _FEW * sum(self._sizes[slot] for slot in held) < self._parts[0]:
+            if self.is_shared or _FEW * sum(self._sizes[slot] for slot in held) < self._parts[0]:
                 self._put_aside = {slot: self.views[slot].clone() for slot in held}
             else:
                 self._lay_out(torch.empty_like(self.flat))

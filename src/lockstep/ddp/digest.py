@@ -216,6 +216,16 @@ class Holdings:
         return digests
 
 
+def digest_of_start(values: Tensor, most: int | None = None) -> str:
+    """Return a digest of the first ``most`` bytes of a tensor's elements, or of all; waits for its device."""
+    if values.layout != torch.strided:
+        values = values.coalesce()
+        return digest_of_start(values.indices(), most) + digest_of_start(values.values(), most)
+    flat = values.detach().resolve_conj().resolve_neg().reshape(-1)
+    start = flat if most is None else flat[: max(1, most // values.element_size())]
+    return xxhash.xxh3_64_hexdigest(start.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+
+
 def fold(digest: int) -> int:
     """Return 32 bits of a digest of 64."""
     return (digest ^ (digest >> BITS)) & ((1 << BITS) - 1)

@@ -1,21 +1,76 @@
-"""Look for infinite or NaN gradients on the rank that has them, before the average spreads them to every rank."""
+"""Look for infinite or NaN gradients on the rank that has them, before the average spreads them to every rank.
+
+Note [Looking at gradients]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+An infinite or NaN value survives a sum, so the sum of a bucket tells that it holds none, in a fraction of the time that
+looking at each element takes; only if the sum is not finite is each element looked at. (Finite gradients have an
+infinite sum where they are near the end of their dtype's range. Then nothing is found, and nothing happens.)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import callsite
 from lockstep.comm.exchange import all_gather_records
+from lockstep.comm.looks import total_of
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.options import CheckFinite
 from lockstep.errors import NonFiniteGradient, listed
 
 #: Steps skipped one after the other before training that goes nowhere is an error.
 MOST_SKIPPED = 100
+
+
+def is_finite(values: Tensor) -> bool:
+    """Return whether all of ``values`` are finite; see Note [Looking at gradients]. Waits for their device."""
+    return bool(total_of(values).isfinite()) or bool(values.isfinite().all())
+
+
+def words_for(found: Mapping[int, Sequence[str]]) -> str:
+    """Say which parameters' gradients are not finite, by rank."""
+    return "; ".join(
+        f"of {listed([f'{name!r}' for name in names], most=5)} on rank {rank}" for rank, names in sorted(found.items())
+    )
+
+
+class FiniteLook(Protocol):
+    """What looks at the gradients of a backward, while they are averaged."""
+
+    def flags(self, parameters: int) -> int:
+        """Return how many flags a bucket of so many parameters has for it."""
+        ...
+
+    def inspect(self, bucket: Bucket, names: Sequence[str], *, is_hooked: bool) -> None:
+        """Look at what this rank is about to send.
+
+        Args:
+            bucket: filled.
+            names: of all parameters, by position.
+            is_hooked: a comm hook reduces it, and not the backend.
+        """
+        ...
+
+    def reducing(self, bucket: Bucket) -> AbstractContextManager[object]:
+        """Return a context in which ``bucket`` is all-reduced."""
+        ...
+
+    def is_flagged(self, bucket: Bucket, names: Sequence[str]) -> bool:
+        """Return whether any rank has flagged ``bucket``, which has come back; the same on all ranks."""
+        ...
+
+    def inspect_rows(self, rows: Tensor, name: str) -> bool:
+        """Look at a sparse gradient; return whether to flag it."""
+        ...
+
+    def verdict(self, *, flagged: bool, whoami: Callable[[], str]) -> bool:
+        """**Collective** if ``flagged``. Decide what becomes of this step. Return whether it is skipped."""
+        ...
 
 
 class FiniteCheck:
@@ -32,17 +87,29 @@ class FiniteCheck:
         self._mine: list[str] = []
         self._skipped_in_a_row = 0
 
-    def inspect(self, bucket: Bucket, names: Sequence[str]) -> None:
+    def flags(self, parameters: int) -> int:
+        """Return one for each parameter."""
+        return parameters
+
+    def inspect(self, bucket: Bucket, names: Sequence[str], *, is_hooked: bool) -> None:  # noqa: ARG002
         """Flag the parameters of ``bucket`` whose gradients are not finite."""
-        if bool(torch.isfinite(bucket.values).all()):
+        if is_finite(bucket.values):
             return
-        bad = [slot for slot, view in enumerate(bucket.views) if not bool(torch.isfinite(view).all())]
+        bad = [slot for slot, view in enumerate(bucket.views) if not is_finite(view)]
         bucket.bad[bad] = 1
-        self._mine += [names[slot] for slot in bad]
+        self._mine += [names[bucket.positions[slot]] for slot in bad]
+
+    def reducing(self, bucket: Bucket) -> AbstractContextManager[object]:  # noqa: ARG002  (as the protocol has it)
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def is_flagged(self, bucket: Bucket, names: Sequence[str]) -> bool:  # noqa: ARG002  (as the protocol has it)
+        """Return whether any rank has flagged a parameter of ``bucket``."""
+        return bool(bucket.bad.any())
 
     def inspect_rows(self, rows: Tensor, name: str) -> bool:
         """Do the same for a sparse gradient; return whether to flag it."""
-        if bool(torch.isfinite(rows).all()):
+        if is_finite(rows):
             return False
         self._mine.append(name)
         return True
@@ -51,7 +118,7 @@ class FiniteCheck:
         """Do the same for the sums of a rank's slices: each has a tensor or None for each of ``names``."""
         for each in sums:
             pairs = zip(names, each, strict=False)  # a sum holds buffers as well
-            self._mine += [name for name, tensor in pairs if tensor is not None and not bool(tensor.isfinite().all())]
+            self._mine += [name for name, tensor in pairs if tensor is not None and not is_finite(tensor)]
 
     def verdict(self, *, flagged: bool, whoami: Callable[[], str]) -> bool:
         """**Collective.** Decide what becomes of this step. Return whether it is skipped.
@@ -67,10 +134,7 @@ class FiniteCheck:
             self._skipped_in_a_row = 0
             return False
         found = {rank: names for rank, names in enumerate(all_gather_records(mine, self._group)) if names}
-        where = "; ".join(
-            f"of {listed([f'{name!r}' for name in names], most=5)} on rank {rank}" for rank, names in found.items()
-        )
-        what = f"{whoami()}: infinite or NaN gradients before averaging: {where}"
+        what = f"{whoami()}: infinite or NaN gradients before averaging: {words_for(found)}"
         if self._policy == "raise":
             raise NonFiniteGradient(
                 f"{what}. Every rank stops here, before the optimizer's step. Look at that rank's batch and loss, or "

@@ -60,7 +60,7 @@ from torch.nn import Parameter
 
 from lockstep import _torch
 from lockstep.errors import LockstepError
-from lockstep.share import Items
+from lockstep.share import Items, Place
 
 _queue_callback = _torch.queue_callback()
 _will_execute = _torch.will_execute()
@@ -88,6 +88,8 @@ class Forward(NamedTuple):
     items: Items | None = None
     #: The slice that it was in: of which step, and its number.
     slice: tuple[int, ...] | None = None
+    #: Which batch it is of; see Note [Batches compared].
+    batch: Place | None = None
 
 
 class BackwardListener(Protocol):

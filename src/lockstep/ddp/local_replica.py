@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 
 from lockstep import _torch
-from lockstep.comm import local_training
+from lockstep.comm import local_training, slicing
 from lockstep.comm.exchange import group_device
 from lockstep.comm.init import current_world
-from lockstep.comm.slicing import SlicedStep
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.hooks import Forward
@@ -95,6 +94,8 @@ class LocalReplica(Replica):
     # Steps ----------------------------------------------------------------------------------------------------------
 
     def _announce(self, module: nn.Module, *, records: bool) -> Forward:
+        if slicing.current() is not None:
+            return self._announce_in_slice(trains=records or module.training)
         if records and module.training:
             self.between_steps()
         in_hand = self._in_hand()
@@ -213,10 +214,8 @@ class LocalReplica(Replica):
 
     # What has no meaning here -----------------------------------------------------------------------------------------
 
-    def step_begins(self, step: SlicedStep) -> None:
-        """Refuse: slices are for ranks that are equal after every step."""
-        del step
-        raise LockstepError(
+    def _why_not_in_slices(self, module: nn.Module) -> LockstepError:  # noqa: ARG002  (as for others)
+        return LockstepError(
             f"{self._whoami()}: a step in slices averages gradients, and with LocalSteps none are averaged: shard the "
             "loader without slices=, or replicate the model without sync="
         )

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from lockstep.ddp.local_steps import LocalSteps
 
-CheckFinite = Literal["off", "warn", "skip", "raise"]
+CheckFinite = Literal["step", "off", "warn", "skip", "raise"]
 CompareEvery = int | Literal["auto"] | None
 
 _MIB = 1024 * 1024
@@ -21,7 +21,7 @@ class ReplicaOptions:
     first_bucket_mb: float = 1.0
     broadcast_buffers: bool = True
     find_unused_parameters: bool = False
-    check_finite: CheckFinite = "off"
+    check_finite: CheckFinite = "step"
     gradient_as_bucket_view: bool = True
     overlap: bool | None = None
     init_sync: bool = True
@@ -42,7 +42,7 @@ class ReplicaOptions:
             if not 0 < size < float("inf"):
                 raise ValueError(f"{name}={size!r}: expected a positive number of MiB")
         if self.check_finite not in get_args(CheckFinite):
-            raise ValueError(f"check_finite={self.check_finite!r}: expected 'off', 'warn', 'skip' or 'raise'")
+            raise ValueError(f"check_finite={self.check_finite!r}: expected 'step', 'off', 'warn', 'skip' or 'raise'")
         every = self.compare_every
         if every != "auto" and every is not None and (type(every) is not int or every < 0):
             raise ValueError(
@@ -54,7 +54,7 @@ class ReplicaOptions:
     def _refuse_what_averages(self) -> None:
         if not isinstance(self.sync, LocalSteps):
             raise TypeError(f"sync={self.sync!r}: expected a lockstep.LocalSteps, or None")
-        if self.check_finite != "off":
+        if self.check_finite not in ("step", "off"):
             raise ValueError(
                 f"check_finite={self.check_finite!r} looks at gradients before they are averaged, and with LocalSteps "
                 "none are: leave it out. The end of a round raises by itself if a parameter is infinite or NaN"

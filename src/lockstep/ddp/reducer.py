@@ -63,16 +63,20 @@ from torch.nn import Parameter
 from lockstep import _torch
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.backward import Averaging, Backward, explained
+from lockstep.ddp.batches import BatchFlags
 from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.counts import Weight
+from lockstep.ddp.digest import digest_of_start
 from lockstep.ddp.drift import DriftCheck
-from lockstep.ddp.finite import FiniteCheck
+from lockstep.ddp.finite import FiniteLook
 from lockstep.ddp.hooks import BackwardListener
 from lockstep.ddp.sparse import SparseSlot
 from lockstep.errors import CollectiveMismatch, LockstepError
-from lockstep.share import MOST_ITEMS
+from lockstep.share import MOST_ITEMS, Place
 
+#: Bytes of all parameters that are compared at the end of a job, and of each at least.
+_MOST_DIGESTED, _LEAST_DIGESTED = 1 << 22, 256
 _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 
 
@@ -101,6 +105,7 @@ class Reducer:
         at_once: an all-reduce returns when it is complete; see Note [One reduction].
         finite: looks at the gradients before they are sent.
         drift: compares the replicas in some of the steps.
+        batches: compares which batches the ranks are in.
         listener: is told of a gradient that comes while no backward is under way.
     """
 
@@ -115,8 +120,9 @@ class Reducer:
         as_view: bool = True,
         overlap: bool = True,
         at_once: bool = False,
-        finite: FiniteCheck | None = None,
+        finite: FiniteLook | None = None,
         drift: DriftCheck | None = None,
+        batches: BatchFlags | None = None,
         listener: BackwardListener | None = None,
     ) -> None:
         #: The parameters that are trained.
@@ -124,7 +130,7 @@ class Reducer:
         #: The backward that is under way.
         self.backward: Backward | None = None
         self._all = Averaging(
-            self.params, list(names), list(buckets), list(sparse), group, as_view, at_once, finite, drift
+            self.params, list(names), list(buckets), list(sparse), group, as_view, at_once, finite, drift, batches
         )
         self._listener, self._overlap = listener, overlap
         self._home = {position: bucket for bucket in buckets for position in bucket.positions}
@@ -156,11 +162,6 @@ class Reducer:
     def buckets(self) -> Sequence[Bucket]:
         """The buckets, in the order in which they are reduced."""
         return self._all.buckets
-
-    @property
-    def finite(self) -> FiniteCheck | None:
-        """What looks at the gradients."""
-        return self._all.finite
 
     @property
     def overlaps(self) -> bool:
@@ -268,11 +269,12 @@ class Reducer:
 
         return on_large_gradient
 
-    def finish(self, *, left_out: int = 0) -> BackwardOutcome:
+    def finish(self, *, left_out: int = 0, batch: Place | None = None) -> BackwardOutcome:
         """**Collective** if the backward is synchronised. End the backward: send the rest, write the averages.
 
         Args:
             left_out: forwards to tell of that had no backward; see Note [Left-out backwards].
+            batch: which batch the gradients are of; see Note [Batches compared].
 
         Raises:
             NonFiniteGradient: as :meth:`~lockstep.ddp.finite.FiniteCheck.verdict`, on all ranks.
@@ -288,6 +290,7 @@ class Reducer:
                 return BackwardOutcome(mistake)
             self._left_out += left_out
             backward.left_out, backward.place = left_out, self._begun + self._left_out
+            backward.batch = batch
             unused = backward.average_rest(write=True)
             if backward.skipped:
                 self._drop_gradients()
@@ -323,6 +326,18 @@ class Reducer:
         """Forget gradients that have accumulated without synchronisation: they are elsewhere by now."""
         self._all.pending.clear()
         self._weights.forget()
+
+    def digests(self) -> list[tuple[str, str]]:
+        """Return the parameters' names and a digest of where each begins; takes a millisecond."""
+        share = max(_LEAST_DIGESTED, _MOST_DIGESTED // len(self.params))
+        return [
+            (name, digest_of_start(param.detach(), share))
+            for name, param in zip(self._all.names, self.params, strict=True)
+        ]
+
+    def accumulated(self) -> list[tuple[str, Parameter]]:
+        """Return the parameters whose gradients have accumulated without synchronisation, with their names."""
+        return [(self._all.names[position], self.params[position]) for position in sorted(self._all.pending)]
 
     # Between backwards ----------------------------------------------------------------------------------------------
 

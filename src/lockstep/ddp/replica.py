@@ -14,19 +14,23 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils.hooks import RemovableHandle
 
 from lockstep import _torch, callsite
-from lockstep.comm import slicing, streams
+from lockstep.comm import ending, slicing, streams
 from lockstep.comm.init import current_world
 from lockstep.comm.labels import compares_labels
 from lockstep.comm.memory import InPlaceMemory, in_place_memory
+from lockstep.ddp.batches import FLAGS as BATCH_FLAGS
+from lockstep.ddp.batches import BatchFlags
 from lockstep.ddp.bucket import Bucket, ParameterSpec, plan_buckets
 from lockstep.ddp.buffers import broadcast_tensors
 from lockstep.ddp.comm_hooks import CommHook, keeps_equal
 from lockstep.ddp.compare import compare_replicas
 from lockstep.ddp.counts import CountFlags
 from lockstep.ddp.drift import FLAGS, DriftCheck
-from lockstep.ddp.finite import FiniteCheck
+from lockstep.ddp.finite import FiniteCheck, FiniteLook
+from lockstep.ddp.guard import StepGuard
 from lockstep.ddp.hooks import BackwardListener, BackwardWatch, Forward
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
+from lockstep.ddp.kept_count import KeptCount
 from lockstep.ddp.members import Buffers, buffers_of, parameters_of, tensors_of
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
@@ -34,13 +38,15 @@ from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.sliced import SlicedGradients
 from lockstep.ddp.sparse import SparseSlot
 from lockstep.ddp.timing import Timing, refuse_to_time, time_steps
+from lockstep.ddp.unaveraged import Unaveraged
 from lockstep.errors import LockstepError, listed
 from lockstep.job import flight
 from lockstep.job.page import Phase
-from lockstep.share import BatchesInHand, Items
+from lockstep.share import BatchesInHand, Items, Place
 
 #: Whether a forward is part of a function that torch.func transforms: of nobody's training step.
 _transformed = _torch.transforms_active()
+_wrapper_around = _torch.wrapper_around()
 _FORWARD, _EVALUATE, _BACKWARD = int(Phase.FORWARD), int(Phase.EVALUATE), int(Phase.BACKWARD)
 _REDUCE = int(Phase.REDUCE)
 #: A bucket's cap that no model reaches.
@@ -71,6 +77,12 @@ class Replica(Joinable, BackwardListener):
         self._drift: DriftCheck | None = None
         #: What the backward under way is weighed by, if its items are counted.
         self._items: Items | None = None
+        #: Which batch it is of; see Note [Batches compared].
+        self._batch: Place | None = None
+        #: What check_finite looks with: in front of an optimizer's step, or in backward.
+        self._guard: StepGuard | None = None
+        self._check: FiniteCheck | None = None
+        self._unaveraged: Unaveraged | None = None
         _refuse_traced_backward()
         self._compare(module, unfit=unfit)
         if options.init_sync:
@@ -85,9 +97,13 @@ class Replica(Joinable, BackwardListener):
         self._closing.atexit = False
         self._warns_of_unused = not options.find_unused_parameters and self._rank == 0
         self._sliced: SlicedGradients | None = None
+        self._unfit_for_slices: LockstepError | None = None
         self._has_slice = False
+        self._kept_count = KeptCount(self._whoami())
         #: Its number among what takes part in steps in slices, which are the whole world's.
         self._member = slicing.join(self) if self._in_hand() is not None else None
+        if self._member is not None and self._world_size > 1 and options.compares:
+            ending.follow(self._member, self)
 
     def _compare(self, module: nn.Module, *, unfit: str | None = None) -> None:
         compare_replicas(
@@ -104,8 +120,8 @@ class Replica(Joinable, BackwardListener):
     def _lay_out(self, module: nn.Module) -> Reducer:
         """Plan the buckets for the parameters that are trained now, and listen to them."""
         names, params = self._find_trained(module)
-        policy = self._options.check_finite
-        finite = None if policy == "off" else FiniteCheck(policy, self._group)
+        finite = self._look_for_finite(params, names)
+        self._look_for_unaveraged()
         sparse_ids = _sparse_parameters(module)
         sparse = [i for i, param in enumerate(params) if id(param) in sparse_ids]
         dense = [i for i, param in enumerate(params) if id(param) not in sparse_ids]
@@ -115,6 +131,7 @@ class Replica(Joinable, BackwardListener):
             caps=self._options.bucket_caps if memory is None else [_ALL],
         )
         positions = [[dense[i] for i in bucket] for bucket in plan]
+        batches = self._compare_batches(params[positions[-1][0]]) if positions else None
         reducer = Reducer(
             params,
             names,
@@ -123,9 +140,10 @@ class Replica(Joinable, BackwardListener):
                     index,
                     chosen,
                     [params[i] for i in chosen],
-                    flag_finite=finite is not None,
+                    finite_flags=0 if finite is None else finite.flags(len(chosen)),
                     marks_place=index == len(positions) - 1 and self._marks_place(params[chosen[0]].device),
                     compares=FLAGS if index == len(positions) - 1 and self._drift is not None else 0,
+                    batch_flags=BATCH_FLAGS if index == len(positions) - 1 and batches is not None else 0,
                     count_flags=self._count_flags(params[chosen[0]].dtype) if index == len(positions) - 1 else None,
                     memory=memory,
                 )
@@ -138,6 +156,7 @@ class Replica(Joinable, BackwardListener):
             at_once=memory is not None,
             finite=finite,
             drift=self._drift,
+            batches=batches,
             listener=self,
         )
         self._handles = [
@@ -155,6 +174,26 @@ class Replica(Joinable, BackwardListener):
                 self._drift = DriftCheck(self._group, self._options.compared_within)
             self._drift.turn_to(list(parameters_of(module)))
         return [name for name, _ in named], [param for _, param in named]
+
+    def _look_for_finite(self, params: list[nn.Parameter], names: list[str]) -> FiniteLook | None:
+        """Return what looks at gradients while they are averaged."""
+        policy = self._options.check_finite
+        if policy == "step":
+            self._guard = self._guard or StepGuard(self._group)
+            self._guard.turn_to(params, names)
+            return self._guard if self._world_size > 1 else None
+        self._check = None if policy == "off" else FiniteCheck(policy, self._group)
+        return self._check
+
+    def _look_for_unaveraged(self) -> None:
+        if self._unaveraged is None and self._options.compares and self._world_size > 1:
+            self._unaveraged = Unaveraged(self._group, lambda: self._reducer)
+
+    def _compare_batches(self, param: nn.Parameter) -> BatchFlags | None:
+        """Return what compares which batches the ranks are in, in a bucket like ``param``."""
+        if self._world_size == 1 or param.device.type != "cpu" or self._in_hand() is None:
+            return None
+        return BatchFlags(self._group, param.dtype)
 
     def _make_timing(self) -> Timing | None:
         """Have some of the steps to come timed; see Note [Timed steps] in timing.py."""
@@ -190,9 +229,11 @@ class Replica(Joinable, BackwardListener):
 
     def _close(self) -> None:
         if self._member is not None:
+            ending.say_now(self._member, self)
             slicing.leave(self._member)
         self._end_timing()
         self._remove_hooks()
+        self._stop_looking()
         self._watch.close()
         self._own.close()
 
@@ -213,12 +254,14 @@ class Replica(Joinable, BackwardListener):
             )
         self._is_released = True
         if self._member is not None:
+            ending.leave(self._member)
             slicing.leave(self._member)
         self._end_timing()
         streams.current().end(self._module())
         for handle in self.announcing:
             handle.remove()
         self._remove_hooks()
+        self._stop_looking()
         self._watch.end()
         self._own.close()
         self._reducer.free()
@@ -228,9 +271,22 @@ class Replica(Joinable, BackwardListener):
         if self._timing is not None:
             self._timing.stop()
 
+    def _stop_looking(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+        if self._unaveraged is not None:
+            self._unaveraged.stop()
+        self._kept_count.stop()
+
     def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def at_end(self) -> tuple[str, list[tuple[str, str]]] | None:
+        """Return what the ranks compare at the end of the job; None if nothing was averaged."""
+        if not self._reducer.params or not (self._reducer.step or self._sliced):
+            return None
+        return f"the replica of {len(self._reducer.params)} parameters", self._reducer.digests()
 
     @property
     def module(self) -> nn.Module | None:
@@ -265,6 +321,14 @@ class Replica(Joinable, BackwardListener):
 
     def _prepare_forward(self, module: nn.Module) -> None:
         records = torch.is_grad_enabled()
+        wrapper = _wrapper_around(module)
+        if wrapper is not None:
+            raise LockstepError(
+                f"{self._whoami()}: this {type(module).__name__} is a replica of lockstep's inside torch's {wrapper}, "
+                "and both would average its gradients, which is not exact and twice the work: leave one of them out. "
+                "lockstep.release(model) makes a plain module again, and lockstep.DistributedDataParallel has the "
+                "interface of torch's"
+            )
         if records and self._own.has_registered:
             _raise_if(self._own.find_registered())
         if module.training:
@@ -283,7 +347,7 @@ class Replica(Joinable, BackwardListener):
     def _announce(self, module: nn.Module, *, records: bool) -> Forward:
         """**Collective** as :meth:`before_forward`. Return what a forward that is about to begin knows."""
         if slicing.current() is not None:
-            return self._announce_in_slice()
+            return self._announce_in_slice(trains=records or module.training)
         averages = self.syncs and records
         sends_buffers = averages and module.training and self.sends_buffers
         source, divisor, joins = 0, None, self._join_config.enable
@@ -299,7 +363,8 @@ class Replica(Joinable, BackwardListener):
         in_hand = self._in_hand()
         items = None if in_hand is None else in_hand.read(for_backward=records)
         number = self._watch.forwards.begin() if averages and module.training and not joins else 0
-        return Forward(self.syncs, self._weight(in_hand), sends_buffers, divisor, number, items)
+        batch = None if in_hand is None or joins or not averages else in_hand.place()
+        return Forward(self.syncs, self._weight(in_hand), sends_buffers, divisor, number, items, batch=batch)
 
     @_torch.mark_untraced
     def after_forward(self, output: Any) -> None:
@@ -361,8 +426,13 @@ class Replica(Joinable, BackwardListener):
         """Let the reducer begin."""
         streams.current().end(self._module())
         self._refuse_other_slice(forward)
+        if forward.slice is not None:
+            _raise_if(self._unfit_for_slices)
         self._items = self._find_items(forward)
         self._refuse_contested_share()
+        in_hand = self._in_hand()
+        if self._items is not None and in_hand is not None and in_hand.is_outside(self._items):
+            self._kept_count.weighs(self._items)
         if _torch.in_compiled_autograd():
             raise LockstepError(
                 f"rank {self._rank} of {self._world_size}: compiled autograd runs this backward, and it does not tell "
@@ -373,7 +443,7 @@ class Replica(Joinable, BackwardListener):
         if not self._reducer.fits():
             _raise_if(self._own.find_changed())
         flight.current.enter(_BACKWARD)
-        self._current = forward
+        self._current, self._batch = forward, forward.batch
         self._begin(forward)
 
     def _begin(self, forward: Forward) -> None:
@@ -391,6 +461,9 @@ class Replica(Joinable, BackwardListener):
         if current is None or forward is current:
             return
         self._refuse_other_slice(forward)
+        # (Through which forward a backward comes first need not be the same on all ranks.)
+        if forward.batch is not None:
+            self._batch = max(self._batch or (), forward.batch)
         if self._find_items(forward) is not self._items:
             raise LockstepError(
                 f"{self._whoami()}: one backward goes through forwards that were weighed apart (World.weigh), so no "
@@ -417,7 +490,8 @@ class Replica(Joinable, BackwardListener):
         self._current = self._latest = None
         flight.current.enter(_REDUCE)
         left_out = self._watch.forwards.settle() if forward.sync else 0
-        outcome = self._reducer.finish(left_out=left_out)
+        outcome = self._reducer.finish(left_out=left_out, batch=self._batch)
+        self._note_for_step(forward)
         mistake = outcome.mistake
         if forward.sync:
             if outcome.missing or self._own.watches_all:
@@ -428,6 +502,16 @@ class Replica(Joinable, BackwardListener):
             self._send_buffers_again(forward)
         _raise_if(mistake)
         flight.current.leave(_BACKWARD)
+
+    def _note_for_step(self, forward: Forward) -> None:
+        """Say what is to be looked at when an optimizer steps with these gradients."""
+        if self._unaveraged is not None and forward.slice is None:
+            self._unaveraged.backward_ended(is_averaged=forward.sync)
+        if self._guard is not None and self._world_size == 1 and forward.slice is None:
+            self._guard.averaged_unseen(self._place_words())
+
+    def _place_words(self) -> str:
+        return f"{self._whoami()}, step {self._reducer.step}"
 
     def backward_dies(self) -> None:
         """Let the reducer forget the backward."""
@@ -460,12 +544,14 @@ class Replica(Joinable, BackwardListener):
             "which all ranks have to agree on: unfreeze parameters between steps"
         )
 
-    def _announce_in_slice(self) -> Forward:
+    def _announce_in_slice(self, *, trains: bool) -> Forward:
         if self._member is None or self._join_config.enable:
             reason = "its process group is not the whole world" if self._member is None else "it is inside join"
             raise LockstepError(
                 f"{self._whoami()}: a step in slices has been through a replica that can't take part: {reason}"
             )
+        if trains:
+            _raise_if(self._unfit_for_slices)
         self._has_slice = True
         return _forward_in_slice()
 
@@ -485,12 +571,15 @@ class Replica(Joinable, BackwardListener):
             self._end_timing()
             self._timing = None
             refuse_to_time("it trained in slices, whose gradients are averaged after the last of them")
+        # One that can't take part may still be there, as long as it does not.
+        self._unfit_for_slices = self._why_not_in_slices(module) if self._sliced is None else None
+        if self._unfit_for_slices is not None:
+            return
         if self._sliced is None:
-            _raise_if(self._why_not_in_slices(module))
             # (Also of those that have been frozen since.)
             named = {id(param): name for name, param in parameters_of(module)}
             names = [named.get(id(param), "") for param in self._reducer.params]
-            self._sliced = SlicedGradients(self._reducer.params, names, group=self._group, finite=self._reducer.finite)
+            self._sliced = SlicedGradients(self._reducer.params, names, group=self._group, finite=self._check)
         self._sliced.begin(step, self._find_buffers(module))
 
     def _find_buffers(self, module: nn.Module) -> list[Tensor]:
@@ -513,6 +602,8 @@ class Replica(Joinable, BackwardListener):
 
     def slice_ends(self, step: slicing.SlicedStep, number: int) -> None:
         """See :class:`~lockstep.comm.slicing.Member`."""
+        if self._unfit_for_slices is not None:
+            return
         assert self._sliced is not None  # the step has begun
         assert self._member is not None
         module = self._living_module()
@@ -526,6 +617,8 @@ class Replica(Joinable, BackwardListener):
         """See :class:`~lockstep.comm.slicing.Member`."""
         assert self._sliced is not None  # the step has begun
         self._sliced.end(step)
+        if self._guard is not None:
+            self._guard.averaged_unseen(step.whoami())
         if self._drift is not None and self._drift.count():
             _raise_if(self._drift.exchange_alone())
 
@@ -584,6 +677,10 @@ class Replica(Joinable, BackwardListener):
         self._reducer.register_comm_hook(state, hook)
         if self._drift is not None and self._options.compare_every == "auto" and not keeps_equal(hook):
             self._drift.stop()  # see Note [A rank's own]
+            if self._member is not None:
+                ending.leave(self._member)
+            if self._unaveraged is not None:
+                self._unaveraged.stop()
 
     # Join -----------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.counts import MIXED
-from lockstep.ddp.finite import FiniteCheck
+from lockstep.ddp.finite import FiniteLook
 from lockstep.errors import CollectiveMismatch
 
 #: What a rank says instead of its number of rows if it did not use the parameter at all.
@@ -38,7 +38,7 @@ class SparseSlot:
         self,
         scale: float,
         used: bool,
-        finite: FiniteCheck | None = None,
+        finite: FiniteLook | None = None,
         *,
         items: int | None = None,
         is_mixed: bool = False,

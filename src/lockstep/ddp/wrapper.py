@@ -99,7 +99,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         lazy_bucket_allocation: bool = False,
         *,
         overlap: bool | None = None,
-        check_finite: CheckFinite = "off",
+        check_finite: CheckFinite = "step",
         deterministic: bool = False,
         compare_every: CompareEvery = "auto",
     ) -> None:

@@ -103,6 +103,7 @@ class Lines:
         #: What was logged in the slices of the step in hand (comm/slicing.py), which may be thrown away again.
         self._in_step: dict[str, Numbers] = {}
         self.is_in_step = self._has_slices = False
+        self._step_before = self.step
         self._member = slicing.join(self)
         #: Since the last line.
         self._numbers: dict[str, Numbers] = {}
@@ -224,6 +225,7 @@ class Lines:
     def step_begins(self, step: slicing.SlicedStep) -> None:  # noqa: ARG002
         """See :class:`~lockstep.comm.slicing.Member`."""
         self.forget()
+        self._step_before = self.step
 
     def slice_ends(self, step: slicing.SlicedStep, number: int) -> None:  # noqa: ARG002
         """See :class:`~lockstep.comm.slicing.Member`."""
@@ -236,11 +238,13 @@ class Lines:
         self._has_slices = True
         for key, numbers in self._in_step.items():
             self._numbers.setdefault(key, Numbers()).extend(numbers)
-        self.forget()
+        self._in_step, self.is_in_step = {}, False
         self._count_call()
 
     def forget(self) -> None:
         """See :class:`~lockstep.comm.slicing.Member`."""
+        if self.is_in_step:
+            self.step = self._step_before  # it is taken again, and is no other step then
         self._in_step, self.is_in_step = {}, False
 
     # Meetings --------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lockstep.comm.looks import Look
 from lockstep.comm.memory import RowOrder, add_up
 from lockstep.comm.shm.layout import part
 from lockstep.comm.shm.reduction import Reduction
@@ -113,12 +114,15 @@ def _by_parts(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -> None:
         result[0].copy_(result[1])
 
 
-def all_reduce_shared(rounds: Rounds, views: Tensors, reduction: Reduction) -> None:
+def all_reduce_shared(rounds: Rounds, views: Tensors, reduction: Reduction, look: Look | None = None) -> None:
     """Combine ``views`` (one tensor's memory on each rank, in order of rank) element by element, into each of them.
 
     Nothing is copied in or out. One round says that every rank's elements are there (and compares fingerprints); each
     rank combines the part that it owns, piece by piece within the cache, and writes the result into every rank's
     memory; one round says that all parts are.
+
+    Args:
+        look: looks at each piece of the sum while it is in the cache; on all ranks, or on none.
     """
     rounds.sync()
     first, end = part(views[0].numel(), rounds.rank, rounds.size)
@@ -129,9 +133,14 @@ def all_reduce_shared(rounds: Rounds, views: Tensors, reduction: Reduction) -> N
             for piece in pieces:
                 piece.mul_(reduction.factor)
         reduction.over(pieces, pieces[0])
+        if look is not None:
+            look.at(pieces, start)
         for piece in pieces[1:]:
             piece.copy_(pieces[0])
-    rounds.sync()
+    if look is None:
+        rounds.sync()
+    else:
+        look.is_suspicious, look.has_looked = rounds.sync_with(look.is_suspicious), True
 
 
 def add_rows_shared(rounds: Rounds, views: Tensors, order: RowOrder) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lockstep.comm.looks import Look
 from lockstep.comm.shm import tensors
 from lockstep.comm.shm.health import again
 from lockstep.comm.shm.reduction import Reduction
@@ -144,13 +145,20 @@ class Engine(ABC):
 
     # --- what an engine may do better than this --------------------------------------------------------------------
 
-    def all_reduce_tensor(self, tensor: torch.Tensor, how: Reduction, part: Part | None) -> None:  # noqa: ARG002  (as find)
+    def all_reduce_tensor(
+        self,
+        tensor: torch.Tensor,
+        how: Reduction,
+        part: Part | None,  # noqa: ARG002  (as find)
+        look: Look | None = None,  # noqa: ARG002
+    ) -> None:
         """**Collective.** Combine a caller's tensor over all ranks, in place.
 
         Args:
             tensor: dense, as the caller has it.
             how: how to combine.
             part: what :meth:`find` said of it.
+            look: looks at the sum while it is made, where that costs next to nothing; on all ranks, or on none.
         """
         flat = tensors.target(tensor)
         self.all_reduce(flat if flat.dtype is how.dtype else flat.view(how.dtype), how)

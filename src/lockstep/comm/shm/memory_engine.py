@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
+from lockstep.comm.looks import Look
 from lockstep.comm.memory import RowOrder
 from lockstep.comm.shm import collectives, tensors
 from lockstep.comm.shm.engine import Engine, Tensors
@@ -111,14 +112,16 @@ class MemoryEngine(Engine):
         """See :class:`Engine`."""
         collectives.all_reduce(self._rounds, flat, how)
 
-    def all_reduce_tensor(self, tensor: torch.Tensor, how: Reduction, part: Part | None) -> None:
+    def all_reduce_tensor(
+        self, tensor: torch.Tensor, how: Reduction, part: Part | None, look: Look | None = None
+    ) -> None:
         """See :class:`Engine`. Nothing is copied for a part of shared memory; for a small tensor little is called."""
         rounds = self._rounds
         if part is not None:
             views = part.views(tensors.target(tensor))
             if views[0].dtype is not how.dtype:
                 views = [view.view(how.dtype) for view in views]
-            collectives.all_reduce_shared(rounds, views, how)
+            collectives.all_reduce_shared(rounds, views, how, look)
             return
         small = rounds.small(how.dtype, tensor.numel()) if how.factor == 1 else None
         if small is not None and tensor.__class__ in _PLAIN and tensors.is_flat(tensor):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import _torch
+from lockstep.comm import looks
 from lockstep.comm.memory import RowOrder
 from lockstep.comm.shm import fingerprint, tensors
 from lockstep.comm.shm.engine import Engine
@@ -139,9 +140,10 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
         if how.factor != 1:
             detail = (detail, how.factor)
         body = fingerprint.take("all_reduce", tensor.dtype, tensor.numel(), reduce_op=op, detail=detail)
+        look = looks.current()
 
         def move(engine: Engine) -> None:
-            engine.all_reduce_tensor(tensor, how, part)
+            engine.all_reduce_tensor(tensor, how, part, look)
 
         return self._issue("all_reduce", body, move, tensors_, opts, tensors_)
 

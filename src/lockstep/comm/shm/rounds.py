@@ -181,6 +181,17 @@ class Rounds:
         self._round += 1
         self.buffer = self._round % BUFFERS
 
+    def sync_with(self, flag: bool) -> bool:
+        """**Collective.** Do as :meth:`sync`, and return whether any rank has said True.
+
+        It travels in the header of this round's stage, so a collective's first round, which has the fingerprint there,
+        can't carry it.
+        """
+        headers = self._headers[self.buffer]
+        headers[self.rank][0] = int(flag)
+        self.sync()
+        return any(header[0] for header in headers)
+
     def _header(self, rank: int, buffer: int) -> memoryview:
         offset = self._layout.header(rank, buffer)
         return self._segment.view[offset : offset + HEADER]

@@ -1,0 +1,95 @@
+"""The end of a job: what ranks hold then is compared, by the last of them to come and without anybody's waiting.
+
+Ranks end when they end, and one that waits at its exit for another that never comes would hang. So each leaves what it
+has to say in the process group's store, and then looks whether all have: the last one finds everything there and
+compares. Where the store is gone by then (its rank has ended first), nothing is compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch.distributed as dist
+
+from lockstep import _torch, callsite
+
+
+class Ending(Protocol):
+    """Has something to compare at the end."""
+
+    def at_end(self) -> tuple[str, Sequence[Sequence[str]]] | None:
+        """Return what it is, and the names and digests of its parts; None: nothing is to be compared."""
+        ...
+
+
+_living: WeakValueDictionary[int, Any] = WeakValueDictionary()
+#: What those have said that are gone already.
+_said: dict[int, tuple[str, Sequence[Sequence[str]]]] = {}
+
+
+def follow(number: int, ending: Ending) -> None:
+    """Compare what ``ending`` says at the end with what those of this number say on the other ranks. It is held
+    weakly."""
+    _living[number] = ending
+
+
+def leave(number: int) -> None:
+    """Compare nothing of this number."""
+    _living.pop(number, None)
+    _said.pop(number, None)
+
+
+def say_now(number: int, ending: Ending) -> None:
+    """Ask ``ending`` now, since it will be gone at the end."""
+    if number in _living:
+        leave(number)
+        said = ending.at_end()
+        if said is not None:
+            _said[number] = said
+
+
+def compare() -> None:
+    """Leave word for the other ranks, and compare if they all have. Warns if they hold different things."""
+    told = dict(_said)
+    for number, ending in sorted(_living.items()):
+        said = ending.at_end()
+        if said is not None:
+            told[number] = said
+    _living.clear()
+    _said.clear()
+    world_size = dist.get_world_size()
+    if world_size == 1 or not told:
+        return
+    store = _torch.default_store()
+    try:
+        store.set(_key(dist.get_rank()), json.dumps(told))
+        if not store.check([_key(rank) for rank in range(world_size)]):
+            return
+        everyones = [json.loads(store.get(_key(rank))) for rank in range(world_size)]
+    except RuntimeError:
+        return  # the rank that served the store has ended
+    for number in sorted(told):
+        _warn_of_difference([each.get(str(number)) for each in everyones])
+
+
+def _warn_of_difference(told: Sequence[Any]) -> None:
+    if any(each is None for each in told):
+        return  # some rank has let go of it
+    what, parts = told[0]
+    others = [rank for rank, each in enumerate(told) if each != told[0]]
+    if not others:
+        return
+    differing = next((one[0] for one, two in zip(parts, told[others[0]][1], strict=False) if one != two), "")
+    callsite.warn(
+        f"{what} is not the same on all ranks at the end of the job: rank(s) {', '.join(map(str, others))} hold "
+        f"something else than rank 0, in '{differing}' for instance. If a line that not all ranks run has changed it "
+        "since the last step (the best weights, loaded on rank 0), that is all; else the ranks have trained different "
+        "models from some step on. compare_every= of lockstep.replicate compares more often while they train"
+    )
+
+
+def _key(rank: int) -> str:
+    return f"lockstep/end/{rank}"

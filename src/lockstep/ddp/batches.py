@@ -1,0 +1,111 @@
+"""Which batch each rank's gradients are of, compared in every averaged backward.
+
+Note [Batches compared]
+~~~~~~~~~~~~~~~~~~~~~~~
+A rank that leaves its loop before the others (``break`` on a clock or on its own loss, an exception that it catches),
+or that skips, repeats or reorders batches, goes on as if nothing had happened: its next backward meets the others',
+and gradients of different batches, of different epochs even, make one average. Where the numbers of steps come out even
+in the end, nothing ever shows it. But the loader knows the epoch and the number of the batch in hand, which are the
+same on all ranks, and so a training forward that takes its share (Note [Batches in hand] in ``share.py``) takes these
+too.
+
+They travel in the flags of the last bucket (Note [Bucket layout]): for each bit of a digest of them a flag for "it is
+1" and one for "it is 0", as in Note [Replicas compared], so that a difference shows on every rank, whatever the dtype.
+Two batches have the same digest by accident once in 2¹² pairs, and the next pair has another. A rank that can't tell
+which batch it is in sets no flag, and differs from nobody:
+
+- the batch was handed out to another thread, which fetches ahead for the one that computes, as far as it gets;
+- inside ``join``, where ranks rightly run out of data;
+- no forward belongs to the gradients, or the replicas are not the whole world's.
+
+"No batch in hand" is a batch like others: a rank that has left the loop for good differs from those that have not. On a
+GPU the flags are not read, since that would wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.exchange import all_gather_records
+from lockstep.errors import CollectiveMismatch
+from lockstep.share import Place
+
+#: Bits of a digest.
+_BITS = 12
+#: Flags in the last bucket.
+FLAGS = 2 * _BITS
+#: Odd numbers; the first is 2⁶⁴ divided by the golden ratio, whose multiples' upper bits differ for numbers in a row.
+_GOLDEN, _OF_EPOCHS, _OF_LOADERS = 0x9E3779B97F4A7C15, 0x85EBCA77, 0xC2B2AE3D
+
+
+class BatchFlags:
+    """Writes a rank's place into flags, and compares all ranks' by their sums; see Note [Batches compared].
+
+    Args:
+        group: the ranks.
+        dtype: of the flags.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        self._group = group
+        self._written: Place | None = None
+        #: The flags of each digest.
+        self._rows = _rows(dtype)
+
+    def fill(self, flags: Tensor, place: Place | None) -> None:
+        """Write ``place`` (nothing for None) into the flags of this rank, which are 0: 1-D [FLAGS]."""
+        self._written = place
+        if place is not None:
+            flags.copy_(self._rows[_digest(place)])
+
+    def refuse_others(self, sums: Tensor, whoami: Callable[[], str]) -> None:
+        """**Collective** if the ranks' batches differ. Raise on all of them if so.
+
+        Raises:
+            CollectiveMismatch: they do.
+        """
+        read = sums.tolist()
+        if not any(one and zero for one, zero in zip(read[::2], read[1::2], strict=True)):
+            return
+        told = all_gather_records(self._written, self._group)
+        raise CollectiveMismatch(
+            f"{whoami()}: the ranks averaged the gradients of different batches: {_words(told)}. A rank has left its "
+            "loop before the others, or skipped, repeated or reordered batches; from there on its steps are averaged "
+            "with other batches' steps. Decide such a thing on all ranks together: `if world.all_reduce(int(stop), "
+            "'max'): break`. Where a batch of one rank is not to count: world.weigh(0), or loss * 0"
+        )
+
+
+@lru_cache(maxsize=8)
+def _rows(dtype: torch.dtype) -> Tensor:
+    bits = torch.arange(1 << _BITS).unsqueeze(1) >> torch.arange(_BITS) & 1
+    return torch.stack([bits, 1 - bits], dim=2).view(-1, FLAGS).to(dtype)
+
+
+def _digest(place: Place) -> int:
+    """Return a number of _BITS bits, the same for equal places on all ranks, whatever their machines and Pythons."""
+    if not place:
+        return 0
+    loader, epoch, batch = place
+    number = (1 + batch + epoch * _OF_EPOCHS + loader * _OF_LOADERS) * _GOLDEN
+    return (number & 0xFFFFFFFFFFFFFFFF) >> (64 - _BITS)
+
+
+def _words(told: Sequence[Sequence[int] | None]) -> str:
+    several = len({place[0] for place in told if place}) > 1
+    words = []
+    for rank, place in enumerate(told):
+        if place is None:
+            said = "can't tell"
+        elif not place:
+            said = "no batch in hand"
+        else:
+            loader, epoch, batch = place
+            said = f"epoch {epoch}, batch {batch}" + (f" of sharded loader {loader}" if several else "")
+        words.append(f"rank {rank}: {said}")
+    return "; ".join(words) + (" (loaders in the order in which they were made)" if several else "")

@@ -1,0 +1,49 @@
+"""A count of items that was said outside of a loader's loop, and that nobody has taken back."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from lockstep import callsite
+from lockstep.ddp.stepping import alert, quiet, watch_steps
+from lockstep.share import Items
+
+
+class KeptCount:
+    """Warns where a count weighs a backward although an optimizer has stepped since it weighed another one.
+
+    Inside the loop over a sharded loader the next batch ends what ``World.weigh`` has said. Outside of it only another
+    call does, so that of a phase that is long over would go on weighing gradients it was never meant for.
+
+    Args:
+        whoami: which rank this is.
+    """
+
+    def __init__(self, whoami: str) -> None:
+        self._whoami = whoami
+        self._items: Items | None = None
+        self._has_stepped = False
+
+    def weighs(self, items: Items) -> None:
+        """Note that a backward is weighed by ``items``, which were counted outside of a loader's loop."""
+        if items is not self._items:
+            self._items, self._has_stepped = items, False
+            watch_steps()
+            alert(self)
+        elif self._has_stepped:
+            self._has_stepped = False  # say it once
+            callsite.warn(
+                f"{self._whoami}: this backward is weighed by world.weigh({items.count}), which was said before the "
+                "last optimizer step: outside of a sharded loader's loop a count holds until another one is said. Say "
+                "world.weigh before each backward, or end it with world.share = None"
+            )
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer steps."""
+        del optimizer
+        self._has_stepped = True
+        quiet(self)
+
+    def stop(self) -> None:
+        """Note no more steps."""
+        quiet(self)

@@ -1,0 +1,81 @@
+"""Gradients that were accumulated without an average, in front of an optimizer that is about to step with them.
+
+Note [Steps without an average]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+What accumulates inside ``no_sync`` is each rank's own until a backward outside of it averages it all. The last window
+of an epoch is often shorter, its last backward is inside ``no_sync`` like the others, and the step that follows takes
+each rank's own gradients: the replicas part, and nothing shows it. So a step with such gradients is an error.
+
+A script may have averaged them by itself (``all_reduce`` on each ``grad``). Then they are the same on all ranks, so
+before it is an error the ranks compare their digests: they do so only where gradients have accumulated that the
+optimizer holds, which no loop does that lets ``backward`` average.
+
+Ranks that train apart on purpose and average parameters by a script's own means (local SGD inside ``no_sync``) say so:
+with ``compare_every=None`` replicas need not be equal, and this is not looked at either. torch's own PostLocalSGD does
+it by a comm hook, ``post_localSGD_hook``, with which replicas are not compared: Note [A rank's own] in ``drift.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from lockstep.comm.exchange import all_gather_records
+from lockstep.ddp.digest import digest_of_start
+from lockstep.ddp.reducer import Reducer
+from lockstep.ddp.stepping import alert, params_of, quiet, watch_steps
+from lockstep.errors import LockstepError, listed
+
+
+class Unaveraged:
+    """Looks out for one replica's steps without an average; see Note [Steps without an average].
+
+    Args:
+        group: the ranks that hold replicas.
+        reducer: returns what averages its gradients now.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, reducer: Callable[[], Reducer]) -> None:
+        watch_steps()
+        self._group, self._reducer = group, reducer
+        self._is_off = False
+
+    def stop(self) -> None:
+        """Look for nothing from now on."""
+        self._is_off = True
+        quiet(self)
+
+    def backward_ended(self, *, is_averaged: bool) -> None:
+        """Note the end of a backward outside of slices."""
+        if is_averaged:
+            quiet(self)
+        elif not self._is_off:
+            alert(self)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """**Collective** if the optimizer holds gradients that have accumulated and were not averaged.
+
+        Raises:
+            LockstepError: they differ; on all ranks.
+        """
+        held = {id(param) for param in params_of(optimizer)}
+        waiting = [(name, param.grad) for name, param in self._reducer().accumulated() if id(param) in held]
+        grads = [(name, grad) for name, grad in waiting if grad is not None]
+        if not grads:
+            return
+        told = all_gather_records([digest_of_start(grad) for _, grad in grads], self._group)
+        if all(each == told[0] for each in told):
+            return  # the script has averaged them, or put zeros there
+        rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        names = listed([repr(name) for name, _ in grads], most=5)
+        raise LockstepError(
+            f"rank {rank} of {world_size}, after {self._reducer().step} averaged backwards: {type(optimizer).__name__} "
+            "is about to step with gradients that were accumulated inside no_sync and never averaged, so that the "
+            f"replicas would differ from now on: those of {names}. Run the last backward before each step outside of "
+            "no_sync, also where the last window of an epoch has fewer batches: `is_last = (i + 1) % window == 0 or "
+            "i + 1 == len(loader)`, and `with nullcontext() if is_last else lockstep.no_sync(model): ...`. Ranks that "
+            "are to train apart: lockstep.replicate(model, sync=lockstep.LocalSteps()); a script that averages "
+            "parameters by itself passes compare_every=None"
+        )

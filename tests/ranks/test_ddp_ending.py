@@ -1,0 +1,73 @@
+"""At the end of a job the last rank to leave looks whether the replicas are equal, and no rank waits for it."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from tests.backends import EACH_BACKEND, OVER_BOTH
+from tests.harness import run_ranks
+from tests.ranks.ddp_cases import differentiate, mlp, squares
+
+pytestmark = EACH_BACKEND
+
+
+def _trained(rank: int, how: str) -> nn.Module:
+    model = lockstep.replicate(mlp(), compare_every=None if how == "told" else "auto")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        differentiate(squares(model, rank, step))
+        optimizer.step()
+    if how != "equal" and rank == 1:
+        with torch.no_grad():
+            model.get_parameter("2.bias").add_(1)
+    if how == "released":
+        lockstep.release(model)
+    return model
+
+
+def _ends(how: str, holds: bool) -> list[str]:
+    w = lockstep.init(timeout=20)
+    model = _trained(w.rank, how)
+    if not holds:
+        del model  # as at the end of a main()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lockstep.shutdown()
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("holds", [True, False])
+@OVER_BOTH
+def test_replicas_that_differ_at_the_end_are_told_of(holds: bool) -> None:
+    said = [text for texts in run_ranks(_ends, 3, "differ", holds) for text in texts]
+    assert said
+    for text in said:
+        assert "is not the same on all ranks at the end of the job: rank(s) 1 hold something else than rank 0" in text
+        assert "in '2.bias' for instance" in text
+
+
+@pytest.mark.parametrize("how", ["equal", "told", "released"])
+def test_nothing_is_said_where_they_are_equal_or_need_not_be(how: str) -> None:
+    assert run_ranks(_ends, 2, how, True) == [[], []]
+
+
+def _leaves_alone() -> float:
+    """One rank ends, the other does not: it must not be waited for."""
+    import time
+
+    w = lockstep.init(timeout=20)
+    _trained(w.rank, "equal")
+    begun = time.monotonic()
+    if w.rank == 0:
+        lockstep.shutdown()
+    return time.monotonic() - begun
+
+
+def test_no_rank_waits_for_another() -> None:
+    assert max(run_ranks(_leaves_alone, 2)) < 10

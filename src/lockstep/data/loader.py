@@ -117,9 +117,10 @@ def shard(
         LockstepError: ``lockstep.init()`` has not been called.
         TypeError: ``loader`` is not a DataLoader, or its dataset has no length.
         ValueError: the batch is smaller than the world; ``shares`` has not one positive number for each rank, or leaves
-            one without a sample; the DataLoader has its own batch sampler, a
-            DistributedSampler, no batching, or in_order=False; or the ranks differ in batch size, seed, or what their
-            datasets hold: Note [What ranks compare] in ``data/contents.py``. On every rank.
+            one without a sample; the DataLoader has a batch sampler (other than torch's plain ``BatchSampler``, whose
+            sampler and batch size are taken), a DistributedSampler, no batching, or in_order=False; or the ranks
+            differ in batch size, seed, or what their datasets hold: Note [What ranks compare] in
+            ``data/contents.py``. On every rank.
         LockstepError: the dataset or the DataLoader failed on another rank while it was looked at.
     """
     world = current_world()
@@ -219,7 +220,7 @@ class ShardedLoader:
     @property
     def sampler(self) -> Any:
         """The DataLoader's sampler; lockstep orders the samples itself where it is torch's random or sequential one."""
-        return self._source.loader.sampler
+        return self._source.sampler
 
     @property
     def collate_fn(self) -> Any:
@@ -551,11 +552,11 @@ class ShardedLoader:
         """Return the order of the cursor's epoch."""
         source, epoch = self._source, self._cursor.epoch
         if source.order == "sampler":
-            order = draw_order(source.loader.sampler, self._world, seed=self.seed, epoch=epoch)
+            order = draw_order(source.sampler, self._world, seed=self.seed, epoch=epoch)
             drawn = digest_of(order)
             if self._drawn is not None and drawn != self._drawn:
                 raise CheckpointMismatch(
-                    f"rank {self._world.rank}: the sampler {type(source.loader.sampler).__name__} drew another order "
+                    f"rank {self._world.rank}: the sampler {type(source.sampler).__name__} drew another order "
                     f"for epoch {epoch} than before it was interrupted, so the {self._cursor.samples} samples already "
                     "used are not known: let it draw from its `generator` or from torch's, Python's or NumPy's global "
                     "generators, which are seeded for each epoch"

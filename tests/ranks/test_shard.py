@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -405,12 +405,13 @@ def _batches_of(kind: str, plain: bool, drop_last: bool, slices: int | None) -> 
     lockstep.init(timeout=20)
     data = TensorDataset(torch.arange(22))
     own = torch.Generator().manual_seed(7)
-    sampler: Any = {
+    samplers: dict[str, Callable[[], Sampler[int]]] = {
         "sequential": lambda: SequentialSampler(data),
         "random": lambda: RandomSampler(data),
         "generator": lambda: RandomSampler(data, generator=own),
         "weighted": lambda: WeightedRandomSampler([1.0] * 22, 30),
-    }[kind]()
+    }
+    sampler = samplers[kind]()
     if plain:
         loader: Any = DataLoader(data, batch_size=8, sampler=sampler, drop_last=drop_last)
     else:

@@ -46,9 +46,9 @@ from lockstep.data.fetch import (
     step_key,
     step_keys,
 )
-from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order, mix, sizes_of, slice_bounds
+from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order, mix, slice_bounds
 from lockstep.data.seeding import preserved_generators
-from lockstep.data.slicing import SliceOptions
+from lockstep.data.slicing import SliceOptions, sizes_in
 from lockstep.data.source import REMEDIES, Shardable, read_source
 from lockstep.data.steps import Cut, Place, Step, Steps
 from lockstep.errors import CheckpointMismatch, LockstepError
@@ -420,8 +420,9 @@ class ShardedLoader:
         place = Place(self.seed, cursor.epoch, cursor.batches)
         cut = Cut(
             [*zip(fetched.numbers, fetched.batch, strict=True)],
-            sizes_of(fetched.global_samples, slicing.slices),
+            sizes_in(slicing.cut(fetched.global_samples)),
             slicing.runs_at(cursor.batches),
+            slicing.smallest(self._source.length, drop_last=self.drop_last),
         )
         chooses = self._options is not None and self._options.chooses
         recut = partial(self._recut, cursor.samples, cursor.samples + fetched.global_samples) if chooses else None
@@ -446,14 +447,17 @@ class ShardedLoader:
         assert slicing is not None
         assert isinstance(dataset, SliceDataset)
         assert order is not None
-        slicing.double()
+        largest = max(sizes_in(slicing.cut(end - begin)))
+        while max(sizes_in(slicing.cut(end - begin))) == largest > 1:  # else it would only fail again
+            slicing.double()
         self._is_recut = True
         runs = slicing.runs_at(self._cursor.batches)
         run, epoch_key = runs[self._world.rank], mix(self.seed, self._cursor.epoch)
-        fetched = dataset[step_key(order, begin, end, slices=slicing.slices, run=run, epoch_key=epoch_key)]
+        bounds = slicing.cut(end - begin)
+        fetched = dataset[step_key(order, begin, end, bounds=bounds, run=run, epoch_key=epoch_key)]
         if self._device is not None:
             fetched = fetched._replace(batch=to_device(fetched.batch, self._device))
-        return Cut([*zip(fetched.numbers, fetched.batch, strict=True)], sizes_of(end - begin, slicing.slices), runs)
+        return Cut([*zip(fetched.numbers, fetched.batch, strict=True)], sizes_in(bounds), runs, 1)
 
     def _batches(self) -> Iterator[Fetched]:
         """Yield what is left of the epoch, asked for anew when it is cut in another way."""

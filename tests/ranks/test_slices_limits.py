@@ -322,7 +322,7 @@ class PlantedClock:
 def _paced(slow: float, balance: bool) -> list[Any]:
     """Train with a clock that a slice takes so long by; return the bits, who had how many slices, and for how long."""
     clock = PlantedClock()
-    slicing.time = clock  # type: ignore[assignment]  # the module that it imports
+    setattr(slicing, "time", clock)  # noqa: B010  (the module that it imports)
     world = lockstep.init(timeout=20)
     model = lockstep.replicate(build())
     loader = lockstep.shard(DataLoader(samples(640), 32), slices=16, balance=balance)

@@ -13,7 +13,7 @@ samples weighs more: right for means over samples, wrong for L. So what a backwa
     (1 / w_r) sum over q of  dL_q/dz_r,
 
 L_q being what rank q computes. The engine's mean is then the gradient of the mean of the L_q over ranks, which is that
-of L where all compute the same, whatever the shares. Other terms of the same loss keep their own meaning: a mean over the
+of L where all compute the same, whatever the shares. Other terms of the same loss keep their meaning: a mean over the
 rank's samples, and parameters that L uses after the rows were gathered (a temperature), of which every rank has the
 whole gradient and whose weights add up to W. Where items are counted (``World.weigh``), w_r is the rank's part of all.
 """
@@ -62,8 +62,8 @@ def gathered(rows: Tensor) -> Tensor:
         raise LockstepError("lockstep.gathered: no world yet; call lockstep.init() first")
     if slicing.in_slice():
         raise LockstepError(
-            f"rank {world.rank} of {world.world_size}: lockstep.gathered() was called inside a slice, and a loss of "
-            "the whole batch can't be cut into slices: train it in a plain loop over the sharded loader, without slices="
+            f"rank {world.rank} of {world.world_size}: lockstep.gathered() was called inside a slice, and a loss "
+            "of the whole batch can't be cut into slices: train it in a plain loop over the sharded loader, without slices="
         )
     return _Gathered.apply(rows, _kinds(rows, world), world)  # type: ignore[no-any-return, no-untyped-call]
 

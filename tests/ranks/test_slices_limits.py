@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import resource
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -304,6 +305,57 @@ def test_a_step_that_can_not_be_cut_ends_the_run_on_all_ranks() -> None:
             assert outcome.message is not None
             assert "memory ran out in a slice (rank 1: OutOfMemoryError: CUDA out of memory" in outcome.message
             assert words in outcome.message, outcome
+
+
+class Short(nn.Module):
+    """Takes 16 MiB for each sample while it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build(Plain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = torch.empty(len(x) * (16 << 20), dtype=torch.uint8)
+        out: Tensor = self.net(x)
+        del held
+        return out
+
+
+def _address_space() -> int:
+    (kilobytes,) = re.findall(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(kilobytes)
+
+
+def _trained_in_short_memory(fills: bool) -> list[Any]:
+    """Train with a limit of the kernel's on this process's memory: five samples fit, and ten do not."""
+    world = lockstep.init(timeout=20)
+    model = lockstep.replicate(Short())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    # On all ranks: their first slices of twenty samples do not fit.
+    loader = lockstep.shard(DataLoader(samples(), BATCH, shuffle=True), slices="auto")
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_address_space() + (120 << 20), most))
+    seen = []
+    for step in loader.steps():
+        for x, y in step:
+            kept = []  # what a script holds beyond the block in which memory ran out
+            with step.attempt():
+                while fills and len(x) > 5:
+                    kept.append(torch.empty(1 << 16, dtype=torch.uint8))
+                cross_entropy(model(x), y).backward()
+        seen.append(step.slices)
+        optimizer.step()
+        optimizer.zero_grad()
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    return [digest(model.state_dict(), optimizer.state_dict()), seen, world.world_size]
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_a_step_is_taken_again_where_memory_is_really_short(fills: bool) -> None:
+    """With ``fills`` nothing is left on any rank when they meet, but for what was kept for that."""
+    outcomes = run_ranks(_trained_in_short_memory, 2, fills, timeout=30)
+    assert [seen for _, seen, _ in outcomes] == [[8] * 3] * 2
+    assert outcomes[0][0] == outcomes[1][0]
 
 
 # Pace ----------------------------------------------------------------------------------------------------------------

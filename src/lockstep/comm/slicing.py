@@ -55,6 +55,9 @@ _members: WeakValueDictionary[int, Any] = WeakValueDictionary()
 #: How many have joined so far.
 _made = 0
 _current: SlicedStep | None = None
+#: Whether the ranks have exchanged a record as long as any at the end of a step, so that there is memory for it.
+_has_met = False
+_FIRST_MESSAGE = 1 << 14
 
 
 def join(member: Member) -> int:
@@ -111,6 +114,7 @@ class SlicedStep:
         runs: for each rank its first slice, and the one after its last.
         measures: count how long a GPU is at the slices, and not how long it takes to launch them; it is waited for.
         smallest: the fewest samples that a slice of the epoch has.
+        may_fail: memory may run out, and the step be taken again: what its end needs is to be there at its beginning.
     """
 
     def __init__(
@@ -122,8 +126,9 @@ class SlicedStep:
         runs: Sequence[tuple[int, int]],
         measures: bool = False,
         smallest: int = 2,
+        may_fail: bool = False,
     ) -> None:
-        self.smallest = smallest
+        self.smallest, self.may_fail = smallest, may_fail
         self.world, self.place, self.sizes, self.runs = world, tuple(place), tuple(sizes), tuple(runs)
         #: The slice in hand.
         self.number: int | None = None
@@ -194,8 +199,8 @@ class SlicedStep:
     # How it goes ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """**Collective** if a member has anything to agree on. Begin the step."""
-        global _current
+        """**Collective** if a member has anything to agree on, or the step may fail. Begin the step."""
+        global _current, _has_met
         if _current is not None:
             raise LockstepError(
                 f"rank {self.world.rank} of {self.world.world_size}: a step in slices begins inside another one: go "
@@ -203,6 +208,10 @@ class SlicedStep:
             )
         for member in _living():
             member.step_begins(self)
+        if self.may_fail and not _has_met:
+            with labelled("the beginning of a step that may fail"):
+                all_gather_records("." * _FIRST_MESSAGE, self.world.group)
+            _has_met = True
         _current = self
 
     @contextmanager

@@ -14,6 +14,14 @@ iterate over the step again is another pass over the same slices, with sums and 
 numbers of its own (seeded from the pass as well), as one process has that goes through its batch again. What changes
 between the passes (parameters, by an optimizer or by hand) changes on all ranks alike. The batch counts once for
 the loader's position, and a rank's pace is that of all passes.
+
+Note [Memory for a retake]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+When memory has run out, what the ranks then do needs some: to tell each other, and to fetch the batch again in other
+slices. Where a step may be taken again, that is in hand before its first slice: the memory that the ranks share for its
+sums, which has its size whatever a batch is cut into (twice as many slices in the same order end in as many sums), the
+first message of its kind, and a reserve that the block of :meth:`Step.attempt` lets go of. The slices that did not fit
+are dropped before their batch is fetched again.
 """
 
 from __future__ import annotations
@@ -21,7 +29,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +47,8 @@ from lockstep.share import BatchShare
 
 #: What mix() tells apart from the seeds of samples.
 _SLICE = 2**62 + 2
+#: Bytes that are kept for a retake: message, stacks and what libraries take at once.
+_RESERVE = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,8 @@ class Step:
         self._measures = measures
         self._sliced: SlicedStep | None = None
         self._failure: str | None = None
+        #: See Note [Memory for a retake].
+        self._reserve: torch.Tensor | None = None
         #: Passes that have begun.
         self._passes = 0
         #: Whether the last pass that has begun went through all slices.
@@ -185,8 +197,12 @@ class Step:
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            self._failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            error.__traceback__ = None  # its frames hold what did not fit
+            self._note_failure(error)
+
+    def _note_failure(self, error: BaseException) -> None:
+        error.__traceback__ = None  # its frames hold what did not fit
+        self._reserve = None
+        self._failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def __iter__(self) -> Iterator[Any]:
         """Go through this rank's slices. **Collective** at its end, where the ranks average what came of them.
@@ -216,7 +232,10 @@ class Step:
                     runs=self._cut.runs,
                     measures=self._measures,
                     smallest=self._cut.smallest,
+                    may_fail=self._recut is not None,
                 )
+                if self._recut is not None:
+                    self._reserve = torch.empty(_RESERVE, dtype=torch.uint8, device="cpu")
                 step.begin()
                 try:
                     yield from self._go_through(step)
@@ -234,6 +253,7 @@ class Step:
             self.seconds = [one + two for one, two in zip(before, step.seconds, strict=True)]
             self.is_done = True
         finally:
+            self._reserve = None
             self._give_back(generators)
 
     def _go_through(self, step: SlicedStep) -> Iterator[Any]:
@@ -241,8 +261,14 @@ class Step:
         for number, batch in self._cut.batches:
             self._seed(number)
             self._world.in_hand.hand_out(self._loader, BatchShare(step.sizes[number], total))
-            with step.slice(number):
-                yield batch
+            try:
+                with step.slice(number):
+                    yield batch
+            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+                # (Of what is done with a slice after its block; an error of the loop's body does not come here.)
+                if self._recut is None or not is_out_of_memory(error):
+                    raise
+                self._note_failure(error)
             if self._failure is not None:
                 return
 
@@ -275,6 +301,7 @@ class Step:
         self._failure = None
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
+        self._cut = replace(self._cut, batches=[])
         self._cut = self._recut()
 
     def _whoami(self) -> str:

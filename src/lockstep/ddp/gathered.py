@@ -62,8 +62,9 @@ def gathered(rows: Tensor) -> Tensor:
         raise LockstepError("lockstep.gathered: no world yet; call lockstep.init() first")
     if slicing.in_slice():
         raise LockstepError(
-            f"rank {world.rank} of {world.world_size}: lockstep.gathered() was called inside a slice, and a loss "
-            "of the whole batch can't be cut into slices: train it in a plain loop over the sharded loader, without slices="
+            f"rank {world.rank} of {world.world_size}: lockstep.gathered() was called inside a slice, and a loss of "
+            "the whole batch can't be cut into slices: train it in a plain loop over the sharded loader, without "
+            "slices="
         )
     return _Gathered.apply(rows, _kinds(rows, world), world)  # type: ignore[no-any-return, no-untyped-call]
 

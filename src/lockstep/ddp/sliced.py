@@ -253,7 +253,10 @@ class SlicedGradients:
         self._has_backward = self._has_said = False
 
     def begin(self, module: nn.Module, step: SlicedStep, buffers: Sequence[Tensor]) -> None:
-        """Begin a step: put what is in ``grad`` aside, and remember parameters and buffers."""
+        """Begin a step: put what is in ``grad`` aside, and remember parameters and buffers.
+
+        **Collective** where the step may fail and the layout of its sums has changed.
+        """
         self._partial = PartialSums(step.slices)
         self._next = step.runs[self._rank][0]
         self._before = GradientsBefore(self._params)
@@ -265,6 +268,8 @@ class SlicedGradients:
         self._unmoved = Unmoved([*parameters_of(module)], probes=self._steps & (self._steps - 1) == 0)
         self._buffers = SlicedBuffers(module, buffers)
         self._has_backward = False
+        if step.may_fail and step.world.world_size > 1:
+            self._lay_out(max(map(len, step.nodes())))
 
     def backward_begins(self, *, unannounced: bool) -> None:
         """Make way for the gradients of a backward in a slice."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import resource
@@ -340,14 +341,23 @@ def _trained_in_short_memory(fills: bool) -> list[Any]:
         for x, y in step:
             kept = []  # what a script holds beyond the block in which memory ran out
             with step.attempt():
-                while fills and len(x) > 5:
-                    kept.append(torch.empty(1 << 16, dtype=torch.uint8))
+                if fills and len(x) > 5:
+                    _fill(kept)
                 cross_entropy(model(x), y).backward()
         seen.append(step.slices)
         optimizer.step()
         optimizer.zero_grad()
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     return [digest(model.state_dict(), optimizer.state_dict()), seen, world.world_size]
+
+
+def _fill(kept: list[Any]) -> None:
+    """Take all memory that there is, in pieces of all sizes, and fail."""
+    for size in (1 << 20, 1 << 16, 1 << 12, 1 << 9):
+        with contextlib.suppress(RuntimeError, MemoryError):
+            while True:
+                kept.append(torch.empty(size, dtype=torch.uint8))
+    raise MemoryError("nothing is left")
 
 
 @pytest.mark.parametrize("fills", [False, True])

@@ -235,7 +235,7 @@ class Step:
                     may_fail=self._recut is not None,
                 )
                 if self._recut is not None:
-                    self._reserve = torch.empty(_RESERVE, dtype=torch.uint8, device="cpu")
+                    self._reserve = _reserve()
                 step.begin()
                 try:
                     yield from self._go_through(step)
@@ -347,6 +347,16 @@ class _Generators:
         np.random.set_state(self._numpy)
         if self._gpu is not None:
             torch.cuda.set_rng_state(self._gpu, self._device)
+
+
+def _reserve() -> torch.Tensor | None:
+    """Return memory to let go of later, if there is any: a step that is taken again may do with what is left."""
+    try:
+        return torch.empty(_RESERVE, dtype=torch.uint8, device="cpu")
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -19,8 +19,10 @@ Note [Memory for a retake]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 When memory has run out, what the ranks then do needs some: to tell each other, and to fetch the batch again in other
 slices. Where a step may be taken again, that is in hand before its first slice: the memory that the ranks share for its
-sums, which has its size whatever a batch is cut into (twice as many slices in the same order end in as many sums), the
-first message of its kind, and a reserve that the block of :meth:`Step.attempt` lets go of. The slices that did not fit
+sums, which has its size whatever a batch is cut into (twice as many slices in the same order end in as many sums), and
+the first message of its kind. Besides, the block of :meth:`Step.attempt` begins with a reserve, which it lets go of
+where memory runs out (and not before the next block begins is there another: what the script holds still may be in the
+way). The slices that did not fit
 are dropped before their batch is fetched again.
 """
 
@@ -192,6 +194,8 @@ class Step:
             LockstepError: at the end of the inner loop, on all ranks, if the number of slices is fixed, or there is a
                 slice for each sample already.
         """
+        if self._recut is not None and self._reserve is None:
+            self._reserve = _reserve()
         try:
             yield
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -234,8 +238,6 @@ class Step:
                     smallest=self._cut.smallest,
                     may_fail=self._recut is not None,
                 )
-                if self._recut is not None:
-                    self._reserve = _reserve()
                 step.begin()
                 try:
                     yield from self._go_through(step)

@@ -47,6 +47,7 @@ _HOMES = {
     "expect_slow": "lockstep.job.flight",
     "finish_round": "lockstep.ddp.api",
     "fp16_compress_hook": "lockstep.ddp.comm_hooks",
+    "gathered": "lockstep.ddp.gathered",
     "grad_norms": "lockstep.ddp.norms",
     "init": "lockstep.comm.init",
     "join": "lockstep.ddp.api",
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from lockstep.ddp.api import replicate as replicate
     from lockstep.ddp.comm_hooks import bf16_compress_hook as bf16_compress_hook
     from lockstep.ddp.comm_hooks import fp16_compress_hook as fp16_compress_hook
+    from lockstep.ddp.gathered import gathered as gathered
     from lockstep.ddp.local_steps import LocalSteps as LocalSteps
     from lockstep.ddp.norms import GradNorms as GradNorms
     from lockstep.ddp.norms import clip_grad_norm_ as clip_grad_norm_

@@ -216,6 +216,13 @@ def batch_norm() -> type[nn.Module]:
     return batchnorm._BatchNorm
 
 
+def norm_base() -> type[nn.Module]:
+    """Return the class that torch's batch norms and instance norms derive from: those with running statistics."""
+    from torch.nn.modules import batchnorm
+
+    return batchnorm._NormBase
+
+
 #: What ``torch.compile(module)`` puts before every name in a state dict.
 COMPILED_PREFIX = "_orig_mod."
 

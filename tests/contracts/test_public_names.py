@@ -37,7 +37,16 @@ def test_every_public_name_loads_and_is_documented(name: str) -> None:
 
 
 #: Public functions that every rank must call. Of all others the docstring must not say so.
-COLLECTIVE = {"bf16_compress_hook", "finish_round", "fp16_compress_hook", "init", "join", "replicate", "shard"}
+COLLECTIVE = {
+    "bf16_compress_hook",
+    "finish_round",
+    "fp16_compress_hook",
+    "gathered",
+    "init",
+    "join",
+    "replicate",
+    "shard",
+}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -332,16 +332,22 @@ class OwnIteration(DataLoader[Any]):
         return super().__iter__()
 
 
+class OwnBatches(BatchSampler):
+    """Makes batches in its own way."""
+
+
 def _refused(case: str) -> None:
     world = lockstep.init(timeout=20)
     data = TensorDataset(torch.arange(12))
     cases: dict[str, dict[str, Any]] = {
         "small": {"batch_size": 2},
-        "batch_sampler": {"batch_sampler": BatchSampler(SequentialSampler(data), 4, False)},
+        "batch_sampler": {"batch_sampler": OwnBatches(SequentialSampler(data), 4, False)},
         "unbatched": {"batch_size": None},
         "distributed": {"batch_size": 4, "sampler": lockstep.DistributedSampler(data)},
         "unordered": {"batch_size": 4, "num_workers": 1, "in_order": False},
         "endless": {"batch_size": 4, "sampler": iter(range(100))},
+        "distributed in batches": {"batch_sampler": BatchSampler(lockstep.DistributedSampler(data), 4, False)},
+        "small batches": {"batch_sampler": BatchSampler(SequentialSampler(data), 2, False)},
         "batch": {"batch_size": 4 if world.rank != 1 else 5},
         "drop": {"batch_size": 4, "drop_last": world.rank == 2},
         "one": {"batch_size": 4 if world.rank != 1 else None},
@@ -361,7 +367,9 @@ def _refused(case: str) -> None:
     ("case", "error", "message"),
     [
         ("small", "ValueError", "batch_size=2 is smaller than the world of 3 ranks"),
-        ("batch_sampler", "ValueError", "has its own batch_sampler (BatchSampler)"),
+        ("batch_sampler", "ValueError", "has its own batch_sampler (OwnBatches), which chooses whole batches"),
+        ("distributed in batches", "ValueError", "has a DistributedSampler"),
+        ("small batches", "ValueError", "batch_size=2 is smaller than the world of 3 ranks"),
         ("unbatched", "ValueError", "batch_size=None"),
         ("distributed", "ValueError", "has a DistributedSampler"),
         ("unordered", "ValueError", "in_order=False"),
@@ -390,6 +398,41 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(case: str, error: str, 
         assert outcome.error == error, outcome.traceback
         assert outcome.message is not None
         assert message in outcome.message
+
+
+def _batches_of(kind: str, plain: bool, drop_last: bool, slices: int | None) -> list[Any]:
+    """What the ranks get of a batch sampler, or of the sampler and the batch size that it is made of."""
+    lockstep.init(timeout=20)
+    data = TensorDataset(torch.arange(22))
+    own = torch.Generator().manual_seed(7)
+    samplers: dict[str, Callable[[], Sampler[int]]] = {
+        "sequential": lambda: SequentialSampler(data),
+        "random": lambda: RandomSampler(data),
+        "generator": lambda: RandomSampler(data, generator=own),
+        "weighted": lambda: WeightedRandomSampler([1.0] * 22, 30),
+    }
+    sampler = samplers[kind]()
+    if plain:
+        loader: Any = DataLoader(data, batch_size=8, sampler=sampler, drop_last=drop_last)
+    else:
+        loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 8, drop_last))
+    sharded = lockstep.shard(loader, slices=slices)
+    assert (sharded.batch_size, sharded.drop_last, sharded.sampler) == (8, drop_last, sampler)
+    if slices is None:
+        seen = [batch.tolist() for (batch,) in sharded]
+    else:
+        seen = [[batch.tolist() for (batch,) in step] for step in sharded.steps()]
+    assert len(seen) == len(sharded)
+    return [seen, sharded.state_dict()]
+
+
+@pytest.mark.parametrize("slices", [None, 4])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("kind", ["sequential", "random", "generator", "weighted"])
+def test_a_plain_batch_sampler_is_its_sampler_and_batch_size(kind: str, drop_last: bool, slices: int | None) -> None:
+    assert run_ranks(_batches_of, 2, kind, False, drop_last, slices) == run_ranks(
+        _batches_of, 2, kind, True, drop_last, slices
+    )
 
 
 def test_a_world_is_needed() -> None:

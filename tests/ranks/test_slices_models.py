@@ -33,24 +33,21 @@ def _loader(slices: int = 4, **options: Any) -> Any:
 
 
 class Observed(nn.Module):
-    """With buffers that a forward replaces, and some that begin as infinite values, as those of observers do."""
+    """With buffers that a forward replaces."""
 
     mean: Tensor
     count: Tensor
-    least: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.last = nn.Linear(10, 5)
         self.register_buffer("mean", torch.zeros(5))
         self.register_buffer("count", torch.tensor(0))
-        self.register_buffer("least", torch.tensor(float("inf")))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.last(x)
         self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
         self.count = self.count + 1
-        self.least.copy_(torch.minimum(self.least, out.detach().min()))
         shifted: Tensor = out - self.mean
         return shifted
 
@@ -60,12 +57,12 @@ def _observed() -> list[Any]:
     net: Any = build(Observed)
     kept = net.mean
     _train(lockstep.replicate(net), _loader())
-    return [digest(net.state_dict()), int(net.count), bool(net.least.isfinite()), net.mean is kept]
+    return [digest(net.state_dict()), int(net.count), net.mean is kept]
 
 
-def test_buffers_that_are_replaced_or_begin_infinite() -> None:
+def test_buffers_that_are_replaced() -> None:
     (expected,) = run_ranks(_observed, 1)
-    assert expected[1:] == [3, True, True]
+    assert expected[1:] == [3, True]
     for world_size in (2, 3):
         assert run_ranks(_observed, world_size) == [expected] * world_size
 
@@ -148,6 +145,205 @@ class Sized(nn.Module):
 
 def _resizes_inside() -> None:
     _train(lockstep.replicate(build(Sized)), _loader())
+
+
+# Buffers that are no statistics, and parameters that move -------------------------------------------------------------
+
+
+class Momentum(nn.Module):
+    """A trained encoder, and one that follows it, frozen, in forward: as MoCo has them, with its queue or without."""
+
+    queue: Tensor
+    place: Tensor
+
+    def __init__(self, *, moves: str = "", queue: str = "") -> None:
+        super().__init__()
+        self.net, self.follower = nn.Linear(10, 5), nn.Linear(10, 5).requires_grad_(False)
+        self.moves, self.writes, self.at = moves, queue, 0
+        self.register_buffer("queue", torch.randn(5, 64))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._follow()
+        with torch.no_grad():
+            keys = self.follower(x).T
+            count = keys.shape[1]
+            if self.writes == "moves along":
+                self.queue = torch.cat([self.queue[:, count:], keys], 1)
+            elif self.writes == "at a place":
+                begin = int(self.place)
+                self.queue[:, begin : begin + count] = keys
+                self.place[0] = (begin + count) % 64
+            elif self.writes == "at an own place":
+                self.queue[:, self.at : self.at + count] = keys
+                self.at = (self.at + count) % 40
+            elif self.writes == "at the front":
+                self.queue[:, :count] = keys
+        return self.net(x)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        for one, two in zip(self.follower.parameters(), self.net.parameters(), strict=True):
+            if self.moves == "in place":
+                one.mul_(0.9).add_(two, alpha=0.1)
+            elif self.moves == "in data":
+                one.data.mul_(0.9).add_(two.data, alpha=0.1)
+            elif self.moves == "another tensor":
+                one.data = one.data * 0.9 + two.data * 0.1
+
+
+class Codes(nn.Module):
+    """A codebook whose codes move towards what they stand for, as VQ-VAE has it."""
+
+    codes: Tensor
+    uses: Tensor
+    sums: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(10, 5)
+        self.register_buffer("codes", torch.randn(32, 5))
+        self.register_buffer("uses", torch.zeros(32))
+        self.register_buffer("sums", self.codes.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        with torch.no_grad():
+            used = torch.cdist(out, self.codes).argmin(1)
+            self.uses.mul_(0.9).index_add_(0, used, torch.full((len(used),), 0.1))
+            self.sums.mul_(0.9).index_add_(0, used, 0.1 * out)
+            self.codes.copy_(self.sums / self.uses.clamp(min=1e-5)[:, None])
+        return out
+
+
+class Extremes(nn.Module):
+    """Remembers the smallest and the largest value seen, as an observer of quantization does."""
+
+    least: Tensor
+    most: Tensor
+
+    def __init__(self, least: float, most: float) -> None:
+        super().__init__()
+        self.net = nn.Linear(10, 5)
+        self.register_buffer("least", torch.tensor(least))
+        self.register_buffer("most", torch.tensor(most))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        self.least.copy_(torch.minimum(self.least, out.detach().min()))
+        self.most.copy_(torch.maximum(self.most, out.detach().max()))
+        return out
+
+
+class Counting(nn.Module):
+    """Counts its samples."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(10, 5)
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+def _quantized() -> nn.Module:
+    from torch.ao.quantization import FakeQuantize
+
+    return nn.Sequential(nn.Linear(10, 5), FakeQuantize())
+
+
+REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
+    (lambda: Momentum(moves="in place"), "parameter 'follower.weight' was changed inside slice"),
+    (lambda: Momentum(moves="in data"), "parameter 'follower.weight' was changed inside slice"),
+    (lambda: Momentum(moves="another tensor"), "parameter 'follower.weight' was changed inside slice"),
+    (lambda: Momentum(queue="moves along"), "buffer 'queue' of Momentum is a queue"),
+    (lambda: Momentum(queue="at a place"), "buffer 'place' of Momentum holds a whole number that slice"),
+    (lambda: Momentum(queue="at an own place"), "buffer 'queue' of Momentum was changed in different elements"),
+    (lambda: Momentum(queue="at the front"), "buffer 'queue' of Momentum was changed in different elements"),
+    (Codes, "' of Codes was changed"),
+    (lambda: Extremes(float("inf"), float("-inf")), "buffer 'least' of Extremes began as an infinite value"),
+    (Counting, "buffer 'seen' of Counting holds a whole number that slice 0 changed by"),
+    (_quantized, "' of FakeQuantize holds a whole number"),
+]
+
+
+def _trains_what_is_refused(index: int, slices: int) -> None:
+    lockstep.init(timeout=20)
+    _train(lockstep.replicate(build(REFUSED[index][0])), _loader(slices))
+
+
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+def test_what_slices_can_not_move_is_refused_by_name_on_all_ranks(index: int) -> None:
+    words = REFUSED[index][1]
+    # Each of the three ranks has one slice or two; of four ranks with two slices, two have none.
+    for world_size, slices in ((1, 4), (3, 4), (4, 2)):
+        for outcome in collect_outcomes(_trains_what_is_refused, world_size, index, slices):
+            assert outcome.error == "LockstepError", outcome
+            assert words in str(outcome.message), outcome
+
+
+def _sees_extremes() -> None:
+    lockstep.init(timeout=20)
+    _train(lockstep.replicate(build(lambda: Extremes(0.0, 0.0))), _loader(8))
+
+
+def test_the_smallest_value_seen_is_refused_once_slices_differ() -> None:
+    for world_size in (1, 3):
+        for outcome in collect_outcomes(_sees_extremes, world_size):
+            assert "' of Extremes was changed by some slices only" in str(outcome.message), outcome
+
+
+def test_slices_of_one_sample_are_no_way_around_it() -> None:
+    """A place in a queue moves by one there, as a count of batches does."""
+    index = next(at for at, (_, words) in enumerate(REFUSED) if "'place'" in words)
+    for outcome in collect_outcomes(_trains_what_is_refused, 2, index, 40):
+        assert "buffer 'queue' of Momentum was changed in different elements" in str(outcome.message), outcome
+
+
+class Spectral(nn.Module):
+    """With buffers that every slice changes alike, and a statistic that has its name."""
+
+    running_scale: Tensor
+    passes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.utils.spectral_norm(nn.Linear(10, 5))
+        self.other = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 5))
+        self.norm = nn.BatchNorm1d(5)
+        self.register_buffer("running_scale", torch.zeros(5))
+        self.register_buffer("passes", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm(self.other(self.net(x)).relu())
+        with torch.no_grad():  # a dimension that nothing comes through stays as it is
+            self.running_scale.lerp_(out.relu().mean(0) * (out.max(0).values > 1.5), 0.1)
+        self.passes += 1
+        return out  # type: ignore[no-any-return]
+
+
+def _trains_statistics() -> list[Any]:
+    lockstep.init(timeout=20)
+    net: Any = build(Spectral)
+    model = lockstep.replicate(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in _loader().steps():
+        for x, y in step:  # two views of each sample
+            (cross_entropy(model(x), y) + cross_entropy(model(-x), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [digest(net.state_dict()), int(net.passes), int(net.norm.num_batches_tracked)]
+
+
+def test_statistics_and_what_slices_change_alike() -> None:
+    (expected,) = run_ranks(_trains_statistics, 1)
+    assert expected[1:] == [6, 6]
+    for world_size in (2, 3):
+        assert run_ranks(_trains_statistics, world_size) == [expected] * world_size
 
 
 def _makes(mistake: Callable[[], None]) -> None:

@@ -113,9 +113,12 @@ def load(contents: Contents, run: RunState, world: World) -> None:
 
 
 def load_generators(contents: Contents, world: World) -> None:
-    """Restore this rank's random number generators, if the number of ranks is unchanged."""
-    if contents.manifest.world_size == world.world_size:
-        state.restore_rng(contents.parts["rng"][world.rank], world.device)
+    """Restore this rank's random number generators; of another number of ranks what they all had in common."""
+    states, world_size = contents.parts["rng"], contents.manifest.world_size
+    if world_size == world.world_size:
+        state.restore_rng(states[world.rank], world.device)
+    elif state.have_common_rng(states):
+        state.restore_rng({**states[0], "cuda": None}, world.device)
 
 
 def words_on_differences(contents: Contents, damaged: Damage, run: RunState, world: World) -> str:
@@ -124,12 +127,18 @@ def words_on_differences(contents: Contents, damaged: Damage, run: RunState, wor
     if damaged:
         words.append(f"skipped damaged checkpoints: {'; '.join(damaged.values())}")
     saved, now = contents.manifest.world_size, world.world_size
-    if saved != now:
+    in_slices = run.is_in_slices(contents)  # whose sums and random numbers know nothing of ranks
+    if saved != now and not (in_slices and state.have_common_rng(contents.parts["rng"])):
         words.append(
-            f"it was written by {saved} rank(s) and there are {now} now: everything is restored but the random "
-            "number generators, so dropout will not repeat bit for bit"
+            f"it was written by {saved} rank(s) and there are {now} now: everything is restored but "
+            + (
+                "the random number generators, which the script has seeded or used differently on each rank, so what "
+                "it draws between steps will not repeat"
+                if in_slices
+                else "the random number generators of each rank, so dropout will not repeat bit for bit"
+            )
         )
-    elif contents.manifest.hosts not in (None, world.hosts):
+    elif saved == now and not in_slices and contents.manifest.hosts not in (None, world.hosts):
         words.append(
             f"its ranks were on other machines, {_spread(contents.manifest.hosts)}, than now, {_spread(world.hosts)}: "
             "gradients are added in another order, so the run will not repeat bit for bit"

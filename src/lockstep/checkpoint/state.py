@@ -190,6 +190,11 @@ class RunState:
             states = parts["loader"]
             self.loader.load_state_dict(states[rank if len(states) > 1 else 0])
 
+    def is_in_slices(self, contents: Contents) -> bool:
+        """Return whether the run cuts its batches into slices, and did so before."""
+        cut_before = all(isinstance(each, dict) and each.get("slices") for each in contents.parts.get("loader") or [{}])
+        return bool(getattr(self.loader, "slices", None)) and cut_before
+
     def load_tensors(self, contents: Contents, rank: int) -> None:
         """Load the model and the optimizer; of ranks that train apart, each its own."""
         model, parts, training = bare(self.model), contents.parts, self.local_training
@@ -425,6 +430,11 @@ def refuse_malformed_rng(states: Any, *, count: int, where: str) -> None:
                 _bytes(state["cuda"])
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointCorrupt(f"{where}: not the states of random number generators: {error}") from None
+
+
+def have_common_rng(states: Sequence[dict[str, Any]]) -> bool:
+    """Return whether all ranks were at the same place in what they have in common: all but the GPUs' generators."""
+    return all(each[name] == states[0][name] for each in states for name in ("python", "numpy", "torch"))
 
 
 def restore_rng(state: dict[str, Any], device: torch.device) -> None:

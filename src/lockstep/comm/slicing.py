@@ -13,6 +13,7 @@ be, which is the same on all ranks.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,9 @@ _members: WeakValueDictionary[int, Any] = WeakValueDictionary()
 #: How many have joined so far.
 _made = 0
 _current: SlicedStep | None = None
+#: Whether the ranks have exchanged a record as long as any at the end of a step, so that there is memory for it.
+_has_met = False
+_FIRST_MESSAGE = 1 << 14
 
 
 def join(member: Member) -> int:
@@ -105,10 +109,12 @@ class SlicedStep:
 
     Args:
         world: the ranks.
-        place: what this step is, the same on all ranks: epoch and number of the batch.
+        place: what this step is, the same on all ranks: epoch, number of the batch, and which pass over it.
         sizes: samples of each slice.
         runs: for each rank its first slice, and the one after its last.
         measures: count how long a GPU is at the slices, and not how long it takes to launch them; it is waited for.
+        smallest: the fewest samples that a slice of the epoch has.
+        may_fail: memory may run out, and the step be taken again: what its end needs is to be there at its beginning.
     """
 
     def __init__(
@@ -119,7 +125,10 @@ class SlicedStep:
         sizes: Sequence[int],
         runs: Sequence[tuple[int, int]],
         measures: bool = False,
+        smallest: int = 2,
+        may_fail: bool = False,
     ) -> None:
+        self.smallest, self.may_fail = smallest, may_fail
         self.world, self.place, self.sizes, self.runs = world, tuple(place), tuple(sizes), tuple(runs)
         #: The slice in hand.
         self.number: int | None = None
@@ -133,6 +142,14 @@ class SlicedStep:
         self._waits = measures and world.device.type == "cuda"
         #: What each member that had something to do says of it, by number: of this rank, at the end of all.
         self.said: dict[int, Any] = {}
+        #: The same of each rank that had something to do, known at the end.
+        self.says: dict[int, list[Any]] = {}
+        #: What has gone wrong in the slices here that makes the step worthless; told to all ranks at the end.
+        self._mistake: str | None = None
+        #: The slices' losses as far as they were told: of this rank.
+        self._losses: dict[int, Any] = {}
+        #: Their mean over all slices of all ranks, known at the end.
+        self.loss: float | None = None
 
     @property
     def slices(self) -> int:
@@ -158,6 +175,17 @@ class SlicedStep:
         if self.number is not None:
             self.items[self.number] = items
 
+    def add_loss(self, loss: Any) -> None:
+        """Add to the loss of the slice in hand: a number, or a tensor with one element, read at the end."""
+        assert self.number is not None  # asked for by Step.add_loss
+        own = loss.detach().double() if isinstance(loss, torch.Tensor) else float(loss)
+        before = self._losses.get(self.number)
+        self._losses[self.number] = own if before is None else before + own
+
+    def note_mistake(self, words: str) -> None:
+        """Have the step end with an error on all ranks, and not on this one alone; the first one counts."""
+        self._mistake = self._mistake or f"{self.whoami()}: {words}"
+
     def touch(self, member: int, say: Any = None) -> None:
         """Note that ``member`` had something to do in the slice in hand.
 
@@ -171,8 +199,8 @@ class SlicedStep:
     # How it goes ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """**Collective** if a member has anything to agree on. Begin the step."""
-        global _current
+        """**Collective** if a member has anything to agree on, or the step may fail. Begin the step."""
+        global _current, _has_met
         if _current is not None:
             raise LockstepError(
                 f"rank {self.world.rank} of {self.world.world_size}: a step in slices begins inside another one: go "
@@ -180,6 +208,10 @@ class SlicedStep:
             )
         for member in _living():
             member.step_begins(self)
+        if self.may_fail and not _has_met:
+            with labelled("the beginning of a step that may fail"):
+                all_gather_records("." * _FIRST_MESSAGE, self.world.group)
+            _has_met = True
         _current = self
 
     @contextmanager
@@ -215,7 +247,7 @@ class SlicedStep:
 
         Raises:
             CollectiveMismatch: the ranks are in different steps.
-            LockstepError: some slices were weighed, and others not; on all ranks.
+            LockstepError: some slices were weighed, and others not, or something was noted; on all ranks.
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
         global _current
@@ -224,10 +256,18 @@ class SlicedStep:
         if failures:
             self.abandon()
             return failures[0]
+        mistakes = [each[6] for each in told if each[6] is not None]
+        if mistakes:
+            self.abandon()
+            raise LockstepError(mistakes[0])
         self.seconds = [each[4] for each in told]
         self._take_weights([{int(number): items for number, items in each[2].items()} for each in told])
+        self._take_losses([{int(number): loss for number, loss in each[7].items()} for each in told])
         for each in reversed(told):
             self.said.update((int(number), say) for number, say in each[3].items())
+        for each in told:
+            for number, say in each[3].items():
+                self.says.setdefault(int(number), []).append(say)
         _current = None
         for number in sorted(self.said):
             member = _members.get(number)
@@ -242,7 +282,9 @@ class SlicedStep:
         return None
 
     def _tell(self, failure: str | None) -> list[list[Any]]:
-        mine = [self.place, failure, self.items, self.said, self._spent, _made]
+        losses = {number: float(loss) for number, loss in self._losses.items()} if failure is None else {}
+        said = dict(self.said)
+        mine = [self.place, failure, self.items, said, self._spent, _made, self._mistake, losses]
         if self.world.world_size == 1:
             return [mine]
         with labelled("the end of a step in slices"):
@@ -254,7 +296,7 @@ class SlicedStep:
                 "lockstep.Log and call each lockstep.replicate on every rank, in the same order"
             )
         if any(each[0] != told[0][0] for each in told):
-            places = ", ".join(f"rank {rank}: epoch {e[0][0]}, batch {e[0][1]}" for rank, e in enumerate(told))
+            places = ", ".join(f"rank {rank}: {_words_of(each[0])}" for rank, each in enumerate(told))
             raise CollectiveMismatch(f"{self.whoami()}: the ranks are at the end of different steps ({places})")
         return told
 
@@ -277,10 +319,35 @@ class SlicedStep:
                 "such a batch out, on all ranks"
             )
 
+    def _take_losses(self, losses: Sequence[dict[int, float]]) -> None:
+        """Take their mean, in the order of the slices, whoever had them."""
+        told = {number: each[number] for each in losses for number in each}
+        if not told:
+            return
+        weights = {number: self.weight(number) for number, size in enumerate(self.sizes) if size}
+        missing = [number for number in weights if number not in told]
+        if missing:
+            self.abandon()
+            raise LockstepError(
+                f"{self.whoami()}: add_loss() was called in slices {sorted(told)} and not in {missing}: call it in "
+                "every slice, or in none"
+            )
+        parts = [
+            told[number] if weight is None else told[number] * weight
+            for number, weight in weights.items()
+            if weight != 0  # the mean over nothing is NaN
+        ]
+        self.loss = math.fsum(parts) / self.total if all(map(math.isfinite, parts)) else sum(parts)
+
     def whoami(self) -> str:
         """Say which rank this is, and in which step."""
-        epoch, batch = self.place[:2]
-        return f"rank {self.world.rank} of {self.world.world_size}, epoch {epoch}, batch {batch}"
+        return f"rank {self.world.rank} of {self.world.world_size}, {_words_of(self.place)}"
+
+
+def _words_of(place: Sequence[int]) -> str:
+    epoch, batch, *passes = place
+    again = f", pass {passes[0] + 1}" if passes and passes[0] else ""
+    return f"epoch {epoch}, batch {batch}{again}"
 
 
 def _living() -> list[Any]:

@@ -210,8 +210,9 @@ class StreamDataset(IterableDataset[Fetched]):
 
     def _cut_in_slices(self, samples: list[Any], print_: str | None, *, seed: int, sliced: Slicing) -> Fetched:
         batches, numbers, count = [], [], 0
+        bounds = sliced.cut(len(samples))
         for number in range(*sliced.runs_at(0)[self._rank]):
-            start, stop = slice_bounds(len(samples), rank=number, world_size=sliced.slices)
+            start, stop = bounds[number]
             if start < stop:
                 own = mix(seed, number) if self._seeded else None
                 batches.append(collated(samples[start:stop], self._collate, empty=False, seed=own))
@@ -399,16 +400,25 @@ def step_keys(
     )
     for number, (begin, end) in enumerate(batches, start=cursor.batches):
         run = sliced.runs_at(number)[rank]
-        yield step_key(order, begin, end, slices=sliced.slices, run=run, epoch_key=epoch_key)
+        yield step_key(order, begin, end, bounds=sliced.cut(end - begin), run=run, epoch_key=epoch_key)
 
 
 def step_key(
-    order: torch.Tensor, begin: int, end: int, *, slices: int, run: tuple[int, int], epoch_key: int
+    order: torch.Tensor,
+    begin: int,
+    end: int,
+    *,
+    bounds: Sequence[tuple[int, int]],
+    run: tuple[int, int],
+    epoch_key: int,
 ) -> StepKey:
-    """Return the key of the global batch at positions ``begin`` to ``end``: of the slices in ``run``."""
+    """Return the key of the global batch at positions ``begin`` to ``end``: of the slices in ``run``.
+
+    ``bounds`` says where in the batch each slice begins and ends.
+    """
     key = StepKey([], [], begin, 0, end - begin)
     for number in range(*run):
-        first, last = slice_bounds(end - begin, rank=number, world_size=slices)
+        first, last = bounds[number]
         if first < last:
             indices = order[begin + first : begin + last].tolist()
             key.slices.append(SliceKey(indices, begin + first, last - first, end - begin, epoch_key))

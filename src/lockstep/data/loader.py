@@ -46,9 +46,9 @@ from lockstep.data.fetch import (
     step_key,
     step_keys,
 )
-from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order, mix, sizes_of, slice_bounds
+from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order, mix, slice_bounds
 from lockstep.data.seeding import preserved_generators
-from lockstep.data.slicing import SliceOptions
+from lockstep.data.slicing import SliceOptions, sizes_in
 from lockstep.data.source import REMEDIES, Shardable, read_source
 from lockstep.data.steps import Cut, Place, Step, Steps
 from lockstep.errors import CheckpointMismatch, LockstepError
@@ -117,9 +117,10 @@ def shard(
         LockstepError: ``lockstep.init()`` has not been called.
         TypeError: ``loader`` is not a DataLoader, or its dataset has no length.
         ValueError: the batch is smaller than the world; ``shares`` has not one positive number for each rank, or leaves
-            one without a sample; the DataLoader has its own batch sampler, a
-            DistributedSampler, no batching, or in_order=False; or the ranks differ in batch size, seed, or what their
-            datasets hold: Note [What ranks compare] in ``data/contents.py``. On every rank.
+            one without a sample; the DataLoader has a batch sampler (other than torch's plain ``BatchSampler``, whose
+            sampler and batch size are taken), a DistributedSampler, no batching, or in_order=False; or the ranks
+            differ in batch size, seed, or what their datasets hold: Note [What ranks compare] in
+            ``data/contents.py``. On every rank.
         LockstepError: the dataset or the DataLoader failed on another rank while it was looked at.
     """
     world = current_world()
@@ -220,7 +221,7 @@ class ShardedLoader:
     @property
     def sampler(self) -> Any:
         """The DataLoader's sampler; lockstep orders the samples itself where it is torch's random or sequential one."""
-        return self._source.loader.sampler
+        return self._source.sampler
 
     @property
     def collate_fn(self) -> Any:
@@ -420,8 +421,9 @@ class ShardedLoader:
         place = Place(self.seed, cursor.epoch, cursor.batches)
         cut = Cut(
             [*zip(fetched.numbers, fetched.batch, strict=True)],
-            sizes_of(fetched.global_samples, slicing.slices),
+            sizes_in(slicing.cut(fetched.global_samples)),
             slicing.runs_at(cursor.batches),
+            slicing.smallest(self._source.length, drop_last=self.drop_last),
         )
         chooses = self._options is not None and self._options.chooses
         recut = partial(self._recut, cursor.samples, cursor.samples + fetched.global_samples) if chooses else None
@@ -446,14 +448,17 @@ class ShardedLoader:
         assert slicing is not None
         assert isinstance(dataset, SliceDataset)
         assert order is not None
-        slicing.double()
+        largest = max(sizes_in(slicing.cut(end - begin)))
+        while max(sizes_in(slicing.cut(end - begin))) == largest > 1:  # else it would only fail again
+            slicing.double()
         self._is_recut = True
         runs = slicing.runs_at(self._cursor.batches)
         run, epoch_key = runs[self._world.rank], mix(self.seed, self._cursor.epoch)
-        fetched = dataset[step_key(order, begin, end, slices=slicing.slices, run=run, epoch_key=epoch_key)]
+        bounds = slicing.cut(end - begin)
+        fetched = dataset[step_key(order, begin, end, bounds=bounds, run=run, epoch_key=epoch_key)]
         if self._device is not None:
             fetched = fetched._replace(batch=to_device(fetched.batch, self._device))
-        return Cut([*zip(fetched.numbers, fetched.batch, strict=True)], sizes_of(end - begin, slicing.slices), runs)
+        return Cut([*zip(fetched.numbers, fetched.batch, strict=True)], sizes_in(bounds), runs, 1)
 
     def _batches(self) -> Iterator[Fetched]:
         """Yield what is left of the epoch, asked for anew when it is cut in another way."""
@@ -552,11 +557,11 @@ class ShardedLoader:
         """Return the order of the cursor's epoch."""
         source, epoch = self._source, self._cursor.epoch
         if source.order == "sampler":
-            order = draw_order(source.loader.sampler, self._world, seed=self.seed, epoch=epoch)
+            order = draw_order(source.sampler, self._world, seed=self.seed, epoch=epoch)
             drawn = digest_of(order)
             if self._drawn is not None and drawn != self._drawn:
                 raise CheckpointMismatch(
-                    f"rank {self._world.rank}: the sampler {type(source.loader.sampler).__name__} drew another order "
+                    f"rank {self._world.rank}: the sampler {type(source.sampler).__name__} drew another order "
                     f"for epoch {epoch} than before it was interrupted, so the {self._cursor.samples} samples already "
                     "used are not known: let it draw from its `generator` or from torch's, Python's or NumPy's global "
                     "generators, which are seeded for each epoch"

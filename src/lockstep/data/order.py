@@ -95,10 +95,25 @@ def read_shares(shares: object, *, world_size: int) -> tuple[float, ...]:
     return tuple(shares)
 
 
-def sizes_of(count: int, slices: int) -> list[int]:
-    """Return how many samples each of ``slices`` slices has of ``count``; see :func:`slice_bounds`."""
-    base, larger = divmod(count, slices)
-    return [base + (number < larger) for number in range(slices)]
+@lru_cache(maxsize=256)
+def cut_in_slices(count: int, slices: int, *, least: int = 1) -> tuple[tuple[int, int], ...]:
+    """Return where each slice of a global batch begins and ends: contiguous, in order, sizes differing by at most one.
+
+    Args:
+        count: samples of the global batch; at least one.
+        slices: how many slices.
+        least: the fewest samples that a slice is to have. Where there are too few samples for that, some slices have
+            none, evenly among the others, so that the ranks still have about as much each.
+    """
+    filled = min(slices, max(1, count // least))
+    numbers = {each * slices // filled: each for each in range(filled)}
+    bounds, end = [], 0
+    for number in range(slices):
+        begin = end
+        if number in numbers:
+            begin, end = slice_bounds(count, rank=numbers[number], world_size=filled)
+        bounds.append((begin, end))
+    return tuple(bounds)
 
 
 @lru_cache(maxsize=256)

@@ -7,6 +7,14 @@ them know the same paces, and each reckons by itself how many slices each is to 
 time. What the slices give is added up in an order that knows no ranks, so nothing else changes. Batches are fetched
 ahead by workers, each rank its own slices of them, so a change holds from a batch on that nobody has asked for yet.
 The pace is the median of a few steps: one slow step (a checkpoint, another process) moves nothing.
+
+Note [Small last batches]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+The last batch of an epoch may be so small that slices would have one sample, of which batch norm has no statistics: a
+run would end with torch's error after its first epoch. So a batch has no more slices with samples than give each two of
+them, if full batches do; the others have none. The batch alone decides that, not the ranks, and the tree stays as it
+is, so the bits are the same on any number of ranks. Where full batches have slices of one sample, that is what was
+asked for, and what is left is a last batch of a single sample: batch norm is warned of both before it meets them.
 """
 
 from __future__ import annotations
@@ -20,7 +28,7 @@ from typing import Any
 import torch
 
 from lockstep.comm import deterministic
-from lockstep.data.order import read_shares, slice_bounds
+from lockstep.data.order import cut_in_slices, read_shares, slice_bounds
 from lockstep.data.source import Shardable
 
 #: Steps whose paces count, and how many must be known before anything moves.
@@ -100,7 +108,7 @@ class SliceOptions:
         """Return the slices of ``source``."""
         workers = source.loader.num_workers
         ahead = 2 + workers * (source.loader.prefetch_factor or 0)
-        return Slicing(self.slices, shares=self.shares, ahead=ahead, balance=self.balance)
+        return Slicing(self.slices, shares=self.shares, ahead=ahead, balance=self.balance, batch_size=source.batch_size)
 
 
 class Slicing:
@@ -111,13 +119,32 @@ class Slicing:
         shares: for each rank how much of them it has, in proportion.
         ahead: batches that any rank may have asked for beyond the one in hand.
         balance: move slices by pace.
+        batch_size: samples of a full global batch; 0: any number of samples is cut into as many slices as can be.
     """
 
-    def __init__(self, slices: int, *, shares: Sequence[float], ahead: int, balance: bool = False) -> None:
+    def __init__(
+        self, slices: int, *, shares: Sequence[float], ahead: int, balance: bool = False, batch_size: int = 0
+    ) -> None:
         self.slices, self._shares, self._ahead, self.balances = slices, tuple(shares), ahead, balance
+        self._batch_size = batch_size
         #: From which batch on which ranks have which slices, in order of batches.
         self._changes: list[tuple[int, Runs]] = [(0, runs(slices, shares))]
         self._paces: list[deque[float]] = [deque(maxlen=_STEPS) for _ in shares]
+
+    def cut(self, count: int) -> Sequence[tuple[int, int]]:
+        """Return where each slice of a batch of ``count`` samples begins and ends; Note [Small last batches]."""
+        return cut_in_slices(count, self.slices, least=max(1, min(2, self._batch_size // self.slices)))
+
+    def smallest(self, length: int | None, *, drop_last: bool) -> int:
+        """Return the fewest samples that a slice of an epoch has; of a stream without a length, of a full batch.
+
+        Args:
+            length: samples of the epoch.
+            drop_last: whether a last batch of fewer samples is dropped.
+        """
+        last = 0 if length is None or drop_last else length % self._batch_size
+        counts = [each for each in (self._batch_size, last) if each]
+        return min(size for count in counts for size in sizes_in(self.cut(count)) if size)
 
     def runs_at(self, batch: int) -> Runs:
         """Return for each rank its first slice of a batch, and the one after its last."""
@@ -166,6 +193,11 @@ class Slicing:
             self._changes = [self._changes[-1], (batch + 1 + self._ahead, found)]
             for each in self._paces:
                 each.clear()
+
+
+def sizes_in(bounds: Sequence[tuple[int, int]]) -> list[int]:
+    """Return how many samples each slice has."""
+    return [end - begin for begin, end in bounds]
 
 
 def runs(slices: int, shares: Sequence[float]) -> Runs:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
@@ -47,13 +48,19 @@ class Shardable:
     shares: tuple[float, ...] | None = None
 
     @property
+    def sampler(self) -> Any:
+        """The sampler of samples."""
+        return _settings(self.loader).sampler
+
+    @property
     def drop_last(self) -> bool:
-        return bool(self.loader.drop_last)
+        """Whether a last batch of fewer samples is dropped."""
+        return bool(_settings(self.loader).drop_last)
 
     @property
     def length(self) -> int | None:
         """Samples of an epoch, or None if only the end of the stream tells."""
-        counted = self.loader.sampler if self.order == "sampler" else self.loader.dataset
+        counted = self.sampler if self.order == "sampler" else self.loader.dataset
         if self.order == "stream" and not hasattr(counted, "__len__"):
             return None
         return len(counted)  # type: ignore[arg-type]  # checked by read_source
@@ -103,7 +110,8 @@ def read_source(
             + ("; this one is sharded already" if hasattr(loader, "batches_left") else "")
         )
     _refuse_what_cannot_be_cut(loader)
-    batch_size = int(loader.batch_size or 0)
+    settings = _settings(loader)
+    batch_size = int(settings.batch_size or 0)
     if slices is not None and batch_size < slices:
         raise ValueError(
             f"batch_size={batch_size} with slices={slices}: a global batch has fewer samples than it is to have "
@@ -116,12 +124,21 @@ def read_source(
             f"batch_size={world_size}, or fewer ranks"
         )
     order = _order(loader)
-    given = getattr(loader.sampler, "generator", None) if order == "shuffled" else loader.generator
+    given = getattr(settings.sampler, "generator", None) if order == "shuffled" else loader.generator
     if seed is None:
         seed = given.initial_seed() if isinstance(given, torch.Generator) else default_seed
     elif not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63")
     return Shardable(loader, order, batch_size, seed, _read_shares(shares, batch_size, world_size))
+
+
+def _settings(loader: DataLoader[Any]) -> DataLoader[Any] | BatchSampler:
+    """Return what has the sampler, the batch size and drop_last: the loader, or a plain batch sampler given to it.
+
+    Such a one, and no class of its own derived from it, makes of its sampler what the loader itself would.
+    """
+    given = loader.batch_sampler
+    return given if loader.batch_size is None and type(given) is BatchSampler else loader
 
 
 def _read_shares(given: object, batch_size: int, world_size: int) -> tuple[float, ...] | None:
@@ -144,19 +161,21 @@ def _refuse_what_cannot_be_cut(loader: DataLoader[Any]) -> None:
             f"{type(loader).__name__} iterates in its own way (it overrides DataLoader.__iter__), which lockstep.shard "
             "would bypass: pass a plain DataLoader over the same dataset"
         )
-    if loader.batch_size is None and loader.batch_sampler is not None:
+    settings = _settings(loader)
+    if settings.batch_size is None and loader.batch_sampler is not None:
         raise ValueError(
-            f"this DataLoader has its own batch_sampler ({type(loader.batch_sampler).__name__}), so its batches have "
-            "no size to cut into slices: pass batch_size= (of all ranks together) with shuffle= or sampler= to the "
-            "DataLoader and let lockstep.shard cut the batches; or keep the batch_sampler, make it rank-aware and use "
-            "the DataLoader without lockstep.shard"
+            f"this DataLoader has its own batch_sampler ({type(loader.batch_sampler).__name__}), which chooses whole "
+            "batches, and lockstep.shard cuts batches of a given size out of an order of samples: pass batch_size= (of "
+            "all ranks together) with shuffle= or sampler= to the DataLoader (a plain torch.utils.data.BatchSampler, "
+            "which says no more than these, is taken); or keep the batch_sampler, make it rank-aware and use the "
+            "DataLoader without lockstep.shard"
         )
-    if loader.batch_size is None:
+    if settings.batch_size is None:
         raise ValueError(
             "this DataLoader has batch_size=None (no batching), so there is nothing to cut into slices: pass "
             "batch_size= (of all ranks together)"
         )
-    if isinstance(loader.sampler, TorchDistributedSampler):
+    if isinstance(settings.sampler, TorchDistributedSampler):
         raise ValueError(
             "this DataLoader has a DistributedSampler, which splits the data among the ranks already; lockstep.shard "
             "would split each part again. Drop the sampler (use shuffle=True) and pass the global batch size, or use "
@@ -170,7 +189,7 @@ def _refuse_what_cannot_be_cut(loader: DataLoader[Any]) -> None:
 
 
 def _order(loader: DataLoader[Any]) -> Order:
-    dataset, sampler = loader.dataset, loader.sampler
+    dataset, sampler = loader.dataset, _settings(loader).sampler
     if isinstance(dataset, IterableDataset):
         return "stream"
     if not hasattr(dataset, "__len__") and isinstance(sampler, (RandomSampler, SequentialSampler)):

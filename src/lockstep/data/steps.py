@@ -6,6 +6,24 @@ What a model draws in a slice must not depend on which rank has the slice, nor o
 before each slice the generators of torch (the CPU's and the rank's own GPU's), Python and NumPy are seeded from (seed,
 epoch, batch, slice), and after the last one they are put back to where they were before the step: what a script draws
 between steps is the same on all ranks as ever.
+
+Note [Passes over a step]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+Some methods need a batch several times: a GAN's two players, the second gradient of SAM, each evaluation of LBFGS. To
+iterate over the step again is another pass over the same slices, with sums and an average of its own, and random
+numbers of its own (seeded from the pass as well), as one process has that goes through its batch again. What changes
+between the passes (parameters, by an optimizer or by hand) changes on all ranks alike. The batch counts once for
+the loader's position, and a rank's pace is that of all passes.
+
+Note [Memory for a retake]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+When memory has run out, what the ranks then do needs some: to tell each other, and to fetch the batch again in other
+slices. Where a step may be taken again, that is in hand before its first slice: the memory that the ranks share for its
+sums, which has its size whatever a batch is cut into (twice as many slices in the same order end in as many sums), and
+the first message of its kind. Besides, the block of :meth:`Step.attempt` begins with a reserve, which it lets go of
+where memory runs out (and not before the next block begins is there another: what the script holds still may be in the
+way). The slices that did not fit
+are dropped before their batch is fetched again.
 """
 
 from __future__ import annotations
@@ -13,7 +31,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,6 +49,8 @@ from lockstep.share import BatchShare
 
 #: What mix() tells apart from the seeds of samples.
 _SLICE = 2**62 + 2
+#: Bytes that are kept for a retake: message, stacks and what libraries take at once.
+_RESERVE = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -43,6 +63,8 @@ class Cut:
     sizes: Sequence[int]
     #: For each rank its first slice, and the one after its last.
     runs: Sequence[tuple[int, int]]
+    #: The fewest samples that a slice of the epoch has.
+    smallest: int
 
 
 @dataclass(frozen=True)
@@ -57,8 +79,9 @@ class Place:
 class Step:
     """One global batch and one optimizer step: iterate over it for this rank's slices, one after the other.
 
-    When the inner loop ends, gradients are averaged over all slices of all ranks, and buffers are made equal. Made by
-    :meth:`ShardedLoader.steps`.
+    When the inner loop ends, gradients are averaged over all slices of all ranks, and buffers are made equal. To
+    iterate again is another pass over the same slices, averaged by itself: Note [Passes over a step] in
+    ``data/steps.py``. Made by :meth:`ShardedLoader.steps`.
     """
 
     def __init__(
@@ -88,9 +111,13 @@ class Step:
         self._measures = measures
         self._sliced: SlicedStep | None = None
         self._failure: str | None = None
-        #: Whether the loop has been through it.
+        #: See Note [Memory for a retake].
+        self._reserve: torch.Tensor | None = None
+        #: Passes that have begun.
+        self._passes = 0
+        #: Whether the last pass that has begun went through all slices.
         self.is_done = False
-        #: Seconds that each rank was at its slices, known when it is done.
+        #: Seconds that each rank was at its slices in all passes, known when it is done.
         self.seconds: Sequence[float] = ()
 
     @property
@@ -107,6 +134,32 @@ class Step:
     def number(self) -> int:
         """Which global batch of its epoch this is, from 0."""
         return self._place.batch
+
+    @property
+    def loss(self) -> float:
+        """What :meth:`add_loss` was told in the last pass: the mean over all samples of all ranks.
+
+        It is added up in the order of the slices, so it has the same bits on every rank, and on any number of ranks.
+
+        Raises:
+            LockstepError: the inner loop is not over, or nothing was added.
+        """
+        if not self.is_done or self._sliced is None or self._sliced.loss is None:
+            raise LockstepError(
+                f"{self._whoami()}: there is no loss of this step: call step.add_loss(loss) in each of its slices, and "
+                "ask for step.loss after the inner loop"
+            )
+        return self._sliced.loss
+
+    def add_loss(self, loss: float | torch.Tensor) -> None:
+        """Add to the slice's loss, for :attr:`loss`: a mean over the slice's samples, or what :meth:`weigh` says.
+
+        Raises:
+            LockstepError: no slice of this step is in hand.
+        """
+        if self._sliced is None or self._sliced.number is None:
+            raise LockstepError(f"{self._whoami()}: add_loss() was called outside of the step's inner loop")
+        self._sliced.add_loss(loss)
 
     def __len__(self) -> int:
         """Return how many slices this rank has; it may be none."""
@@ -141,36 +194,49 @@ class Step:
             LockstepError: at the end of the inner loop, on all ranks, if the number of slices is fixed, or there is a
                 slice for each sample already.
         """
+        if self._recut is not None and self._reserve is None:
+            self._reserve = _reserve()
         try:
             yield
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            self._failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            error.__traceback__ = None  # its frames hold what did not fit
+            self._note_failure(error)
+
+    def _note_failure(self, error: BaseException) -> None:
+        error.__traceback__ = None  # its frames hold what did not fit
+        self._reserve = None
+        self._failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def __iter__(self) -> Iterator[Any]:
         """Go through this rank's slices. **Collective** at its end, where the ranks average what came of them.
 
+        It may be called again, on all ranks: Note [Passes over a step].
+
         Raises:
-            LockstepError: the step has been gone through already; some slices were weighed, and others not; or memory
-                ran out, see :meth:`attempt`.
+            LockstepError: the last pass was left early; some slices were weighed, and others not; or memory ran out,
+                see :meth:`attempt`.
             CollectiveTimeout, PeerLost, CollectiveMismatch: as a backward that averages.
         """
-        if self._sliced is not None:
-            raise LockstepError(f"{self._whoami()}: this step has been gone through already; each batch is one step")
+        if self._sliced is not None and not self.is_done:
+            raise LockstepError(
+                f"{self._whoami()}: another pass over this step begins, and the last one was left before its last slice"
+            )
         return self._run()
 
     def _run(self) -> Iterator[Any]:
         generators = _Generators(self._world)
+        number, self._passes, self.is_done, self._failure = self._passes, self._passes + 1, False, None
         try:
             while True:
                 step = self._sliced = SlicedStep(
                     self._world,
-                    place=(self._place.epoch, self._place.batch),
+                    place=(self._place.epoch, self._place.batch, number),
                     sizes=self._cut.sizes,
                     runs=self._cut.runs,
                     measures=self._measures,
+                    smallest=self._cut.smallest,
+                    may_fail=self._recut is not None,
                 )
                 step.begin()
                 try:
@@ -185,9 +251,11 @@ class Step:
                     break
                 self._cut_again(failure)
             self._world.in_hand.hand_out(self._loader, self._share)
-            self.seconds = step.seconds
+            before = self.seconds or [0.0] * len(step.seconds)
+            self.seconds = [one + two for one, two in zip(before, step.seconds, strict=True)]
             self.is_done = True
         finally:
+            self._reserve = None
             self._give_back(generators)
 
     def _go_through(self, step: SlicedStep) -> Iterator[Any]:
@@ -195,13 +263,21 @@ class Step:
         for number, batch in self._cut.batches:
             self._seed(number)
             self._world.in_hand.hand_out(self._loader, BatchShare(step.sizes[number], total))
-            with step.slice(number):
-                yield batch
+            try:
+                with step.slice(number):
+                    yield batch
+            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+                # (Of what is done with a slice after its block; an error of the loop's body does not come here.)
+                if self._recut is None or not is_out_of_memory(error):
+                    raise
+                self._note_failure(error)
             if self._failure is not None:
                 return
 
     def _seed(self, number: int) -> None:
-        seed = mix(self._place.seed, self._place.epoch, self._place.batch, number, _SLICE)
+        passes = self._passes - 1
+        place = self._place.seed, self._place.epoch, self._place.batch, number, _SLICE
+        seed = mix(*place, passes) if passes else mix(*place)
         streams.current().set_aside(self._loader)
         seed_generators(seed)
         if self._world.device.type == "cuda":
@@ -214,20 +290,20 @@ class Step:
     def _cut_again(self, failure: str) -> None:
         """Cut the batch into more slices, or raise on all ranks."""
         what = f"{self._whoami()}: memory ran out in a slice ({failure})"
-        samples = self.samples
         if self._recut is None:
             raise LockstepError(
                 f"{what}. The step was not taken, and nothing of it is left. Cut the batches into more slices than "
                 f'{self.slices}, or let lockstep do so: lockstep.shard(loader, slices="auto")'
             )
-        if self.slices >= samples:
+        if max(self._cut.sizes) == 1:
             raise LockstepError(
-                f"{what}, and there is a slice for each of the {samples} samples already: the model itself does not "
-                "fit. Checkpoint activations, or use a smaller model"
+                f"{what}, and there is a slice for each of the {self.samples} samples already: the model itself does "
+                "not fit. Checkpoint activations, or use a smaller model"
             )
         self._failure = None
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
+        self._cut = replace(self._cut, batches=[])
         self._cut = self._recut()
 
     def _whoami(self) -> str:
@@ -273,6 +349,16 @@ class _Generators:
         np.random.set_state(self._numpy)
         if self._gpu is not None:
             torch.cuda.set_rng_state(self._gpu, self._device)
+
+
+def _reserve() -> torch.Tensor | None:
+    """Return memory to let go of later, if there is any: a step that is taken again may do with what is left."""
+    try:
+        return torch.empty(_RESERVE, dtype=torch.uint8, device="cpu")
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

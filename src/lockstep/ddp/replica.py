@@ -98,8 +98,9 @@ class Replica(Joinable, BackwardListener):
         self._warns_of_unused = not options.find_unused_parameters and self._rank == 0
         self._sliced: SlicedGradients | None = None
         self._unfit_for_slices: LockstepError | None = None
-        self._has_slice = False
         self._kept_count = KeptCount(self._whoami())
+        #: Forwards in the slice in hand; and whether a backward begins with a gradient that is there already.
+        self._forwards_in_slice, self._is_unannounced = 0, False
         #: Its number among what takes part in steps in slices, which are the whole world's.
         self._member = slicing.join(self) if self._in_hand() is not None else None
         if self._member is not None and self._world_size > 1 and options.compares:
@@ -416,7 +417,11 @@ class Replica(Joinable, BackwardListener):
 
     def gradient_unannounced(self) -> None:
         """Begin the backward that brings the gradient."""
-        self._watch.open(self._known_last())
+        self._is_unannounced = True
+        try:
+            self._watch.open(self._known_last())
+        finally:
+            self._is_unannounced = False
 
     def parameters_unreached(self) -> None:
         """Raise if that is because they are not the module's any more."""
@@ -444,6 +449,8 @@ class Replica(Joinable, BackwardListener):
             _raise_if(self._own.find_changed())
         flight.current.enter(_BACKWARD)
         self._current, self._batch = forward, forward.batch
+        if forward.slice is not None and self._sliced is not None:
+            self._sliced.backward_begins(unannounced=self._is_unannounced)
         self._begin(forward)
 
     def _begin(self, forward: Forward) -> None:
@@ -552,7 +559,7 @@ class Replica(Joinable, BackwardListener):
             )
         if trains:
             _raise_if(self._unfit_for_slices)
-        self._has_slice = True
+        self._forwards_in_slice += 1
         return _forward_in_slice()
 
     def _refuse_other_slice(self, forward: Forward) -> None:
@@ -580,7 +587,7 @@ class Replica(Joinable, BackwardListener):
             named = {id(param): name for name, param in parameters_of(module)}
             names = [named.get(id(param), "") for param in self._reducer.params]
             self._sliced = SlicedGradients(self._reducer.params, names, group=self._group, finite=self._check)
-        self._sliced.begin(step, self._find_buffers(module))
+        self._sliced.begin(module, step, self._find_buffers(module))
 
     def _find_buffers(self, module: nn.Module) -> list[Tensor]:
         return self._buffers.current(module) if self.sends_buffers else []
@@ -607,16 +614,17 @@ class Replica(Joinable, BackwardListener):
         assert self._sliced is not None  # the step has begun
         assert self._member is not None
         module = self._living_module()
-        has_gradient = self._sliced.take(step, number, module, self._find_buffers(module))
+        forwards, self._forwards_in_slice = self._forwards_in_slice, 0
+        has_gradient = self._sliced.take(step, number, module, self._find_buffers(module), forwards=forwards)
         self._reducer.forget_accumulated()
-        if has_gradient or (self._has_slice and module.training):
-            step.touch(self._member)
-        self._has_slice = False
+        if has_gradient or self._sliced.has_cleared or (forwards and module.training) or self._member in step.said:
+            step.touch(self._member, self._sliced.say())
 
     def step_ends(self, step: slicing.SlicedStep) -> None:
         """See :class:`~lockstep.comm.slicing.Member`."""
         assert self._sliced is not None  # the step has begun
-        self._sliced.end(step)
+        assert self._member is not None
+        self._sliced.end(step, step.says[self._member])
         if self._guard is not None:
             self._guard.averaged_unseen(step.whoami())
         if self._drift is not None and self._drift.count():
@@ -626,7 +634,7 @@ class Replica(Joinable, BackwardListener):
         """See :class:`~lockstep.comm.slicing.Member`."""
         if self.is_in_backward:
             self.backward_dies()
-        self._has_slice = False
+        self._forwards_in_slice = 0
         self._reducer.forget_accumulated()
         if self._sliced is not None:
             self._sliced.forget()

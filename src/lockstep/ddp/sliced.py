@@ -1,4 +1,4 @@
-"""A replica's gradients and buffers over the slices of a step: added up in one order, whoever has which slice.
+"""A replica's gradients over the slices of a step: added up in one order, whoever has which slice.
 
 Note [What becomes of a slice]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -6,21 +6,31 @@ When a slice is done, what has accumulated in ``grad`` is taken away, multiplied
 sums that wait for it (Note [One tree] in ``slices.py``). The tensors that autograd made are kept, so that adding them
 up costs what accumulating them in ``grad`` does, and the first of them are what the parameters get in the end. Half
 precision is added up in float32. What was in ``grad`` before the step is put aside, and the average is added to it, as
-backward does it.
+backward does it. Buffers: Note [Buffers in slices] in ``sliced_buffers.py``.
 
-A buffer that a forward changes would hand on from slice to slice what the slices' order is. So every slice begins with
-the buffers of the step's beginning, and in the end a buffer has moved by the mean of what the slices have moved it by,
-each weighing as many samples as it has. What does not move does not change by a bit, infinite values included; what
-begins as an infinite value, as a smallest value seen so far does, becomes the mean itself. A forward may put another
-tensor in a buffer's place: its values count, and the buffer stays where it was. Whole numbers (counts of batches) are
-those after the first slice: a step counts as one.
+Note [Cleared in a slice]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+``zero_grad()`` inside the inner loop clears what was in ``grad`` before the step, and nothing that a slice has given:
+in which slice it is called, and on how many ranks, can't matter. So what was there must not come back where any rank
+has cleared it. A rank sees that by a placeholder: where something was in ``grad``, an empty sparse tensor stands there
+from the beginning of each slice until a backward begins. It is gone if it was set to None, and has another version if
+it was zeroed. (Sparse, because autograd does not write to such a one: a backward that begins unannounced, with the
+first gradient, puts a tensor of its own in its place.) At the end each rank says what was cleared on it.
+
+Note [Parameters that move]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A parameter that changes inside a slice, trained or frozen, makes the slices after it another model's, on this rank and
+for as many slices as it has. torch counts what is written to a parameter, but not what is written to its ``data`` (the
+average that follows a model, in its own forward). So some elements of each are compared as well: after each slice of
+the first steps, and of fewer and fewer after that, since what moves does so from the beginning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,14 +42,16 @@ from lockstep.comm.memory import RowOrder
 from lockstep.comm.ordered import Rows
 from lockstep.comm.slicing import SlicedStep
 from lockstep.ddp.bucket import shaped
-from lockstep.ddp.buffers import broadcast_tensors
 from lockstep.ddp.finite import FiniteCheck
-from lockstep.ddp.members import buffers_of
+from lockstep.ddp.members import parameters_of
+from lockstep.ddp.sliced_buffers import Leaf, SlicedBuffers, as_summed, unlike
 from lockstep.errors import LockstepError
 from lockstep.slices import Carries, Node, additions
 
-#: One for each tensor of a step; None: nothing, which counts as zeros.
-Leaf = list[Tensor | None]
+#: What became of a gradient that was there before the step.
+_KEPT, _ZEROED, _GONE = 0, 1, 2
+#: Elements of a parameter that are compared.
+_PROBES = 4
 
 _foreach_add, _foreach_mul, _foreach_copy = _torch.foreach_add(), _torch.foreach_mul(), _torch.foreach_copy()
 
@@ -91,6 +103,121 @@ class _Layout:
     flags: Sequence[Tensor]
 
 
+class GradientsBefore:
+    """What was in ``grad`` when a step began, and what became of it in the slices; see Note [Cleared in a slice].
+
+    Args:
+        params: the parameters that are trained.
+    """
+
+    def __init__(self, params: Sequence[Parameter]) -> None:
+        self._params = params
+        self.grads = [param.grad for param in params]
+        self.fates = [_KEPT] * len(params)
+        #: What stands in their places until a backward begins; None where nothing does.
+        self._stands: list[Tensor | None] = []
+        self._has_any = any(grad is not None for grad in self.grads)
+        for param in params:
+            param.grad = None
+        self.stand_in()
+
+    def stand_in(self) -> None:
+        """Put placeholders where something was and was not cleared; ``grad`` is None everywhere."""
+        if not self._has_any:
+            return
+        self._stands = [
+            torch.empty(grad.shape, dtype=grad.dtype, device=grad.device, layout=torch.sparse_coo)
+            if grad is not None and fate == _KEPT
+            else None
+            for grad, fate in zip(self.grads, self.fates, strict=True)
+        ]
+        for param, stand in zip(self._params, self._stands, strict=True):
+            if stand is not None:
+                param.grad = stand
+
+    def look(self, *, unannounced: bool = False) -> None:
+        """See what was cleared, and take the placeholders away; done when a backward begins, and when a slice ends.
+
+        Args:
+            unannounced: a first gradient has come already, in the placeholder's stead.
+        """
+        stands, self._stands = self._stands, []
+        for index, stand in enumerate(stands):
+            if stand is None:
+                continue
+            param = self._params[index]
+            if param.grad is stand:
+                self.fates[index] = _ZEROED if stand._version else _KEPT
+                param.grad = None
+            elif param.grad is None or not unannounced:  # else the script has put a gradient there
+                self.fates[index] = _GONE
+
+    def cleared(self) -> list[list[int]]:
+        """Return what was cleared, to be told to the other ranks: fate, and for how many parameters, one after the
+        other; empty if nothing was."""
+        return [[fate, len([*same])] for fate, same in groupby(self.fates)] if any(self.fates) else []
+
+    def take_over(self, cleared: Sequence[Sequence[int]]) -> None:
+        """Take what was cleared on another rank as cleared here."""
+        fates = [fate for fate, count in cleared for _ in range(count)]
+        if fates:
+            self.fates = [*map(max, self.fates, fates)]
+
+    def put_back(self) -> None:
+        """Make ``grad`` what it was before the step."""
+        for param, grad in zip(self._params, self.grads, strict=True):
+            param.grad = grad
+
+    def add(self, index: int, grad: Tensor | None) -> None:
+        """Make ``grad`` of a parameter what it is after the step: what was there, if it still is, and the average."""
+        param, before, fate = self._params[index], self.grads[index], self.fates[index]
+        if before is None or fate == _GONE:
+            param.grad = grad
+        elif fate == _ZEROED:
+            param.grad = before.zero_() if grad is None else before.copy_(grad)
+        else:
+            param.grad = before if grad is None else before.add_(grad)
+
+
+class Unmoved:
+    """Sees whether parameters change in a slice; see Note [Parameters that move].
+
+    Args:
+        named: names and parameters, trained or not.
+        probes: also compare some elements.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Parameter]], *, probes: bool) -> None:
+        self._named = named
+        self._versions = [param._version for _, param in named]
+        self._places = [param.data_ptr() for _, param in named]
+        self._probed = self._probe() if probes else None
+
+    def find_moved(self) -> str | None:
+        """Return the name of a parameter that has changed since."""
+        versions, places = self._versions, self._places
+        for (name, param), version, place in zip(self._named, versions, places, strict=True):
+            if param._version != version or param.data_ptr() != place:
+                return name
+        if self._probed is not None:
+            for (name, _), one, two in zip(self._named, self._probed, self._probe(), strict=True):
+                if not torch.equal(one, two):
+                    return name
+        return None
+
+    def _probe(self) -> list[Tensor]:
+        return [_some_bytes(param) for _, param in self._named]
+
+
+def _some_bytes(param: Parameter) -> Tensor:
+    """Return a few elements, bit by bit; a copy."""
+    if param.layout != torch.strided or not param.numel():
+        return torch.empty(0)
+    data = param.detach()
+    flat = data.view(-1) if data.is_contiguous() else data.flatten()[:_PROBES]
+    return flat[:: max(1, len(flat) // _PROBES)].clone().view(torch.uint8)
+
+
 class SlicedGradients:
     """What one replica has of the step in hand.
 
@@ -112,96 +239,125 @@ class SlicedGradients:
         #: Of the step in hand; None between steps.
         self._partial: PartialSums | None = None
         self._next = 0
-        self._before: list[Tensor | None] = []
+        self._before = GradientsBefore([])
+        self._unmoved = Unmoved([], probes=False)
+        #: The parameters' when the step in hand began, and when the one before it did.
         self._versions: list[int] = []
+        self._versions_before: list[int] = []
+        self._buffers = SlicedBuffers(nn.Module(), [])
         #: What the parameters got in the last step; None once it was warned that they have it still.
         self._written: list[tuple[Tensor | None, int]] | None = []
-        self._buffers: list[Tensor] = []
-        self._base: list[Tensor] = []
-        #: Whole-number buffers after the step's first slice, on the rank that has it.
-        self._counts: dict[int, Tensor] = {}
+        #: Steps so far.
+        self._steps = 0
+        #: Whether a backward has begun in the step in hand, and whether it was warned that nothing came of one.
+        self._has_backward = self._has_said = False
 
-    def begin(self, step: SlicedStep, buffers: Sequence[Tensor]) -> None:
-        """Begin a step: put what is in ``grad`` aside, and remember the buffers."""
+    def begin(self, module: nn.Module, step: SlicedStep, buffers: Sequence[Tensor]) -> None:
+        """Begin a step: put what is in ``grad`` aside, and remember parameters and buffers.
+
+        **Collective** where the step may fail and the layout of its sums has changed.
+        """
         self._partial = PartialSums(step.slices)
         self._next = step.runs[self._rank][0]
-        self._before = [param.grad for param in self._params]
-        self._warn_of_stale()
-        for param in self._params:
-            param.grad = None
+        self._before = GradientsBefore(self._params)
+        if not self._steps and self._rank == 0:
+            _warn_of_small_slices(module, step)
+        self._versions_before = self._versions
         self._versions = [param._version for param in self._params]
-        self._buffers = list(buffers)
-        self._base = [buffer.detach().clone() for buffer in buffers]
-        self._counts = {}
+        self._steps += 1
+        self._unmoved = Unmoved([*parameters_of(module)], probes=self._steps & (self._steps - 1) == 0)
+        self._buffers = SlicedBuffers(module, buffers)
+        self._has_backward = False
+        if step.may_fail and step.world.world_size > 1:
+            self._lay_out(max(map(len, step.nodes())))
+
+    def backward_begins(self, *, unannounced: bool) -> None:
+        """Make way for the gradients of a backward in a slice."""
+        self._has_backward = True
+        self._before.look(unannounced=unannounced)
 
     def _warn_of_stale(self) -> None:
         """Say so once if an optimizer has stepped with the last step's gradients, and they are there still."""
         if not self._written:
             return
-        pairs = zip(self._before, self._written, self._params, self._versions, strict=True)
+        before = zip(self._before.grads, self._before.fates, strict=True)
+        pairs = zip(before, self._written, self._versions, self._versions_before, strict=True)
         # (What was written to since, zeros most likely, is the script's own affair.)
         if any(
-            now is not None and now is then and now._version == written and param._version != old
-            for now, (then, written), param, old in pairs
+            now is not None and fate == _KEPT and now is then and now._version == written and version != old
+            for (now, fate), (then, written), version, old in pairs
         ):
             self._written = None
             if self._rank == 0:
                 callsite.warn(
-                    "the gradients of the last step are there still as this one begins, although the optimizer has "
-                    "stepped with them, so they are added to: call optimizer.zero_grad() after optimizer.step(), or "
-                    "before the inner loop. Within that loop it has nothing to clear"
+                    "the gradients of the last step were there still in this one, although the optimizer has stepped "
+                    "with them, so they were added to: call optimizer.zero_grad() after optimizer.step()"
                 )
 
     def forget(self) -> None:
         """Throw the step away: gradients and buffers are as they were at its beginning."""
         if self._partial is None:
             return
-        self._partial = None
-        for param, grad in zip(self._params, self._before, strict=True):
-            param.grad = grad
-        self._put_buffers_back()
+        self._before.put_back()
+        self._buffers.put_back()
         self._close()
 
     def _close(self) -> None:
-        self._partial, self._before, self._buffers, self._base, self._counts = None, [], [], [], {}
+        self._partial, self._before = None, GradientsBefore([])
+        self._buffers, self._unmoved = SlicedBuffers(nn.Module(), []), Unmoved([], probes=False)
 
     @torch.no_grad()
-    def take(self, step: SlicedStep, number: int, module: nn.Module, buffers: Sequence[Tensor]) -> bool:
+    def take(
+        self, step: SlicedStep, number: int, module: nn.Module, buffers: Sequence[Tensor], *, forwards: int
+    ) -> bool:
         """Take what slice ``number`` has left. Return whether that is a gradient.
+
+        The step is told if a gradient is sparse, a parameter has changed, or a buffer is refused.
 
         Args:
             step: the step in hand.
             number: of the slice.
             module: the replica's.
             buffers: its own, as they are now.
-
-        Raises:
-            LockstepError: a gradient is sparse, a parameter has changed, or a buffer its shape.
+            forwards: forwards of the replica in the slice.
         """
         assert self._partial is not None  # a step has begun
+        self._before.look()
         grads = self._take_gradients(step, number)
-        self._take_replaced(step, number, module, buffers)
-        moved = self._take_buffers(step, number)
+        moved = self._buffers.take(step, number, module, buffers, forwards=forwards)
         self._skip_to(number)
         self._partial.push(number, [*grads, *moved])
         self._next = number + 1
+        self._before.stand_in()
         return any(grad is not None for grad in grads)
 
+    def say(self) -> dict[str, object]:
+        """Return what the other ranks are told of the slices here."""
+        return {"cleared": self._before.cleared(), "buffers": self._buffers.marks, "backward": self._has_backward}
+
+    @property
+    def has_cleared(self) -> bool:
+        """Whether gradients of before the step were cleared in it."""
+        return any(self._before.fates)
+
     def _take_gradients(self, step: SlicedStep, number: int) -> Leaf:
+        moved = self._unmoved.find_moved()
+        if moved is not None:
+            step.note_mistake(
+                f"parameter '{moved}' was changed inside slice {number}, so the slices after it are of other "
+                "parameters, and each rank has another number of them: step the optimizer, and move averages that "
+                "follow the model (a momentum encoder), after the inner loop"
+            )
         grads: Leaf = []
-        for param, name, version in zip(self._params, self._names, self._versions, strict=True):
+        for param, name in zip(self._params, self._names, strict=True):
             grad, param.grad = param.grad, None
-            if param._version != version:
-                raise LockstepError(
-                    f"{step.whoami()}: parameter '{name}' was changed inside slice {number}, so the slices after it "
-                    "are of other parameters: step the optimizer after the inner loop"
-                )
             if grad is not None and grad.layout != torch.strided:
-                raise LockstepError(
-                    f"{step.whoami()}: parameter '{name}' got a sparse gradient, and slices add up dense ones: make "
-                    "the embedding with sparse=False"
+                step.note_mistake(
+                    f"parameter '{name}' got a sparse gradient, and slices add up dense ones: make the embedding with "
+                    "sparse=False"
                 )
-            grads.append(None if grad is None else _as_summed(grad))
+                grad = None
+            grads.append(None if grad is None else as_summed(grad))
         weight = step.weight(number)
         if weight == 0:
             return [None] * len(grads)
@@ -209,49 +365,6 @@ class SlicedGradients:
         if weight is not None and present:
             _foreach_mul(present, float(weight))
         return grads
-
-    def _take_replaced(self, step: SlicedStep, number: int, module: nn.Module, buffers: Sequence[Tensor]) -> None:
-        """Take the values of tensors that a forward has put in buffers' places, and put the buffers back there."""
-        if len(buffers) != len(self._buffers):
-            return  # the forward has registered more of them: the step to come begins with those
-        replaced: dict[int, Tensor] = {}
-        for index, (now, buffer, base) in enumerate(zip(buffers, self._buffers, self._base, strict=True)):
-            if now.shape != base.shape:
-                name = [name for name, _ in buffers_of(module)][index]
-                raise LockstepError(
-                    f"{step.whoami()}: buffer '{name}' was of shape {list(base.shape)} and is of {list(now.shape)} "
-                    f"after slice {number}, so there is no mean of it: let a forward before the first step give it its "
-                    "size, make it a plain attribute, or name it in model._ddp_params_and_buffers_to_ignore"
-                )
-            if now is not buffer:
-                replaced[id(now)] = buffer
-                buffer.data.copy_(now.detach())
-        if replaced:
-            for part in module.modules():
-                for name, hanging in part._buffers.items():
-                    part._buffers[name] = replaced.get(id(hanging), hanging)
-
-    def _take_buffers(self, step: SlicedStep, number: int) -> Leaf:
-        moved: Leaf = []
-        is_first = number == next(each for each, size in enumerate(step.sizes) if size)
-        part = step.sizes[number] / sum(step.sizes)
-        for index, (buffer, base) in enumerate(zip(self._buffers, self._base, strict=True)):
-            if _is_averaged(buffer):
-                now, then = _as_summed(buffer.detach()), _as_summed(base)
-                change = torch.where(now == then, 0.0, now - then)
-                moved.append(torch.where(then.isinf(), now, change).mul_(part))
-            elif is_first:
-                self._counts[index] = buffer.detach().clone()
-        self._put_buffers_back()
-        return moved
-
-    def _put_buffers_back(self) -> None:
-        # (Through .data: autograd may have saved a buffer, and this write must not count as a modification.)
-        for buffer, base in zip(self._buffers, self._base, strict=True):
-            if buffer.shape == base.shape:
-                buffer.data.copy_(base)
-            else:  # resized, which has been refused
-                buffer.data = base
 
     def _skip_to(self, number: int) -> None:
         """Count slices without samples, which nobody goes through."""
@@ -261,19 +374,32 @@ class SlicedGradients:
         self._next = number
 
     def _width(self) -> int:
-        return len(self._params) + sum(map(_is_averaged, self._buffers))
+        return len(self._params) + len(self._buffers.averaged)
 
     # At the end -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def end(self, step: SlicedStep) -> None:
+    def end(self, step: SlicedStep, says: Sequence[dict[str, Any]]) -> None:
         """**Collective.** Add up what the ranks have, and make it the gradients and buffers.
 
+        Args:
+            step: the step in hand.
+            says: what :meth:`say` returned on the ranks that had something to do.
+
         Raises:
+            LockstepError: slices of different ranks have done different things to a buffer; on all ranks.
             NonFiniteGradient: as :meth:`~lockstep.ddp.finite.FiniteCheck.verdict`, on all ranks.
             CollectiveMismatch, CollectiveTimeout, PeerLost: as a backward that averages.
         """
         assert self._partial is not None  # a step has begun
+        wrong = unlike(
+            [each["buffers"] for each in says], ["slices of one rank"] + ["those of another"] * (len(says) - 1)
+        )
+        if wrong is not None:
+            self.forget()
+            raise LockstepError(f"{step.whoami()}: {wrong}")
+        for each in says:
+            self._before.take_over(each["cleared"])
         self._skip_to(step.runs[self._rank][1])
         sums = self._partial.sums
         if step.world.world_size == 1:
@@ -289,7 +415,8 @@ class SlicedGradients:
                 param.grad = None
         else:
             self._write_gradients(total)
-        self._write_buffers(step, total[len(self._params) :])
+            self._warn_of_none(total, says)
+        self._buffers.write(step, total[len(self._params) :], self._group)
         self._close()
 
     def _is_skipped(self, step: SlicedStep, sums: Sequence[Leaf], *, finite: bool) -> bool:
@@ -338,12 +465,12 @@ class SlicedGradients:
 
     def _lay_out(self, count: int) -> Sequence[_Layout]:
         """**Collective** where the layout or the number of rows has changed. Return where sums are exchanged."""
-        originals = [*self._params, *(buffer for buffer in self._buffers if _is_averaged(buffer))]
+        originals = [*self._params, *self._buffers.averaged]
         key = (max(count, 1), [(each.shape, each.stride(), each.dtype, each.device) for each in originals])
         if key == self._laid_out_for:
             return self._layouts
         self._layouts.clear()
-        tensors = [_as_summed(torch.empty_like(each, device="meta")) for each in originals]
+        tensors = [as_summed(torch.empty_like(each, device="meta")) for each in originals]
         of = [(tensor.dtype, original.device) for tensor, original in zip(tensors, originals, strict=True)]
         for dtype, device in dict.fromkeys(of):
             of_kind = [at for at, kind in enumerate(of) if kind == (dtype, device)]
@@ -367,39 +494,40 @@ class SlicedGradients:
         return self._layouts
 
     def _write_gradients(self, total: Leaf) -> None:
-        for param, before, grad in zip(self._params, self._before, total, strict=False):
-            if grad is None:
-                param.grad = before
-                continue
-            if param.is_complex():
-                grad = torch.view_as_complex(grad)
-            grad = grad.to(param.dtype)
-            param.grad = grad if before is None else before.add_(grad)
+        self._warn_of_stale()
+        for index, (param, grad) in enumerate(zip(self._params, total, strict=False)):
+            if grad is not None:
+                grad = (torch.view_as_complex(grad) if param.is_complex() else grad).to(param.dtype)
+            self._before.add(index, grad)
         if self._written is not None:
             grads = [param.grad for param in self._params]
             self._written = [(grad, 0 if grad is None else grad._version) for grad in grads]
 
-    def _write_buffers(self, step: SlicedStep, moved: Leaf) -> None:
-        averaged = [index for index, buffer in enumerate(self._buffers) if _is_averaged(buffer)]
-        for index, by in zip(averaged, moved, strict=True):
-            if by is not None:
-                buffer, base = self._buffers[index], self._base[index]
-                then = _as_summed(base)
-                mean = torch.where(then.isinf(), by, then + by)
-                buffer.data.copy_(torch.view_as_complex(mean) if buffer.is_complex() else mean)
-        others = [index for index in range(len(self._buffers)) if index not in set(averaged)]
-        for index in others:
-            if index in self._counts:
-                self._buffers[index].data.copy_(self._counts[index])
-        if others and step.world.world_size > 1:
-            first = next(number for number, size in enumerate(step.sizes) if size)
-            source = next(rank for rank, (start, end) in enumerate(step.runs) if start <= first < end)
-            broadcast_tensors(
-                [self._buffers[index] for index in others],
-                group=self._group,
-                source=source,
-                what=lambda: f"{step.whoami()}: sending the buffers",
-            )
+    def _warn_of_none(self, total: Leaf, says: Sequence[dict[str, Any]]) -> None:
+        """Say so once if backwards have left nothing, most likely because it was cleared after them."""
+        if self._has_said or any(grad is not None for grad in total[: len(self._params)]):
+            return
+        if any(each["backward"] for each in says):
+            self._has_said = True
+            if self._rank == 0:
+                callsite.warn(
+                    "backwards came through this replica in the slices of a step, and no gradient of it is left: "
+                    "zero_grad() after backward() inside the inner loop throws away what the slice gave. Call it "
+                    "after optimizer.step(), or before backward()"
+                )
+
+
+def _warn_of_small_slices(module: nn.Module, step: SlicedStep) -> None:
+    """Say so before torch's batch norm refuses a slice of one sample, at the end of an epoch most likely."""
+    norm = next((name for name, part in module.named_modules() if isinstance(part, nn.BatchNorm1d)), None)
+    if norm is None or step.smallest > 1:
+        return
+    where = "slices" if min(size for size in step.sizes if size) == 1 else "the last batch of an epoch"
+    callsite.warn(
+        f"{where} will have 1 sample, of which the batch norm '{norm}' can't take statistics: torch raises an error "
+        "there, if it gets one value for each channel. Take fewer slices or a larger batch size; for a last batch of "
+        "one sample, drop_last=True or another batch size"
+    )
 
 
 def _pack(layout: _Layout, row: int, leaf: Leaf) -> None:
@@ -416,14 +544,3 @@ def _pack(layout: _Layout, row: int, leaf: Leaf) -> None:
         _foreach_copy(there, sources)
     present = [leaf[at] is not None for at in layout.grads]
     flags.fill_(1) if all(present) else flags.copy_(torch.tensor(present, dtype=flags.dtype))
-
-
-def _as_summed(tensor: Tensor) -> Tensor:
-    """Return a tensor in the dtype that it is added up in; complex numbers as pairs of real ones."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.contiguous())
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _is_averaged(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() or buffer.is_complex()

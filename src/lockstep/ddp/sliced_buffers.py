@@ -1,0 +1,280 @@
+"""A replica's buffers over the slices of a step: moved by the mean of the slices where that has a meaning, or refused.
+
+Note [Buffers in slices]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A buffer that a forward changes would hand on from slice to slice what the slices' order is. So every slice begins with
+the buffers of the step's beginning, and in the end a buffer has moved by the mean of what the slices have moved it by,
+each weighing as many samples as it has. What does not move does not change by a bit, infinite values included. A
+forward may put another tensor in a buffer's place: its values count, and the buffer stays where it was. Whole numbers
+(counts of batches) are those after the first slice: a step counts as one.
+
+That is right for statistics, which are means over samples (or decaying means of such), and for what every slice changes
+alike. It makes mush of what a forward writes down sample by sample: a queue of keys, codes that are replaced, the
+smallest value seen. torch's norm layers have statistics, and so has, by its name, whatever begins with ``running_``. Of
+any other buffer it is told by what the slices do to it. Refused is one
+
+- of whole numbers that the slices change differently, or by something else than a count of forwards: a queue's place;
+- of which the slices write different elements, or write some to different values and leave others: codes, queues;
+- whose rows a slice has moved along: a queue again;
+- that begins as an infinite value: a smallest or largest value seen so far.
+
+Each slice leaves a mark of what it did to a buffer. The marks of all slices of all ranks must be the same, so whether a
+buffer is refused does not depend on who had which slice, and all ranks refuse it together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep import _torch
+from lockstep.comm.slicing import SlicedStep
+from lockstep.ddp.buffers import broadcast_tensors
+from lockstep.ddp.members import buffers_of
+
+#: One for each tensor of a step; None: nothing, which counts as zeros.
+Leaf = list[Tensor | None]
+#: By the name of a buffer, what a slice did to it, as a text that can be compared.
+Marks = dict[str, str]
+
+_NormBase = _torch.norm_base()
+_ADVICE = (
+    "Move it after the inner loop, alike on all ranks, or train this model in a plain loop, where the buffers of rank "
+    "0 count. docs/exactness.md says which buffers work in slices"
+)
+
+
+class SlicedBuffers:
+    """What the slices of one step do to the buffers.
+
+    Args:
+        module: the replica's.
+        buffers: its own, as they are when the step begins.
+    """
+
+    def __init__(self, module: nn.Module, buffers: Sequence[Tensor]) -> None:
+        self.buffers = list(buffers)
+        self._base = [buffer.detach().clone() for buffer in buffers]
+        self._names = _names_of(module, self.buffers)
+        #: Whole-number buffers after the step's first slice, on the rank that has it.
+        self._counts: dict[int, Tensor] = {}
+        #: What the first slice here did, and which slice that was.
+        self.marks: Marks = {}
+        self._first: int | None = None
+
+    @property
+    def averaged(self) -> list[Tensor]:
+        """Those that a mean is taken of."""
+        return [buffer for buffer in self.buffers if _is_averaged(buffer)]
+
+    # In a slice -----------------------------------------------------------------------------------------------------
+
+    def take(self, step: SlicedStep, number: int, module: nn.Module, now: Sequence[Tensor], *, forwards: int) -> Leaf:
+        """Take what slice ``number`` has left in the buffers, and put them back as they were.
+
+        Args:
+            step: the step in hand; it is told of what is refused.
+            number: of the slice.
+            module: the replica's.
+            now: its buffers, as they are now.
+            forwards: forwards of the replica in the slice.
+
+        Returns:
+            By how much those have moved that a mean is taken of, times the slice's part of the batch.
+        """
+        if not self._take_replaced(step, number, module, now):
+            self.put_back()
+            return [None] * len(self.averaged)
+        part = step.sizes[number] / sum(step.sizes)
+        moved: Leaf = []
+        marks: Marks = {}
+        is_first = number == next(each for each, size in enumerate(step.sizes) if size)
+        for index, (buffer, base) in enumerate(zip(self.buffers, self._base, strict=True)):
+            name = self._names[index]
+            if _is_averaged(buffer):
+                now_, then = as_summed(buffer.detach()), as_summed(base)
+                change = torch.where(now_ == then, 0.0, now_ - then)
+                moved.append(torch.where(then.isinf(), now_, change).mul_(part))
+                if name:
+                    self._mark_real(step, number, name, now_, then, marks)
+            else:
+                if is_first:
+                    self._counts[index] = buffer.detach().clone()
+                if name:
+                    self._mark_whole(step, number, name, buffer.detach(), base, marks, forwards=forwards)
+        self._compare(step, number, marks)
+        self.put_back()
+        return moved
+
+    def _take_replaced(self, step: SlicedStep, number: int, module: nn.Module, now: Sequence[Tensor]) -> bool:
+        """Take the values of tensors that a forward has put in buffers' places, and put the buffers back there.
+
+        Returns:
+            whether all have their shapes still; the step is told of one that has not.
+        """
+        if len(now) != len(self.buffers):
+            return True  # the forward has registered more of them: the step to come begins with those
+        replaced: dict[int, Tensor] = {}
+        fits = True
+        for index, (current, buffer, base) in enumerate(zip(now, self.buffers, self._base, strict=True)):
+            if current.shape != base.shape:
+                name = [name for name, _ in buffers_of(module)][index]
+                step.note_mistake(
+                    f"buffer '{name}' was of shape {list(base.shape)} and is of {list(current.shape)} after slice "
+                    f"{number}, so there is no mean of it: let a forward before the first step give it its size, make "
+                    "it a plain attribute, or name it in model._ddp_params_and_buffers_to_ignore"
+                )
+                fits = False
+                replaced[id(current)] = buffer
+            elif current is not buffer:
+                replaced[id(current)] = buffer
+                buffer.data.copy_(current.detach())
+        if replaced:
+            for part in module.modules():
+                for name, hanging in part._buffers.items():
+                    part._buffers[name] = replaced.get(id(hanging), hanging)
+        return fits
+
+    def put_back(self) -> None:
+        """Make the buffers what they were when the step began."""
+        # (Through .data: autograd may have saved a buffer, and this write must not count as a modification.)
+        for buffer, base in zip(self.buffers, self._base, strict=True):
+            if buffer.shape == base.shape:
+                buffer.data.copy_(base)
+            else:  # resized, which has been refused
+                buffer.data = base
+
+    # What is refused ------------------------------------------------------------------------------------------------
+
+    def _mark_real(self, step: SlicedStep, number: int, name: str, now: Tensor, then: Tensor, marks: Marks) -> None:
+        same = (now == then) | (now.isnan() & then.isnan())
+        if bool(same.all()):
+            return
+        if bool((then.isinf() & ~same).any()):
+            step.note_mistake(
+                f"buffer {name} began as an infinite value and was changed in slice {number}, as a smallest or largest "
+                "value seen so far is: the mean over slices of such values is none of them. Let a forward outside of "
+                "the steps give it its first value if it is a moving average of them; else leave it fixed while you "
+                f"train in slices (an observer of quantization: disable_observer). {_ADVICE}"
+            )
+        elif bool(same.any()):
+            marks[name] = f"some:{_digest(same)}:{_digest(now)}"
+        else:
+            marks[name] = "all"
+            if self._first is None and _rows_moved(now, then):
+                step.note_mistake(
+                    f"buffer {name} is a queue: slice {number} has moved its rows along. Every slice of a step begins "
+                    f"with the same buffers, so a queue would get the mean over slices of what belongs to different "
+                    f"samples. {_ADVICE}"
+                )
+
+    def _mark_whole(
+        self, step: SlicedStep, number: int, name: str, now: Tensor, then: Tensor, marks: Marks, *, forwards: int
+    ) -> None:
+        if torch.equal(now, then):
+            return
+        marks[name] = f"whole:{_digest(now)}"
+        by = int(now) - int(then) if now.numel() == 1 else 1
+        if by not in (1, forwards):
+            step.note_mistake(
+                f"buffer {name} holds a whole number that slice {number} changed by {by}: it counts no batches, as a "
+                "place in a queue does not. Every slice of a step begins with the same buffers, and of whole numbers "
+                f"those after the first slice stay. {_ADVICE}"
+            )
+
+    def _compare(self, step: SlicedStep, number: int, marks: Marks) -> None:
+        if self._first is None:
+            self._first, self.marks = number, marks
+        elif marks != self.marks:
+            words = unlike([self.marks, marks], [f"slice {self._first}", f"slice {number}"])
+            if words is not None:
+                step.note_mistake(words)
+
+    # At the end -----------------------------------------------------------------------------------------------------
+
+    def write(self, step: SlicedStep, moved: Leaf, group: dist.ProcessGroup) -> None:
+        """**Collective.** Move the buffers by the mean, and send the whole numbers of the first slice."""
+        averaged = [index for index, buffer in enumerate(self.buffers) if _is_averaged(buffer)]
+        for index, by in zip(averaged, moved, strict=True):
+            if by is not None:
+                buffer, base = self.buffers[index], self._base[index]
+                then = as_summed(base)
+                mean = torch.where(then.isinf(), by, then + by)
+                buffer.data.copy_(torch.view_as_complex(mean) if buffer.is_complex() else mean)
+        others = [index for index in range(len(self.buffers)) if index not in set(averaged)]
+        for index in others:
+            if index in self._counts:
+                self.buffers[index].data.copy_(self._counts[index])
+        if others and step.world.world_size > 1:
+            first = next(number for number, size in enumerate(step.sizes) if size)
+            source = next(rank for rank, (start, end) in enumerate(step.runs) if start <= first < end)
+            broadcast_tensors(
+                [self.buffers[index] for index in others],
+                group=group,
+                source=source,
+                what=lambda: f"{step.whoami()}: sending the buffers",
+            )
+
+
+def unlike(marks: Sequence[Marks], whose: Sequence[str]) -> str | None:
+    """Return what is wrong if slices did different things to a buffer.
+
+    Args:
+        marks: what was done by each.
+        whose: who that was, in words.
+    """
+    for other, who in zip(marks[1:], whose[1:], strict=True):
+        for name in sorted({*marks[0], *other}):
+            one, two = marks[0].get(name), other.get(name)
+            if one != two:
+                what = "to different whole numbers" if "whole" in f"{one}{two}" else "in different elements"
+                done = f"changed {what} by {whose[0]} and by {who}" if one and two else "changed by some slices only"
+                return (
+                    f"buffer {name} was {done}, so the mean over slices would mix what does not belong together (of a "
+                    "queue, of codes, of smallest and largest values). If it is a statistic all the same, a mean over "
+                    f"samples, begin its name with running_. {_ADVICE}"
+                )
+    return None
+
+
+def as_summed(tensor: Tensor) -> Tensor:
+    """Return a tensor in the dtype that it is added up in; complex numbers as pairs of real ones."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.contiguous())
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _is_averaged(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _names_of(module: nn.Module, buffers: Sequence[Tensor]) -> list[str]:
+    """Return for each buffer what it is called in a message; "" for statistics, which need not be looked at."""
+    said: dict[int, str] = {}
+    for path, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and id(buffer) not in said:
+                is_statistic = isinstance(part, _NormBase) or name.startswith("running_")
+                full = f"{path}.{name}" if path else name
+                said[id(buffer)] = "" if is_statistic else f"'{full}' of {type(part).__name__}"
+    return [said.get(id(buffer), "") for buffer in buffers]
+
+
+def _rows_moved(now: Tensor, then: Tensor) -> bool:
+    """Return whether the rows of one are those of the other, at other places, along the first or the last dimension."""
+    for dim in {0, now.dim() - 1} if now.dim() > 1 else ():
+        new, old = (each.movedim(dim, 0).flatten(1) for each in (now, then))
+        for moved, stayed in ((new, old), (old, new)):
+            places = (moved == stayed[0]).all(1).nonzero().flatten().tolist()
+            if any(place and torch.equal(moved[place:], stayed[:-place]) for place in places[:3]):
+                return True
+    return False
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.contiguous().view(-1)
+    return hashlib.blake2b(flat.view(torch.uint8).cpu().numpy().data, digest_size=8).hexdigest()

@@ -118,12 +118,9 @@ def explain(
     ]
     if not found and judgement.stage is Stage.APART:
         return [_alone(notes)]
-    found = (
-        found
-        or _outputs(difference, step, nudged)
-        or _loss(difference, step, nudged)
-        or _gradient(difference, step, nudged)
-    )
+    if not found and judgement.stage is not Stage.COUNT:
+        found = _outputs(difference, step, nudged) or _loss(difference, step, nudged) or _gradient(difference, step)
+        found = found or _all_alike(judgement, difference, nudged)
     if not any(each.cause is Cause.OPTIMIZER for each in found):
         found += _options(note, notes, sure=judgement.stage is Stage.UPDATE)
     if judgement.stage is Stage.UPDATE:
@@ -321,7 +318,7 @@ def _worked_on(one: Observation, many: Observation, step: int) -> Reason | None:
         return Reason(
             Cause.STATISTICS,
             f"{evidence}, and each rank's are those on one rank, shifted or scaled by a number of its own: by a mean, "
-            "a standard deviation or a maximum of the rank's part",
+            "a standard deviation or a maximum of the rank's part, if not by what depends on the rank itself",
             centred,
         )
     return None
@@ -532,7 +529,7 @@ def _loss_allowed(difference: Difference, step: int, nudged: Sequence[Nudged], o
     return max(allowed, max(_LEAST, 2 * spacing) * abs(one))
 
 
-def _gradient(difference: Difference, step: int, nudged: Sequence[Nudged]) -> list[Reason]:
+def _gradient(difference: Difference, step: int) -> list[Reason]:
     """Look at what became of the loss; it is that of one rank as well."""
     notes = difference.other.at(step)
     counts = [_count(each) for each in notes]
@@ -577,8 +574,21 @@ def _gradient(difference: Difference, step: int, nudged: Sequence[Nudged]) -> li
                 "the gradients are averaged over the ranks already: neither divide nor multiply by the world size",
             )
         ]
+    return []
+
+
+def _all_alike(judgement: Judgement, difference: Difference, nudged: Sequence[Nudged]) -> list[Reason]:
+    """Look whether the loss is the same wherever one looks, so that it says nothing of how its mean is weighed."""
+    step = judgement.step
+    if judgement.stage is not Stage.GRADIENT or step is None:
+        return []
+    notes = difference.other.at(step)
     values = [loss.value for each in notes for loss in each.losses if loss.value is not None]
-    if len(values) > 1 and max(values) - min(values) <= _loss_allowed(difference, step, nudged, values[0]):
+    if (
+        len(values) > 1
+        and not _whole_batch_each(difference.first.at(step)[0], notes)
+        and max(values) - min(values) <= _loss_allowed(difference, step, nudged, values[0])
+    ):
         return [
             Reason(
                 Cause.LOSS,

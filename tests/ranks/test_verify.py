@@ -422,12 +422,23 @@ def test_a_script_that_catches_the_end_of_its_run_ends_all_the_same(tmp_path: Pa
     assert (done.code, found["steps"]) == (0, 8), done
 
 
+_FAILS_LATER = """
+if world.rank == 0:
+    open("done", "w").close()
+else:
+    import os
+    while world.world_size > 1 and not os.path.exists("done"):
+        pass
+    raise ValueError("too late")
+"""
+
+
 def test_ranks_that_take_different_numbers_of_steps_are_told_apart(tmp_path: Path) -> None:
     text = "import lockstep\nworld = lockstep.init()\n" + _ALONE.format(steps="3 + 2 * (world.world_size - world.rank)")
     done, found = _verify(tmp_path, _write(tmp_path, text))
     assert done.code == 1, done
     assert "rank 0 takes 7 steps, rank 1 takes 5 steps, and one rank alone takes 5" in _reason(found), done.out
-    late = text.replace("3 +", "1 +").replace("print(", "world.rank and open('nowhere')\nprint(")
+    late = text.replace("3 +", "1 +").replace("print(", _FAILS_LATER + "print(")
     done, _ = _verify(tmp_path, _write(tmp_path, late))
     assert done.code == 2, done
     assert "its ranks did not end together: rank 0 took 5 steps, rank 1 took 3 steps" in done.err

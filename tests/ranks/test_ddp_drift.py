@@ -185,7 +185,7 @@ def test_another_learning_rate_is_told_from_a_flipped_bit() -> None:
     said = _said(3, "lr")
     assert said.startswith("the replicas differ. Rank 1 differs from the other 2 in parameter '0.weight'. Element [")
     assert "5 of 6 parameters and 0 of 15 tensors of optimizers differ, also parameter '2.weight'" in said
-    assert "It happened between step 10, when it was equal on all ranks, and step 12 (this process's" in said
+    assert "It happened between step 10, when it was equal on all ranks, and step 12 (of this process's" in said
     assert "another learning rate" in said
     assert "a checkpoint that was saved before step 10" in said
     assert "compare_every=None" in said
@@ -573,4 +573,4 @@ def test_numbers_made_of_a_ranks_own_loss_are_no_flipped_bits(kind: str, words: 
         assert "world.mean(loss)" in said
         assert "flipped" not in said
         assert "bits apart" not in said
-        assert len(said) < 800, said
+        assert len(said) < 800, said  # once, and compactly

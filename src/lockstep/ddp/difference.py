@@ -147,7 +147,7 @@ def _of(different: int, equal: int, noun: str) -> str:
 
 
 def _more(items: Sequence[Any]) -> str:
-    return f", also {listed([item.name for item in items[1:]], most=3)}" if len(items) > 1 else ""
+    return f", also {listed([item.name for item in items[1:]], most=2)}" if len(items) > 1 else ""
 
 
 def _who(difference: Difference, name: str) -> str:
@@ -201,8 +201,8 @@ def advise(difference: Difference, holdings: Holdings, *, since: str, has_joined
         )
     elif all(holdings.is_number(index) for index in difference.items):
         reason = (
-            f"{type(owners[0]).__name__} keeps this number, and ranks come to others where it is made of the rank's own "
-            "loss (let its closure return world.mean(loss)) or counts steps that not all of them take."
+            f"{type(owners[0]).__name__} keeps this number, and ranks come to others where it is made of the rank's "
+            "own loss (let its closure return world.mean(loss)) or counts steps that not all of them take."
         )
     else:
         reason = (

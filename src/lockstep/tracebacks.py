@@ -6,18 +6,30 @@ the user's own code is what to look at. ``LOCKSTEP_TRACEBACK=full`` leaves every
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 
 from lockstep import callsite, knobs
 from lockstep.errors import LockstepError
 
+#: Rooms that know more of an error that is not theirs append a function: it returns what is to be done, or None.
+explainers: list[Callable[[BaseException], str | None]] = []
+
+
+def explain(error: BaseException) -> None:
+    """Add to the message of an uncaught error what a room above knows of it. The error is changed in place."""
+    hints = [hint for each in explainers if (hint := each(error)) is not None]
+    if hints and error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}: {'; '.join(hints)}", *error.args[1:])
+
 
 def fold(error: BaseException) -> None:
-    """Take from the traceback of ``error``, and of those it came from, the frames that are not the user's.
+    """Explain ``error``, and take from its traceback, and from those it came from, the frames that are not the user's.
 
     An error of lockstep's own repeats what it knows of its cause, so that cause goes, unless the user's code raised it.
     A traceback without any frame of the user's stays whole. The error is changed in place.
     """
+    explain(error)
     if knobs.full_traceback():
         return
     seen: set[int] = set()

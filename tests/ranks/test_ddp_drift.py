@@ -184,8 +184,8 @@ def _said(world_size: int, how: str) -> str:
 def test_another_learning_rate_is_told_from_a_flipped_bit() -> None:
     said = _said(3, "lr")
     assert said.startswith("the replicas differ. Rank 1 differs from the other 2 in parameter '0.weight'. Element [")
-    assert "5 of 6 parameters and 0 of 15 tensors of optimizers differ: parameter '0.weight', parameter " in said
-    assert "It happened between step 10, when it was equal on all ranks, and step 12 (this process's" in said
+    assert "5 of 6 parameters and 0 of 15 tensors of optimizers differ, also parameter '2.weight'" in said
+    assert "It happened between step 10, when it was equal on all ranks, and step 12 (of this process's" in said
     assert "another learning rate" in said
     assert "a checkpoint that was saved before step 10" in said
     assert "compare_every=None" in said
@@ -193,7 +193,9 @@ def test_another_learning_rate_is_told_from_a_flipped_bit() -> None:
 
 def test_a_frozen_parameter_is_compared_too() -> None:
     said = _said(2, "frozen")
-    assert "Ranks 0 and 1 differ in parameter '0.bias'; of two, nobody can tell which is right. Element [2] is " in said
+    assert (
+        "Ranks 0 and 1 differ in parameter '0.bias'; which of the two is right can't be told. Element [2] is " in said
+    )
     assert "and the only one of it that differs. In all, 1 of 6 parameters and 0 of 15 tensors" in said
     assert "most likely a bit that flipped in memory: have that of the machines of these ranks tested" in said
 
@@ -509,3 +511,66 @@ def test_ranks_compare_in_the_same_steps_by_the_slowest() -> None:
     assert one == other
     assert one[:2] == [2, 6]
     assert len(one) <= 4  # then rank 1 asks for the most steps that there are
+
+
+# Optimizers that go by the loss ---------------------------------------------------------------------------------------
+
+
+class _ByLoss(torch.optim.SGD):
+    """Keeps the loss that its closure returned with each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["prev_loss"] = float(loss.detach())
+        return loss
+
+
+def _train_by_closure(kind: str, line_search: str | None, means: bool) -> list[float]:
+    """Train; return a number for each parameter."""
+    w = lockstep.init()
+    model = mlp(torch.float32)
+    lockstep.replicate(model, compare_every=1)
+    optimizer: Any
+    if kind == "lbfgs":
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn=line_search)
+    else:
+        optimizer = _ByLoss(model.parameters(), lr=0.1)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(batch(w.rank, 0, 4, 5, dtype=torch.float32)).square().mean()
+        loss.backward()
+        return w.mean(loss) if means else loss
+
+    for _ in range(4):
+        optimizer.step(closure)
+    return [float(param.detach().double().sum()) for param in model.parameters()]
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_trains_on_where_its_closure_returns_the_mean(line_search: str | None) -> None:
+    first, second = run_ranks(_train_by_closure, 2, "lbfgs", line_search, True)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("lbfgs", "LBFGS goes by the loss that its closure returns"),
+        ("lbfgs, strong_wolfe", "LBFGS goes by the loss that its closure returns"),
+        ("other", "_ByLoss keeps this number"),
+    ],
+)
+def test_numbers_made_of_a_ranks_own_loss_are_no_flipped_bits(kind: str, words: str) -> None:
+    name, _, line_search = kind.partition(", ")
+    outcomes = collect_outcomes(_train_by_closure, 2, name, line_search or None, False)
+    assert {outcome.error for outcome in outcomes} == {"ReplicaMismatch"}, outcomes[0].traceback
+    for outcome in outcomes:
+        said = str(outcome.message)
+        assert words in said
+        assert "world.mean(loss)" in said
+        assert "flipped" not in said
+        assert "bits apart" not in said
+        assert len(said) < 800, said  # once, and compactly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import lockstep
 from lockstep.ddp.api import replica_of
 from tests.harness import run_ranks
+from tests.launching import run
 from tests.ranks.ddp_cases import Attach, assert_averaged, batch, differentiate, local_gradients, mlp, squares
 
 
@@ -291,6 +293,52 @@ def _arguments() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             lockstep.DistributedDataParallel(mlp(), **wrong)
+
+
+def _replicated_with(arguments: dict[str, Any]) -> None:
+    lockstep.init(timeout=20)
+    lockstep.replicate(mlp(), **arguments)
+
+
+def test_replicate_says_of_each_argument_of_torchs_class_what_becomes_of_it() -> None:
+    replicate: Any = lockstep.replicate
+    torchs = {*inspect.signature(nn.parallel.DistributedDataParallel).parameters} - {"module"}
+    taken = {*inspect.signature(lockstep.replicate).parameters}
+    for name in sorted(torchs - taken):
+        with pytest.raises(TypeError, match=f"no argument '{name}', which torch's DistributedDataParallel takes: "):
+            replicate(mlp(), **{name: None})
+    assert torchs & taken == {
+        "broadcast_buffers",
+        "bucket_cap_mb",
+        "find_unused_parameters",
+        "gradient_as_bucket_view",
+        "init_sync",
+        "process_group",
+    }
+    with pytest.raises(TypeError, match=r"no argument 'brodcast_buffers'$"):
+        replicate(mlp(), brodcast_buffers=True)
+    run_ranks(_replicated_with, 2, {"find_unused_parameters": True, "gradient_as_bucket_view": False})
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (
+            "model.module.state_dict()",
+            "'Linear' object has no attribute 'module': lockstep.replicate returns the model",
+        ),
+        ("model.no_sync()", "'Linear' object has no attribute 'no_sync': accumulate within lockstep.no_sync(model)"),
+        ("model.modul", "'Linear' object has no attribute 'modul'\n"),
+        ("torch.nn.Linear(1, 1).module", "'Linear' object has no attribute 'module'\n"),
+    ],
+)
+def test_what_torchs_wrapper_has_and_a_replica_has_not_is_explained(tmp_path: Path, use: str, words: str) -> None:
+    text = f"import torch, lockstep\nlockstep.init()\nmodel = lockstep.replicate(torch.nn.Linear(2, 1))\n{use}\n"
+    (tmp_path / "train.py").write_text(text)
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True)
+    assert done.code == 1, done
+    assert words in done.err
+    assert not hasattr(nn.Linear(2, 1), "module")
 
 
 def test_what_scripts_and_libraries_touch_of_torchs_class_is_there_or_says_why_not() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -417,7 +418,7 @@ def _batches_of(kind: str, plain: bool, drop_last: bool, slices: int | None) -> 
     else:
         loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 8, drop_last))
     sharded = lockstep.shard(loader, slices=slices)
-    assert (sharded.batch_size, sharded.drop_last, sharded.sampler) == (8, drop_last, sampler)
+    assert (sharded.batch_size, sharded.drop_last) == (8, drop_last)
     if slices is None:
         seen = [batch.tolist() for (batch,) in sharded]
     else:
@@ -433,6 +434,43 @@ def test_a_plain_batch_sampler_is_its_sampler_and_batch_size(kind: str, drop_las
     assert run_ranks(_batches_of, 2, kind, False, drop_last, slices) == run_ranks(
         _batches_of, 2, kind, True, drop_last, slices
     )
+
+
+def _call_what_torchs_have() -> list[str]:
+    lockstep.init()
+    data = TensorDataset(torch.arange(12.0))
+    loader = lockstep.shard(DataLoader(data, batch_size=4, shuffle=True))
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            loader.sampler.set_epoch(epoch)
+            assert len(loader.sampler) == 12
+            assert loader.sampler.num_samples == 12
+            assert sum(len(batch) for (batch,) in loader) > 0
+    said += [str(each.message) for each in caught]
+    for name in ("batch_sampler", "generator", "worker_init_fn", "no_such_thing"):
+        assert not hasattr(loader, name)
+        try:
+            getattr(loader, name)
+        except AttributeError as error:
+            said.append(str(error))
+    own = WeightedRandomSampler([1.0] * 12, 12)
+    assert lockstep.shard(DataLoader(data, batch_size=4, sampler=own)).sampler.weights is own.weights
+    return said
+
+
+def test_what_scripts_call_of_torchs_loaders_does_nothing_or_says_what_to_do() -> None:
+    for told, *refused in run_ranks(_call_what_torchs_have, 2):
+        assert told.startswith(
+            "set_epoch(0) does nothing here: a loader from lockstep.shard shuffles anew in each pass"
+        )
+        assert [each.partition(": ")[0] for each in refused] == [
+            f"a loader from lockstep.shard has no '{name}'"
+            for name in ("batch_sampler", "generator", "worker_init_fn", "no_such_thing")
+        ]
+        assert ".batch_size is that of all ranks together" in refused[0]
 
 
 def test_a_world_is_needed() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.launching import Finished, gone_within, killed_afterwards, run, start, wait_for
 
@@ -18,7 +19,13 @@ _SCRIPTS = Path(__file__).with_name("verified")
 _PLANTED = {
     "batch_norm": ("plain batch norm", True, "24 of 24 samples"),
     "dropout": ("dropout per rank", True, "drawn in the forward, in 2 (Dropout)"),
-    "loss_sum": ("a loss that is a sum", True, "0.5 times"),
+    "loss_sum": ("a loss that is a sum, or divided by the number of ranks", True, "0.5 times"),
+    "loss_over_ranks": ("a loss that is a sum, or divided by the number of ranks", True, "divided by the number of"),
+    "loss_times_ranks": (
+        "gradients that are scaled by the number of ranks",
+        True,
+        "multiplied by the number of ranks?",
+    ),
     "outside": ("a parameter outside the replica", True, "parameter 4 of SGD"),
     "not_replicated": ("a parameter outside the replica", True, "no gradient is averaged"),
     "numpy_by_rank": ("random numbers drawn apart", True, "NumPy's generator"),
@@ -31,6 +38,21 @@ _PLANTED = {
     "uneven_ddp": ("ranks of unequal batches that count alike", True, "8 and 16 samples"),
     "rate_by_ranks": ("options of the optimizer that depend on the number of ranks", True, "lr is 0.2 on 2 ranks"),
     "masked_mean": ("a loss that is no mean over samples", True, "weighed by their samples"),
+    "token_mean": ("a loss that is no mean over samples", True, "weighed by their samples"),
+    "head_of_zeros": ("a loss that is no mean over samples", False, "all ranks have the loss 3.91202"),
+    "class_weights": ("a loss that is no mean over samples", True, "weighed by their samples"),
+    "normalised": ("statistics of each rank's part of the batch", True, "have a mean of 0"),
+    "scaled_by_part": ("statistics of each rank's part of the batch", True, "shifted or scaled by a number of its own"),
+    "mixup": ("samples mixed within each rank's part", True, "their sum is the same"),
+    "cutmix": ("samples mixed within each rank's part", True, "their sum is the same"),
+    "padded_texts": ("samples padded to the longest of each rank's part", False, "a sample is of shape"),
+    "gathered": ("a loss over what is gathered from all ranks", True, "they have 8 and 7 samples"),
+    "one_rank_writes": ("a step that is not the same on all ranks", True, "and others when step 2 begins"),
+    "rate_by_rank": (
+        "options of the optimizer that differ between the ranks",
+        True,
+        "lr is 0.1 on rank 0 and 0.05 on rank 1",
+    ),
 }
 
 
@@ -39,6 +61,11 @@ def _verify(folder: Path, script: str | Path, *options: str, **env: str) -> tupl
     done = run(command, folder, torch=True, **env)
     report = folder / "found.json"
     return done, json.loads(report.read_text()) if report.exists() else {}
+
+
+def _reason(found: dict[str, Any]) -> str:
+    """The evidence that the first reason names."""
+    return str(found["contrasts"][0]["reasons"][0]["evidence"])
 
 
 @pytest.mark.parametrize("script", _PLANTED)
@@ -54,7 +81,7 @@ def test_a_planted_mistake_is_found_and_named(tmp_path: Path, script: str) -> No
     assert cause in done.out
 
 
-@pytest.mark.parametrize("script", ["right_lockstep", "right_ddp", "right_uneven"])
+@pytest.mark.parametrize("script", ["right_lockstep", "right_ddp", "right_uneven", "right_lbfgs"])
 def test_a_script_without_a_mistake_is_equal_within_rounding(tmp_path: Path, script: str) -> None:
     done, found = _verify(tmp_path, _SCRIPTS / f"{script}.py", "-n", "2", "-n", "3")
     assert done.code == 0, done
@@ -186,3 +213,240 @@ def test_a_run_that_takes_too_long_is_stopped(tmp_path: Path, temporary: Path) -
     assert done.code == 2
     assert "the run on one rank was stopped after 6 s, the limit (--timeout), and 0 steps" in done.err
     assert list(temporary.iterdir()) == []
+
+
+# Scripts that train nothing -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        (
+            "[each.detach().clone().requires_grad_() for each in model.parameters()]",
+            "no parameter that SGD holds had a gradient in 8 steps. None of them is of a model",
+        ),
+        (
+            "torch.nn.Linear(4, 2).parameters()",
+            "no parameter that SGD holds had a gradient in 8 steps. None of them is of a model",
+        ),
+        ("model.parameters(), momentum=0.0, weight_decay=0.0 * 0.0", None),
+    ],
+)
+def test_an_optimizer_of_other_parameters_trains_nothing(tmp_path: Path, held: str, words: str | None) -> None:
+    done, _ = _verify(tmp_path, _write(tmp_path, _ALONE.format(steps=100).replace("model.parameters()", held)))
+    assert done.code == (0 if words is None else 2), done
+    assert (words or "equal bits") in done.out + done.err
+    assert ("trains nothing" in done.err) is (words is not None)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("    optimizer.zero_grad()\n    optimizer.step", "no parameter that SGD holds had a gradient in 8 steps"),
+        (
+            "    optimizer.zero_grad(False)\n    optimizer.step",
+            "has moved in 8 steps, and all gradients are 0. Is a zero",
+        ),
+        (
+            "    optimizer.param_groups[0]['lr'] = 0.0\n    optimizer.step",
+            "has moved in 8 steps. Is the learning rate 0",
+        ),
+    ],
+)
+def test_steps_that_change_no_parameter_train_nothing(tmp_path: Path, line: str, words: str) -> None:
+    done, _ = _verify(tmp_path, _write(tmp_path, _ALONE.format(steps=100).replace("    optimizer.step", line)))
+    assert done.code == 2, done
+    assert words in done.err
+
+
+def test_an_optimizer_that_holds_one_copy_is_told(tmp_path: Path) -> None:
+    held = "[model.weight, model.bias.detach().clone().requires_grad_()]"
+    done, _ = _verify(tmp_path, _write(tmp_path, _ALONE.format(steps=100).replace("model.parameters()", held)))
+    assert done.code == 0, done
+    assert "SGD holds parameters that never had a gradient, and that are of no model" in " ".join(done.out.split())
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+_RESUMES = """
+import os, shutil, sys
+import numpy as np
+import torch
+import lockstep
+from safetensors.torch import save_file
+world = lockstep.init()
+if world.rank == 0:
+    os.makedirs("made/deep")  # strictly
+    os.rename("older", "oldest")
+    os.mkdir("older")
+    os.remove("notes.txt")
+    shutil.rmtree("cleared")
+world.barrier()
+model = torch.nn.Linear(4, 2)
+if os.path.exists("last.pt"):
+    model.load_state_dict(torch.load("last.pt"))
+lockstep.replicate(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+loader = lockstep.shard(torch.utils.data.DataLoader(data, batch_size=8))
+for epoch in range(2):
+    for (inputs,) in loader:
+        loss = model(inputs).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if world.rank == 0:
+            torch.save(model.state_dict(), "last.pt")
+            save_file(dict(model.state_dict()), "last.safetensors")
+            with open("log.txt", "a") as log:
+                log.write(f"{loss.item()}\\n")
+            np.save("made/deep/loss.npy", loss.item())
+            torch.save(model.state_dict(), "made/new.pt")
+            os.replace("made/new.pt", "best.pt")
+            os.replace("link.pt", "made/link.pt") if os.path.lexists("link.pt") else None
+        optimizer.step()
+"""
+
+
+def _all_files(folder: Path) -> dict[str, tuple[str, bytes | str]]:
+    found: dict[str, tuple[str, bytes | str]] = {}
+    for path in sorted(folder.rglob("*")):
+        if "state" not in path.parts and path.name != "found.json":
+            name = str(path.relative_to(folder))
+            if path.is_symlink():
+                found[name] = ("link", os.readlink(path))
+            else:
+                found[name] = ("file", path.read_bytes()) if path.is_file() else ("folder", "")
+    return found
+
+
+def test_what_the_script_writes_is_put_back_and_every_run_begins_alike(tmp_path: Path) -> None:
+    script = _write(tmp_path, _RESUMES)
+    first = torch.nn.Linear(4, 2).state_dict()
+    for name in ("last.pt", "best.pt"):
+        torch.save(first, tmp_path / name)
+    (tmp_path / "last.safetensors").write_bytes(b"mine")
+    (tmp_path / "log.txt").write_text("an earlier line\n")
+    (tmp_path / "notes.txt").write_text("keep me")
+    (tmp_path / "link.pt").symlink_to("best.pt")
+    for folder in ("older", "cleared/below"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "kept.txt").write_text(folder)
+    before = _all_files(tmp_path)
+    done, found = _verify(tmp_path, script)
+    assert (done.code, found["verdict"]) == (0, "equal within rounding"), done
+    assert _all_files(tmp_path) == before
+    assert found["files_left"] == []
+    assert str(tmp_path / "last.pt") in found["files_put_back"]
+    assert "put back after each run as before it" in " ".join(done.out.split())
+
+
+def test_files_are_put_back_after_a_failure_and_an_interrupt_as_well(tmp_path: Path) -> None:
+    (tmp_path / "last.pt").write_text("mine")
+    fails = "open('last.pt', 'w').write('theirs')\nraise ValueError('no')\n"
+    done, _ = _verify(tmp_path, _write(tmp_path, fails))
+    assert (done.code, (tmp_path / "last.pt").read_text()) == (2, "mine"), done
+    waits = "import time\nopen('last.pt', 'w').write('theirs')\nopen('here', 'w').close()\ntime.sleep(600)\n"
+    with start(["lockstep", "verify", str(_write(tmp_path, waits))], tmp_path, torch=True) as job:
+        wait_for((tmp_path / "here").exists, "the script's start")
+        os.kill(job.pid, signal.SIGINT)
+        assert job.finish().code == 128 + signal.SIGINT
+    assert (tmp_path / "last.pt").read_text() == "mine"
+    assert not (tmp_path / "here").exists()
+
+
+def test_what_other_programs_write_is_told(tmp_path: Path) -> None:
+    text = "import subprocess\nsubprocess.run(['sh', '-c', 'echo >> others.txt'], check=True)\n" + _ALONE
+    done, found = _verify(tmp_path, _write(tmp_path, text.format(steps=9)))
+    assert done.code == 0, done
+    assert found["files_left"] == [str(tmp_path / "others.txt")]
+    assert "not as before: others.txt, written by another program" in " ".join(done.out.split())
+
+
+# Scripts that do it their own way -------------------------------------------------------------------------------------
+
+_SPAWNS = """
+import {module}
+import torch
+def work(rank):
+    exec(open("inner.py").read())
+if __name__ == "__main__":
+    {module}.spawn(work, nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("module", ["torch.multiprocessing", "lockstep"])
+def test_ranks_that_a_script_spawns_are_said_not_to_be_seen(tmp_path: Path, module: str) -> None:
+    (tmp_path / "inner.py").write_text(_ALONE.format(steps=2))
+    done, _ = _verify(tmp_path, _write(tmp_path, _SPAWNS.format(module=module)))
+    assert done.code == 2, done
+    assert f"it starts ranks by itself ({module}.spawn of work), and these are not seen" in done.err
+
+
+def test_a_script_that_trains_in_another_process_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "inner.py").write_text(_ALONE.format(steps=2))
+    done, _ = _verify(
+        tmp_path,
+        _write(tmp_path, "import subprocess, sys\nsubprocess.run([sys.executable, 'inner.py'], check=True)\n"),
+    )
+    assert done.code == 2, done
+    assert "It starts processes (subprocess " in done.err
+    assert "what they train is not seen" in done.err
+    forks = "import os\nif os.fork() == 0:\n    exec(open('inner.py').read())\n    os._exit(0)\nos.wait()\n"
+    done, _ = _verify(tmp_path, _write(tmp_path, forks))
+    assert done.code == 2, done
+    assert "It starts processes (os.fork)" in done.err
+
+
+def test_scripts_with_arguments_and_modules(tmp_path: Path) -> None:
+    text = "import sys\nassert sys.argv[1:] == ['--lr', '0.1', '-n', '7'], sys.argv\n" + _ALONE.format(steps=3)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text(text)
+    script = _write(tmp_path, text)
+    for words in ([str(script)], ["-m", "package"]):
+        done = run(["lockstep", "verify", *words, "--lr", "0.1", "-n", "7"], tmp_path, torch=True)
+        assert (done.code, "equal bits" in done.out) == (0, True), done
+
+
+@pytest.mark.parametrize("text", ["import sys\nsys.exit(0)\n", "import os\nos._exit(0)\n"])
+def test_scripts_that_leave_at_once(tmp_path: Path, text: str) -> None:
+    done, _ = _verify(tmp_path, _write(tmp_path, text))
+    assert done.code == 2, done
+    assert "ended without a step of any torch.optim optimizer" in done.err
+
+
+def test_a_script_that_catches_the_end_of_its_run_ends_all_the_same(tmp_path: Path) -> None:
+    text = _ALONE.format(steps=100).replace(
+        "    optimizer.step()", "    try:\n        optimizer.step()\n    except BaseException:\n        pass"
+    )
+    done, found = _verify(tmp_path, _write(tmp_path, text))
+    assert (done.code, found["steps"]) == (0, 8), done
+
+
+_FAILS_LATER = """
+if world.rank == 0:
+    open("done", "w").close()
+else:
+    import os
+    while world.world_size > 1 and not os.path.exists("done"):
+        pass
+    raise ValueError("too late")
+"""
+
+
+def test_ranks_that_take_different_numbers_of_steps_are_told_apart(tmp_path: Path) -> None:
+    text = "import lockstep\nworld = lockstep.init()\n" + _ALONE.format(steps="3 + 2 * (world.world_size - world.rank)")
+    done, found = _verify(tmp_path, _write(tmp_path, text))
+    assert done.code == 1, done
+    assert "rank 0 takes 7 steps, rank 1 takes 5 steps, and one rank alone takes 5" in _reason(found), done.out
+    late = text.replace("3 +", "1 +").replace("print(", _FAILS_LATER + "print(")
+    done, _ = _verify(tmp_path, _write(tmp_path, late))
+    assert done.code == 2, done
+    assert "its ranks did not end together: rank 0 took 5 steps, rank 1 took 3 steps" in done.err
+
+
+@pytest.mark.parametrize("name", ["s3://bucket/train.py", "https://host/train.py", ".", "train.py\n"])
+def test_what_is_no_script_is_refused(tmp_path: Path, name: str) -> None:
+    done, _ = _verify(tmp_path, name)
+    assert done.code == 2, done
+    assert "Traceback" not in done.err
+    assert done.err.startswith("lockstep verify: ")

@@ -85,3 +85,11 @@ def test_errors_that_came_from_each_other_in_a_circle_end() -> None:
     one.__cause__, two.__cause__ = two, one
     tracebacks.fold(one)
     assert one.__cause__ is two
+
+
+def test_what_another_room_knows_of_an_error_is_added_to_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracebacks, "explainers", [lambda error: "do this" if isinstance(error, KeyError) else None])
+    known, other = KeyError("a"), ValueError("b")
+    for error in (known, other):
+        tracebacks.explain(error)
+    assert (known.args, other.args) == (("a: do this",), ("b",))

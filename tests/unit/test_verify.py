@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -265,7 +266,7 @@ def _with_batches(note: StepNote, batch: Callable[[Batch], Batch]) -> StepNote:
 
 
 def _moved(batch: Batch) -> Batch:
-    return replace(batch, samples=[each + 0.5 for each in batch.samples])
+    return replace(batch, samples=[math.sin(9 * each) for each in batch.samples])
 
 
 def test_other_samples_are_data_unless_generators_explain_them(tmp_path: Path) -> None:

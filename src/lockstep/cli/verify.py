@@ -48,10 +48,10 @@ def verify(
 
     The verdict is equal bits, equal within rounding, or different; then it says since which step, in which parameter,
     by how much, and why. Each run ends by itself after --steps; checkpoints and logs of lockstep go to a folder that is
-    removed. What follows PROGRAM is passed to it unchanged.
+    removed, and other files that it writes are put back as they were. What follows PROGRAM is passed to it unchanged.
 
-    The exit code is 0 if bits are equal or equal within rounding, 1 if they differ, and 2 if a run failed or the
-    command makes no sense.
+    The exit code is 0 if bits are equal or equal within rounding, 1 if they differ, and 2 if a run failed, the
+    script trains nothing, or the command makes no sense.
     """
     from lockstep import _files
     from lockstep.errors import LockstepError

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Sampler, default_collate
 from torch.utils.hooks import RemovableHandle
 
 from lockstep import callsite
@@ -77,7 +77,7 @@ def shard(
     The DataLoader's ``batch_size`` becomes the *global* batch size: that of all ranks together. Each global batch is
     cut into contiguous slices, sizes differing by at most one. Every sample comes exactly once per epoch, the last
     small batch included (unless ``drop_last``); nothing is padded or repeated. The order is the same for every world
-    size and is shuffled anew for each epoch by itself; there is no ``set_epoch``. While your loop holds a batch,
+    size and is shuffled anew for each epoch by itself; ``set_epoch`` does nothing. While your loop holds a batch,
     ``world.share`` says how many of the global batch's samples are this rank's, which makes means over unequal slices
     exact. Where the last global batch has fewer samples than there are ranks, some ranks get a batch of zero samples
     (of the right dtypes and trailing shapes), so that every rank takes every step.
@@ -155,6 +155,44 @@ def shard(
     return ShardedLoader(source, world, device=device, seeded=seeded, options=options)
 
 
+_AS_GIVEN = "lockstep.shard has taken it from the DataLoader that it was given, which has it still"
+#: What torch's DataLoader has and a sharded one has not.
+_LOADERS = {
+    "batch_sampler": "it cuts each global batch for this rank itself. The order is .sampler's, .batch_size is that of "
+    "all ranks together, and loader.epoch and loader.batches_left say where it stands",
+    "generator": "the order comes from .seed and .epoch alone",
+    "pin_memory": "lockstep.shard(loader, to_device=True), the default, pins and copies to world.device by itself",
+    **dict.fromkeys(
+        ("worker_init_fn", "persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context"), _AS_GIVEN
+    ),
+}
+
+
+class OrderedHere(Sampler[Any]):
+    """A sampler as its DataLoader has it, for those who look at ``loader.sampler``: lockstep draws the order.
+
+    Args:
+        sampler: which.
+        set_epoch: called for the method of this name.
+    """
+
+    def __init__(self, sampler: Any, set_epoch: Callable[[int], None]) -> None:
+        self._sampler = sampler
+        self.set_epoch = set_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def __repr__(self) -> str:
+        return repr(self._sampler)
+
+
 class ShardedLoader:
     """This rank's slices of a DataLoader's batches. Made by :func:`shard`; iterates, counts and resumes.
 
@@ -174,6 +212,7 @@ class ShardedLoader:
         self._options = options
         self._slicing = None if options is None else options.slicing(source)
         self._seeded = seeded
+        self._has_told_of_epochs = False
         self._source = source
         self._world = world
         self._number = world.in_hand.number_loader()
@@ -220,8 +259,12 @@ class ShardedLoader:
 
     @property
     def sampler(self) -> Any:
-        """The DataLoader's sampler; lockstep orders the samples itself where it is torch's random or sequential one."""
-        return self._source.sampler
+        """The DataLoader's sampler; lockstep orders the samples itself where it is torch's random or sequential one.
+
+        Then it has a ``set_epoch`` as well, which does nothing but say so.
+        """
+        sampler = self._source.sampler
+        return sampler if hasattr(sampler, "set_epoch") else OrderedHere(sampler, self.set_epoch)
 
     @property
     def collate_fn(self) -> Any:
@@ -242,6 +285,23 @@ class ShardedLoader:
     def num_workers(self) -> int:
         """Worker processes of this rank."""
         return self._inner.num_workers
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing but say so, once: every pass is over the next epoch by itself, also after a resume.
+
+        It is here because every script with a DistributedSampler calls it.
+        """
+        if not self._has_told_of_epochs:
+            self._has_told_of_epochs = True
+            callsite.warn(
+                f"set_epoch({epoch}) does nothing here: a loader from lockstep.shard shuffles anew in each pass by "
+                f"itself (this is epoch {self.epoch}). Leave the call out"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        # (Only for names that are not found: torch's loader has more, and what follows from them is not the same.)
+        hint = f": {_LOADERS[name]}" if name in _LOADERS else ""
+        raise AttributeError(f"a loader from lockstep.shard has no {name!r}{hint}", name=name, obj=self)
 
     def __len__(self) -> int:
         """Batches of a full epoch, the same on every rank. As in torch, an estimate for a stream with a length."""

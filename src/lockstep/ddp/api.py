@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
-from lockstep import _torch
+from lockstep import _torch, tracebacks
 from lockstep.comm import streams
 from lockstep.comm.deterministic import switch_on
 from lockstep.ddp.comm_hooks import CommHook
@@ -54,6 +54,7 @@ def replicate(
     sync: LocalSteps | None = None,
     deterministic: bool = False,
     compare_every: CompareEvery = "auto",
+    **unknown: NoReturn,
 ) -> Model:
     """**Collective.** Make ``model`` a replica: the same parameters on every rank, and the same gradients.
 
@@ -108,8 +109,10 @@ def replicate(
             ReplicaMismatch on every rank, from the backward in which it is found. With None replicas may differ, so a
             step with gradients that were never averaged is no error either: Note [Steps without an average] in
             unaveraged.py.
+        unknown: no other argument is taken; the error says what becomes of those of torch's DDP.
 
     Raises:
+        TypeError: an argument is unknown.
         ReplicaMismatch: on all ranks, before anything is sent, if a parameter's name, shape or dtype differs; and in a
             later backward, if replicas no longer hold the same.
         ValueError: an option is out of range; or, on all ranks, the model of some rank can't be a replica (lazy, sparse
@@ -117,6 +120,7 @@ def replicate(
         LockstepError: no process group is open.
         CollectiveTimeout, PeerLost: another rank is late or gone, here or in any later backward.
     """
+    _refuse_unknown(unknown)
     options = ReplicaOptions(
         bucket_cap_mb=25.0 if bucket_cap_mb is None else bucket_cap_mb,
         first_bucket_mb=first_bucket_mb,
@@ -137,6 +141,54 @@ def replicate(
         model.register_forward_hook(_leave_stream, always_call=True),
     )
     return model
+
+
+_ONE_DEVICE = "one process drives one device: move the model to world.device first, and leave it out"
+_NOTHING_TO_SAY = "what torch's class needs it for works without it: leave it out"
+#: Arguments of torch's DistributedDataParallel that :func:`replicate` does not take, and why not.
+_TORCHS = {
+    "device_ids": _ONE_DEVICE,
+    "output_device": _ONE_DEVICE,
+    "dim": _ONE_DEVICE,
+    "static_graph": _NOTHING_TO_SAY,
+    "check_reduction": _NOTHING_TO_SAY,
+    "delay_all_reduce_named_params": _NOTHING_TO_SAY,
+    "param_to_hook_all_reduce": _NOTHING_TO_SAY,
+    "skip_all_reduce_unused_params": _NOTHING_TO_SAY,
+    "batched_grad_copy": _NOTHING_TO_SAY,
+    "lazy_bucket_allocation": _NOTHING_TO_SAY,
+    "forward_sync_buffers": "it is broadcast_buffers here",
+    "bucket_cap_mb_list": "give first_bucket_mb for the first bucket and bucket_cap_mb for the others",
+    "device_mesh": "give process_group=mesh.get_group()",
+    "mixed_precision": "compute in low precision with torch.autocast, and average in it with "
+    "lockstep.register_comm_hook(model, None, lockstep.bf16_compress_hook)",
+}
+#: What a script may look for on a replica since torch's wrapper has it, and what stands in its place.
+_WRAPPERS = {
+    "module": "lockstep.replicate returns the model itself, so it is its own .module: leave that out",
+    "no_sync": "accumulate within lockstep.no_sync(model)",
+    "join": "it is lockstep.join(model)",
+    "register_comm_hook": "it is lockstep.register_comm_hook(model, state, hook)",
+    "require_backward_grad_sync": "accumulate within lockstep.no_sync(model)",
+    "_set_static_graph": _NOTHING_TO_SAY,
+}
+
+
+def _refuse_unknown(unknown: Mapping[str, object]) -> None:
+    for name in unknown:
+        why = _TORCHS.get(name)
+        hint = "" if why is None else f", which torch's DistributedDataParallel takes: {why}"
+        raise TypeError(f"lockstep.replicate has no argument {name!r}{hint}")
+
+
+def _explain_wrappers(error: BaseException) -> str | None:
+    """Say what stands in the place of an attribute that torch's wrapper has and a replica has not."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, nn.Module) and error.obj in _replicas:
+        return _WRAPPERS.get(str(error.name))
+    return None
+
+
+tracebacks.explainers.append(_explain_wrappers)
 
 
 def release(model: nn.Module) -> nn.Module:

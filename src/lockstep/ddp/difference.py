@@ -30,7 +30,8 @@ class Difference:
     groups: Sequence[Sequence[int]]
     #: The first element of it that differs between the first rank of the first two groups.
     element: str
-    #: Whether it is the only one of its parameter, and nothing of any other parameter differs.
+    #: Whether one element of many is the only one of its parameter that differs, and nothing of any other parameter
+    #: does. (Of a single number that says nothing, unless one bit of it differs.)
     is_alone: bool
     #: Where ranks compute differently: what differs, by rank.
     conditions: Sequence[str]
@@ -113,17 +114,18 @@ def _find_element(holdings: Holdings, item: int, one: int, other: int, group: di
     bits = (left.view(torch.uint8) ^ right.view(torch.uint8)).view(len(left), -1)
     places = bits.any(dim=1).nonzero().view(-1).tolist()
     flipped = sum(int(byte).bit_count() for byte in bits[places[0]].tolist())
-    where = _index(first + places[0], value)
     apart = "one bit apart" if flipped == 1 else f"{flipped} bits apart"
     values = f"{left[places[0]].item()!r} on rank {one} and {right[places[0]].item()!r} on rank {other}"
-    words = f"Element {where} is {values}, {apart}"
+    if value.numel() == 1:
+        return f"It is {values}.", flipped == 1
+    words = f"Element {_index(first + places[0], value)} is {values}, {apart}"
     is_alone = len(places) == len(differing) == 1
     return f"{words}{', and the only one of it that differs' if is_alone else ''}.", is_alone
 
 
 def _index(place: int, value: Tensor) -> str:
-    if value.dim() == 0 or not value.is_contiguous():
-        return f"{place} (in the order of memory)" if value.dim() else "0"
+    if not value.is_contiguous():
+        return f"{place} (in the order of memory)"
     return str([int(each) for each in torch.unravel_index(torch.tensor(place), value.shape)])
 
 
@@ -145,7 +147,7 @@ def _of(different: int, equal: int, noun: str) -> str:
 
 
 def _more(items: Sequence[Any]) -> str:
-    return f": {listed([item.name for item in items], most=4)}" if len(items) > 1 else ""
+    return f", also {listed([item.name for item in items[1:]], most=2)}" if len(items) > 1 else ""
 
 
 def _who(difference: Difference, name: str) -> str:
@@ -154,7 +156,7 @@ def _who(difference: Difference, name: str) -> str:
         verb = "differs" if len(odd) == 1 else "differ"
         return f"{_ranks(odd).capitalize()} {verb} from the other {len(groups[0])} in {name}."
     if sum(map(len, groups)) == 2:
-        return f"Ranks 0 and 1 differ in {name}; of two, nobody can tell which is right."
+        return f"Ranks 0 and 1 differ in {name}; which of the two is right can't be told."
     return (
         f"The ranks hold {len(groups)} versions of {name}, and none has a majority: "
         f"{'; '.join(_ranks(group) for group in groups[:8])}."
@@ -165,14 +167,21 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed([*map(str, ranks)])}"
 
 
-def advise(difference: Difference, *, since: str, has_joined: bool) -> str:
+def advise(difference: Difference, holdings: Holdings, *, since: str, has_joined: bool) -> str:
     """Say what the reason may be, and what to do.
 
     Args:
         difference: what was found.
+        holdings: of this rank, in which it was found.
         since: until when replicas were equal, for the sentence about the checkpoint.
         has_joined: ranks have left a loop before others, within :func:`lockstep.join`.
     """
+    owners = [holdings.owner(holdings.items[index]) for index in difference.items]
+    if any(isinstance(owner, torch.optim.LBFGS) for owner in owners):
+        return (
+            "LBFGS goes by the loss that its closure returns, and each rank has returned that of its own samples: end "
+            "the closure with `return world.mean(loss)`. Then all ranks take the same steps, those of one process."
+        )
     if difference.is_alone:
         odd = difference.odd
         machines = f"the machine of rank {odd[0]}" if len(odd) == 1 else "the machines of these ranks"
@@ -189,6 +198,11 @@ def advise(difference: Difference, *, since: str, has_joined: bool) -> str:
         reason = (
             "Ranks have left a loop early within lockstep.join, which makes the parameters equal and leaves to each "
             "rank the optimizer's state that it had when it left: batches from lockstep.shard need no join."
+        )
+    elif all(holdings.is_number(index) for index in difference.items):
+        reason = (
+            f"{type(owners[0]).__name__} keeps this number, and ranks come to others where it is made of the rank's "
+            "own loss (let its closure return world.mean(loss)) or counts steps that not all of them take."
         )
     else:
         reason = (

@@ -177,6 +177,16 @@ class Holdings:
             return None
         return value.detach().contiguous() if item.has_gaps else value
 
+    def owner(self, item: Item) -> Optimizer | None:
+        """Return the optimizer that keeps an item; None: it is a parameter, or nobody holds the optimizer any more."""
+        return None if item.optimizer < 0 else self._optimizers[item.optimizer]()
+
+    def is_number(self, index: int) -> bool:
+        """Return whether the item at ``index`` is a single number that an optimizer keeps."""
+        item = self.items[index]
+        value = None if item.optimizer < 0 else self.find(item)
+        return value is not None and value.numel() == 1
+
     def cut(self, size: int) -> list[Part]:
         """Cut the items into parts of at most ``size`` bytes, each on one device, in the items' order."""
         spans: dict[torch.device, list[list[Span]]] = {}

@@ -335,8 +335,8 @@ class DriftCheck:
         whoami = f"rank {self._rank} of {self._world_size}, step {unread.step}"
         return (
             f"{whoami}: the replicas differ. {describe(difference, self._holdings)} It happened between {start} and "
-            f"step {unread.step} (this process's averaged backwards, counted from 1). "
-            f"{advise(difference, since=before, has_joined=self._has_joined)}"
+            f"step {unread.step} (of this process's averaged backwards). "
+            f"{advise(difference, self._holdings, since=before, has_joined=self._has_joined)}"
         )
 
 

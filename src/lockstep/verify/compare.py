@@ -32,7 +32,9 @@ Note [What the loss is]
 The ranks' losses make that of one rank in more than one way: as a mean weighted by samples, as a plain mean where a
 script has weighted them itself, or as all the slices' losses one after the other. What trains is the gradient. So a
 loss counts as equal if any of these fits, it decides nothing by itself, and if none fits that is said beside the
-verdict.
+verdict. Where gradients differ, the loss says whether the difference came in before it or after: for that it is
+compared as sharply as the nudged run allows. A model that has learned nothing yet has nearly the same loss for all
+samples, so that a mean over something else than samples moves the loss by a thousandth, and the gradient by a third.
 """
 
 from __future__ import annotations
@@ -45,12 +47,16 @@ from functools import cached_property
 
 import numpy as np
 
+from lockstep.errors import listed
 from lockstep.verify.records import Array, Loss, Observation, StepNote
 
 #: See Note [Nudged runs].
 FACTOR, FACTOR_FAR = 64.0, 4.0
 #: The second nudge, as a multiple of the first, and the relative difference below which it is worth a run.
 FAR, CLOSE = 256.0, 0.05
+#: How many times as much as in a nudged run a loss or an output may differ, and the steps that are looked at for it.
+#: They only say where a difference comes in, once there is one.
+FACTOR_SEEN, _SAMPLE_STEPS = 8.0, 5
 #: The part of a gradient that may count as rounding; where more would, nothing can be said.
 _HALF = 0.5
 
@@ -82,7 +88,8 @@ class StepDifference:
     optimizer: int
     #: Whether all ranks have the first run's bits, of gradients and parameters.
     same_bits: bool
-    #: Whether the other run's ranks have equal parameters after the step.
+    #: Whether the other run's ranks have equal parameters when the step begins, and after it.
+    ranks_begin_equal: bool
     ranks_agree: bool
     gradients: Array
     gradient_sizes: Array
@@ -127,7 +134,12 @@ class Difference:
     @cached_property
     def same_bits(self) -> bool:
         """Whether both took the same steps with the same bits."""
-        return self.same_layout and self.first.steps == self.other.steps and all(each.same_bits for each in self.steps)
+        return self.same_layout and self.same_counts and all(each.same_bits for each in self.steps)
+
+    @property
+    def same_counts(self) -> bool:
+        """Whether all ranks of the other run took as many steps as the first run."""
+        return {*self.other.steps_of_ranks} == {self.first.steps}
 
 
 @dataclass(frozen=True)
@@ -202,6 +214,7 @@ def _measure_step(
         step,
         note.optimizer,
         same_bits=all(each.gradients == note.gradients and each.parameters == note.parameters for each in notes),
+        ranks_begin_equal=all(each.before == notes[0].before for each in notes),
         ranks_agree=all(each.parameters == notes[0].parameters for each in notes),
         gradients=_each(_rms, gaps),
         gradient_sizes=_each(_size, (a for a, _ in gradients)),
@@ -265,6 +278,67 @@ def summed_loss(notes: Sequence[StepNote]) -> float:
     return math.fsum(each.value or 0.0 for note in notes for each in note.losses)
 
 
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+def why_untrained(run: Observation) -> str | None:
+    """Return why a run trains nothing, if it does not: no gradient ever came, or no parameter ever moved."""
+    notes, optimizers = run.first.steps, run.first.optimizers
+    names = " and ".join(dict.fromkeys(each.name for each in optimizers))
+    held = [called for each in optimizers for called in each.called]
+    foreign = (
+        " None of them is of a model that the script has called: was the optimizer made of a copy, or before the model "
+        "was replaced or converted?"
+        if held and not any(held)
+        else ""
+    )
+    steps = f"in {len(notes)} step{'s' if len(notes) > 1 else ''}"
+    if all(gradient is None for note in notes for gradient in note.gradients):
+        hint = foreign or (
+            " Is there a backward() before each step, no zero_grad() between the two, and does the loss depend on "
+            "these parameters?"
+        )
+        return f"no parameter that {names} holds had a gradient {steps}.{hint}"
+    before: dict[int, list[str]] = {}
+    for note in notes:
+        if before.setdefault(note.optimizer, note.before) != note.parameters:
+            return None
+    zero = _is_zero(run)
+    hint = foreign or (
+        " Is a zero_grad() between backward() and the step, or a factor of the loss 0?"
+        if zero
+        else " Is the learning rate 0, or does something put the parameters back?"
+    )
+    return f"no parameter that {names} holds has moved {steps}{', and all gradients are 0' if zero else ''}.{hint}"
+
+
+def _is_zero(run: Observation) -> bool:
+    return not any(
+        np.any(values)
+        for step in range(1, run.steps + 1)
+        for name, values in run.numbers(step).items()
+        if name[0] == "g"
+    )
+
+
+def untrained_parameters(run: Observation) -> list[str]:
+    """Return a sentence for each optimizer that holds parameters of no model that was called, without any gradient."""
+    texts = []
+    for index, optimizer in enumerate(run.first.optimizers):
+        notes = [note for note in run.first.steps if note.optimizer == index]
+        names = [
+            name
+            for i, (name, called) in enumerate(zip(optimizer.names, optimizer.called, strict=False))
+            if not called and all(note.gradients[i] is None for note in notes)
+        ]
+        if names:
+            texts.append(
+                f"{optimizer.name} holds parameters that never had a gradient, and that are of no model that the "
+                f"script has called: {listed(names, most=4)}"
+            )
+    return texts
+
+
 # Judging -------------------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +353,28 @@ class Nudged:
     factor: float
 
 
+def expected(
+    difference: Difference, nudged: Sequence[Nudged], step: int, found: Callable[[Difference, int], float | None]
+) -> float | None:
+    """Return by how much a number of a step may differ by rounding; None: no nudged run tells.
+
+    Args:
+        difference: of the run on several ranks.
+        nudged: the nearest first.
+        step: which; the nudged run's first steps count as well, for one number may differ by chance by next to nothing.
+        found: returns how far that number is apart in a step of two runs, or None.
+    """
+    if not nudged:
+        return None
+    run = nudged[0]
+    steps = range(1, min(max(step, _SAMPLE_STEPS), len(run.difference.steps)) + 1)
+    seen = [value for each in steps if (value := found(run.difference, each)) is not None and math.isfinite(value)]
+    if not seen or step > min(len(difference.steps), len(run.difference.steps)):
+        return None
+    entering = difference.steps[step - 1].entering, run.difference.steps[step - 1].entering
+    return FACTOR_SEEN * max(1.0, entering[0] / max(entering[1], run.nudge)) * max(seen)
+
+
 def repeats_itself(repeat: Difference) -> bool:
     """Return whether a second run like the first differs from it by no more than rounding where they begin to differ.
 
@@ -290,7 +386,7 @@ def repeats_itself(repeat: Difference) -> bool:
     for each in repeat.steps:
         if not each.same_bits:
             return bool(np.all(each.gradients <= FACTOR * spacing * each.gradient_sizes))
-    return repeat.first.steps == repeat.other.steps
+    return repeat.same_counts
 
 
 def judge(difference: Difference, nudged: Sequence[Nudged]) -> Judgement:
@@ -317,13 +413,15 @@ def judge(difference: Difference, nudged: Sequence[Nudged]) -> Judgement:
             return found_here
         if noise.is_blind(each):
             return Judgement(Kind.ROUNDING, conclusive=each.step - 1)
-    if difference.first.steps != difference.other.steps:
+    if not difference.same_counts:
         return Judgement(Kind.DIFFERENT, len(difference.steps) + 1, Stage.COUNT)
     return Judgement(Kind.ROUNDING)
 
 
 def _judge_step(each: StepDifference, noise: _Noise, difference: Difference) -> Judgement | None:
     noise.learn(each)
+    if not each.ranks_begin_equal:
+        return _apart(each, [note.before for note in difference.other.at(each.step)])
     allowed = noise.gradients(each)
     if np.any(each.gradients > allowed):
         tensor = _worst(each.gradients, allowed, each.gradient_sizes)
@@ -349,10 +447,14 @@ def _judge_step(each: StepDifference, noise: _Noise, difference: Difference) -> 
             _ratio(allowed[tensor], each.update_sizes[tensor]),
         )
     if not each.ranks_agree:
-        notes = difference.other.at(each.step)
-        tensors = [i for i in range(len(notes[0].parameters)) if len({note.parameters[i] for note in notes}) > 1]
-        return Judgement(Kind.DIFFERENT, each.step, Stage.APART, tensors[0])
+        return _apart(each, [note.parameters for note in difference.other.at(each.step)])
     return None
+
+
+def _apart(each: StepDifference, digests: Sequence[Sequence[str]]) -> Judgement:
+    """Name the first parameter of which the ranks, of ``digests``, hold different versions."""
+    tensor = next(i for i, versions in enumerate(zip(*digests, strict=True)) if len({*versions}) > 1)
+    return Judgement(Kind.DIFFERENT, each.step, Stage.APART, tensor)
 
 
 class _Noise:

@@ -7,27 +7,35 @@ nothing to other ranks, so that what it looks at is what the script computes wit
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
+import os
 import random
 import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any
 from weakref import ref
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep import _torch, trees
+from lockstep import _torch, callsite, trees
 from lockstep.comm import streams
 from lockstep.comm.init import current_world
+from lockstep.launch.spawn import SpawnContext
 from lockstep.verify.records import VERSION, Array, Assignment, Batch, Loss, NotesWriter, OptimizerNote, StepNote
 
 #: Numbers of a sample that its signature is made of, and samples of a batch that have one.
@@ -40,6 +48,17 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 #: What stands before the names of a module that is wrapped.
 _WRAPPINGS = ("module.", _torch.COMPILED_PREFIX)
 _NOT_DETERMINISTIC = "does not have a deterministic implementation"
+
+#: What Python tells an audit hook of processes that begin, and what a message calls it.
+_STARTS = {
+    "subprocess.Popen": "subprocess",
+    "os.system": "os.system",
+    "os.posix_spawn": "os.posix_spawn",
+    "os.fork": "os.fork",
+}
+
+#: Threads that are starting a process of multiprocessing.
+_quiet: set[int] = set()
 
 _generator = torch.default_generator
 
@@ -78,6 +97,8 @@ class Observer:
         self._introduced = 0
         self._in_steps = 0
         self._step = 0
+        self._has_ended = False
+        self._told: set[str] = set()
         self._reset()
         self._writer.add(
             "about",
@@ -98,6 +119,7 @@ class Observer:
         self._states: dict[str, str] = {}
         self._norms: dict[str, None] = {}
         self._dropouts: dict[str, None] = {}
+        self._gathers: dict[str, None] = {}
         self._before: list[str] = []
         self._numbers: dict[str, Array] = {}
         self._gradients: list[str | None] = []
@@ -217,7 +239,8 @@ class Observer:
     def _weights_of(self, place: int, rows: Tensor) -> Tensor:
         key = (place, rows.shape[1], rows.device)
         if key not in self._weights:
-            drawn = torch.Generator().manual_seed(place * 1_000_003 + rows.shape[1])
+            # (The first numbers are the same for any length, so that zeros at the end of a sample change nothing.)
+            drawn = torch.Generator().manual_seed(place * 1_000_003 + 1)
             weights = torch.rand(rows.shape[1], generator=drawn, dtype=torch.float64) * 2 - 1
             self._weights[key] = weights.to(rows.device)
         return self._weights[key]
@@ -233,7 +256,9 @@ class Observer:
         value = float(first.detach()) if isinstance(first, Tensor) and first.numel() == 1 else None
         world = current_world()
         share = None if world is None else world.share
-        self._losses.append(Loss(value) if share is None else Loss(value, share.local_samples, share.global_samples))
+        local, whole = (None, None) if share is None else (share.local_samples, share.global_samples)
+        spacing = torch.finfo(first.dtype).eps if isinstance(first, Tensor) and first.is_floating_point() else 0.0
+        self._losses.append(Loss(value, local, whole, spacing))
         self._in_backward = True
         try:
             begin(tensors, *args, **kwargs)
@@ -244,6 +269,12 @@ class Observer:
 
     def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Write down the gradients that an optimizer is about to use."""
+        if threading.get_ident() != self._thread:
+            return
+        if self._has_ended:  # the script has caught the end of the run
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
         self._in_steps += 1
         if self._in_steps > 1:
             return
@@ -252,13 +283,16 @@ class Observer:
         params = list(_parameters(optimizer))
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = len(self._optimizers)
-            self._before = [_digest(_bytes(each)) for each in params]
             self._keep("b", params)
+        self._before = [_digest(_bytes(each)) for each in params]
         if not has_closure:
             self._take_gradients(params)
 
     def step_ends(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Write down the parameters after the step, and end the run if that was the last."""
+        if threading.get_ident() != self._thread:
+            self._say_once("remark", "a thread of the script's own takes optimizer steps, which are not seen")
+            return
         self._in_steps -= 1
         if self._in_steps:
             return
@@ -281,11 +315,13 @@ class Observer:
             self._states,
             list(self._norms),
             list(self._dropouts),
+            list(self._gathers),
         )
         self._writer.add_step(note, self._numbers)
         self._reset()
         if self._step >= self._assignment.steps:
             self._writer.close()
+            self._has_ended = True
             raise SystemExit(0)
         self._nudge(params)
 
@@ -297,6 +333,7 @@ class Observer:
             text = f"{left_out} parameters of {type(optimizer).__name__} are held in parts, as FSDP does, and left out"
             self._writer.add("remark", {"text": text})
         names = _names([root for each in self._roots if (root := each()) is not None])
+        called = [id(each) in names for each in params] if self._roots else []
         if any(id(each) not in names for each in params):
             names = _names([each for each in gc.get_objects() if issubclass(type(each), nn.Module)]) | names
         note = OptimizerNote(
@@ -304,6 +341,7 @@ class Observer:
             [names.get(id(each), f"parameter {i} of {type(optimizer).__name__}") for i, each in enumerate(params)],
             [list(each.shape) for each in params],
             [torch.finfo(each.dtype).eps if each.is_floating_point() else 0.0 for each in params],
+            called,
         )
         self._note_spacing(note.spacings)
         self._writer.add("optimizer", asdict(note))
@@ -334,6 +372,26 @@ class Observer:
                 if param.is_floating_point() and param.requires_grad:
                     signs = torch.randint(0, 2, param.shape, generator=self._nudges).mul_(2).sub_(1)
                     param.mul_(1 + self._assignment.nudge * signs.to(param.device, torch.float64))
+
+    # What else the script does ---------------------------------------------------------------------------------------
+
+    def gathers(self, tensor: Any, caller: FrameType) -> None:
+        """Note that the script gathers outputs from all ranks."""
+        if self._losses or self._depth or not self._batches or threading.get_ident() != self._thread:
+            return
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dim():
+            frame = callsite.user_frame(caller)
+            if frame is not None:
+                self._gathers[callsite.words(frame.f_code, frame.f_lineno)] = None
+
+    def note_process(self, what: str, *, trains: bool) -> None:
+        """Write down that the script starts a process, one that trains or another one."""
+        self._say_once("spawned" if trains else "process", what)
+
+    def _say_once(self, kind: str, text: str) -> None:
+        if not self._has_ended and text not in self._told:
+            self._told.add(text)
+            self._writer.add(kind, {"text": text})
 
     def note_operation(self, text: str) -> None:
         """Write down an operation that torch calls not deterministic."""
@@ -483,10 +541,12 @@ def observe(assignment: Assignment, *, rank: int, world_size: int) -> Observer:
     observer = _observer = Observer(assignment, rank=rank, world_size=world_size)
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        observer.step_begins(optimizer, has_closure=_has_closure(args, kwargs))
+        if _observer is not None:
+            _observer.step_begins(optimizer, has_closure=_has_closure(args, kwargs))
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        observer.step_ends(optimizer, has_closure=_has_closure(args, kwargs))
+        if _observer is not None:
+            _observer.step_ends(optimizer, has_closure=_has_closure(args, kwargs))
 
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
@@ -495,12 +555,82 @@ def observe(assignment: Assignment, *, rank: int, world_size: int) -> Observer:
     begin = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        observer.backward(begin, tensors, args, kwargs)
+        if _observer is None:
+            begin(tensors, *args, **kwargs)
+        else:
+            _observer.backward(begin, tensors, args, kwargs)
 
     torch.autograd.backward = backward
+    os.register_at_fork(after_in_child=_leave)
+    _watch_gathers()
+    _watch_processes()
     if assignment.names_operations:
         _listen_for_operations(observer)
     return observer
+
+
+def _leave() -> None:
+    """Observe nothing in a process that the rank has forked: its notes would be taken for the rank's."""
+    global _observer
+    _observer = None
+
+
+def _watch_gathers() -> None:
+    """Be told where the script gathers tensors; what lockstep gathers is not told."""
+    for name, place in (("all_gather", 1), ("all_gather_into_tensor", 1)):
+        for home in (dist, distributed_c10d):
+            setattr(home, name, _watched_gather(getattr(distributed_c10d, name), place))
+
+
+def _watched_gather(gather: Callable[..., Any], place: int) -> Callable[..., Any]:
+    @functools.wraps(gather)
+    def watched(*args: Any, **options: Any) -> Any:
+        caller = sys._getframe(1)
+        if _observer is not None and not str(caller.f_globals.get("__name__")).startswith("lockstep."):
+            given = options.get("tensor", options.get("input_tensor"))
+            _observer.gathers(args[place] if len(args) > place else given, caller)
+        return gather(*args, **options)
+
+    return watched
+
+
+def _watch_processes() -> None:
+    """Be told which processes the script starts."""
+    start, spawn = BaseProcess.start, SpawnContext.__init__
+
+    def watched_start(self: Any) -> None:
+        target = getattr(self, "_target", None)
+        home = str(getattr(target, "__module__", ""))
+        if _observer is not None and not home.startswith("torch.utils.data"):
+            trains = home == "torch.multiprocessing.spawn"
+            function = self._args[0] if trains else target
+            way = "torch.multiprocessing.spawn" if trains else "multiprocessing"
+            _observer.note_process(f"{way} of {_name_of(function)}", trains=trains)
+        _quiet.add(threading.get_ident())  # (what it takes to start the process is no other one)
+        try:
+            start(self)
+        finally:
+            _quiet.discard(threading.get_ident())
+
+    def watched_spawn(self: Any, fn: Any, *args: Any, **options: Any) -> None:
+        if _observer is not None:
+            _observer.note_process(f"lockstep.spawn of {_name_of(fn)}", trains=True)
+        spawn(self, fn, *args, **options)
+
+    BaseProcess.start = watched_start  # type: ignore[method-assign]
+    SpawnContext.__init__ = watched_spawn  # type: ignore[method-assign]
+
+    def heard(event: str, args: tuple[Any, ...]) -> None:
+        if event in _STARTS and _observer is not None and threading.get_ident() not in _quiet:
+            words = args[1] if event == "subprocess.Popen" else args[0] if args else ()
+            text = words if isinstance(words, str) else " ".join(map(str, words))
+            _observer.note_process(f"{_STARTS[event]} {textwrap.shorten(text, 60)}".rstrip(), trains=False)
+
+    sys.addaudithook(heard)
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def _listen_for_operations(observer: Observer) -> None:

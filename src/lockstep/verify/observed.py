@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lockstep import knobs
 from lockstep.identity import Identity
 from lockstep.launch import rank as program
+from lockstep.verify.putback import Journal
 from lockstep.verify.records import Assignment
 
 
@@ -26,6 +28,8 @@ def main(words: list[str]) -> None:
     identity = Identity.from_environment()
     observe(assignment, rank=identity.rank, world_size=identity.world_size)
     _keep_apart(Path(assignment.folder))
+    _compare_nothing()
+    _keep_what_is_changed(Path(assignment.folder))
     if words[1] == "-m":
         program.run_module(words[2], words[3:])
     else:
@@ -40,6 +44,31 @@ def _keep_apart(folder: Path) -> None:
 
     for cls, name in ((Checkpointer, "folder"), (Log, "run")):
         _redirect(cls, name, folder / "saved")
+
+
+def _compare_nothing() -> None:
+    """Have replicas that differ train on: the verdict says in what they differ, and from which step on."""
+    from lockstep.ddp.drift import DriftCheck
+
+    def count(self: DriftCheck) -> bool:
+        del self
+        return False
+
+    DriftCheck.count = count  # type: ignore[method-assign]
+
+
+def _keep_what_is_changed(folder: Path) -> None:
+    """From now on keep a copy of each file that the script changes: see Note [Put back] in putback.py."""
+    import safetensors
+    import torch
+
+    job = knobs.job_dir()
+    journal = Journal(folder / "journal", [folder] if job is None else [folder, job])
+    journal.announce(torch, "save", 1, "f")
+    journal.announce(torch.jit, "save", 1, "f")
+    for module in (safetensors, *filter(None, map(sys.modules.get, ("safetensors.torch", "safetensors.numpy")))):
+        journal.announce(module, "serialize_file", 1, "filename")
+    journal.listen()
 
 
 def _redirect(cls: Any, name: str, home: Path) -> None:

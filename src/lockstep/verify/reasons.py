@@ -23,12 +23,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.errors import listed
-from lockstep.verify.compare import Difference, Judgement, Stage, combined_loss, summed_loss, weighted_loss
+from lockstep.verify.compare import (
+    Difference,
+    Judgement,
+    Nudged,
+    Stage,
+    combined_loss,
+    expected,
+    summed_loss,
+    weighted_loss,
+)
 from lockstep.verify.records import Observation, StepNote
 
-#: Relative differences that are none: of samples, which nothing computes; of outputs and losses of parameters that are
-#: equal within rounding.
-_SAMPLE, _OUTPUT, _LOSS = 1e-6, 1e-3, 1e-3
+#: Relative differences that are none: of samples, which nothing computes; of outputs, losses and gradients' directions
+#: where no nudged run says what rounding does to them, and the least where one does.
+_SAMPLE, _UNKNOWN, _LEAST = 1e-6, 1e-3, 1e-6
+_LEAST_OUTPUT = 3e-5
+#: The same of sums over a batch's samples, and of what is left of a batch when a straight line is drawn through it.
+_SUM = 1e-5
 
 
 class Cause(enum.Enum):
@@ -44,12 +56,18 @@ class Cause(enum.Enum):
     PER_RANK = "random numbers drawn per rank"
     DROPOUT = "dropout per rank"
     BATCH_NORM = "plain batch norm"
+    MIXED = "samples mixed within each rank's part"
+    STATISTICS = "statistics of each rank's part of the batch"
+    PADDED = "samples padded to the longest of each rank's part"
     TOGETHER = "samples that depend on each other"
-    SUM = "a loss that is a sum"
+    SUM = "a loss that is a sum, or divided by the number of ranks"
     LOSS = "a loss that is no mean over samples"
+    GATHERED = "a loss over what is gathered from all ranks"
     WEIGHTS = "ranks of unequal batches that count alike"
     SCALE = "gradients that are scaled by the number of ranks"
     OPTIMIZER = "options of the optimizer that depend on the number of ranks"
+    OPTIONS = "options of the optimizer that differ between the ranks"
+    ALONE = "a step that is not the same on all ranks"
     LAYOUT = "other parameters in the optimizer"
     UNKNOWN = "unknown"
 
@@ -68,7 +86,12 @@ class Reason:
 
 
 def explain(
-    judgement: Judgement, difference: Difference, repeat: Difference | None = None, operations: Sequence[str] = ()
+    judgement: Judgement,
+    difference: Difference,
+    repeat: Difference | None = None,
+    operations: Sequence[str] = (),
+    *,
+    nudged: Sequence[Nudged] = (),
 ) -> list[Reason]:
     """Say why a run on several ranks differs, the likeliest reason first; there is always one.
 
@@ -77,6 +100,7 @@ def explain(
         difference: of that run from the one on one rank.
         repeat: of a second run on one rank from the first.
         operations: that torch calls not deterministic, in a run on one rank.
+        nudged: how far rounding takes runs apart, as for :func:`compare.judge`.
     """
     if judgement.stage is Stage.LAYOUT:
         return [_layout(difference)]
@@ -92,7 +116,11 @@ def explain(
         *_outside(many, step),
         *_samples(one, many, step),
     ]
-    found = found or _outputs(note, notes) or _loss(difference, step) or _gradient(difference, step)
+    if not found and judgement.stage is Stage.APART:
+        return [_alone(notes)]
+    if not found and judgement.stage is not Stage.COUNT:
+        found = _outputs(difference, step, nudged) or _loss(difference, step, nudged) or _gradient(difference, step)
+        found = found or _all_alike(judgement, difference, nudged)
     if not any(each.cause is Cause.OPTIMIZER for each in found):
         found += _options(note, notes, sure=judgement.stage is Stage.UPDATE)
     if judgement.stage is Stage.UPDATE:
@@ -176,6 +204,38 @@ def _outside(many: Observation, step: int) -> Iterable[Reason]:
         return
 
 
+def _alone(notes: Sequence[StepNote]) -> Reason:
+    """Look at a step before or after which the ranks' parameters differ, though their gradients are equal."""
+    first = notes[0]
+    if len({tuple(note.before) for note in notes}) > 1:
+        return Reason(
+            Cause.ALONE,
+            f"all ranks have the same parameters after step {first.step - 1}, and others when step {first.step} begins",
+            "look for a line that writes to the model on one rank alone, as one under `if rank == 0`, or with values "
+            "that each rank has of its own: let all ranks write the same (world.broadcast)",
+        )
+    for note in notes[1:]:
+        for group, (ours, theirs) in enumerate(zip(first.options, note.options, strict=False)):
+            other = [name for name in ours if name in theirs and ours[name] != theirs[name]]
+            if other:
+                rank = notes.index(note)
+                words = [f"{name} is {ours[name]} on rank 0 and {theirs[name]} on rank {rank}" for name in other]
+                return Reason(
+                    Cause.OPTIONS,
+                    f"in step {first.step} all ranks have the same gradients, and in group {group} {listed(words)}",
+                    "give the optimizer the same options on every rank, and let a scheduler go by what all ranks know "
+                    "alike (world.mean of a validation loss)",
+                )
+    return Reason(
+        Cause.ALONE,
+        f"in step {first.step} all ranks have the same gradients, and other parameters after it",
+        "look for what one rank does alone: a step that is left out, a line under `if rank == 0` that writes to the "
+        "model, an optimizer that draws random numbers or goes by the rank's own loss (LBFGS: return world.mean(loss) "
+        "from its closure)",
+        sure=False,
+    )
+
+
 def _layout(difference: Difference) -> Reason:
     one, many = difference.first.first.optimizers, difference.other.first.optimizers
     counts = [sum(len(each.shapes) for each in optimizers) for optimizers in (one, many)]
@@ -210,8 +270,102 @@ def _samples(one: Observation, many: Observation, step: int) -> list[Reason]:
             continue
         if total != count:
             return [_other_count(each, ranks, count, total)]
+        worked = _worked_on(one, many, each)
+        if worked is not None:
+            return [worked]
         return [_other_samples(one, many, each, ours, theirs)]
     return []
+
+
+def _worked_on(one: Observation, many: Observation, step: int) -> Reason | None:
+    """Look whether samples differ because something works on each rank's part of a batch as a whole.
+
+    A sample's signature is linear in it. So what mixes the samples of a batch (each comes as often as it did) leaves
+    their signatures' sum as it is; what subtracts the mean leaves a sum of 0; and what shifts and scales all of them
+    alike puts them on a straight line over what they are on one rank, where they are scaled by another number.
+    """
+    note, notes = one.at(step)[0], many.at(step)
+    evidence = f"in step {step} {_unmatched(note, notes)} samples of {_count(note)} are not those on one rank"
+    if _apart(many, until=step):
+        return None
+    ours, theirs = _of_first(note), [_of_first(each) for each in notes]
+    size = max((batch.size for each in (note, *notes) for batch in each.batches), default=0.0)
+    padded = _padded(note, notes, evidence)
+    if padded is not None or not size or len(ours) != sum(map(len, theirs)):
+        return padded
+    limit = _SUM * size * math.sqrt(len(ours))
+    sums = [math.fsum(each) for each in (ours, *theirs)]
+    centred = (
+        "subtract the mean of the data set, computed once, or of the global batch (world.all_reduce of sums and "
+        "counts); lockstep.shard(loader, slices=8) takes those of the same slices on any number of ranks"
+    )
+    if all(abs(each) <= limit for each in sums):
+        return Reason(
+            Cause.STATISTICS,
+            f"{evidence}, and those of each rank have a mean of 0: they are normalised by the mean of the rank's own "
+            "part",
+            centred,
+        )
+    if abs(sums[0] - math.fsum(sums[1:])) <= limit:
+        return Reason(
+            Cause.MIXED,
+            f"{evidence}, and their sum is the same: samples are mixed (mixup, cutmix) with others of the rank's own "
+            "part",
+            "nothing is wrong with it: samples meet others of a smaller batch. Mix in the dataset, which can reach all "
+            "samples, or cut slices (lockstep.shard(loader, slices=8)): within them any number of ranks mixes alike",
+        )
+    if not _drew(one, many, step) and _on_lines(ours, theirs):
+        return Reason(
+            Cause.STATISTICS,
+            f"{evidence}, and each rank's are those on one rank, shifted or scaled by a number of its own: by a mean, "
+            "a standard deviation or a maximum of the rank's part, if not by what depends on the rank itself",
+            centred,
+        )
+    return None
+
+
+def _on_lines(ours: Sequence[float], theirs: Sequence[Sequence[float]]) -> bool:
+    """Return whether each rank's samples are one rank's in its order, times a number and plus another."""
+    starts = np.cumsum([0, *map(len, theirs)])
+    ways = [
+        [ours[starts[i] : starts[i + 1]] for i in range(len(theirs))],
+        [ours[i :: len(theirs)] for i in range(len(theirs))],
+    ]
+    return any(all(_on_line(*pair) for pair in zip(way, theirs, strict=True)) for way in ways)
+
+
+def _on_line(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    if len(ours) != len(theirs) or len(ours) < 4:  # through fewer there is always one, or nearly
+        return False
+    a, b = np.asarray(ours), np.asarray(theirs)
+    a, b = a - a.mean(), b - b.mean()
+    rest = b - a * float(a @ b) / max(float(a @ a), 1e-300)
+    return bool(np.linalg.norm(rest) <= 10 * _SUM * np.linalg.norm(b))
+
+
+def _padded(note: StepNote, notes: Sequence[StepNote], evidence: str) -> Reason | None:
+    shapes = {str(batch.shape[1:]) for each in (note, *notes) for batch in each.batches}
+    if len(shapes) < 2 or not all(len(each.batches) == len(note.batches) for each in notes):
+        return None
+    return Reason(
+        Cause.PADDED,
+        f"{evidence}, and a sample is of shape {' or '.join(sorted(shapes))}",
+        "padding to the longest sample of a batch gives other shapes on each rank, which is no mistake where a mask "
+        "leaves padding out: to verify the rest, pad to a fixed length",
+        sure=False,
+    )
+
+
+def _drew(one: Observation, many: Observation, step: int) -> str:
+    """Return in words what numbers were drawn from between the loader and the model for each rank's part; or none."""
+    if any(batch.drew_before for each in many.at(step) for batch in each.batches):
+        return "torch's generator"
+    moved = [
+        name
+        for name in ("python", "numpy")
+        if _drawn(many, name) and _states(one, name, step) != _states(many, name, step)
+    ]
+    return _and(_GENERATORS[name] for name in moved) if moved else ""
 
 
 def _other_count(step: int, ranks: int, count: int, total: int) -> Reason:
@@ -237,32 +391,33 @@ def _other_samples(one: Observation, many: Observation, step: int, note: StepNot
             "seed it alike on all ranks, draw from it on all of them, and draw what belongs to a sample in the "
             "dataset, where lockstep.shard seeds it by the sample's position",
         )
-    drew = any(batch.drew_before for each in notes for batch in each.batches)
-    moved = [
-        name
-        for name in ("python", "numpy")
-        if _drawn(many, name) and _states(one, name, step) != _states(many, name, step)
-    ]
-    if drew or moved:
-        which = "torch's generator" if drew else _and(_GENERATORS[name] for name in moved)
+    drawn_from = _drew(one, many, step)
+    if drawn_from:
         return Reason(
             Cause.PER_RANK,
-            f"{evidence}, and numbers were drawn from {which} for each rank's part between the loader and the model",
+            f"{evidence}, and numbers were drawn from {drawn_from} for each rank's part between the loader and the "
+            "model",
             "draw what belongs to a sample in the dataset, where lockstep.shard seeds it by the sample's position",
         )
     return Reason(
         Cause.DATA,
         evidence,
-        "have all ranks read the same data in the same order, and let lockstep.shard (or a DistributedSampler) cut it",
+        "have all ranks read the same data in the same order, and let lockstep.shard (or a DistributedSampler) cut it; "
+        "and between the loader and the model compute nothing from the rank's part of a batch as a whole",
     )
 
 
 # Outputs -------------------------------------------------------------------------------------------------------------
 
 
-def _outputs(note: StepNote, notes: Sequence[StepNote]) -> list[Reason]:
+def _outputs(difference: Difference, step: int, nudged: Sequence[Nudged]) -> list[Reason]:
     """Look whether the model makes the same of each sample."""
-    known, differ = _compare_outputs(note, notes)
+    note, notes = difference.first.at(step)[0], difference.other.at(step)
+    size = max((batch.output_size for batch in note.batches if batch.outputs), default=0.0)
+    allowed = expected(difference, nudged, step, _most_apart)
+    known, differ = _compare_outputs(
+        note, notes, _UNKNOWN * size if allowed is None else max(allowed, _LEAST_OUTPUT * size)
+    )
     if known and not differ:
         return []
     found = []
@@ -304,21 +459,40 @@ def _outputs(note: StepNote, notes: Sequence[StepNote]) -> list[Reason]:
     return found
 
 
-def _loss(difference: Difference, step: int) -> list[Reason]:
+_WEIGH = (
+    "the loss is a mean over something else than samples (tokens, pixels that are not masked, classes with weights): "
+    "say what weighs (docs/weights.md)"
+)
+
+
+def _loss(difference: Difference, step: int, nudged: Sequence[Nudged]) -> list[Reason]:
     """Look at the loss; samples and outputs are those of one rank."""
     note, notes = difference.first.at(step)[0], difference.other.at(step)
     combined, weighted = combined_loss(note, notes), weighted_loss(notes)
-    if combined is None or weighted is None or _near(combined[0], weighted):
+    if combined is None or weighted is None:
         return []
-    one, total, scaled = combined[0], summed_loss(notes), _scaled(difference, step)
-    if _near(one, total):
+    one, ranks = combined[0], len(notes)
+    allowed = _loss_allowed(difference, step, nudged, one)
+    if abs(one - weighted) <= allowed:
+        return []
+    total, scaled = summed_loss(notes), _scaled(difference, step)
+    if abs(one - total) <= allowed:
         return [
             Reason(
                 Cause.SUM,
-                f"in step {step} the losses of {len(notes)} ranks add up to {total:.6g}, which is that of one rank; "
-                f"their mean is {weighted:.6g}{scaled}",
-                'take the mean over samples (reduction="mean"); where it must be a sum, say what weighs '
-                "(docs/weights.md)",
+                f"in step {step} the losses of {ranks} ranks add up to {total:.6g}, which is that of one rank; "
+                f"their mean is {weighted:.6g}{scaled}: is it a sum over samples, or divided by the number of ranks?",
+                'take the mean over samples (reduction="mean"), and leave dividing by the world size out: gradients '
+                "are averaged; where it must be a sum, say what weighs (docs/weights.md)",
+            )
+        ]
+    if abs(one * ranks - weighted) <= ranks * allowed:
+        return [
+            Reason(
+                Cause.SCALE,
+                f"in step {step} the ranks' losses come to {weighted:.6g}, {ranks} times that of one rank{scaled}: is "
+                "the loss multiplied by the number of ranks?",
+                "leave the factor out: the gradients are averaged over the ranks, and of N ranks that is what one has",
             )
         ]
     names = _apart(difference.other, until=step)
@@ -335,18 +509,50 @@ def _loss(difference: Difference, step: int) -> list[Reason]:
     return [
         Reason(
             Cause.LOSS,
-            f"in step {step} the ranks' losses, weighed by their samples, come to {weighted:.6g}, and that of one rank "
-            f"is {one:.6g}{scaled}",
-            "the loss is a mean over something else than samples (tokens, pixels that are not masked, classes with "
-            "weights): say what weighs (docs/weights.md)",
+            f"in step {step} the ranks' losses, weighed by their samples, come to {weighted:.7g}, and that of one rank "
+            f"is {one:.7g}{scaled}",
+            _WEIGH,
         )
     ]
+
+
+def _loss_allowed(difference: Difference, step: int, nudged: Sequence[Nudged], one: float) -> float:
+    """Return by how much the loss may differ by rounding."""
+
+    def gap(run: Difference, at: int) -> float | None:
+        return run.steps[at - 1].loss
+
+    allowed = expected(difference, nudged, step, gap)
+    if allowed is None:
+        return _UNKNOWN * max(abs(one), 1e-12)
+    spacing = max((loss.spacing for loss in difference.first.at(step)[0].losses), default=0.0)
+    return max(allowed, max(_LEAST, 2 * spacing) * abs(one))
 
 
 def _gradient(difference: Difference, step: int) -> list[Reason]:
     """Look at what became of the loss; it is that of one rank as well."""
     notes = difference.other.at(step)
     counts = [_count(each) for each in notes]
+    if notes[0].gathers:
+        where = f"in step {step} the ranks gather at {listed(notes[0].gathers, most=2)} what the loss is made of"
+        if len({*counts}) > 1:
+            return [
+                Reason(
+                    Cause.GATHERED,
+                    f"{where}, and they have {_and(map(str, counts))} samples",
+                    "each rank's gradients are weighed by its own samples, those that it sends to the samples of "
+                    "others too: keep batches equal (drop_last=True), or see docs/weights.md",
+                )
+            ]
+        return [
+            Reason(
+                Cause.GATHERED,
+                f"{where}, and the loss is that of one rank{_scaled(difference, step)}",
+                "torch.distributed.all_gather passes no gradient on to other ranks, and "
+                "torch.distributed.nn.functional.all_gather adds up theirs: see docs/weights.md",
+                sure=False,
+            )
+        ]
     if len({*counts}) > 1 and all(loss.local is None for each in notes for loss in each.losses):
         return [
             Reason(
@@ -356,16 +562,43 @@ def _gradient(difference: Difference, step: int) -> list[Reason]:
                 "let lockstep.shard cut the batch, whose shares weigh; or keep batches equal (drop_last=True)",
             )
         ]
-    scaled = _scaled(difference, step)
-    if not scaled:
+    scale = _scale(difference, step)
+    if scale is not None:
+        ranks = {float(len(notes)): ": are they multiplied by the number of ranks?"}
+        ranks[1 / len(notes)] = ": are they divided by the number of ranks?"
+        guess = next((words for factor, words in ranks.items() if abs(scale - factor) <= _UNKNOWN * factor), "")
+        return [
+            Reason(
+                Cause.SCALE,
+                f"in step {step} samples, outputs and loss are those of one rank{_scaled(difference, step)}{guess}",
+                "the gradients are averaged over the ranks already: neither divide nor multiply by the world size",
+            )
+        ]
+    return []
+
+
+def _all_alike(judgement: Judgement, difference: Difference, nudged: Sequence[Nudged]) -> list[Reason]:
+    """Look whether the loss is the same wherever one looks, so that it says nothing of how its mean is weighed."""
+    step = judgement.step
+    if judgement.stage is not Stage.GRADIENT or step is None:
         return []
-    return [
-        Reason(
-            Cause.SCALE,
-            f"in step {step} samples, outputs and loss are those of one rank{scaled}",
-            "the gradients are averaged over the ranks already: neither divide nor multiply by the world size",
-        )
-    ]
+    notes = difference.other.at(step)
+    values = [loss.value for each in notes for loss in each.losses if loss.value is not None]
+    if (
+        len(values) > 1
+        and not _whole_batch_each(difference.first.at(step)[0], notes)
+        and max(values) - min(values) <= _loss_allowed(difference, step, nudged, values[0])
+    ):
+        return [
+            Reason(
+                Cause.LOSS,
+                f"in step {step} all ranks have the loss {values[0]:.6g}, as where the last layer begins at 0, so it "
+                "can't tell what the mean is a mean of; the gradients differ",
+                _WEIGH,
+                sure=False,
+            )
+        ]
+    return []
 
 
 def _options(note: StepNote, notes: Sequence[StepNote], *, sure: bool) -> list[Reason]:
@@ -389,7 +622,7 @@ def _unknown(judgement: Judgement, difference: Difference) -> Reason:
     if judgement.stage is Stage.COUNT:
         return Reason(
             Cause.DATA,
-            f"{many.world_size} ranks take {many.steps} steps, and one takes {one.steps}",
+            _steps_in_words(one, many),
             "look at what ends the loop: the length of a loader, or a condition that depends on the rank",
             sure=False,
         )
@@ -401,6 +634,14 @@ def _unknown(judgement: Judgement, difference: Difference) -> Reason:
         "penalties, averages",
         sure=False,
     )
+
+
+def _steps_in_words(one: Observation, many: Observation) -> str:
+    taken = many.steps_of_ranks
+    if len({*taken}) == 1:
+        return f"{many.world_size} ranks take {many.steps} steps, and one takes {one.steps}"
+    each = listed([f"rank {rank} takes {count} steps" for rank, count in enumerate(taken)])
+    return f"{each}, and one rank alone takes {one.steps}"
 
 
 # What the notes say --------------------------------------------------------------------------------------------------
@@ -481,19 +722,27 @@ def _of_first(note: StepNote) -> list[float]:
     return [value for batch in note.batches if batch.module == first for value in batch.samples]
 
 
-def _compare_outputs(note: StepNote, notes: Sequence[StepNote]) -> tuple[int, int]:
-    """Return for how many samples the outputs are known, and how many of them have another one than on one rank.
+def _compare_outputs(note: StepNote, notes: Sequence[StepNote], limit: float) -> tuple[int, int]:
+    """Return for how many samples the outputs are known, and how many of them differ from one rank's by more than
+    ``limit``."""
+    gaps = _output_gaps(note, notes)
+    return len(gaps), sum(1 for gap in gaps if not gap <= limit)
+
+
+def _most_apart(difference: Difference, step: int) -> float | None:
+    """Return by how much a sample's output differs at most."""
+    return max(_output_gaps(difference.first.at(step)[0], difference.other.at(step)), default=None)
+
+
+def _output_gaps(note: StepNote, notes: Sequence[StepNote]) -> list[float]:
+    """Return by how much each sample's output differs from that on one rank; empty if that is not known.
 
     Samples are told by their signatures; where several have the same, their outputs are compared in order of size.
     """
-    ours = sorted(_pairs([note]))
-    theirs = sorted(_pairs(notes))
-    if not ours or len(ours) != len(theirs):
-        return 0, 0
-    sizes = [batch.output_size for batch in note.batches if batch.outputs]
-    limit = _OUTPUT * max(sizes, default=0.0)
-    differ = sum(1 for (_, a), (_, b) in zip(ours, theirs, strict=True) if not (a == b or abs(a - b) <= limit))
-    return len(ours), differ
+    ours, theirs = sorted(_pairs([note])), sorted(_pairs(notes))
+    if len(ours) != len(theirs):
+        return []
+    return [0.0 if a == b else abs(a - b) for (_, a), (_, b) in zip(ours, theirs, strict=True)]
 
 
 def _pairs(notes: Sequence[StepNote]) -> list[tuple[float, float]]:
@@ -524,11 +773,7 @@ def _scale(difference: Difference, step: int) -> float | None:
         return None
     scale = float(a @ b) / square
     rest = float(np.linalg.norm(b - scale * a)) / math.sqrt(square)
-    return scale if rest < _LOSS * abs(scale) and abs(scale - 1) > _LOSS else None
-
-
-def _near(one: float, other: float) -> bool:
-    return abs(one - other) <= _LOSS * max(abs(one), abs(other), 1e-12)
+    return scale if rest < _UNKNOWN * abs(scale) and abs(scale - 1) > _UNKNOWN else None
 
 
 def _and(words: Iterable[str]) -> str:

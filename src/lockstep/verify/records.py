@@ -62,6 +62,8 @@ class Loss:
     #: This rank's samples of the global batch in hand, and all of them, where a sharded loader knows them.
     local: float | None = None
     whole: float | None = None
+    #: The relative distance between neighbouring numbers of its type.
+    spacing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class StepNote:
     #: Digests, in the optimizer's order of parameters; None: no gradient.
     gradients: list[str | None]
     parameters: list[str]
-    #: Of the parameters before the step; only where it is their optimizer's first.
+    #: Of the parameters before the step.
     before: list[str] = field(default_factory=list)
     #: Numbers of each of the optimizer's groups: lr, momentum, ...
     options: list[dict[str, Any]] = field(default_factory=list)
@@ -105,6 +107,8 @@ class StepNote:
     #: The names of batch norms that took statistics of a batch, and of dropouts that dropped.
     norms: list[str] = field(default_factory=list)
     dropouts: list[str] = field(default_factory=list)
+    #: Where the script gathered what is trained from all ranks, between a forward and its backward.
+    gathers: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ class OptimizerNote:
     shapes: list[list[int]]
     #: The relative distance between neighbouring numbers of each parameter's type; 0 for what is not a float.
     spacings: list[float]
+    #: Whether each is of a module that the script has called for training; empty if it has called none.
+    called: list[bool] = field(default_factory=list)
 
 
 @dataclass
@@ -132,6 +138,9 @@ class RankNotes:
     #: Operations that torch calls not deterministic, and what else there is to say.
     operations: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    #: Ranks that the script starts by itself, and its other processes: what started them, and of which function.
+    spawned: list[str] = field(default_factory=list)
+    processes: list[str] = field(default_factory=list)
 
 
 class NotesWriter:
@@ -178,6 +187,11 @@ class Observation:
         return min((len(rank.steps) for rank in self.ranks), default=0) if len(self.ranks) == self.world_size else 0
 
     @property
+    def steps_of_ranks(self) -> list[int]:
+        """Steps that each rank has taken, in order of the ranks that have written something."""
+        return [len(rank.steps) for rank in self.ranks]
+
+    @property
     def first(self) -> RankNotes:
         """Rank 0, whose numbers are kept."""
         return self.ranks[0]
@@ -222,6 +236,10 @@ def _read_rank(folder: Path, rank: int) -> RankNotes:
             notes.operations.append(content["text"])
         elif kind == "remark":
             notes.remarks.append(content["text"])
+        elif kind == "spawned":
+            notes.spawned.append(content["text"])
+        elif kind == "process":
+            notes.processes.append(content["text"])
     return notes
 
 

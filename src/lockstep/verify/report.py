@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lockstep.errors import listed
 from lockstep.verify.compare import Difference, Judgement, Kind, Stage, StepDifference
 from lockstep.verify.records import VERSION
 from lockstep.verify.runs import Contrast, Result
@@ -22,6 +24,17 @@ def describe(result: Result) -> str:
     lines = [f"{program}: {result.steps} step{'s' * (result.steps > 1)} on one rank and on {ranks}, {_threads(result)}"]
     for contrast in result.contrasts:
         lines += ["", *_contrast(contrast, result.rounding)]
+    if result.put_back or result.left:
+        lines.append("")
+    if result.put_back:
+        text = f"the script has written {_files(result.put_back)}, put back after each run as before it"
+        lines += _wrapped(text, label="note")
+    if result.left:
+        text = (
+            f"not as before: {_files(result.left)}, written by another program or by a library that is not Python's, "
+            "so later runs began with what earlier ones left there"
+        )
+        lines += _wrapped(text, label="note")
     seconds = sum(each.seconds for each in result.runs)
     lines += ["", f"{len(result.runs)} runs took {seconds:.0f} s"]
     return "\n".join(lines)
@@ -36,12 +49,20 @@ def as_json(result: Result) -> dict[str, Any]:
         "steps": result.steps,
         "threads": result.threads,
         "contrasts": [_contrast_as_json(each) for each in result.contrasts],
+        "files_put_back": result.put_back,
+        "files_left": result.left,
         "rounding": None if result.rounding is None else _growth(result.rounding),
         "runs": [
             {"what": each.what, "ranks": each.ranks, "steps": each.steps, "seconds": round(each.seconds, 3)}
             for each in result.runs
         ],
     }
+
+
+def _files(paths: Sequence[str]) -> str:
+    here = os.getcwd()
+    names = [os.path.relpath(path, here) if path.startswith(here + os.sep) else path for path in paths]
+    return listed(names, most=3)
 
 
 def _threads(result: Result) -> str:
@@ -88,10 +109,12 @@ def _what(contrast: Contrast) -> str:
     if judgement.stage is Stage.LAYOUT:
         return Stage.LAYOUT.value
     if judgement.stage is Stage.COUNT:
-        return f"{difference.first.steps} steps on one rank, {difference.other.steps} on {contrast.ranks}"
+        taken = difference.other.steps_of_ranks
+        steps = str(taken[0]) if len({*taken}) == 1 else " and ".join(map(str, taken))
+        return f"{difference.first.steps} steps on one rank, {steps} on {contrast.ranks}"
     name = _name(contrast)
     if judgement.stage is Stage.APART:
-        return f"parameter {name} is not the same on all ranks after the step"
+        return f"parameter {name} is not the same on all ranks"
     size = f"differs by {_part(judgement.relative)}"
     if judgement.stage is Stage.START:
         return f"parameter {name} {size}"

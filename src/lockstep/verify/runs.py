@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -19,11 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep import knobs, machine
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, listed
 from lockstep.launch import processes
 from lockstep.launch.spec import Program, check_program
 from lockstep.verify import compare
 from lockstep.verify.compare import Difference, Judgement, Kind, Nudged, Stage, judge, measure
+from lockstep.verify.putback import Lookout, put_back
 from lockstep.verify.reasons import Reason, explain, whole_batch_each
 from lockstep.verify.records import Assignment, Observation
 
@@ -104,6 +106,9 @@ class Result:
     #: How far rounding alone takes a run on one rank from another; None: all bits are equal.
     rounding: Difference | None = None
     runs: list[Started] = field(default_factory=list)
+    #: Files that the script has written and that are as they were before; and those that are not.
+    put_back: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
 
     @property
     def kind(self) -> Kind:
@@ -151,7 +156,7 @@ def verify(asked: Asked, folder: Path, tell: Callable[[str], None]) -> Result:
                 nudged.append(Nudged(away, far, compare.FACTOR_FAR))
             judgement = judge(found, nudged)
         different = judgement.kind is Kind.DIFFERENT
-        reasons = explain(judgement, found, repeat, operations) if different else []
+        reasons = explain(judgement, found, repeat, operations, nudged=nudged) if different else []
         runs.result.contrasts.append(
             Contrast(ranks, found, judgement, reasons, _remarks(asked, found, repeat, reasons))
         )
@@ -165,6 +170,10 @@ def _is_close(judgement: Judgement) -> bool:
 def _remarks(asked: Asked, found: Difference, repeat: Difference | None, reasons: Sequence[Reason]) -> list[str]:
     """Say what is worth knowing beside the verdict."""
     texts = list(found.other.first.remarks)
+    spawned = found.other.first.spawned
+    if spawned:
+        texts.append(f"the script starts ranks by itself ({listed(spawned)}), and these are not seen")
+    texts += compare.untrained_parameters(found.first)
     taken = {found.first.steps, found.other.steps}
     if max(taken) < asked.steps:
         texts.append(f"the script ended by itself after {max(taken)} of {asked.steps} steps")
@@ -193,6 +202,7 @@ class _Runs:
             self._env["OMP_NUM_THREADS"] = str(machine.share_of_cores(max(asked.ranks)))
         threads = self._env.get("OMP_NUM_THREADS") or self._env.get("MKL_NUM_THREADS") or ""
         self.result = Result(asked, threads)
+        self._lookout = Lookout(_folders(asked.program), folder)
         self._numbers = asked.keep // _BYTES // ((_ALONE + len(asked.ranks)) * asked.steps * 2)
 
     def start(self, what: str, ranks: int, *, nudge: float = 0.0, names_operations: bool = False) -> Observation:
@@ -206,26 +216,47 @@ class _Runs:
         assignment = Assignment(str(home), self._asked.steps, max(1, self._numbers), nudge, names_operations)
         assignment.write(home / "assignment.json")
         begun = time.monotonic()
-        code = self._launch(home, ranks, what)
+        try:
+            code = self._launch(home, ranks, what)
+        finally:
+            self._put_back(home, what)
         seconds = time.monotonic() - begun
         found = Observation.read(home, ranks)
-        if code:
-            raise CannotVerify(
-                f"the run on {what} failed with exit code {code}, after {_steps(found.steps)}; its last lines:\n"
-                + self._last_lines(home)
-            )
-        if len(found.ranks) < ranks:
-            raise CannotVerify(f"the run on {what} ended without a word of {ranks - len(found.ranks)} of its ranks")
-        if not found.steps:
-            raise CannotVerify(
-                f"the run on {what} ended without a step of any torch.optim optimizer, so there is nothing to "
-                "compare: does the script train, and with these arguments?"
-            )
-        if not any(each.names for each in found.first.optimizers):
-            raise CannotVerify("all parameters are held in parts, as FSDP does: there are no replicas to compare")
+        why = self._why_useless(found, home, code, what)
+        if why is not None:
+            raise CannotVerify(why)
         self.result.runs.append(Started(what, ranks, found.steps, seconds))
         self._tell(f"{what}: {_steps(found.steps)}, {seconds:.1f} s")
         return found
+
+    def _put_back(self, home: Path, what: str) -> None:
+        """Undo what the script has written; see Note [Put back] in putback.py."""
+        done = put_back(home / "journal")
+        shutil.rmtree(home / "journal", ignore_errors=True)
+        self.result.put_back += [path for path in done.files if path not in self.result.put_back]
+        changed = [path for path in self._lookout.changed() if path not in done.left]
+        for path in [*done.left, *changed]:
+            if path not in self.result.left:
+                self.result.left.append(path)
+                self._tell(f"{what}: not as it was before: {path}")
+
+    def _why_useless(self, found: Observation, home: Path, code: int, what: str) -> str | None:
+        """Return why there is nothing to compare in a run, if so."""
+        if code:
+            taken = {rank.rank: len(rank.steps) for rank in found.ranks}
+            steps = f"after {_steps(found.steps)}"
+            if len({*taken.values()}) > 1:
+                apart = (f"rank {rank} took {_steps(count)}" for rank, count in taken.items())
+                steps = f"and its ranks did not end together: {listed([*apart])}"
+            return f"the run on {what} failed with exit code {code}, {steps}; its last lines:\n{self._last_lines(home)}"
+        if len(found.ranks) < found.world_size:
+            return f"the run on {what} ended without a word of {found.world_size - len(found.ranks)} of its ranks"
+        if not found.steps:
+            return f"the run on {what} ended without a step of any torch.optim optimizer{_why_no_step(found)}"
+        if not any(each.names for each in found.first.optimizers):
+            return "all parameters are held in parts, as FSDP does: there are no replicas to compare"
+        untrained = None if self.result.runs else compare.why_untrained(found)
+        return None if untrained is None else f"the run on {what} trains nothing: {untrained}"
 
     def _launch(self, home: Path, ranks: int, what: str) -> int:
         command = [
@@ -268,6 +299,33 @@ class _Runs:
         lines = _output(home).read_text(errors="replace").splitlines()
         lines = [line for line in lines if str(home) not in line]  # which is about to be removed
         return "\n".join(f"  {line}" for line in lines[-_LINES:]) or "  (none)"
+
+
+def _folders(program: Program) -> list[Path]:
+    """Return where a script is likely to write."""
+    here = Path.cwd()
+    return [here] if program.is_module else [here, Path(program.target).resolve().parent]
+
+
+def _why_no_step(found: Observation) -> str:
+    spawned = list(dict.fromkeys(each for rank in found.ranks for each in rank.spawned))
+    if spawned:
+        return (
+            f" of its own: it starts ranks by itself ({listed(spawned)}), and these are not seen. Here the command "
+            "starts the ranks: have the script call that function once in its own process, with the rank and the "
+            "number of ranks that lockstep.init() or the variables RANK and WORLD_SIZE tell"
+        )
+    if any(len(rank.steps) for rank in found.ranks):
+        idle = [str(rank.rank) for rank in found.ranks if not rank.steps]
+        return f" on rank {listed(idle)}, while the others took some: what does the script do on that rank?"
+    processes = list(dict.fromkeys(each for rank in found.ranks for each in rank.processes))
+    text = (
+        ", so there is nothing to compare: does the script train, and with these arguments? One that resumes by itself "
+        "and finds a training that is complete takes none"
+    )
+    if processes:
+        text += f". It starts processes ({listed(processes, most=3)}); what they train is not seen"
+    return text
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,0 +1,390 @@
+"""What a script writes during a run is put back after it: the files of the user are as they were, and every run starts
+from what the first one started from.
+
+Note [Put back]
+~~~~~~~~~~~~~~~
+A script saves its weights, resumes from those that it finds, and makes folders that must not be there. A scratch folder
+to run in would have to be a copy of all that the script reads, wherever that is. So the script works where it always
+does, and what it is about to change is copied first. Python tells an audit hook of each file that is opened for
+writing, removed or moved, before it is done, whoever does it: the script, its libraries, or the worker processes that
+it forks. The hook adds a line to a journal that the ranks of a run share (under a lock, so that the first of them
+copies what the others would overwrite), and the command undoes the lines from the last to the first when the run is
+over, however it ended.
+
+What writes without Python is not heard of: libraries in other languages (those that ship with torch and safetensors are
+asked by name), and programs that the script starts. So the command also looks over the folder of the script, before and
+after, and says what is not as it was. Caches are left: what has been compiled or downloaded there helps the next run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import LockstepError
+
+_LINES, _LOCK = "journal.jsonl", "lock"
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+#: Bytes of the disk that copies leave free.
+_FREE = 1 << 28
+#: Seconds by which a file system's clock may be behind.
+_TICK = 0.02
+#: Names of folders that are caches, or that a look over a folder leaves out.
+_CACHES = ("__pycache__",)
+_UNSEEN = (*_CACHES, ".git", ".hg", ".venv", "node_modules")
+#: Entries of a folder that are looked over at most.
+_MOST = 20_000
+
+
+class TooLarge(LockstepError):
+    """The script is about to change a file of which the disk holds no copy."""
+
+
+# In a rank ------------------------------------------------------------------------------------------------------------
+
+
+class Journal:
+    """Copies what is about to be changed, and writes down how to undo it; see Note [Put back].
+
+    Args:
+        folder: of this run's journal; the ranks share it.
+        spared: folders that are left alone.
+    """
+
+    def __init__(self, folder: str | Path, spared: Sequence[str | Path] = ()) -> None:
+        self._folder = Path(folder)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._spared = tuple(_real(each) + os.sep for each in (self._folder, *spared, *_caches()))
+        self._here = threading.local()
+        self._read = 0
+        #: Paths that need no further line: made in this run, or copied.
+        self._known: set[str] = set()
+
+    def listen(self) -> None:
+        """Be told by Python of what is about to be written, from now on and in processes that are forked."""
+        actions: dict[str, Callable[..., None]] = {
+            "open": self._opens,
+            "os.truncate": lambda path, *_: self.will_write(path),
+            "os.remove": lambda path, at=-1: self.will_write(path, at=at, follows=False),
+            "os.rename": lambda source, to, at=-1, to_at=-1: self.will_move(_below(source, at), _below(to, to_at)),
+            "os.mkdir": lambda path, _mode=0, at=-1: self.will_make(_below(path, at)),
+            "os.rmdir": lambda path, at=-1: self.will_remove(_below(path, at)),
+            "os.symlink": lambda _, path, at=-1: self.will_write(path, at=at, follows=False),
+            "os.link": lambda _, path, _at=-1, at=-1: self.will_write(path, at=at, follows=False),
+            "sqlite3.connect": lambda path, *_: self.will_write(path),
+        }
+
+        def heard(event: str, args: tuple[Any, ...]) -> None:
+            action = actions.get(event)
+            if action is not None and not getattr(self._here, "is_busy", False) and not sys.is_finalizing():
+                self._here.is_busy = True
+                try:
+                    action(*args)
+                finally:
+                    self._here.is_busy = False
+
+        sys.addaudithook(heard)
+
+    def announce(self, owner: Any, name: str, place: int, keyword: str) -> None:
+        """Have a function say which file it is about to write: one that writes without Python.
+
+        Args:
+            owner: what holds the function.
+            name: its name there.
+            place: of the path among its arguments.
+            keyword: the path's name, if it is given by that.
+        """
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def announced(*args: Any, **options: Any) -> Any:
+            path = args[place] if len(args) > place else options.get(keyword)
+            if isinstance(path, (str, bytes, os.PathLike)):
+                self.will_write(path)
+            return function(*args, **options)
+
+        setattr(owner, name, announced)
+
+    def _opens(self, path: Any, _mode: Any = None, flags: Any = 0, *_: Any) -> None:
+        if isinstance(flags, int) and flags & _WRITES and not isinstance(path, int):
+            self.will_write(path)
+
+    def will_write(self, path: Any, *, at: int = -1, follows: bool = True) -> None:
+        """Keep what is at a path, as it is about to be written, replaced or removed."""
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            return
+        where = _real(_below(path, at)) if follows else _place(_below(path, at))
+        if self._is_spared(where):
+            return
+        with self._alone():
+            self._keep(where)
+
+    def will_move(self, source: str, to: str) -> None:
+        """Keep what is at both ends of a move."""
+        first, second = _place(source), _place(to)
+        if self._is_spared(first) and self._is_spared(second):
+            return
+        with self._alone():
+            if os.path.isdir(first) and not os.path.islink(first):
+                if os.path.lexists(second):
+                    self._keep_folder(second)
+                self._add({"what": "moved", "path": second, "from": first})
+                self._known = {each for each in self._known if not each.startswith(first + os.sep)}
+            elif os.path.lexists(first):
+                self._keep(first)
+                self._keep(second)
+
+    def will_make(self, path: str) -> None:
+        """Note that a folder is about to be made."""
+        where = _place(path)
+        if not self._is_spared(where):
+            with self._alone():
+                if not os.path.lexists(where):
+                    self._add({"what": "folder", "path": where, "time": time.time()})
+
+    def will_remove(self, path: str) -> None:
+        """Note that a folder, an empty one, is about to be removed."""
+        where = _place(path)
+        if not self._is_spared(where):
+            with self._alone():
+                self._keep_folder(where)
+
+    def _keep_folder(self, where: str) -> None:
+        if os.path.isdir(where) and not os.listdir(where):
+            self._add({"what": "removed folder", "path": where, "mode": stat.S_IMODE(os.stat(where).st_mode)})
+
+    def _keep(self, where: str) -> None:
+        if where in self._known:
+            return
+        try:
+            found = os.lstat(where)
+        except OSError:
+            self._add({"what": "made", "path": where})
+            return
+        if stat.S_ISLNK(found.st_mode):
+            self._add({"what": "link", "path": where, "target": os.readlink(where), "ns": found.st_mtime_ns})
+        elif stat.S_ISREG(found.st_mode):
+            free = shutil.disk_usage(self._folder).free - _FREE
+            if found.st_size > free:
+                raise TooLarge(
+                    f"the script is about to change {where} ({found.st_size / 2**30:.1f} GiB), of which a copy is kept "
+                    f"while it is verified, and {self._folder} has no room for it ({max(free, 0) / 2**30:.1f} GiB): "
+                    "set TMPDIR to a larger disk, or let the script write elsewhere"
+                )
+            copy = f"{len(self._known)}-{os.getpid()}"
+            shutil.copy2(where, self._folder / copy)
+            self._add({"what": "changed", "path": where, "copy": copy, "owner": [found.st_uid, found.st_gid]})
+
+    def _is_spared(self, where: str) -> bool:
+        parts = where.split(os.sep)
+        return where.startswith(self._spared) or any(each in parts for each in _CACHES)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other ranks and workers from writing to the journal, and know what they have written."""
+        was_busy, self._here.is_busy = getattr(self._here, "is_busy", False), True
+        fd = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            self._catch_up()
+            yield
+        finally:
+            os.close(fd)
+            self._here.is_busy = was_busy
+
+    def _catch_up(self) -> None:
+        lines = self._folder / _LINES
+        if lines.exists() and lines.stat().st_size > self._read:
+            with open(lines) as file:
+                file.seek(self._read)
+                for line in file.read().splitlines():
+                    self._learn(json.loads(line))
+            self._read = lines.stat().st_size
+
+    def _learn(self, line: dict[str, Any]) -> None:
+        if line["what"] in ("made", "changed", "link"):
+            self._known.add(line["path"])
+
+    def _add(self, line: dict[str, Any]) -> None:
+        fd = os.open(self._folder / _LINES, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(fd, json.dumps(line).encode() + b"\n")
+        finally:
+            os.close(fd)
+        self._learn(line)
+        self._read = os.stat(self._folder / _LINES).st_size
+
+
+def _caches() -> list[str]:
+    """Return folders that are caches, and those that hold no files."""
+    found = ["/dev", "/proc", "/sys", os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")]
+    found += [os.environ[name] for name in ("HF_HOME", "TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR") if os.environ.get(name)]
+    triton = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton")
+    return [*found, triton, *(str(each) for each in Path(tempfile.gettempdir()).glob("torchinductor_*"))]
+
+
+def _below(path: Any, folder: int) -> str:
+    """Return a path that may be relative to an open folder (-1: to the working folder)."""
+    text = os.fsdecode(path)
+    if folder is None or folder < 0 or os.path.isabs(text):
+        return text
+    return os.path.join(os.readlink(f"/proc/self/fd/{folder}"), text)
+
+
+def _real(path: Any) -> str:
+    return os.path.realpath(os.fsdecode(path))
+
+
+def _place(path: str) -> str:
+    """Return where a name stands, which may be a link itself."""
+    head, tail = os.path.split(os.path.abspath(path))
+    return os.path.join(os.path.realpath(head), tail)
+
+
+# In the command -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PutBack:
+    """What a run has written, and what became of that."""
+
+    #: Files that are as they were before the run.
+    files: list[str] = field(default_factory=list)
+    #: Files that are not, in words: with the reason, where it is known.
+    left: list[str] = field(default_factory=list)
+
+
+def put_back(folder: str | Path) -> PutBack:
+    """Undo what the journal in ``folder`` says, the last line first."""
+    result, home = PutBack(), Path(folder)
+    lines = home / _LINES
+    entries = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    for entry in reversed(entries):
+        path = entry["path"]
+        try:
+            was_there = _undo(entry, home)
+        except OSError as error:
+            result.left.append(f"{path} ({error.strerror})")
+            continue
+        if was_there and entry["what"] != "folder" and path not in result.files:
+            result.files.append(path)
+    result.files.reverse()
+    return result
+
+
+def _undo(entry: dict[str, Any], home: Path) -> bool:
+    """Undo one line. Return whether there was anything to undo."""
+    what, path = entry["what"], entry["path"]
+    if what == "moved":
+        if not os.path.lexists(path) or os.path.lexists(entry["from"]):
+            return False
+        os.rename(path, entry["from"])
+    elif what == "removed folder":
+        if os.path.isdir(path):
+            return False
+        os.makedirs(path, mode=entry["mode"])
+    elif what == "folder":
+        if not os.path.isdir(path):
+            return False
+        _clear(path, entry["time"])
+    elif what == "changed":
+        _restore(home / entry["copy"], path, entry["owner"])
+    else:
+        is_there = os.path.lexists(path)
+        if is_there:
+            os.unlink(path)
+        if what == "link":
+            os.symlink(entry["target"], path)
+            os.utime(path, ns=(entry["ns"], entry["ns"]), follow_symlinks=False)
+        return is_there
+    return True
+
+
+def _clear(folder: str, made: float) -> None:
+    """Remove a folder that the run made, and what programs other than Python's have written there since.
+
+    What is older has been moved there, so it stays, and the folder with it.
+
+    Raises:
+        OSError: the folder is not empty.
+    """
+    for home, folders, files in os.walk(folder, topdown=False):
+        for name in [*files, *(each for each in folders if os.path.islink(os.path.join(home, each)))]:
+            path = os.path.join(home, name)
+            if os.lstat(path).st_mtime >= made - _TICK:
+                os.unlink(path)
+        for name in folders:
+            path = os.path.join(home, name)
+            if not os.path.islink(path) and not os.listdir(path):
+                os.rmdir(path)
+    os.rmdir(folder)
+
+
+def _restore(copy: Path, path: str, owner: Sequence[int]) -> None:
+    """Write a file's former content into it: it stays the same file, with its owner and its other names."""
+    if os.path.islink(path):
+        os.unlink(path)
+    if os.path.isfile(path):
+        with open(copy, "rb") as source, open(path, "r+b") as file:
+            file.truncate(0)
+            shutil.copyfileobj(source, file, 1 << 20)
+        shutil.copystat(copy, path)
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    shutil.copy2(copy, path)
+    if os.geteuid() == 0:
+        os.chown(path, *owner)
+
+
+class Lookout:
+    """Notices which files in some folders change, whoever changes them: see Note [Put back].
+
+    Args:
+        folders: where to look.
+        without: a folder that is left out.
+    """
+
+    def __init__(self, folders: Sequence[str | Path], without: str | Path) -> None:
+        self._folders = [*dict.fromkeys(_real(each) for each in folders)]
+        self._without = _real(without)
+        self._found = self._look()
+
+    def changed(self) -> list[str]:
+        """Return the files that are not as they were when it was last asked, of those it knows."""
+        found = self._look()
+        before, self._found = self._found, found
+        if len(before) >= _MOST or len(found) >= _MOST:  # not all of them were seen
+            return sorted(path for path in {*before} & {*found} if before[path] != found[path])
+        return sorted(path for path in {*before} | {*found} if before.get(path) != found.get(path))
+
+    def _look(self) -> dict[str, tuple[int, int]]:
+        found: dict[str, tuple[int, int]] = {}
+        for folder in self._folders:
+            for home, folders, files in os.walk(folder):
+                folders[:] = [each for each in folders if each not in _UNSEEN]
+                if home == self._without or home.startswith(self._without + os.sep):
+                    folders[:] = []
+                    continue
+                for name in files:
+                    path = os.path.join(home, name)
+                    try:
+                        status = os.lstat(path)
+                    except FileNotFoundError:  # gone meanwhile
+                        continue
+                    found[path] = (status.st_size, status.st_mtime_ns)
+                    if len(found) >= _MOST:
+                        return found
+        return found

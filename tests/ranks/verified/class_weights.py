@@ -1,0 +1,20 @@
+"""The mistake: a mean weighed by classes, of each rank's own classes."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+
+lockstep.init()
+inputs, labels = torch.randn(144, 20), torch.randint(0, 5, (144,))
+model = lockstep.replicate(nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 5)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = lockstep.shard(DataLoader(TensorDataset(inputs, labels), batch_size=24, shuffle=True))
+weights = torch.tensor([1.0, 5.0, 0.5, 2.0, 0.1])
+for _ in range(4):
+    for images, targets in loader:
+        loss = nn.functional.cross_entropy(model(images), targets, weight=weights)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()

@@ -1,0 +1,20 @@
+"""The mistake: inputs scaled by the largest value in each rank's part of the batch."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+
+lockstep.init()
+inputs, labels = torch.randn(144, 20), torch.randint(0, 5, (144,))
+model = lockstep.replicate(nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 5)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = lockstep.shard(DataLoader(TensorDataset(inputs, labels), batch_size=24, shuffle=True))
+for _ in range(4):
+    for images, targets in loader:
+        images = images / images.abs().max()
+        loss = nn.functional.cross_entropy(model(images), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()

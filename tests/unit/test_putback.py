@@ -1,0 +1,79 @@
+"""What a journal says is undone, line by line; what it does not know of stays."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lockstep.verify import putback
+from lockstep.verify.putback import Journal, Lookout, TooLarge, put_back
+
+
+def test_ranks_share_a_journal_and_the_first_one_keeps_what_was_there(tmp_path: Path) -> None:
+    ranks = [Journal(tmp_path / "journal") for _ in range(2)]
+    path = tmp_path / "last.pt"
+    path.write_text("mine")
+    for rank, journal in enumerate(ranks):
+        journal.will_write(path)
+        path.write_text(f"of rank {rank}")
+    assert put_back(tmp_path / "journal").files == [str(path)]
+    assert path.read_text() == "mine"
+
+
+def test_a_file_keeps_its_other_names_its_time_and_its_mode(tmp_path: Path) -> None:
+    path, other = tmp_path / "last.pt", tmp_path / "other.pt"
+    path.write_text("mine")
+    path.chmod(0o640)
+    os.utime(path, (1e9, 1e9))
+    os.link(path, other)
+    journal = Journal(tmp_path / "journal")
+    journal.will_write(path)
+    path.write_text("theirs, which is longer")
+    put_back(tmp_path / "journal")
+    assert (other.read_text(), path.stat().st_ino) == ("mine", other.stat().st_ino)
+    assert (path.stat().st_mtime, path.stat().st_mode & 0o777) == (1e9, 0o640)
+
+
+def test_what_was_moved_into_a_new_folder_by_another_program_is_left_and_told(tmp_path: Path) -> None:
+    old, made = tmp_path / "old.pt", tmp_path / "made"
+    old.write_text("mine")
+    os.utime(old, (1e9, 1e9))
+    journal = Journal(tmp_path / "journal")
+    journal.will_make(str(made))
+    made.mkdir()
+    (made / "written.h5").write_text("by a library that is not Python's")
+    old.rename(made / "old.pt")  # as `mv` does, of which nobody tells the journal
+    (left,) = put_back(tmp_path / "journal").left
+    assert left.startswith(str(made))
+    assert (made / "old.pt").read_text() == "mine"
+    assert not (made / "written.h5").exists()
+
+
+def test_a_file_of_which_the_disk_holds_no_copy_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.pt"
+    path.write_text("mine")
+    monkeypatch.setattr(putback, "_FREE", 1 << 60)
+    with pytest.raises(TooLarge, match=r"last\.pt.*set TMPDIR to a larger disk"):
+        Journal(tmp_path / "journal").will_write(path)
+
+
+def test_caches_and_the_folders_that_are_spared_are_left_alone(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", [tmp_path / "spared"])
+    for name in ("spared", "__pycache__"):
+        journal.will_make(str(tmp_path / name / "below"))
+        journal.will_write(tmp_path / name / "file")
+    assert put_back(tmp_path / "journal") == putback.PutBack()
+
+
+def test_a_lookout_tells_each_change_once(tmp_path: Path) -> None:
+    (tmp_path / "without").mkdir()
+    (tmp_path / "kept").write_text("1")
+    lookout = Lookout([tmp_path, tmp_path], tmp_path / "without")
+    assert lookout.changed() == []
+    (tmp_path / "kept").write_text("12")
+    (tmp_path / "new").touch()
+    (tmp_path / "without" / "new").touch()
+    assert lookout.changed() == [str(tmp_path / "kept"), str(tmp_path / "new")]
+    assert lookout.changed() == []

@@ -389,7 +389,7 @@ def _trained_in_short_memory(fills: bool) -> list[Any]:
     seen = []
     for step in loader.steps():
         for x, y in step:
-            kept: list[Tensor] = []  # what a script holds beyond the block in which memory ran out
+            kept: list[Any] = []  # what a script holds beyond the block in which memory ran out
             with step.attempt():
                 if fills and len(x) > 5:
                     _fill(kept)

@@ -218,6 +218,11 @@ def _some_bytes(param: Parameter) -> Tensor:
     return flat[:: max(1, len(flat) // _PROBES)].clone().view(torch.uint8)
 
 
+#: Between steps.
+_NO_GRADIENTS, _NO_BUFFERS = GradientsBefore([]), SlicedBuffers(nn.Module(), [])
+_NOTHING_MOVES = Unmoved([], probes=False)
+
+
 class SlicedGradients:
     """What one replica has of the step in hand.
 
@@ -239,12 +244,11 @@ class SlicedGradients:
         #: Of the step in hand; None between steps.
         self._partial: PartialSums | None = None
         self._next = 0
-        self._before = GradientsBefore([])
-        self._unmoved = Unmoved([], probes=False)
+        self._before, self._unmoved = _NO_GRADIENTS, _NOTHING_MOVES
         #: The parameters' when the step in hand began, and when the one before it did.
         self._versions: list[int] = []
         self._versions_before: list[int] = []
-        self._buffers = SlicedBuffers(nn.Module(), [])
+        self._buffers = _NO_BUFFERS
         #: What the parameters got in the last step; None once it was warned that they have it still.
         self._written: list[tuple[Tensor | None, int]] | None = []
         #: Steps so far.
@@ -303,8 +307,7 @@ class SlicedGradients:
         self._close()
 
     def _close(self) -> None:
-        self._partial, self._before = None, GradientsBefore([])
-        self._buffers, self._unmoved = SlicedBuffers(nn.Module(), []), Unmoved([], probes=False)
+        self._partial, self._before, self._buffers, self._unmoved = None, _NO_GRADIENTS, _NO_BUFFERS, _NOTHING_MOVES
 
     @torch.no_grad()
     def take(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lockstep import callsite
+from lockstep._files import local_path
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
@@ -78,7 +79,7 @@ class Checkpointer:
             optimizer is of a kind that can't be saved here (FSDP, tensor parallelism, the stages of a pipeline, ZeRO,
             sparse buffers): the error says what can. On every rank.
         LockstepError: ``lockstep.init()`` has not been called.
-        TypeError, ValueError: an argument is invalid.
+        TypeError, ValueError: an argument is invalid; a URL is no folder.
     """
 
     #: Where the operations on files go; tests put others in its place.
@@ -95,6 +96,7 @@ class Checkpointer:
         extra: Mapping[str, Stateful] | None = None,
         keep: int | Retention | None = 3,
     ) -> None:
+        root = local_path(folder, "folder")
         self._run = RunState(model, optimizer, scheduler, loader, dict(extra or {}))
         self._rule = _rule(keep)
         world = current_world()
@@ -102,7 +104,7 @@ class Checkpointer:
             raise LockstepError("lockstep.Checkpointer: no world yet; call lockstep.init() first")
         self._world = world
         #: Where the checkpoints are.
-        self.folder = Path(folder).absolute()
+        self.folder = root.absolute()
         self._position = Position()
         self._said_apart = False
         #: True once this run owns the folder: it has resumed what is there, or has saved.

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lockstep import callsite
+from lockstep._files import local_path
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.encoding import strict_json
 from lockstep.checkpoint.folders import MANIFEST
@@ -87,10 +88,11 @@ def load_weights(
         CheckpointCorrupt: a digest does not match, a file is truncated, or an index contradicts its shards.
         CheckpointError: there is nothing to load there, a shard is missing, loading it would need to run code from the
             file (with torch's advice), or the model is sharded or on the meta device.
+        ValueError: the path is a URL.
     """
     target = bare(model)
     _refuse_targets(target)
-    source, state = _find(Path(path), key)
+    source, state = _find(local_path(path, "path"), key)
     if prefix:
         state = _under_prefix(state, prefix)
     match = compare(target, state, exact=False)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from lockstep.cli.terminal import errors, open_console
+from lockstep.cli.terminal import LocalPath, errors, open_console
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.inspect import Summary
 
-_FOLDER = click.argument("folder", type=click.Path(path_type=Path))
+_FOLDER = click.argument("folder", type=LocalPath())
 _STEP = click.option("--step", type=click.IntRange(min=0), help="The checkpoint of this step; the newest if not given.")
 
 
@@ -175,7 +175,7 @@ def prune(folder: Path, last: int, every: int | None, best: int, mode: Literal["
 
 @checkpoint.command()
 @_FOLDER
-@click.argument("output", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("output", type=LocalPath(dir_okay=False))
 @_STEP
 @click.option("--format", "format_", type=click.Choice(["torch", "safetensors"]), help="By OUTPUT's suffix otherwise.")
 @click.option("--extra", metavar="NAME", help="An object saved as extra= (weights' average …), in place of the model.")

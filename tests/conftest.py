@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -59,6 +60,9 @@ _OF_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 #: Seconds that a thread has for its end after the test's.
 _ENDING = 5.0
+#: How the files in /dev/shm are called that torch, Python, OpenMP and MPI make, of which tests and jobs may leave some.
+#: Those of other programs on the machine come and go as they like.
+_MADE_HERE = re.compile(r"torch_|psm_|sem\.mp-|__KMP_REGISTERED_LIB_|mpich|lockstep")
 #: Seconds in which others' shared memory is known as theirs, or removed: their tests kill jobs and look what stays.
 _OTHERS = 30.0
 
@@ -108,7 +112,7 @@ def _possessions() -> dict[str, set[str]]:
         "threads": {thread.name for thread in threading.enumerate()},
         "children": _children(),
         "descriptors": _descriptors(),
-        "shared memory": set(os.listdir("/dev/shm")),
+        "shared memory": {name for name in os.listdir("/dev/shm") if _MADE_HERE.match(name)},
     }
 
 

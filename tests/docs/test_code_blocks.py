@@ -16,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from tests import warm
 from tests.launching import python_path
 
@@ -52,7 +50,6 @@ def blocks(document: Path) -> list[Block]:
     ]
 
 
-@pytest.mark.timeout(400)
 def test_every_block_runs(tmp_path: Path) -> None:
     wrong: list[str] = []
     with ThreadPoolExecutor(AT_ONCE) as pool:

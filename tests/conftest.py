@@ -24,7 +24,10 @@ from lockstep import knobs
 from tests import warm
 
 if TYPE_CHECKING:
+    from xdist.remote import Producer
+
     from tests.faults.jobs import Calm
+    from tests.scheduling import Overlapping
 
 # With it, a process's print() hands over a line in pieces, between which other processes' pieces come.
 os.environ.pop("PYTHONUNBUFFERED", None)
@@ -48,6 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # whose standard output is lost
         writer = create_terminal_writer(config, sys.__stderr__)
         config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]  # (asked by pytest-timeout)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Overlapping | None:
+    """Let tests that wait run beside tests that compute, where whole files go to several workers."""
+    from tests.scheduling import Overlapping  # here, because the tests run without pytest-xdist, too
+
+    return Overlapping(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 #: In the environment of every process that the tests start, however it is orphaned later.

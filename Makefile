@@ -16,8 +16,9 @@ LIBRARIES := accelerate datasets lightning mlflow-skinny peft tensorboard timm t
 # Ray brings half a gigabyte, so "make engines" has an environment of its own.
 ENGINES := .venv-engines
 
-# The tests run two files at a time, each in a process of its own; a test that hangs ends them both. WORKERS=0: in one.
-WORKERS ?= 2
+# The tests run in four processes, a file at a time in each: two take those that mostly wait and two all others
+# (tests/scheduling.py). A test that hangs ends them all. WORKERS=2: each takes every file; WORKERS=0: in one process.
+WORKERS ?= 4
 TESTS := python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # Of the tests with processes, some of each room; of the others all but the slowest one.
 QUICK := $(addprefix tests/ranks/test_,ddp_left_out.py run_signals.py ddp_wrapping.py shm_messages.py shared_writing.py) \
@@ -32,7 +33,7 @@ help:  ## say what there is
 demo: $(READY)  ## train a digit classifier on two replicas and load its checkpoint on one device
 	CUDA_VISIBLE_DEVICES= $(BIN)/lockstep run -n 2 -m examples.digits  # on the CPU: runs on any machine
 
-test: $(READY)  ## all tests (in two processes; WORKERS=0: in one)
+test: $(READY)  ## all tests (in four processes, two of which mostly wait; WORKERS=0: in one)
 	$(BIN)/$(TESTS)
 
 quick: $(READY)  ## the tests to run after each edit: all without processes and some with

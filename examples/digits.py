@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep
-from examples.places import accept_local_rank
+from examples.places import accept_local_rank, local_folder
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -195,7 +195,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3, help="AdamW's learning rate (default: 0.002)")
     parser.add_argument("--backend", help="see lockstep.init (default: what the machine suggests)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and order (default: 0)")
-    parser.add_argument("--folder", type=Path, default=Path("runs/digits"), help="(default: runs/digits)")
+    parser.add_argument("--folder", type=local_folder, default=Path("runs/digits"), help="(default: runs/digits)")
     parser.add_argument("--resume", action="store_true", help="resume the newest run instead of starting a new one")
     parser.add_argument("--evaluate", action="store_true", help="only test the newest run's newest checkpoint")
     accept_local_rank(parser)

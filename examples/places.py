@@ -1,14 +1,22 @@
-"""What the recipes' command lines have in common: where a job runs."""
+"""What the recipes' command lines have in common: where a job runs, and where it saves."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import lockstep
+
+
+def local_folder(text: str) -> Path:
+    """Return the folder that an option names, which must be on this machine: a run is saved there."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text} is a URL; name a folder, such as where the storage is mounted")
+    return Path(text)
 
 
 def accept_local_rank(parser: argparse.ArgumentParser) -> None:

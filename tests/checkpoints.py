@@ -124,7 +124,7 @@ def save(
                 check=lambda: None,
                 tidy=lambda new: prune(root, new, rule, on=storage),
                 on=storage,
-            )
+            ).folder
         except BaseException as error:  # noqa: BLE001  (handed to the test)
             return error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -23,7 +24,10 @@ from lockstep import knobs
 from tests import warm
 
 if TYPE_CHECKING:
+    from xdist.remote import Producer
+
     from tests.faults.jobs import Calm
+    from tests.scheduling import Overlapping
 
 # With it, a process's print() hands over a line in pieces, between which other processes' pieces come.
 os.environ.pop("PYTHONUNBUFFERED", None)
@@ -49,6 +53,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]  # (asked by pytest-timeout)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Overlapping | None:
+    """Let tests that wait run beside tests that compute, where whole files go to several workers."""
+    from tests.scheduling import Overlapping  # here, because the tests run without pytest-xdist, too
+
+    return Overlapping(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 #: In the environment of every process that the tests start, however it is orphaned later.
 _MARK = "TESTS_OF_PROCESS"
 os.environ[_MARK] = str(os.getpid())
@@ -59,6 +71,9 @@ _OF_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 #: Seconds that a thread has for its end after the test's.
 _ENDING = 5.0
+#: How the files in /dev/shm are called that torch, Python, OpenMP and MPI make, of which tests and jobs may leave some.
+#: Those of other programs on the machine come and go as they like.
+_MADE_HERE = re.compile(r"torch_|psm_|sem\.mp-|__KMP_REGISTERED_LIB_|mpich|lockstep")
 #: Seconds in which others' shared memory is known as theirs, or removed: their tests kill jobs and look what stays.
 _OTHERS = 30.0
 
@@ -108,7 +123,7 @@ def _possessions() -> dict[str, set[str]]:
         "threads": {thread.name for thread in threading.enumerate()},
         "children": _children(),
         "descriptors": _descriptors(),
-        "shared memory": set(os.listdir("/dev/shm")),
+        "shared memory": {name for name in os.listdir("/dev/shm") if _MADE_HERE.match(name)},
     }
 
 

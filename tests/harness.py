@@ -57,7 +57,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 300.0,
     threads: int = 1,
     hosts: Sequence[int] | None = None,
 ) -> list[Any]:
@@ -79,7 +79,7 @@ def collect_outcomes(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 300.0,
     threads: int = 1,
     hosts: Sequence[int] | None = None,
 ) -> list[Outcome]:

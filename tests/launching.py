@@ -19,7 +19,7 @@ from tests import warm
 from tests.namespaces import skip_unless
 
 #: Generous: it only ends a test that hangs.
-LIMIT = 60.0
+LIMIT = 300.0
 
 #: Python for ``before``: what this job mounts nobody else sees. (CLONE_NEWNS; os.unshare came with Python 3.12.)
 OWN_MOUNTS = """

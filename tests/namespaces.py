@@ -17,7 +17,7 @@ def why_not(what: str) -> str | None:
     """
     command = ["unshare", "--mount", "--propagation", "private", "sh", "-ec", what]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except FileNotFoundError:
         return "there is no unshare"
     return None if done.returncode == 0 else f"exit code {done.returncode}: {done.stderr.strip()}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lockstep
-from examples.places import accept_local_rank, read_devices, refuse_in
+from examples.places import accept_local_rank, local_folder, read_devices, refuse_in
 
 Mode = Literal["dp", "ddp", "single"]
 #: What decides which steps a run takes; the learning rate's schedule depends on all of them.
@@ -94,7 +94,7 @@ def parse(arguments: Sequence[str]) -> Options:
     add("-j", "--workers", type=int, default=0, help="processes that render lines (default: 0, the training one does)")
     add("--backend", help="of the process group: nccl on GPUs, shm or gloo on the CPU (default: what fits)")
     add("--gpus", "--devices", dest="devices", help="for --mode dp: 0,1 or cpu,cpu (default: all GPUs, else cpu,cpu)")
-    add("--folder", type=Path, default=Path("runs/crnn"), help="(default: runs/crnn)")
+    add("--folder", type=local_folder, default=Path("runs/crnn"), help="(default: runs/crnn)")
     add("--save-every", type=int, default=0, help="steps between checkpoints within an epoch (default: 0, none)")
     add("--resume", action="store_true", help="resume the newest run instead of starting a new one")
     add("--evaluate", action="store_true", help="only test the newest run's newest checkpoint")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 import lockstep
-from examples.places import accept_local_rank, read_devices, refuse_in
+from examples.places import accept_local_rank, local_folder, read_devices, refuse_in
 
 Mode = Literal["single", "dp", "ddp", "spawn"]
 Norm = Literal["batch", "sync", "group"]
@@ -219,7 +219,7 @@ def _add_training(add: Any) -> None:
 
 
 def _add_run(add: Any) -> None:
-    add("--folder", type=Path, default=Path("runs/imagenet"), help="each run gets a numbered folder in it")
+    add("--folder", type=local_folder, default=Path("runs/imagenet"), help="each run gets a numbered folder in it")
     add("--resume", action="store_true", help="resume the newest run instead of starting a new one")
     add("-e", "--evaluate", action="store_true", help="only test: the newest checkpoint, or --pretrained")
     add("--save-every", type=int, default=0, metavar="STEPS", help="save within epochs too; 0: at their ends only")

@@ -1,10 +1,13 @@
-"""Write a file completely or not at all, and say why one could not be written."""
+"""Paths that users give; files that are written completely or not at all, and why one could not be written."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
+
+from lockstep.errors import LockstepError
 
 _ADVICE = {
     errno.ENOSPC: "the disk is full: free space, or choose another folder",
@@ -19,6 +22,40 @@ _ADVICE = {
     errno.ENOTDIR: "part of the path is a file, not a folder: choose another folder",
     errno.EEXIST: "the path is a file, not a folder: choose another folder",
 }
+
+
+#: How a URL begins, also after pathlib has made one slash of two, and a path of Windows (C:\\).
+_NO_PATH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/|[A-Za-z]:\\")
+
+
+class NoLocalPath(LockstepError, ValueError):
+    """A URL, or a path of Windows, was given where files are read or written."""
+
+
+def local_path(given: str | os.PathLike[str], what: str) -> Path:
+    """Return a path that a user gave; every one of them comes through here.
+
+    ``s3://bucket/run`` is a valid name for a folder below the current one, which nobody means: what was saved there
+    would be lost with the machine.
+
+    Args:
+        given: the path.
+        what: which argument or option it is, for the message.
+
+    Raises:
+        NoLocalPath: it is a URL or a path of Windows.
+    """
+    text = os.fspath(given)
+    found = _NO_PATH.match(text)
+    if found is None:
+        return Path(given)
+    if found[1] is not None and found[1].lower() == "file":
+        raise NoLocalPath(f"{what}={text}: expected a path, not a URL: give {text[5:].replace('//', '', 1)} itself")
+    kind = "a path of Windows" if found[1] is None or len(found[1]) == 1 else "a URL"
+    raise NoLocalPath(
+        f"{what}={text}: this is {kind}, and lockstep reads and writes the file systems of this machine alone: give "
+        "the path of a folder or file there, such as where the storage is mounted"
+    )
 
 
 def write_whole(path: str | Path, data: str | bytes) -> None:

@@ -184,10 +184,15 @@ assert sys.meta_path == finders
     _python(code, tmp_path, _not_installed(tmp_path))
 
 
-def test_torch_alone_loads_little_of_lockstep_and_in_no_time(run: Run) -> None:
-    loaded, seconds = run("installed", _LOADED).splitlines()
+def test_torch_alone_loads_little_of_lockstep(run: Run) -> None:
+    loaded, _ = run("installed", _LOADED).splitlines()
     expected = "lockstep lockstep.comm lockstep.comm.shm lockstep.comm.shm.register lockstep.version"
     assert loaded == expected
+
+
+@pytest.mark.campaign  # where nothing else runs
+def test_torch_alone_loads_it_in_no_time(run: Run) -> None:
+    _, seconds = run("installed", _LOADED).splitlines()
     assert float(seconds) < 0.005
 
 

@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +22,6 @@ from tests.launching import python_path
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md"])
-#: Documents at a time: much of each is one process that imports.
-AT_ONCE = 2
 FENCE = re.compile(
     r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```(?P<language>python|bash)\n(?P<code>.*?)```", re.DOTALL
 )
@@ -52,16 +49,9 @@ def blocks(document: Path) -> list[Block]:
     ]
 
 
-@pytest.mark.timeout(400)
-def test_every_block_runs(tmp_path: Path) -> None:
-    wrong: list[str] = []
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for document, done in [(each, pool.submit(run_document, each, tmp_path / each.name)) for each in DOCUMENTS]:
-            try:
-                done.result()
-            except (AssertionError, subprocess.TimeoutExpired) as error:
-                wrong.append(f"{document.name}: {error}")
-    assert not wrong, "\n\n".join(wrong)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_every_block_runs(document: Path, tmp_path: Path) -> None:
+    run_document(document, tmp_path / document.name)
 
 
 def run_document(document: Path, folder: Path) -> None:
@@ -87,7 +77,7 @@ def run(command: list[str], block: Block, document: Path, folder: Path) -> None:
         "XDG_STATE_HOME": str(folder / "state"),
     }
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 0, (
         f"{document.name}, line {block.line}: exit code {done.returncode}\n{block.code}\n{done.stdout}\n{done.stderr}"

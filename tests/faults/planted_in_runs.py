@@ -27,6 +27,27 @@ RUN_FAULTS = [
         ("tests/unit/test_retention.py",),
     ),
     Fault(
+        "checkpoints of NaN take the places of sound ones",
+        "checkpoint/retention.py",
+        "if entry.finite or entry.good is False]",
+        "if True]",
+        ("tests/unit/test_finite_checkpoints.py", "-k", "kept or outlive"),
+    ),
+    Fault(
+        "a run resumes from a checkpoint of NaN",
+        "checkpoint/read.py",
+        "if self.manifest.not_finite is not None:",
+        "if False:",
+        ("tests/unit/test_finite_checkpoints.py", "-k", "load_weights or export"),
+    ),
+    Fault(
+        "a negative NaN counts as finite",
+        "checkpoint/finite.py",
+        " and int(bits.max()) <= self.largest + sign",
+        "",
+        ("tests/unit/test_finite_checkpoints.py", "-k", "dtype"),
+    ),
+    Fault(
         "a save beside training writes the state as it is later",
         "checkpoint/background.py",
         "copied = self._copy(plan)",

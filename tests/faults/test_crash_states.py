@@ -131,7 +131,6 @@ def test_some_crashes_leave_the_old_checkpoint_or_the_new_one(tmp_path: Path) ->
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_crash_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, world_size: int) -> None:
     story = _record(tmp_path / "run", world_size=world_size)

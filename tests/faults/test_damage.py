@@ -150,7 +150,6 @@ def test_some_damage_is_found_and_the_older_one_used(tmp_path: Path, kind: str, 
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kind", "count"), [("flips", 1000), ("pages", 200), ("truncations", _PAGE)])
 def test_all_damage_is_found_and_the_older_one_used(tmp_path: Path, kind: str, count: int) -> None:
     rows = 4000 if kind == "truncations" else 18_000  # of 64 floats: with 18,000 one tensor is more than one block

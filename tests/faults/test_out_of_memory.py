@@ -71,7 +71,6 @@ def small_group() -> Iterator[Path]:
         folder.rmdir()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.campaign)])
 def test_ranks_out_of_memory_are_told_and_started_again(tmp_path: Path, small_group: Path, kills: int) -> None:
     (tmp_path / "train.py").write_text(_TRAIN.format(kills=kills))

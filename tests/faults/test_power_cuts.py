@@ -39,7 +39,6 @@ def test_a_power_cut_right_after_a_save_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(300)
 def test_fifty_power_cuts_lose_nothing(tmp_path: Path) -> None:
     loaded = _loaded(tmp_path, 50)
     survived = sum(step == number for number, step in enumerate(loaded, 1))

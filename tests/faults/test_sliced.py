@@ -110,7 +110,6 @@ def test_a_run_with_a_past_has_the_bits_of_one_rank(tmp_path: Path, undisturbed:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("history", range(3, 53))
 def test_many_pasts(tmp_path: Path, undisturbed: str, history: int) -> None:
     assert _live(tmp_path, history) == undisturbed

@@ -52,7 +52,6 @@ def test_sigterm_in_every_phase(tmp_path: Path, calm: jobs.Calm, stops: int) -> 
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("times", [10])
 def test_ctrl_c_twice(tmp_path: Path, calm: jobs.Calm, times: int) -> None:
     """The second stops at once, in the middle of a step or of a save; what was saved before is there and good."""

@@ -31,6 +31,6 @@ def spawn_stragglers(folder: Path, *arguments: str, **env: str) -> subprocess.Co
         env=environment(folder, torch=True, PYTHONPATH=path, **env),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )

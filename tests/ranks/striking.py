@@ -82,7 +82,7 @@ def suffer(strike: Strike, timeout: float) -> Told | None:
 
 def _repeat(action: Action) -> tuple[str, str]:
     """Until an error comes: an operation whose victim had done its part is complete on the others."""
-    for _ in range(200):
+    for _ in range(100_000):  # the calls that were counted may have been those of a long wait, on a busy machine
         try:
             action()
         except lockstep.LockstepError as error:

@@ -77,6 +77,27 @@ def test_a_checkpoint_is_a_private_folder_that_other_tools_open(tmp_path: Path, 
     assert len(json.loads((folder / "rng.json").read_text())) == world_size
 
 
+def _given_urls(here: str) -> list[str]:
+    world = lockstep.init()
+    os.chdir(here)
+    refused = []
+    for folder in ("s3://bucket/run", Path("s3://bucket/run"), "file:///data/run"):
+        with pytest.raises(ValueError, match=r"folder=.*expected a path|folder=.*this is a URL") as error:
+            lockstep.Checkpointer(folder, model=nn.Linear(1, 1))
+        with pytest.raises(ValueError, match=r"run=.*expected a path|run=.*this is a URL"):
+            lockstep.Log(folder)
+        refused.append(str(error.value))
+    world.barrier()
+    return refused
+
+
+def test_urls_are_refused_on_every_rank_before_anything_is_made(tmp_path: Path) -> None:
+    first, second = run_ranks(_given_urls, 2, str(tmp_path))
+    assert first == second
+    assert first[0].startswith("folder=s3://bucket/run: this is a URL")
+    assert os.listdir(tmp_path) == []
+
+
 def test_keep_none_keeps_all(tmp_path: Path) -> None:
     run_ranks(_save_some, 1, str(tmp_path), 5, None)
     assert len(list(tmp_path.iterdir())) == 5

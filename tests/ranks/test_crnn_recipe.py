@@ -121,7 +121,6 @@ def test_it_learns_to_read(trained: tuple[Path, Finished]) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(360)
 def test_nine_lines_of_ten_are_read_within_five_minutes(tmp_path: Path) -> None:
     with start(
         ["lockstep", "run", "-n", "2", "-m", CRNN, "--mode", "ddp"], tmp_path, torch=True, PYTHONPATH=ROOT

@@ -131,7 +131,6 @@ def test_a_flipped_bit_of_a_parameter_is_found_within_the_steps_asked_for() -> N
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_all_of_a_hundred_flipped_bits_are_found_in_the_next_step(world_size: int) -> None:
     _assert_found(run_ranks(_flip_and_train, world_size, 10 + world_size, _KINDS, 100, 1, 3, timeout=500), every=1)

@@ -40,6 +40,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
         yield server
 
 
+def _left_in(temporary: Path) -> list[str]:
+    """What a command has left in the folder for temporary files; torch makes its cache there where it is imported."""
+    return [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]
+
+
 def _start(folder: Path, *words: str, before: str = "", **env: str) -> Running:
     """The command itself imports nothing large, so it starts cold."""
     job_env = environment(folder, torch=True) | env
@@ -79,7 +84,7 @@ def test_this_machine(tmp_path: Path, temporary: Path) -> None:
         re.match(r"  (ok     |warning) a job: two ranks average 16 MiB in .*, 8 bytes in .*, over \w+$", line)
         for line in lines
     ), done.out
-    assert os.listdir(temporary) == []
+    assert _left_in(temporary) == []
     assert not (tmp_path / "state").exists() or not any((tmp_path / "state").rglob("*.log"))
 
 
@@ -198,7 +203,7 @@ def test_nothing_is_left_when_it_is_killed(tmp_path: Path, temporary: Path) -> N
         job.process.kill()
         with killed_afterwards(there):
             assert gone_within(there, 30) == []
-    assert os.listdir(temporary) == []
+    assert _left_in(temporary) == []
 
 
 def test_what_looks_at_a_machine_is_killed(tmp_path: Path, temporary: Path) -> None:
@@ -222,7 +227,7 @@ def test_ctrl_c_ends_it(tmp_path: Path, temporary: Path) -> None:
         done = job.finish(LIMIT)
         assert (done.code, done.out) == (130, ""), done
         assert gone_within(there, 30) == []
-    assert os.listdir(temporary) == []
+    assert _left_in(temporary) == []
 
 
 # Two hosts, over a real ssh ------------------------------------------------------------------------------------------

@@ -174,22 +174,19 @@ def _train_with_adamw(folder: str) -> dict[str, Any]:
     }
 
 
-#: A batch norm takes away the bias before it, so that bias has a gradient of rounding alone, which has another sign on
-#: another processor, and AdamW makes a whole step of it. The norm's mean follows that bias; no output does.
-_ROUNDING = ("0.bias", "1.running_mean")
-
-
 def test_a_run_with_adamw_goes_on_with_the_values_that_it_had(tmp_path: Path) -> None:
     expected = json.loads((_WITH_ADAMW / "values.json").read_text())
     _lay_down(_WITH_ADAMW, tmp_path)
     for rank, found in enumerate(run_ranks(_train_with_adamw, 2, str(tmp_path))):
         assert found["draws"] == expected[rank]["draws"], "every generator that a rank has"
         assert found["step"] == 6
-        for values in found, expected[rank]:
-            for name in _ROUNDING:
-                del values["model"][name]
+        there = expected[rank]
+        # A bias before a batch norm has no gradient but rounding, of which AdamW makes steps as large as any; the batch
+        # norm's mean follows it, and nothing else does.
+        for name in ("0.bias", "1.running_mean"):
+            assert found["model"].pop(name) == pytest.approx(there["model"].pop(name), abs=2 * 0.02), name
         for name in ("losses", "model", "moments", "lr"):  # other processors round in other ways
-            assert _numbers(found[name]) == pytest.approx(_numbers(expected[rank][name]), rel=1e-4, abs=1e-6), name
+            assert _numbers(found[name]) == pytest.approx(_numbers(there[name]), rel=1e-4, abs=1e-6), name
 
 
 def _numbers(value: Any) -> list[float]:

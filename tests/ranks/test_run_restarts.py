@@ -11,7 +11,7 @@ import pytest
 from tests.launching import Finished, gone_within, run, start, wait_for
 
 _TRAIN = """
-import os, signal, time
+import os, signal
 import torch, lockstep
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,14 +22,10 @@ model = lockstep.replicate(nn.Linear(4, 1))
 optimizer = torch.optim.AdamW(model.parameters())
 loader = lockstep.shard(DataLoader(TensorDataset(torch.arange(240.0).view(60, 4)), batch_size=4, num_workers={workers}))
 saved = lockstep.Checkpointer("run", model=model, optimizer=optimizer, loader=loader)
-begun = False
 for epoch in saved.epochs(1):
     for (batch,) in loader:
         model(batch).square().mean().backward()
         optimizer.step()
-        if not begun and world.is_main and os.path.exists("death"):
-            print("back within", time.monotonic() - float(open("death").read()))
-        begun = True
         if saved.step % 4 == 0:
             saved.save()
         {trouble}
@@ -39,7 +35,6 @@ world.print("done at", saved.step, "after restart", restart)
 #: Rank 1 is killed at steps 6 and 10, in the first two starts.
 _KILLED = """
         if world.rank == 1 and saved.step == (6, 10, 99)[restart]:
-            open("death", "w").write(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -58,9 +53,6 @@ def test_killed_ranks_come_back_and_finish(tmp_path: Path) -> None:
         assert f"restart {number} of 2: all ranks start again" in done.err.splitlines()
         assert (tmp_path / "logs" / f"restart-{number}" / "rank1.log").exists()
     assert f"rank 1's log: {tmp_path / 'logs'}/restart-1/rank1.log".replace(f"{tmp_path}/", "") in done.err
-    back = [float(line.rpartition(" ")[2]) for line in done.out.splitlines() if line.startswith("back within")]
-    assert len(back) == 2
-    assert min(back) < 2.0, f"seconds from death to the first step: {back} (half a second, and more where it is busy)"
 
 
 def test_restarts_are_used_up(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_starts_that_end_within_a_moment_are_recorded(tmp_path: Path) -> None:
 
 def _say(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command, env = [sys.executable, "-m", "lockstep", *words], environment(folder)
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_a_run_is_listed_asked_for_its_stacks_and_readable_when_it_was_killed(tmp_path: Path) -> None:

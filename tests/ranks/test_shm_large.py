@@ -133,7 +133,6 @@ def _huge(what: str) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "what", ["all_reduce", "all_reduce of an allocated tensor", "broadcast", "all_gather", "send and recv"]
 )

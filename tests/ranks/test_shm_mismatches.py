@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from statistics import median
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.internals  # run on other versions of torch and Python,
 
 #: From the last rank's arrival to the error on every rank; busy machines get a margin.
 SOON = 0.2
-MARGIN = 0.8
+MARGIN = 8.0
 
 
 def _wrong_operation(rank: int) -> None:
@@ -228,7 +229,12 @@ def test_a_mismatch_is_the_same_error_on_every_rank(world_size: int) -> None:
             assert each.message == each.again == told[0][name].message, (name, rank)
             assert each.seconds < SOON + MARGIN, (name, rank, each)
             assert each.touched == 0, (name, rank, each)
-    assert sorted(each.seconds for by_name in told for each in by_name.values())[len(told) * len(told[0]) // 2] < SOON
+
+
+@pytest.mark.campaign  # where nothing else runs
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_mismatch_is_known_everywhere_within_200_ms(world_size: int) -> None:
+    assert median(each.seconds for by_name in _told_to(world_size) for each in by_name.values()) < SOON
 
 
 def test_a_mismatch_names_both_sides_and_both_source_lines() -> None:

@@ -252,7 +252,7 @@ def test_functions_and_classes_of_main_and_ranks_that_spawn(tmp_path: Path) -> N
 def test_a_program_on_standard_input_is_refused_with_a_reason(tmp_path: Path) -> None:
     command = [sys.executable, "-"]
     done = subprocess.run(
-        command, cwd=tmp_path, input=_IN_MAIN, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=tmp_path, input=_IN_MAIN, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 1
     assert (

@@ -169,7 +169,7 @@ def _written(layouts: list[StateLayout]) -> tuple[dict[str, bytes], list[dict[st
     file = next(file for file in layouts[0].files if file.name == "ranks.safetensors")
     content = bytearray(file.size)
     for plan in plans:
-        for name, offset, data in plan.contents():
+        for name, offset, data, _ in plan.contents():
             if name == file.name:
                 content[offset : offset + len(data)] = data
     return {one.name: bytes(content[one.start : one.stop]) for one in file.spans}, [dict(plan.apart) for plan in plans]

@@ -86,11 +86,11 @@ def test_every_rank_writes_about_as_much() -> None:
     assert not plans[0].apart
     buffer = torch.empty(plans[1].nbytes, dtype=torch.uint8)
     copied = plans[1].copied(buffer)
-    expected = [(name, offset, bytes(data)) for name, offset, data in plans[1].contents()]
+    expected = [(name, offset, bytes(data)) for name, offset, data, _ in plans[1].contents()]
     for state in states:
         for tensor in state.model.values():
             tensor.zero_()
-    assert [(name, offset, bytes(data)) for name, offset, data in copied.contents()] == expected
+    assert [(name, offset, bytes(data)) for name, offset, data, _ in copied.contents()] == expected
 
 
 @pytest.mark.parametrize("difference", ["value", "shape", "missing"])

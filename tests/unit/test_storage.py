@@ -17,6 +17,7 @@ from lockstep.checkpoint.blocks import Part
 from lockstep.checkpoint.encoding import digest_of
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.manifest import MODEL, FileEntry, Manifest
+from lockstep.checkpoint.plan import Block
 from lockstep.checkpoint.read import find_damage
 from lockstep.checkpoint.save import Draft, write_blocks
 from tests.checkpoints import verify
@@ -44,8 +45,8 @@ def _commit(root: Path, step: int = 3) -> Path:
 
 def _write(draft: Draft, name: str, content: bytes) -> FileEntry:
     draft.create(name)
-    digests = write_blocks(draft.path, [(name, 0, memoryview(content))])
-    return FileEntry.of([Part("", 0, len(content), tuple(digests))])
+    written = write_blocks(draft.path, [Block(name, 0, memoryview(content))])
+    return FileEntry.of([Part("", 0, len(content), tuple(written.digests))])
 
 
 def test_a_committed_folder_verifies_and_is_private(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from lockstep import callsite
+from lockstep._files import local_path
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
 from lockstep.checkpoint.locks import RunLock
 from lockstep.checkpoint.plan import WritePlan
-from lockstep.checkpoint.read import none_complete
 from lockstep.checkpoint.restore import Restored, find, load, load_generators, restored, words_on_differences
 from lockstep.checkpoint.retention import Retention, prune
 from lockstep.checkpoint.save import prepare, words_on_drift, write
@@ -79,7 +79,7 @@ class Checkpointer:
             optimizer is of a kind that can't be saved here (FSDP, tensor parallelism, the stages of a pipeline, ZeRO,
             sparse buffers): the error says what can. On every rank.
         LockstepError: ``lockstep.init()`` has not been called.
-        TypeError, ValueError: an argument is invalid.
+        TypeError, ValueError: an argument is invalid; a URL is no folder.
     """
 
     #: Where the operations on files go; tests put others in its place.
@@ -96,6 +96,7 @@ class Checkpointer:
         extra: Mapping[str, Stateful] | None = None,
         keep: int | Retention | None = 3,
     ) -> None:
+        root = local_path(folder, "folder")
         self._run = RunState(model, optimizer, scheduler, loader, dict(extra or {}))
         self._rule = _rule(keep)
         world = current_world()
@@ -103,16 +104,20 @@ class Checkpointer:
             raise LockstepError("lockstep.Checkpointer: no world yet; call lockstep.init() first")
         self._world = world
         #: Where the checkpoints are.
-        self.folder = Path(folder).absolute()
+        self.folder = root.absolute()
         self._position = Position()
         self._said_apart = False
         #: True once this run owns the folder: it has resumed what is there, or has saved.
         self._owns_folder = False
         #: The names of checkpoints that restore() found damaged.
         self._damaged: set[str] = set()
+        #: Which tensors hold infinities that are meant; see Note [Finite] in ``finite.py``.
+        self._infinite = frozenset[str]()
         #: What is told where the run is, and the step of the checkpoint that it resumed from.
         self._followers: list[Follower] = []
         self._resumed_from: int | None = None
+        #: Whether a run can resume from what was saved last.
+        self._last_is_finite = True
         _, shorts = together(world, self._refuse_unsavable, lambda short: short)
         refuse_parts(shorts)
         (self._lock, _), owners = together(world, self._claim_folder, lambda claimed: claimed[1])
@@ -142,8 +147,9 @@ class Checkpointer:
         return self._run.local_training
 
     def _refuse_unsavable(self) -> tuple[str, str]:
-        """Refuse what can't be saved. Return the model's parameters in short."""
+        """Refuse what can't be saved, and note which infinities are meant. Return the model's parameters in short."""
         self._run.refuse_unsavable()
+        self._infinite = self._run.infinite()
         return parameters_in_short(self._run.model)
 
     def _claim_folder(self) -> tuple[RunLock | None, int]:
@@ -215,7 +221,9 @@ class Checkpointer:
     def save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> Path:
         """**Collective.** Write a checkpoint to the disk itself and return its folder. Older ones are pruned after it.
 
-        If it fails, the checkpoints before it are as they were, and training may continue.
+        If it fails, the checkpoints before it are as they were, and training may continue. If parameters or the
+        optimizer's state are NaN or infinite, rank 0 warns; no finite checkpoint is removed for this one, and a run
+        does not resume from it by itself (docs/checkpoints.md).
 
         Args:
             metric: a number by which the best checkpoints are kept, if ``keep`` says so; the same on all ranks
@@ -280,7 +288,7 @@ class Checkpointer:
         return folder
 
     def _write(self, plan: WritePlan, moment: Moment, peers: Peers) -> Path:
-        folder = write(
+        saved = write(
             self.folder,
             plan,
             moment,
@@ -291,7 +299,8 @@ class Checkpointer:
         )
         if self._world.is_main:
             notes.tell(notes.CHECKPOINT, step=moment.step)
-        return folder
+        self._last_is_finite = saved.not_finite is None
+        return saved.folder
 
     def _prepare(self, metric: float | None, epoch_done: bool | None) -> tuple[WritePlan, Moment]:
         """**Collective.** Decide what this rank writes, copied nowhere yet, and say where the run is."""
@@ -309,7 +318,9 @@ class Checkpointer:
             raise
         except LockstepError as error:  # the same on every rank
             raise CheckpointError(f"what goes with the checkpoint could not be written: {error}") from error
-        plan = prepare(run, self._world, step=position.step, before=self._refuse_foreign_folder)
+        plan = prepare(
+            run, self._world, step=position.step, before=self._refuse_foreign_folder, infinite=self._infinite
+        )
         drift = words_on_drift(plan)
         if drift and self._world.is_main and not self._said_apart:
             self._said_apart = True
@@ -331,43 +342,54 @@ class Checkpointer:
     # Restoring.
 
     @flight.phase(Phase.RESTORE)
-    def restore(self, *, strict: bool = False) -> Restored | None:
-        """**Collective.** Resume from the newest complete checkpoint; None if there is none.
+    def restore(self, *, strict: bool = False, only_finite: bool = True) -> Restored | None:
+        """**Collective.** Resume from the newest complete checkpoint that is finite; None if there is no checkpoint.
 
-        Everything is verified and compared on every rank before anything is changed on any. Damaged checkpoints are
-        skipped with a warning on rank 0.
+        Everything is verified and compared on every rank before anything is changed on any. Damaged checkpoints, and
+        those whose parameters or optimizer's state are NaN or infinite, are skipped with a warning on rank 0.
 
         Args:
             strict: refuse a damaged checkpoint instead of skipping it.
+            only_finite: False: take the newest complete one even if it is not finite.
 
         Raises:
             CheckpointCorrupt: no checkpoint there is complete (with ``strict``: the newest is not).
             CheckpointMismatch: the checkpoint is of another model, optimizer, scheduler or dataset.
-            CheckpointError: the ranks do not see the same folder.
+            CheckpointError: the ranks do not see the same folder; or no checkpoint there is both complete and finite.
         """
         self.wait()
-        contents, damaged = find(
-            self.folder, self._run, self._world, owners=self._owners, strict=strict, on=self._storage
+        search = find(
+            self.folder,
+            self._run,
+            self._world,
+            owners=self._owners,
+            strict=strict,
+            only_finite=only_finite,
+            on=self._storage,
         )
-        self._damaged.update(folder.name for folder in damaged)
-        if contents is None and damaged:
-            raise none_complete(damaged)
-        if contents is None:
+        self._damaged.update(folder.name for folder in search.damaged)
+        if search.found is None:
+            remedy = "restore(only_finite=False) resumes from the newest all the same; another folder begins anew"
+            error = search.nothing(self.folder, remedy=remedy)
+            if error is not None:
+                raise error
             self._owns_folder = True
             for follower in self._followers:
                 follower.resumed(None)
             return None
+        _, contents = search.found
         load(contents, self._run, self._world)
+        self._infinite |= self._run.infinite()
         self._position.resume_from(contents.manifest)
         self._owns_folder = True
         self._resumed_from = self._position.step
         for follower in self._followers:
             follower.resumed(self._resumed_from)
         load_generators(contents, self._world)
-        differences = words_on_differences(contents, damaged, self._run, self._world)
+        differences = words_on_differences(contents, search, self._run, self._world)
         if differences and self._world.is_main:
             callsite.warn(differences, RuntimeWarning)
-        return restored(contents, damaged)
+        return restored(contents, search)
 
 
 def _rule(keep: int | Retention | None) -> Retention:

@@ -30,6 +30,7 @@ class Saver(Protocol):
     """The Checkpointer whose run it is."""
 
     step: int
+    _last_is_finite: bool
 
     @property
     def _local_training(self) -> LocalTraining | None: ...
@@ -137,20 +138,21 @@ class StepBoundary:
     def _save_and_leave(self, saver: Saver, epoch_done: bool | None) -> None:
         folder = saver.save(epoch_done=epoch_done)
         self._requests.leave()
-        self._leave_word(saver.step, folder)
+        self._leave_word(saver.step, folder, finite=saver._last_is_finite)
         raise SystemExit(EXIT_SAVED)
 
-    def _leave_word(self, step: int, folder: Path) -> None:
+    def _leave_word(self, step: int, folder: Path, *, finite: bool) -> None:
         """Tell each machine's launcher where the run can resume; without a launcher, rank 0 tells the user."""
         job_folder = knobs.job_dir()
         if job_folder is not None and flight.current.pages is not None:
             if self._world.local_rank == 0:
-                StopNote(step, str(folder)).write(job_folder)
+                StopNote(step, str(folder), finite).write(job_folder)
             return
         if not self._world.is_main:
             return
         by = "a signal" if self._requests.stop is None else self._requests.stop.name
-        print(f"lockstep: stopped by {by}; saved at step {step} in {folder}", file=sys.stderr, flush=True)
+        where = StopNote(step, str(folder), finite).describe()
+        print(f"lockstep: stopped by {by}; {where}", file=sys.stderr, flush=True)
 
 
 def _board(world: World) -> Board:

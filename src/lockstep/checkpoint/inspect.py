@@ -19,7 +19,15 @@ import torch
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.read import find_damage, newest_complete, none_complete, read, read_manifest, read_model
+from lockstep.checkpoint.read import (
+    NotFinite,
+    find_damage,
+    newest_complete,
+    read,
+    read_manifest,
+    read_model,
+    words_on_not_finite,
+)
 from lockstep.checkpoint.retention import Entry, Retention, entries, superfluous
 from lockstep.errors import CheckpointCorrupt, CheckpointError, listed
 
@@ -39,6 +47,11 @@ class Summary:
     folder: Path
     manifest: Manifest | None
     damage: str | None = None
+
+    @property
+    def not_finite(self) -> str:
+        """Which of its values are not finite, in words; empty if its manifest names none."""
+        return "" if self.manifest is None else words_on_not_finite(self.folder, self.manifest)
 
     @property
     def size(self) -> int:
@@ -89,10 +102,11 @@ def glance(folder: Path) -> Summary:
 class PruningPlan:
     """What a pruning is going to do."""
 
-    #: The newest checkpoint that is complete, which stays whatever the rule says.
+    #: The newest checkpoint that is complete, and finite if one is, which stays whatever the rule says.
     newest: Path
-    #: Newer ones, which are damaged and stay as well: what is wrong with each.
+    #: Newer ones, which are damaged or not finite and stay as well: what is wrong with each.
     damaged: tuple[str, ...]
+    not_finite: tuple[str, ...]
     #: Those that the rule keeps besides.
     kept: tuple[Entry, ...]
     superfluous: tuple[Entry, ...]
@@ -110,15 +124,23 @@ def plan_pruning(root: Path, rule: Retention) -> PruningPlan:
         if found:
             raise CheckpointCorrupt("; ".join(found))
 
-    newest, damaged = newest_complete(lambda: find(root), refuse_damage)
-    wrong = tuple(damaged.values())
-    if newest is None:
+    def refuse_lost(folder: Path) -> None:
+        manifest = read_manifest(folder)
+        if manifest.not_finite is not None:
+            raise NotFinite(folder, manifest)
+        refuse_damage(folder)
+
+    search = newest_complete(lambda: find(root), refuse_lost)
+    if search.found is None and search.not_finite:
+        search = newest_complete(lambda: find(root), refuse_damage)
+    wrong = tuple(search.damaged.values())
+    if search.found is None:
         raise CheckpointError(f"{root}: no checkpoint there is complete, so nothing is removed: {'; '.join(wrong)}")
-    folder = newest[0]
-    listed = entries(folder.parent, good=(folder.name,), damaged=[other.name for other in damaged])
+    folder = search.found[0]
+    listed = entries(folder.parent, good=(folder.name,), damaged=[other.name for other in search.damaged])
     gone = superfluous(listed, rule)
     kept = tuple(entry for entry in listed if entry not in gone)
-    return PruningPlan(folder, wrong, kept, tuple(gone))
+    return PruningPlan(folder, wrong, tuple(search.not_finite.values()), kept, tuple(gone))
 
 
 def leftovers(root: Path) -> Iterator[Path]:
@@ -141,6 +163,8 @@ class Exported:
     size: int
     #: Newer checkpoints that are damaged.
     skipped: tuple[str, ...] = ()
+    #: Newer checkpoints that are not finite; or the one that was asked for.
+    not_finite: tuple[str, ...] = ()
 
 
 def format_of(path: Path) -> Format | None:
@@ -157,7 +181,7 @@ def export(
     extra: str | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Write the model of the newest complete checkpoint into one file, which appears complete or not at all.
+    """Write the model of the newest complete and finite checkpoint into one file, which appears complete or not at all.
 
     Tensors keep their dtypes. Tied ones, which the checkpoint holds once, are in a safetensors file under each name.
 
@@ -166,25 +190,32 @@ def export(
         output: the file.
         format: ``"torch"``: a state dict that ``torch.load(…, weights_only=True)`` reads; ``"safetensors"``.
         extra: the name of an object of ``Checkpointer(extra=…)`` whose state is meant, in place of the model's.
-        step: only checkpoints of this step are taken.
+        step: only checkpoints of this step are taken, finite or not.
         overwrite: replace a file that is there.
 
     Raises:
         CheckpointCorrupt: none of them is complete.
-        CheckpointError: there are no checkpoints; there is such a file; there is no such object; or its state does not
-            fit the format.
+        CheckpointError: there are no checkpoints, or none that is finite; there is such a file; there is no such
+            object; or its state does not fit the format.
         OSError: the file can't be written.
     """
     if output.exists() and not overwrite:
         raise CheckpointError(f"{output} is there already: choose another name, or overwrite it")
 
-    def read_state(folder: Path) -> Mapping[str, Any]:
-        return read_model(folder) if extra is None else _extra(folder, extra)
+    chosen = step is not None or _is_checkpoint(path.resolve())
 
-    found, damaged = newest_complete(lambda: find(path, step=step), read_state)
-    if found is None:
-        raise none_complete(damaged)
-    source, state = found[0], dict(found[1])
+    def read_state(folder: Path) -> tuple[str, Mapping[str, Any]]:
+        words = words_on_not_finite(folder, read_manifest(folder))
+        if extra is None:
+            return words, read_model(folder, only_finite=not chosen)
+        return words, _extra(folder, extra, only_finite=not chosen)
+
+    search = newest_complete(lambda: find(path, step=step), read_state)
+    if search.found is None:
+        gone = CheckpointError(f"{path}: its checkpoints have just been removed")
+        raise search.nothing(path, remedy="give the path of one of them, or its step, to take it all the same") or gone
+    source, (words, read_of_it) = search.found
+    state = dict(read_of_it)
     _refuse_what_needs_code(state, f"{source.name}: {'the model' if extra is None else f'extra {extra!r}'}")
     if format == "safetensors":
         others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
@@ -195,11 +226,12 @@ def export(
             )
     _write_whole(output, lambda path: _write(state, path, format))
     tensors = sum(isinstance(value, torch.Tensor) for value in state.values())
-    return Exported(output, source, format, tensors, output.stat().st_size, tuple(damaged.values()))
+    damaged, lost = tuple(search.damaged.values()), (*search.not_finite.values(), *([words] if words else []))
+    return Exported(output, source, format, tensors, output.stat().st_size, damaged, lost)
 
 
-def _extra(folder: Path, name: str) -> Mapping[str, Any]:
-    saved = read(folder).parts.get("extra", {})
+def _extra(folder: Path, name: str, *, only_finite: bool) -> Mapping[str, Any]:
+    saved = read(folder, only_finite=only_finite).parts.get("extra", {})
     if name not in saved:
         there = f"it has {', '.join(map(repr, saved))}" if saved else "it has none"
         raise CheckpointError(f"{folder}: no extra object {name!r} was saved; {there}")

@@ -66,6 +66,9 @@ class Manifest:
     round: int | None = None
     #: The ranks by host, where the sums of each host's were added (World.hosts): their bits depend on it; else None.
     hosts: list[list[int]] | None = None
+    #: The tensors by file that hold NaN or infinities where finite values belong, if there are any (Note [Finite] in
+    #: ``finite.py``). None: there are none, or it was written before this was looked at.
+    not_finite: dict[str, list[str]] | None = None
 
     def to_json(self) -> bytes:
         """Return the manifest file, with a digest of itself."""
@@ -74,7 +77,7 @@ class Manifest:
             for name, entry in self.files.items()
         }
         body = {"format": _FORMAT, **vars(self), "files": files}
-        for name in ("round", "hosts"):
+        for name in ("round", "hosts", "not_finite"):
             if body[name] is None:
                 del body[name]  # other jobs' manifests stay as earlier versions wrote and read them
         return json.dumps({**body, "digest": _digest_of(body)}, sort_keys=True).encode() + b"\n"
@@ -111,8 +114,15 @@ def _refuse_nonsense(manifest: Manifest) -> None:
     hosts = manifest.hosts
     if hosts is not None and (type(hosts) is not list or any(type(ranks) is not list for ranks in hosts)):
         raise ValueError("its hosts are no lists of ranks")
+    named = manifest.not_finite
+    if named is not None and not (named and type(named) is dict and all(map(_are_names, named.values()))):
+        raise ValueError("what is not finite is not named by file")
     if MODEL not in manifest.files:
         raise ValueError(f"it lists no {MODEL}")
+
+
+def _are_names(value: Any) -> bool:
+    return type(value) is list and bool(value) and all(type(name) is str for name in value)
 
 
 def _entry(name: str, entry: Any) -> FileEntry:

@@ -6,16 +6,22 @@ Nothing is copied here. A save that returns at once copies its :class:`WritePlan
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lockstep.checkpoint.blocks import Part, cut, divide
 from lockstep.checkpoint.encoding import encode
+from lockstep.checkpoint.finite import Bound
 from lockstep.checkpoint.manifest import MODEL, FileEntry
 from lockstep.checkpoint.safetensors import TensorFile, lay_out
+
+
+def is_of_an_optimizer(name: str) -> bool:
+    """Return whether a tensor is of a part that an optimizer or LocalSteps keeps, by its name in its file."""
+    return name.startswith(("optimizer.", "local_steps.", "ranks."))
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class StateLayout:
         alike: frozenset[str] = frozenset({"optimizer"}),
         own: Any = None,
         world_size: int = 1,
+        judged: Callable[[str], bool] = is_of_an_optimizer,
+        infinite: frozenset[str] = frozenset(),
     ) -> StateLayout:
         """Lay a run's state out in files.
 
@@ -55,12 +63,15 @@ class StateLayout:
             alike: the parts that all ranks hold alike.
             own: the tree that this rank holds alone, of the same names, shapes and dtypes on all ranks; None: nothing.
             world_size: how many ranks hold such a tree.
+            judged: whether a tensor of a part should be finite, as parameters should, by its name in its file.
+            infinite: the names of parameters, and of tensors of parts, whose infinities are meant.
 
         Raises:
             CheckpointError: something can't be written down.
         """
         tensors = {name: value for name, value in model.items() if isinstance(value, torch.Tensor)}
-        files = [lay_out(MODEL, tensors, where="model", alike=parameters)]
+        bounded = {name: name in infinite for name in parameters}
+        files = [lay_out(MODEL, tensors, where="model", alike=parameters, judged=bounded)]
         texts: dict[str, bytes] = {}
         others = {name: value for name, value in model.items() if name not in tensors}
         if others and is_main:
@@ -72,11 +83,12 @@ class StateLayout:
             encoded = encode(tree, kept, where=part)
             if kept:
                 same = None if part in alike else frozenset[str]()
-                files.append(lay_out(f"{part}.safetensors", kept, where=part, alike=same))
+                bounded = _judged(kept, judged, infinite)
+                files.append(lay_out(f"{part}.safetensors", kept, where=part, alike=same, judged=bounded))
             if is_main:
                 texts[f"{part}.json"] = text(encoded)
         if own is not None:
-            file, encoded = _lay_out_ranks(own, world_size)
+            file, encoded = _lay_out_ranks(own, world_size, judged)
             files += [file] if file.spans else []
             if is_main:
                 texts["ranks.json"] = text(encoded)
@@ -93,7 +105,14 @@ class StateLayout:
         )
 
 
-def _lay_out_ranks(own: Any, world_size: int) -> tuple[TensorFile, list[Any]]:
+def _judged(
+    tensors: Mapping[str, torch.Tensor], judged: Callable[[str], bool], infinite: frozenset[str]
+) -> dict[str, bool]:
+    """Name the tensors that should be finite, and say whether infinities are meant; see Note [Finite]."""
+    return {name: name in infinite or tensor.numel() == 1 for name, tensor in tensors.items() if judged(name)}
+
+
+def _lay_out_ranks(own: Any, world_size: int, judged: Callable[[str], bool]) -> tuple[TensorFile, list[Any]]:
     """Lay out what each rank holds alone: all come to the same layout, each with its own tensors in all places."""
     tensors: dict[str, torch.Tensor] = {}
     owners: dict[str, int] = {}
@@ -103,7 +122,9 @@ def _lay_out_ranks(own: Any, world_size: int) -> tuple[TensorFile, list[Any]]:
         encoded.append(encode(own, kept, where=f"ranks.{rank}"))
         tensors.update(kept)
         owners.update(dict.fromkeys(kept, rank))
-    return lay_out("ranks.safetensors", tensors, where="ranks", alike=frozenset(), owners=owners), encoded
+    bounded = _judged(tensors, judged, frozenset())
+    file = lay_out("ranks.safetensors", tensors, where="ranks", alike=frozenset(), owners=owners, judged=bounded)
+    return file, encoded
 
 
 def text(encoded: Any) -> bytes:
@@ -147,6 +168,28 @@ class Write:
     source: torch.Tensor | bytes
     #: Where the first of these bytes is within the source.
     offset: int
+    #: What its elements should be within; None: nothing in particular.
+    bound: Bound | None = None
+
+
+class Block(NamedTuple):
+    """The content of one block."""
+
+    file: str
+    #: Where it begins in the file.
+    start: int
+    content: memoryview
+    #: As in :class:`Write`.
+    bound: Bound | None = None
+
+
+class Written(NamedTuple):
+    """What one rank has written; in JSON types."""
+
+    #: One for each block, in order.
+    digests: list[str]
+    #: The numbers of those blocks that are not within their bounds.
+    beyond: list[int]
 
 
 @dataclass(frozen=True)
@@ -165,13 +208,14 @@ class WritePlan:
         """Bytes of tensors that are to be written."""
         return sum(one.stop - one.start for one in self.writes if isinstance(one.source, torch.Tensor))
 
-    def contents(self) -> Iterator[tuple[str, int, memoryview]]:
-        """Yield file, offset and content of each block, in order; each is valid until the next."""
+    def contents(self) -> Iterator[Block]:
+        """Yield each block, in order; its content is valid until the next."""
         for one in self.writes:
             source = memoryview(one.source) if isinstance(one.source, bytes) else flat_bytes(one.source)
             for start, stop in cut(one.start, one.stop):
                 block = source[one.offset + start - one.start : one.offset + stop - one.start]
-                yield one.file, start, block if isinstance(block, memoryview) else block.cpu().numpy().data
+                content = block if isinstance(block, memoryview) else block.cpu().numpy().data
+                yield Block(one.file, start, content, one.bound)
 
     def copied(self, into: torch.Tensor) -> WritePlan:
         """Return the same plan, its tensors' bytes copied into a buffer, which must outlive it.
@@ -208,6 +252,23 @@ class WritePlan:
             )
             for name, parts in (self.files or {}).items()
         }
+
+    def not_finite(self, beyond: Sequence[Sequence[int]]) -> dict[str, list[str]] | None:
+        """**Rank 0.** Name the tensors, by their file, that are not within their bounds; None if all are.
+
+        Args:
+            beyond: each rank's numbers of such blocks.
+        """
+        numbers, passed = [set(own) for own in beyond], [0] * len(beyond)
+        found: dict[str, list[str]] = {}
+        for name, parts in (self.files or {}).items():
+            for part in parts:
+                begun = list(passed)
+                for rank in part.writers:
+                    passed[rank] += 1
+                if any(not own.isdisjoint(range(*run)) for own, *run in zip(numbers, begun, passed, strict=True)):
+                    found.setdefault(name, []).append(part.name)
+        return found or None
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -247,7 +308,8 @@ def plan_writes(
         files[file.name].append(part)
         start, stop = part.run_of(rank)
         if start < stop:
-            writes.append(Write(file.name, start, stop, file.source(part.name), start - part.start))
+            bound = file.bounds.get(part.name)
+            writes.append(Write(file.name, start, stop, file.source(part.name), start - part.start, bound))
     if rank:
         return WritePlan(tuple(writes), apart, None)
     for name, content in {**layout.texts, **texts}.items():

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from lockstep.checkpoint import folders
+from lockstep.checkpoint import finite, folders
 from lockstep.checkpoint.blocks import BLOCK, Part, cut
 from lockstep.checkpoint.encoding import PIECE, decode, new_digest, strict_json
 from lockstep.checkpoint.folders import MANIFEST
@@ -28,15 +28,59 @@ from lockstep.checkpoint.locks import CheckpointGone, reading
 from lockstep.checkpoint.manifest import MAX_BYTES, MODEL, FileEntry, Manifest
 from lockstep.checkpoint.safetensors import LENGTH, Header, TensorSpan, header_length, parse_header
 from lockstep.checkpoint.storage import POSIX, Storage
-from lockstep.errors import CheckpointCorrupt
+from lockstep.errors import CheckpointCorrupt, CheckpointError
 
 Result = TypeVar("Result")
+
+#: What is wrong with checkpoints, by folder, newest first.
+Damage = dict[Path, str]
 
 _DISAGREE = "its header and the manifest do not agree"
 #: Failures that say nothing of the checkpoint: skipping it for an older one would be wrong.
 _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 #: How often a run's folder is listed anew, while checkpoints in it are removed as fast as they are listed.
 _LISTINGS = 10
+
+
+@dataclass(frozen=True)
+class Search(Generic[Result]):
+    """What was found among a run's checkpoints."""
+
+    #: The newest that can be taken, and what was read of it; None: there is none.
+    found: tuple[Path, Result] | None
+    #: What is wrong with those that are damaged and newer than it, or with all, by folder, newest first.
+    damaged: Damage
+    #: The same of those that were passed over because they are not finite.
+    not_finite: Damage
+
+    def nothing(self, root: Path, *, remedy: str) -> CheckpointError | None:
+        """Return the error that none of a run's checkpoints can be taken; None if there was none to take.
+
+        Args:
+            root: the run's folder.
+            remedy: how one that is not finite is taken all the same.
+        """
+        if self.not_finite:
+            words = "; ".join([*self.not_finite.values(), *self.damaged.values()])
+            return CheckpointError(f"no checkpoint in {root} is complete and finite: {words}; {remedy}")
+        if self.damaged:
+            return CheckpointCorrupt(f"no checkpoint there is complete: {'; '.join(self.damaged.values())}")
+        return None
+
+
+class NotFinite(CheckpointError):
+    """A checkpoint is passed over because it is not finite; see Note [Finite] in ``finite.py``."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        super().__init__(words_on_not_finite(folder, manifest))
+        self.manifest = manifest
+
+
+def words_on_not_finite(folder: Path, manifest: Manifest) -> str:
+    """Say which values of a checkpoint are not finite; empty if its manifest names none."""
+    if manifest.not_finite is None:
+        return ""
+    return f"{folder.name} holds values that are NaN or infinite, in {finite.in_words(manifest.not_finite)}"
 
 
 @dataclass(frozen=True)
@@ -51,34 +95,42 @@ class Contents:
     parts: dict[str, Any]
 
 
-def read(folder: Path, *, owners: Sequence[int] | None = None, on: Storage = POSIX) -> Contents:
+def read(
+    folder: Path, *, owners: Sequence[int] | None = None, only_finite: bool = False, on: Storage = POSIX
+) -> Contents:
     """Read a complete checkpoint, verifying every byte.
 
     Args:
         folder: the checkpoint's folder, which must not be a link.
         owners: the users to whom the folder and its files may belong. None: anybody.
+        only_finite: read no further than the manifest if that names values that are not finite.
         on: the file system.
 
     Raises:
+        NotFinite: it does, with ``only_finite``.
         CheckpointCorrupt: a file is missing, is not a plain file, belongs to another user, or has another size or
             digest; the message names the file and the tensor, what was expected and what was found.
         CheckpointGone: it has just been removed.
     """
     with _opened(folder, owners, on) as reader:
         reader.refuse_other_step()
+        if only_finite:
+            reader.refuse_not_finite()
         files = reader.manifest.files
         names = [name.removesuffix(".json") for name in files if name.endswith(".json") and name != "model.json"]
         parts = {name: reader.part(name) for name in names}
         return Contents(folder, reader.manifest, reader.model(), parts)
 
 
-def read_model(folder: Path, *, on: Storage = POSIX) -> dict[str, Any]:
+def read_model(folder: Path, *, only_finite: bool = False, on: Storage = POSIX) -> dict[str, Any]:
     """Read and verify the model alone.
 
     Raises:
-        CheckpointCorrupt: as :func:`read`.
+        CheckpointCorrupt, NotFinite: as :func:`read`.
     """
     with _opened(folder.resolve(), None, on) as reader:
+        if only_finite:
+            reader.refuse_not_finite()
         return reader.model()
 
 
@@ -134,49 +186,42 @@ def read_tensors(path: Path, *, on: Storage = POSIX) -> dict[str, torch.Tensor]:
         file.close()
 
 
-#: What is wrong with damaged checkpoints, by folder, newest first.
-Damage = dict[Path, str]
-
-
 def newest_complete(
-    listing: Callable[[], Sequence[Path]], read: Callable[[Path], Result]
-) -> tuple[tuple[Path, Result] | None, Damage]:
-    """Find the newest checkpoint that can be read, and skip the damaged ones.
+    listing: Callable[[], Sequence[Path]], read: Callable[[Path], Result], *, strict: bool = False
+) -> Search[Result]:
+    """Find the newest checkpoint that can be read; skip the damaged ones, and those that ``read`` finds not finite.
 
     Args:
         listing: returns the folders, newest first. Asked again if one was removed after it had been listed: there is
             a newer one then.
         read: what is wanted of a checkpoint.
-
-    Returns:
-        Its folder and what was read of it, or None if there is none; and what is wrong with those that were skipped.
+        strict: raise what is wrong with a damaged one instead.
 
     Raises:
         CheckpointGone: they are removed faster than they are read.
+        CheckpointCorrupt: one is damaged, and ``strict`` is on.
     """
     for _ in range(_LISTINGS - 1):
         try:
-            return _first_complete(listing(), read)
+            return _first_complete(listing(), read, strict)
         except CheckpointGone:
             continue
-    return _first_complete(listing(), read)
+    return _first_complete(listing(), read, strict)
 
 
-def _first_complete(
-    listed: Sequence[Path], read: Callable[[Path], Result]
-) -> tuple[tuple[Path, Result] | None, Damage]:
+def _first_complete(listed: Sequence[Path], read: Callable[[Path], Result], strict: bool) -> Search[Result]:
     damaged: Damage = {}
+    not_finite: Damage = {}
     for folder in listed:
         try:
-            return (folder, read(folder)), damaged
+            return Search((folder, read(folder)), damaged, not_finite)
+        except NotFinite as error:
+            not_finite[folder] = str(error)
         except CheckpointCorrupt as error:
+            if strict:
+                raise
             damaged[folder] = str(error)
-    return None, damaged
-
-
-def none_complete(damaged: Damage) -> CheckpointCorrupt:
-    """Make the error that all checkpoints are damaged."""
-    return CheckpointCorrupt(f"no checkpoint there is complete: {'; '.join(damaged.values())}")
+    return Search(None, damaged, not_finite)
 
 
 @contextmanager
@@ -217,6 +262,11 @@ class _Reader:
         step = folders.step_in(self._path.name)
         if step is not None and step != self.manifest.step:
             raise CheckpointCorrupt(f"{self._path}: holds step {self.manifest.step}: it has been renamed")
+
+    def refuse_not_finite(self) -> None:
+        """Refuse a checkpoint whose manifest names values that are not finite."""
+        if self.manifest.not_finite is not None:
+            raise NotFinite(self._path, self.manifest)
 
     def _refuse_foreign(self, opened: int, path: Path) -> None:
         owner = self._on.owner(opened)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint import folders, state
-from lockstep.checkpoint.read import Contents, Damage, newest_complete, read
+from lockstep.checkpoint.read import Contents, NotFinite, Search, newest_complete, read, words_on_not_finite
 from lockstep.checkpoint.state import RunState
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.together import together
@@ -31,9 +31,11 @@ class Restored:
     world_size: int
     #: Newer checkpoints that are damaged: file, what was expected and what was found.
     skipped: tuple[str, ...]
+    #: Newer checkpoints that are not finite: which of their values.
+    not_finite: tuple[str, ...] = ()
 
 
-def restored(contents: Contents, damaged: Damage) -> Restored:
+def restored(contents: Contents, search: Search[Contents]) -> Restored:
     """Say what the user is told of a checkpoint."""
     manifest = contents.manifest
     return Restored(
@@ -42,21 +44,20 @@ def restored(contents: Contents, damaged: Damage) -> Restored:
         epoch=manifest.epoch,
         in_epoch=manifest.in_epoch,
         world_size=manifest.world_size,
-        skipped=tuple(damaged.values()),
+        skipped=tuple(search.damaged.values()),
+        not_finite=tuple(search.not_finite.values()),
     )
 
 
 def find(
-    root: Path, run: RunState, world: World, *, owners: Sequence[int], strict: bool, on: Storage
-) -> tuple[Contents | None, Damage]:
+    root: Path, run: RunState, world: World, *, owners: Sequence[int], strict: bool, only_finite: bool, on: Storage
+) -> Search[Contents]:
     """**Collective.** Read the newest complete checkpoint that ``run`` can resume from. Changes nothing.
 
     Args:
         owners: the users whose checkpoints are taken.
         strict: refuse a damaged checkpoint instead of looking for an older one.
-
-    Returns:
-        None if there is none; and what is wrong with newer ones, or with all.
+        only_finite: pass over those that are not finite.
 
     Raises:
         CheckpointCorrupt: the newest is damaged, and ``strict`` is on.
@@ -72,24 +73,29 @@ def find(
         return [root / name for name in listings[0]]
 
     def read_and_compare(folder: Path) -> Contents:
-        contents = read(folder, owners=owners, on=on)
+        contents = read(folder, owners=owners, only_finite=only_finite, on=on)
         ranks = contents.manifest.world_size
         state.refuse_malformed_rng(contents.parts.get("rng"), count=ranks, where=str(folder / "rng.json"))
         run.refuse_other(contents, world_size=world.world_size)
         return contents
 
+    def read_or_pass(folder: Path) -> Contents | NotFinite:
+        try:
+            return read_and_compare(folder)
+        except NotFinite as passed:  # by its manifest, which is the same on all ranks, or they say so
+            return passed
+
     def read_together(folder: Path) -> Contents:
         contents, manifests = together(
-            world, lambda: read_and_compare(folder), lambda found: found.manifest.to_json().decode()
+            world, lambda: read_or_pass(folder), lambda found: found.manifest.to_json().decode()
         )
         if any(manifest != manifests[0] for manifest in manifests):
             raise CheckpointError(f"the ranks see different checkpoints in {folder}: is it shared?")
+        if isinstance(contents, NotFinite):
+            raise contents
         return contents
 
-    if strict:
-        return next((read_together(folder) for folder in listing()), None), {}
-    found, damaged = newest_complete(listing, read_together)
-    return None if found is None else found[1], damaged
+    return newest_complete(listing, read_together, strict=strict)
 
 
 def load(contents: Contents, run: RunState, world: World) -> None:
@@ -121,11 +127,15 @@ def load_generators(contents: Contents, world: World) -> None:
         state.restore_rng({**states[0], "cuda": None}, world.device)
 
 
-def words_on_differences(contents: Contents, damaged: Damage, run: RunState, world: World) -> str:
+def words_on_differences(contents: Contents, search: Search[Contents], run: RunState, world: World) -> str:
     """Return what to tell of a run that does not resume exactly as it was; empty if it does."""
     words = []
-    if damaged:
-        words.append(f"skipped damaged checkpoints: {'; '.join(damaged.values())}")
+    if search.not_finite:
+        words.append(f"passed over newer checkpoints: {'; '.join(search.not_finite.values())}")
+    if contents.manifest.not_finite is not None:
+        words.append(words_on_not_finite(contents.folder, contents.manifest))
+    if search.damaged:
+        words.append(f"skipped damaged checkpoints: {'; '.join(search.damaged.values())}")
     saved, now = contents.manifest.world_size, world.world_size
     in_slices = run.is_in_slices(contents)  # whose sums and random numbers know nothing of ranks
     if saved != now and not (in_slices and state.have_common_rng(contents.parts["rng"])):

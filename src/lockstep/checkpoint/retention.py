@@ -6,6 +6,7 @@ The rule itself is pure (:func:`superfluous`); it is applied to a folder that ot
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,10 @@ from lockstep.errors import CheckpointCorrupt
 class Retention:
     """Which checkpoints a run keeps. A checkpoint stays if any one of these wants it.
 
-    The newest one that is good always stays, whatever the rule says.
+    The newest one that is good always stays, whatever the rule says. A checkpoint that is not finite (Note [Finite] in
+    ``checkpoint/finite.py``) takes no other's place: the rule chooses among the finite ones as if it were not there.
+    Of those that are not finite the newest stays, or as many as finite ones are missing from ``last``, until they are
+    older than the last finite ones.
     """
 
     #: The checkpoints of the last so many steps. None: all of them; 0: none but the newest.
@@ -61,16 +65,30 @@ class Entry:
     metric: float | None = None
     #: Whether it is complete; None: not checked.
     good: bool | None = None
+    #: False: its manifest names tensors that are not finite.
+    finite: bool = True
 
 
 def superfluous(entries: Iterable[Entry], rule: Retention) -> list[Entry]:
     """Choose the checkpoints that may go, oldest first.
 
-    The newest one known to be good never goes, nor does any newer than it: whether those are good is not known, or
-    they are damaged, which someone may want to look at. Without any known to be good, nothing goes. A damaged one
-    takes no place among the kept; it goes once it is older than the last ``rule.last``.
+    The newest finite one known to be good never goes, nor does any newer than it: whether those are good is not known,
+    or they are damaged, which someone may want to look at. Without any known to be good, nothing goes. A damaged one
+    takes no place among the kept; it goes once it is older than the last ``rule.last``. Those that are not finite go as
+    :class:`Retention` says, once there is a newer one that is known to be good.
     """
-    oldest_first = sorted(entries, key=lambda entry: (entry.step, entry.revision))
+    oldest_first = sorted(entries, key=_age)
+    usable = [entry for entry in oldest_first if entry.finite or entry.good is False]
+    lost = [entry for entry in oldest_first if not entry.finite and entry.good is not False]
+    return sorted([*_superfluous_among(usable, rule), *_superfluous_lost(lost, usable, rule)], key=_age)
+
+
+def _age(entry: Entry) -> tuple[int, int]:
+    return entry.step, entry.revision
+
+
+def _superfluous_among(oldest_first: list[Entry], rule: Retention) -> list[Entry]:
+    """Choose among those that are finite or damaged."""
     good = [number for number, entry in enumerate(oldest_first) if entry.good]
     if not good:
         return []
@@ -82,6 +100,33 @@ def superfluous(entries: Iterable[Entry], rule: Retention) -> list[Entry]:
         entry
         for entry in older
         if entry.name not in kept and (entry.good is not False or entry.step < oldest_of_the_last)
+    ]
+
+
+def _superfluous_lost(lost: list[Entry], usable: list[Entry], rule: Retention) -> list[Entry]:
+    """Choose among those that are not finite, all oldest first.
+
+    Args:
+        lost: these.
+        usable: the others.
+    """
+    known = max((_age(entry) for entry in (*lost, *usable) if entry.good), default=(-1, 0))
+    finite = list({entry.step: entry for entry in usable if entry.good is not False}.values())
+    places = len(lost) if rule.last is None else max(1, rule.last - len(finite))
+    kept = {entry.name for entry in list({entry.step: entry for entry in lost}.values())[-places:]}
+    if rule.every is not None:
+        kept |= {entry.name for entry in lost if entry.step % rule.every == 0}
+    oldest_of_the_last = _oldest_of_the_last(finite, rule) if finite else -math.inf
+    replaced = {entry.step: _age(entry) for entry in finite if _age(entry) <= known}  # by a later save of that step
+    return [
+        entry
+        for entry in lost
+        if _age(entry) < known
+        and (
+            entry.name not in kept
+            or _age(entry) < replaced.get(entry.step, (-1, 0))
+            or (entry.step < oldest_of_the_last and (rule.every is None or entry.step % rule.every != 0))
+        )
     ]
 
 
@@ -127,7 +172,7 @@ def entries(
     *,
     good: Collection[str] = (),
     damaged: Collection[str] = (),
-    metrics: bool = True,
+    enough: int | None = None,
     on: Storage = POSIX,
 ) -> list[Entry]:
     """List the checkpoints of a run as the rule sees them.
@@ -135,23 +180,32 @@ def entries(
     Args:
         root: the run's folder.
         good, damaged: names of the folders that are known to be so. One without a manifest is damaged.
-        metrics: read each manifest, for its metric; one that can't be read is damaged.
+        enough: once so many steps of finite ones have been seen, newest first, read no manifest that a rule by steps
+            alone can do without; None: read them all. One that can't be read is damaged.
         on: the file system.
     """
     found = []
-    for folder in folders.checkpoints(root, on=on):
+    listed = folders.checkpoints(root, on=on)
+    saves = Counter(map(folders.step_of, listed))
+    newest = max((folders.age(folder) for folder in listed if folder.name in good), default=(-1, 0))
+    seen: set[int] = set()  # steps of finite ones, of those that the rule chooses among
+    for folder in listed:
         known = True if folder.name in good else False if folder.name in damaged else None
-        metric = None
+        step, revision = folders.age(folder)
+        metric, finite = None, True
         try:
-            if metrics:
-                metric = read_manifest(folder, on=on).metric
+            if enough is None or len(seen) < enough or saves[step] > 1:  # which of a step's saves counts
+                manifest = read_manifest(folder, on=on)
+                metric, finite = manifest.metric, manifest.not_finite is None
             elif not (folder / MANIFEST).is_file():
                 known = False
         except CheckpointCorrupt:
             known = False
         except CheckpointGone:
             continue  # someone else has removed it
-        found.append(Entry(folder.name, *folders.age(folder), metric, known))
+        if finite and known is not False and (step, revision) <= newest:
+            seen.add(step)
+        found.append(Entry(folder.name, step, revision, metric, known, finite))
     return found
 
 
@@ -180,8 +234,10 @@ def prune(root: Path, newest: Path, rule: Retention, *, damaged: Collection[str]
     Those of later steps are left alone, and so are those that someone is reading. What fails is a warning: the new
     checkpoint is safe, and failing the save for an old one's sake would be wrong.
     """
+    # What is older than the last finite ones goes, finite or not, unless its step says otherwise.
+    enough = None if rule.best > 0 else 0 if rule.last is None else max(1, rule.last)
     try:
-        there = entries(root, good=(newest.name,), damaged=damaged, metrics=rule.best > 0, on=on)
+        there = entries(root, good=(newest.name,), damaged=damaged, enough=enough, on=on)
         gone = remove(root, superfluous(there, rule), on=on)
     except OSError as error:
         callsite.warn(f"could not list the old checkpoints in {root}: {describe(error)}", RuntimeWarning)

@@ -21,6 +21,7 @@ from torch import nn
 
 from lockstep.checkpoint.blocks import Part
 from lockstep.checkpoint.encoding import new_digest, strict_json
+from lockstep.checkpoint.finite import Bound
 from lockstep.errors import CheckpointError
 
 #: Bytes of a header's length, at the beginning of the file.
@@ -89,6 +90,8 @@ class TensorFile:
     alike: Collection[str]
     #: By name, the rank that alone holds a tensor; such a tensor has the same shape and dtype on all ranks.
     owners: Mapping[str, int] = field(default_factory=dict)
+    #: By name, how far the values go of those that should be finite; see Note [Finite] in ``finite.py``.
+    bounds: Mapping[str, Bound] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -146,6 +149,7 @@ def lay_out(
     where: str,
     alike: Collection[str] | None = None,
     owners: Mapping[str, int] | None = None,
+    judged: Mapping[str, bool] | None = None,
 ) -> TensorFile:
     """Lay tensors out in the safetensors file ``name``; nothing is copied.
 
@@ -154,6 +158,7 @@ def lay_out(
         where: what is being written, for the message.
         alike: the names of those whose bits are the same on all ranks. None: all.
         owners: by name, the rank that alone holds the tensor; on the others its place is held by one of its shape.
+        judged: the names of those that should be finite, and whether infinities are meant there all the same.
 
     Raises:
         CheckpointError: a tensor is sharded, sparse, quantized, without data, or of a dtype the format does not know.
@@ -178,7 +183,14 @@ def lay_out(
     for key, tensor in written.items():
         start, end = end, end + tensor.nbytes
         spans.append(TensorSpan(key, tensor.dtype, tuple(tensor.shape), start, end))
-    return TensorFile(name, header, tuple(spans), written, frozenset(written if alike is None else alike), owners)
+    bounds = {
+        one.name: bound
+        for one in spans
+        if judged is not None and one.name in judged
+        if (bound := Bound.of(one.dtype, infinities=judged[one.name])) is not None
+    }
+    alike = frozenset(written if alike is None else alike)
+    return TensorFile(name, header, tuple(spans), written, alike, owners, bounds)
 
 
 def _header(tensors: Mapping[str, torch.Tensor], aliases: dict[str, str], complex_names: list[str]) -> bytes:

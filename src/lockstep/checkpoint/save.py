@@ -16,7 +16,7 @@ work of a living one.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from lockstep import knobs
-from lockstep.checkpoint import folders, state
+from lockstep import callsite, knobs
+from lockstep.checkpoint import finite, folders, state
 from lockstep.checkpoint.encoding import PIECE, encode, new_digest
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.manifest import MAX_BYTES, FileEntry, Manifest
 from lockstep.checkpoint.match import bare, plain_names, under_plain_names
-from lockstep.checkpoint.plan import Outline, StateLayout, WritePlan, plan_writes, text
+from lockstep.checkpoint.plan import Block, Outline, StateLayout, WritePlan, Written, plan_writes, text
 from lockstep.checkpoint.state import Moment, RunState
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
@@ -64,10 +64,13 @@ class Announcement:
         return cls(**{**record, "outline": Outline.from_json(record["outline"])})
 
 
-def prepare(run: RunState, world: World, *, step: int, before: Callable[[], None]) -> WritePlan:
+def prepare(
+    run: RunState, world: World, *, step: int, before: Callable[[], None], infinite: frozenset[str] = frozenset()
+) -> WritePlan:
     """**Collective.** Decide what this rank is to write of a checkpoint at ``step``; nothing is copied yet.
 
-    ``before`` is run on each rank first; what it raises is raised on all.
+    ``before`` is run on each rank first; what it raises is raised on all. ``infinite`` names the tensors whose
+    infinities are meant (:meth:`RunState.infinite`).
 
     Raises:
         CheckpointError: a rank's state can't be written down, or the ranks are not at the same step.
@@ -75,7 +78,7 @@ def prepare(run: RunState, world: World, *, step: int, before: Callable[[], None
 
     def announce() -> tuple[StateLayout, Announcement]:
         before()
-        layout = _lay_out(run, world)
+        layout = _lay_out(run, world, infinite)
         loader = None if run.loader is None else encode(run.loader.state_dict(), None, where="loader")
         return layout, Announcement(step, state.capture_rng(world.device), loader, layout.outline())
 
@@ -95,7 +98,7 @@ def prepare(run: RunState, world: World, *, step: int, before: Callable[[], None
     return plan_writes(layout, [rank.outline for rank in ranks], rank=world.rank, texts=texts)
 
 
-def _lay_out(run: RunState, world: World) -> StateLayout:
+def _lay_out(run: RunState, world: World, infinite: frozenset[str]) -> StateLayout:
     model = bare(run.model)
     plain = plain_names(model)
     parameters = frozenset(plain(name) for name, _ in model.named_parameters(remove_duplicate=False))
@@ -108,6 +111,8 @@ def _lay_out(run: RunState, world: World) -> StateLayout:
         alike=frozenset(common),
         own=run.own_tree(),
         world_size=world.world_size,
+        judged=run.judges(),
+        infinite=infinite,
     )
 
 
@@ -133,12 +138,12 @@ def write(
     check: Callable[[], None],
     tidy: Callable[[Path], None],
     on: Storage = POSIX,
-) -> Path:
-    """**Collective.** Write a checkpoint into ``root``, completely or not at all, and return its folder.
+) -> Saved:
+    """**Collective.** Write a checkpoint into ``root``, completely or not at all.
 
     It talks to the other ranks by ``peers`` alone and touches no live state if ``plan`` was copied, so that it may
     run in a thread beside training. Before it commits, rank 0 calls ``check``, which raises if the folder is not this
-    job's any more; when the checkpoint is safe, it calls ``tidy`` to remove older ones.
+    job's any more; when the checkpoint is safe, it calls ``tidy`` to remove older ones, and warns if it is not finite.
 
     Raises:
         CheckpointError: it could not be written; the same error on every rank, and nothing is left of it.
@@ -155,20 +160,24 @@ def write(
             draft.create(name)
         return draft.path.name
 
-    def finish(digests: Sequence[Sequence[str]]) -> str:
+    def finish(written: list[Written]) -> tuple[str, dict[str, list[str]] | None]:
         if draft is None:
-            return ""
+            return "", None
         check()
-        path = draft.commit(_manifest(moment, peers.world_size, plan.entries(digests)))
+        entries = plan.entries([own.digests for own in written])
+        not_finite = plan.not_finite([own.beyond for own in written])
+        path = draft.commit(_manifest(moment, peers.world_size, entries, not_finite))
         tidy(path)
-        return path.name
+        if not_finite:
+            callsite.warn(_words_on_not_finite(path, not_finite), RuntimeWarning)
+        return path.name, not_finite
 
     try:
         _, drafts = together(peers, begin, lambda name: name)
-        _, digests = together(
+        _, written = together(
             peers, lambda: write_blocks(root / str(drafts[0]), plan.contents(), on=on), lambda own: own
         )
-        _, names = together(peers, lambda: finish(digests), lambda name: name)
+        _, told = together(peers, lambda: finish([Written(*own) for own in written]), lambda saved: saved)
     except CheckpointError:  # on every rank: none continues, and looks at the folder, before rank 0 has cleaned up
         if draft is not None:
             draft.discard()
@@ -178,10 +187,31 @@ def write(
         if draft is not None:
             draft.discard()
         raise
-    return root / str(names[0])
+    name, not_finite = told[0]
+    return Saved(root / str(name), not_finite)
 
 
-def _manifest(moment: Moment, world_size: int, files: dict[str, FileEntry]) -> Manifest:
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that has been written; the same on every rank."""
+
+    folder: Path
+    #: As in its manifest.
+    not_finite: dict[str, list[str]] | None
+
+
+def _words_on_not_finite(path: Path, not_finite: dict[str, list[str]]) -> str:
+    return (
+        f"the checkpoint {path.name} holds values that are NaN or infinite, in {finite.in_words(not_finite)}: no "
+        f"finite checkpoint in {path.parent} is removed for it, and a run resumes from the newest finite one; stop "
+        "this run and start it again to do so (lockstep.replicate(model, check_finite=True) names the rank and the "
+        "parameter where such a gradient begins)"
+    )
+
+
+def _manifest(
+    moment: Moment, world_size: int, files: dict[str, FileEntry], not_finite: dict[str, list[str]] | None
+) -> Manifest:
     return Manifest(
         step=moment.step,
         epoch=moment.epoch,
@@ -198,6 +228,7 @@ def _manifest(moment: Moment, world_size: int, files: dict[str, FileEntry]) -> M
             **moment.conditions,
         },
         files=dict(sorted(files.items())),
+        not_finite=not_finite,
     )
 
 
@@ -272,18 +303,18 @@ class Draft:
             self._on.close(self._folder)
 
 
-def write_blocks(folder: Path, blocks: Iterable[tuple[str, int, memoryview]], *, on: Storage = POSIX) -> list[str]:
-    """Write blocks (file, offset and content, one file after the other) to the disk itself. Return their digests.
+def write_blocks(folder: Path, blocks: Iterable[Block], *, on: Storage = POSIX) -> Written:
+    """Write blocks, one file after the other, to the disk itself. Return their digests, and which are out of bounds.
 
     Raises:
         OSError: it could not be written.
     """
-    digests: list[str] = []
+    written = Written([], [])
     with named(folder):
         opened = on.open_folder(folder)
     current, file = "", -1
     try:
-        for name, offset, data in blocks:
+        for name, offset, data, bound in blocks:
             with named(folder / name):
                 if name != current:
                     file = _finish(file, on)
@@ -292,15 +323,18 @@ def write_blocks(folder: Path, blocks: Iterable[tuple[str, int, memoryview]], *,
                 for start in range(0, len(data), PIECE):
                     piece = data[start : start + PIECE]
                     digest.update(piece)
+                    if bound is not None and not bound.holds(piece):
+                        written.beyond.append(len(written.digests))
+                        bound = None
                     on.write(file, piece, offset + start)
-                digests.append(digest.hexdigest())
+                written.digests.append(digest.hexdigest())
         with named(folder / current):
             file = _finish(file, on)
     finally:
         if file >= 0:
             on.close(file)
         on.close(opened)
-    return digests
+    return written
 
 
 def _finish(file: int, on: Storage) -> int:

@@ -10,7 +10,7 @@ import copy
 import json
 import random
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lockstep.checkpoint import finite
 from lockstep.checkpoint.encoding import digest_of
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.match import (
@@ -26,9 +27,11 @@ from lockstep.checkpoint.match import (
     compare,
     describe_optimizer,
     layers,
+    plain_names,
     refuse_other_optimizer,
     under_plain_names,
 )
+from lockstep.checkpoint.plan import is_of_an_optimizer
 from lockstep.checkpoint.read import Contents
 from lockstep.checkpoint.safetensors import USE_DCP, unsavable
 from lockstep.comm import streams
@@ -130,6 +133,23 @@ class RunState:
             parts["extra"] = {name: _state_of(thing) for name, thing in self.extra.items()}
         return parts
 
+    def judges(self) -> Callable[[str], bool]:
+        """Return what says of a tensor, by its name in the file of its part, whether it should be finite; of the
+        model's own file its parameters should. See Note [Finite] in ``finite.py``."""
+        optimizers = [name for name, thing in self.extra.items() if isinstance(thing, torch.optim.Optimizer)]
+        begins = tuple(f"extra.{name}." for name in optimizers)
+        parameters = {name for name, _ in self._parameters_in_extra()}
+        return lambda name: is_of_an_optimizer(name) or name in parameters or name.startswith(begins)
+
+    def infinite(self) -> frozenset[str]:
+        """Name the parameters that hold infinities: the model's as in its own file, others as for :meth:`judges`."""
+        return finite.infinite([*_parameters_of(bare(self.model)), *self._parameters_in_extra()])
+
+    def _parameters_in_extra(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, thing in self.extra.items():
+            if isinstance(thing, nn.Module):
+                yield from ((f"extra.{name}.{path}", parameter) for path, parameter in _parameters_of(thing))
+
     def refuse_other(self, contents: Contents, *, world_size: int) -> None:
         """Compare a checkpoint with these objects, changing nothing.
 
@@ -219,6 +239,12 @@ class RunState:
 def _local_training_in(model: nn.Module) -> LocalTraining | None:
     """Return how the ranks train ``model``, or what it wraps, apart."""
     return local_training_of(*layers(model)) if any_is_trained_apart() else None  # (asked in each step)
+
+
+def _parameters_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a module's parameters, each under all its names as they are saved."""
+    plain = plain_names(module)
+    yield from ((plain(name), parameter) for name, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def _state_of(thing: Stateful) -> Mapping[str, Any]:

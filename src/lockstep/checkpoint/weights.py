@@ -17,11 +17,18 @@ import torch
 from torch import nn
 
 from lockstep import callsite
+from lockstep._files import local_path
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.encoding import strict_json
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.match import bare, compare, without_prefixes
-from lockstep.checkpoint.read import newest_complete, none_complete, read_model, read_tensors
+from lockstep.checkpoint.read import (
+    newest_complete,
+    read_manifest,
+    read_model,
+    read_tensors,
+    words_on_not_finite,
+)
 from lockstep.checkpoint.state import refuse_unreplicated
 from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, listed
 
@@ -64,7 +71,7 @@ def load_weights(
     before or within them) makes no difference, neither in the file nor in the model.
 
     Args:
-        path: the folder of a run (its newest complete checkpoint is taken), the folder of one checkpoint, a
+        path: the folder of a run (its newest complete and finite checkpoint is taken), the folder of one checkpoint, a
             ``.safetensors`` file, or a file from ``torch.save`` of a state dict, or of a dict that has one under
             ``model_state_dict``, ``state_dict`` or ``model``. Or a folder that Hugging Face's libraries wrote (a
             model's, a snapshot in their cache, one of accelerate's ``save_state``): ``model.safetensors`` goes before
@@ -81,10 +88,11 @@ def load_weights(
         CheckpointCorrupt: a digest does not match, a file is truncated, or an index contradicts its shards.
         CheckpointError: there is nothing to load there, a shard is missing, loading it would need to run code from the
             file (with torch's advice), or the model is sharded or on the meta device.
+        ValueError: the path is a URL.
     """
     target = bare(model)
     _refuse_targets(target)
-    source, state = _find(Path(path), key)
+    source, state = _find(local_path(path, "path"), key)
     if prefix:
         state = _under_prefix(state, prefix)
     match = compare(target, state, exact=False)
@@ -141,7 +149,7 @@ def _in_folder(folder: Path, key: str | None) -> tuple[Path, Mapping[str, Any]]:
     is_checkpoint = (folder / MANIFEST).exists()
     if is_checkpoint or folders.checkpoints(folder):
         _refuse_key(key, folder, "a checkpoint of lockstep's holds one model")
-        return (folder, read_model(folder)) if is_checkpoint else _newest(folder)
+        return _chosen(folder) if is_checkpoint else _newest(folder)
     weights = _weights_in(folder)
     return weights, _in_file(weights, key)
 
@@ -167,14 +175,22 @@ def _refuse_key(key: str | None, path: Path, why: str) -> None:
 
 
 def _newest(folder: Path) -> tuple[Path, Mapping[str, Any]]:
-    found, damaged = newest_complete(lambda: folders.checkpoints(folder), read_model)
-    if found is None:
-        if damaged:
-            raise none_complete(damaged)
-        raise CheckpointError(f"{folder}: its checkpoints have just been removed")
-    if damaged:
-        callsite.warn(f"{found[0]} is loaded; skipped: {'; '.join(damaged.values())}", RuntimeWarning)
-    return found
+    search = newest_complete(lambda: folders.checkpoints(folder), lambda each: read_model(each, only_finite=True))
+    if search.found is None:
+        gone = CheckpointError(f"{folder}: its checkpoints have just been removed")
+        raise search.nothing(folder, remedy="give the path of one of them to load it all the same") or gone
+    skipped = [*search.not_finite.values(), *search.damaged.values()]
+    if skipped:
+        callsite.warn(f"{search.found[0]} is loaded; skipped: {'; '.join(skipped)}", RuntimeWarning)
+    return search.found
+
+
+def _chosen(folder: Path) -> tuple[Path, Mapping[str, Any]]:
+    words = words_on_not_finite(folder, read_manifest(folder))
+    state = read_model(folder)
+    if words:
+        callsite.warn(f"{folder} is loaded, but {words}", RuntimeWarning)
+    return folder, state
 
 
 # The folders of Hugging Face's libraries.

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from lockstep.cli.terminal import errors, open_console
+from lockstep.cli.terminal import LocalPath, errors, open_console
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.inspect import Summary
 
-_FOLDER = click.argument("folder", type=click.Path(path_type=Path))
+_FOLDER = click.argument("folder", type=LocalPath())
 _STEP = click.option("--step", type=click.IntRange(min=0), help="The checkpoint of this step; the newest if not given.")
 
 
@@ -46,6 +46,8 @@ def ls(folder: Path) -> None:
         for summary in found:
             if summary.damage is not None:
                 console.print(f"damaged: {summary.damage}", markup=False)
+            if summary.not_finite:
+                console.print(f"not finite: {summary.not_finite}", markup=False)
         for path in inspect.leftovers(folder):
             console.print(f"unfinished: {path.name}", markup=False)
         owner = owner_of(folder)
@@ -86,6 +88,9 @@ def show(folder: Path, step: int | None) -> None:
         table.add_row("step", str(manifest.step))
         table.add_row("resumes in epoch", epoch)
         table.add_row("metric", "none" if manifest.metric is None else repr(manifest.metric))
+        table.add_row(
+            "values", f"not finite: {summary.not_finite}" if summary.not_finite else "none known as not finite"
+        )
         table.add_row("saved", f"{manifest.written} by {manifest.world_size} rank(s)")
         table.add_row("with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
         console.print(table)
@@ -109,7 +114,10 @@ def show(folder: Path, step: int | None) -> None:
 @_FOLDER
 @click.option("--step", type=click.IntRange(min=0), help="Only the checkpoint of this step.")
 def verify(folder: Path, step: int | None) -> None:
-    """Read every byte of a run's checkpoints and compare it with its digest. The exit code is 1 if one is damaged."""
+    """Read every byte of a run's checkpoints and compare it with its digest. The exit code is 1 if one is damaged.
+
+    A checkpoint that was saved with NaN or infinite values is not damaged; which ones it has is said.
+    """
     with errors("checkpoint verify"):
         from lockstep.checkpoint import inspect
         from lockstep.checkpoint.read import find_damage
@@ -119,6 +127,9 @@ def verify(folder: Path, step: int | None) -> None:
             wrong = find_damage(each)
             damaged += bool(wrong)
             console.print(f"{each.name}: {'damaged' if wrong else 'complete'}", markup=False)
+            not_finite = inspect.glance(each).not_finite
+            if not_finite:
+                console.print(f"  not finite: {not_finite}", markup=False)
             for line in wrong:
                 console.print(f"  {line}", markup=False)
     sys.exit(1 if damaged else 0)
@@ -134,8 +145,8 @@ def verify(folder: Path, step: int | None) -> None:
 def prune(folder: Path, last: int, every: int | None, best: int, mode: Literal["min", "max"], dry_run: bool) -> None:
     """Remove the checkpoints of a run that no option keeps.
 
-    The newest complete one always stays, and so do damaged ones that are newer; a checkpoint that someone is reading is
-    left. A job may be training in the folder meanwhile.
+    The newest complete and finite one always stays, and so do newer ones, which are damaged or not finite; a checkpoint
+    that someone is reading is left. A job may be training in the folder meanwhile.
     """
     with errors("checkpoint prune"):
         from lockstep.checkpoint import inspect
@@ -146,6 +157,8 @@ def prune(folder: Path, last: int, every: int | None, best: int, mode: Literal["
         root = plan.newest.parent
         for line in plan.damaged:
             console.print(f"damaged, kept: {line}", markup=False)
+        for line in plan.not_finite:
+            console.print(f"not finite, kept: {line}", markup=False)
         if dry_run:
             done = Pruned(tuple(root / entry.name for entry in plan.superfluous))
         else:
@@ -162,7 +175,7 @@ def prune(folder: Path, last: int, every: int | None, best: int, mode: Literal["
 
 @checkpoint.command()
 @_FOLDER
-@click.argument("output", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("output", type=LocalPath(dir_okay=False))
 @_STEP
 @click.option("--format", "format_", type=click.Choice(["torch", "safetensors"]), help="By OUTPUT's suffix otherwise.")
 @click.option("--extra", metavar="NAME", help="An object saved as extra= (weights' average …), in place of the model.")
@@ -171,7 +184,8 @@ def export(folder: Path, output: Path, step: int | None, format_: Any, extra: st
     """Write a checkpoint's model into one file, OUTPUT.
 
     A .safetensors file, or a torch file (.pt, .pth) that torch.load(weights_only=True) reads. Every byte is verified on
-    the way; without --step a damaged checkpoint is skipped for the newest whole one, and named.
+    the way; without --step checkpoints that are damaged or not finite are skipped for the newest one that is neither,
+    and named.
     """
     with errors("checkpoint export"):
         from lockstep.checkpoint import inspect
@@ -183,6 +197,9 @@ def export(folder: Path, output: Path, step: int | None, format_: Any, extra: st
         done = inspect.export(folder, output, format=chosen, step=step, extra=extra, overwrite=force)
         for line in done.skipped:
             click.echo(f"skipped, damaged: {line}", err=True)
+        for line in done.not_finite:
+            taken = line.startswith(f"{done.source.name} ")
+            click.echo(f"{'exported, though' if taken else 'skipped, not finite:'} {line}", err=True)
         click.echo(f"{done.path}: {done.tensors} tensors of {done.source.name}, {_bytes(done.size)}, for {done.format}")
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from lockstep.cli.terminal import LocalPath
 
 if TYPE_CHECKING:
     from lockstep.doctor.findings import Finding
@@ -19,13 +22,13 @@ _WIDTH = 120
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("-n", "--nproc-per-node", "ranks", metavar="N|auto|gpu|cpu", help="Ranks that a machine is to have.")
 @click.option(
-    "--folder", default=".", type=click.Path(), help="The folder that the run goes to; the current one if not given."
+    "--folder", default=".", type=LocalPath(), help="The folder that the run goes to; the current one if not given."
 )
 @click.option("--quick", is_flag=True, help="Leave out what imports torch: the GPUs, and the short jobs.")
 @click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
 @click.option("--hosted", is_flag=True, hidden=True, help="This is one of the hosts; orders come over standard input.")
 @click.argument("hosts", nargs=-1, metavar="[HOST[:N]]...")
-def doctor(ranks: str | None, folder: str, quick: bool, as_json: bool, hosted: bool, hosts: tuple[str, ...]) -> None:
+def doctor(ranks: str | None, folder: Path, quick: bool, as_json: bool, hosted: bool, hosts: tuple[str, ...]) -> None:
     """Look at this machine, or at each HOST by ssh, before a job: what is wrong, and what to do about it.
 
     Looks at versions, GPUs, cores, memory, /dev/shm, limits, variables, names, ports and the folder, and times a job of
@@ -51,7 +54,7 @@ def doctor(ranks: str | None, folder: str, quick: bool, as_json: bool, hosted: b
         if sys.stderr.isatty() and not quick:
             where = "this machine" if not hosts else f"{len(hosts)} host{'' if len(hosts) == 1 else 's'}"
             click.echo(f"lockstep doctor: looking at {where}; this takes some ten to thirty seconds", err=True)
-        report = look_at(parse_hosts(",".join(hosts)) if hosts else (), Asked(ranks, folder, quick))
+        report = look_at(parse_hosts(",".join(hosts)) if hosts else (), Asked(ranks, str(folder), quick))
     except (ValueError, LockstepError) as error:
         click.echo(f"lockstep doctor: {error}", err=True)
         sys.exit(2)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.cli.terminal import RUN, errors, homes, open_console
+from lockstep.cli.terminal import RUN, LocalPath, errors, homes, open_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("-n", "count", default=20, show_default=True, metavar="N", help="How many.")
-@click.argument("folders", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("folders", nargs=-1, type=LocalPath())
 def runs(count: int, folders: tuple[Path, ...]) -> None:
     """List the runs of this user on this machine, newest first: those that took steps.
 
@@ -163,7 +163,7 @@ def _duration(seconds: float) -> str:
 @click.option(
     "-o",
     "out",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     default=Path("report.html"),
     show_default=True,
     help="The file to write.",

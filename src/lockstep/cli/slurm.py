@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import click
+
+from lockstep.cli.terminal import LocalPath
 
 
 @click.command(
@@ -47,7 +50,15 @@ import click
     show_default=True,
     help="Who queues the job again when it has saved: the script, or Slurm, by RequeueExit=75 in slurm.conf.",
 )
-@click.option("--log-dir", "logs", default="logs", show_default=True, metavar="FOLDER", help="For the ranks' logs.")
+@click.option(
+    "--log-dir",
+    "logs",
+    type=LocalPath(),
+    default="logs",
+    show_default=True,
+    metavar="FOLDER",
+    help="For the ranks' logs.",
+)
 @click.option("--sbatch", "more", multiple=True, metavar="OPTION", help="One more option of sbatch; repeatable.")
 @click.option("--setup", multiple=True, metavar="LINE", help="A line of shell before srun; repeatable.")
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as for python -m.")
@@ -66,7 +77,7 @@ def slurm(
     grace: float | None,
     signal_before: int | None,
     requeue: str,
-    logs: str,
+    logs: Path,
     more: tuple[str, ...],
     setup: tuple[str, ...],
     is_module: bool,
@@ -99,7 +110,7 @@ def slurm(
             account=account,
             signal_before=signal_before,
             requeue=Requeue(requeue),
-            logs=logs,
+            logs=str(logs),
             more=more,
             setup=setup,
         )

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,23 @@ if TYPE_CHECKING:
 _WIDTH = 160
 #: Which run to look at: as :func:`lockstep.runs.history.find` takes it.
 RUN = click.argument("run", required=False)
+
+
+class LocalPath(click.Path):
+    """A path on this machine's file systems; a URL is refused."""
+
+    def __init__(self, *, file_okay: bool = True, dir_okay: bool = True) -> None:
+        super().__init__(file_okay=file_okay, dir_okay=dir_okay, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path as pathlib's."""
+        from lockstep._files import NoLocalPath, local_path
+
+        try:
+            local_path(value, "the path" if param is None else param.opts[0])
+        except NoLocalPath as error:
+            raise click.UsageError(str(error), ctx) from None
+        return super().convert(value, param, ctx)
 
 
 def homes() -> list[Path]:

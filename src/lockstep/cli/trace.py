@@ -6,21 +6,21 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.terminal import errors
+from lockstep.cli.terminal import LocalPath, errors
 
 
 @click.command()
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("files", nargs=-1, required=True, type=LocalPath())
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="FILE",
     help="Where the merged trace goes: trace.json.gz.",
 )
 @click.option(
     "--split",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=LocalPath(file_okay=False),
     metavar="FOLDER",
     help="Write a file for each rank there, as Holistic Trace Analysis reads them.",
 )

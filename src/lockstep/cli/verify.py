@@ -11,6 +11,8 @@ from types import FrameType
 
 import click
 
+from lockstep.cli.terminal import LocalPath
+
 
 @click.command(
     context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
@@ -21,7 +23,7 @@ import click
 )
 @click.option("--steps", type=int, default=20, show_default=True, help="Optimizer steps to compare.")
 @click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help="Time limit of each run.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write all of it as JSON.")
+@click.option("--json", "json_file", type=LocalPath(), metavar="FILE", help="Write all of it as JSON.")
 @click.option(
     "--keep",
     default=1024.0,

@@ -123,6 +123,13 @@ class StopNote:
     step: int
     #: The checkpoint's folder.
     folder: str
+    #: Whether its values are; a run does not resume by itself from one that holds NaN.
+    finite: bool = True
+
+    def describe(self) -> str:
+        """Say where the run can resume."""
+        where = f"saved at step {self.step} in {self.folder}"
+        return where if self.finite else f"{where}, which is not finite: a run resumes from the newest one that is"
 
     def write(self, job_folder: str | Path) -> None:
         """Leave the note, complete or not at all."""

@@ -201,7 +201,7 @@ def unseen(ranks: Sequence[int], folder: Path | None) -> str:
 
 
 def _where(note: StopNote) -> str:
-    return f"saved at step {note.step} in {note.folder}"
+    return note.describe()
 
 
 def _blamed(message: str) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep import knobs
+from lockstep._files import local_path
 from lockstep.engines.place import node as engine_node
 from lockstep.errors import EnvironmentMismatch, LaunchError
 from lockstep.rendezvous.messages import Options, Round
@@ -93,6 +94,8 @@ class JobSpec:
     one_terminal: bool = False
 
     def __post_init__(self) -> None:
+        if self.log_dir is not None:
+            local_path(self.log_dir, "--log-dir")
         if self.nproc < 1:
             raise ValueError(f"{self.nproc} ranks: expected at least 1")
         if self.nnodes < 1:
@@ -304,7 +307,7 @@ def _meeting(options: NodeOptions, endpoint: str, env: Mapping[str, str]) -> Nod
     kind, _, path = endpoint.partition(":")
     if kind == "file":
         # Two jobs must not meet in one file.
-        folder = Path(path).absolute()
+        folder = local_path(path, "--rdzv=file").absolute()
         if not folder.is_dir():
             raise ValueError(f"--rdzv={endpoint}: not a folder; name one on a disk that all machines share")
         endpoint = f"file:{folder / (options.rdzv_id or 'lockstep')}.rendezvous"

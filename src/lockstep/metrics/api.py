@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from lockstep import _torch
+from lockstep._files import local_path
 from lockstep.comm.init import current_world
 from lockstep.errors import LockstepError
 from lockstep.metrics.file import NAME
@@ -91,7 +92,7 @@ class Log:
             return None
 
         if isinstance(run, (str, PathLike)):
-            path = Path(run).absolute()
+            path = local_path(run, "run").absolute()
             path = path if path.suffix == ".jsonl" else path / NAME
         elif hasattr(run, "add_follower"):
             if after is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import _proc
+from lockstep._files import local_path
 from lockstep.errors import LockstepError
 from lockstep.runs.record import VERSION
 from lockstep.runs.series import Series
@@ -216,7 +217,7 @@ def find(name: str | None, homes: Iterable[Path]) -> Run:
         UnknownRun: there is none, or the name could be several.
     """
     if name is not None and not name.isdecimal() and (os.sep in name or os.path.exists(name)):
-        return read(Path(name))
+        return read(local_path(name, "RUN"))
     found = runs(homes)
     if name is None or name.isdecimal():
         number = 1 if name is None else int(name)

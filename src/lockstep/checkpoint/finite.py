@@ -1,0 +1,98 @@
+"""Whether what a checkpoint holds is finite, told by the bytes on their way to the disk.
+
+Note [Finite]
+~~~~~~~~~~~~~
+A parameter that is NaN stays NaN, so a run whose parameters became NaN saves a model that is lost, and would go on
+doing so until retention has removed the last sound checkpoint. So each rank looks at the blocks that it writes, while
+they are in the processor's cache for their digest, and the manifest names the tensors that are not finite.
+
+Judged is what training can't recover from: the parameters of the model and of modules in ``extra``, the state of the
+optimizers, and what LocalSteps keeps. Not judged are buffers, which hold infinities on purpose (masks for attention)
+and statistics that the next batches replace, and whatever else is in ``extra``.
+
+Two kinds of infinities are meant, and only NaN counts there: those of a parameter that had some when the Checkpointer
+was made or when it restored the run (logits that forbid a transition), and those of single numbers in an optimizer's
+state ("the smallest loss so far").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+#: The bits of plus infinity. What has larger ones, without its sign, is NaN.
+_INFINITY: dict[torch.dtype, int] = {
+    torch.float64: 0x7FF0_0000_0000_0000,
+    torch.float32: 0x7F80_0000,
+    torch.float16: 0x7C00,
+    torch.bfloat16: 0x7F80,
+    torch.float8_e5m2: 0x7C,
+}
+#: The largest bits that are not NaN, of dtypes without infinities.
+_LARGEST: dict[torch.dtype, int] = {torch.float8_e4m3fn: 0x7E}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How large the bits of a tensor's elements may be, without their sign."""
+
+    #: Bytes of an element.
+    width: int
+    largest: int
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, *, infinities: bool = False) -> Bound | None:
+        """Return the bound of finite values, or, with ``infinities``, of all but NaN; None: there are no others."""
+        if dtype in _LARGEST:
+            return cls(dtype.itemsize, _LARGEST[dtype])
+        if dtype not in _INFINITY:
+            return None
+        return cls(dtype.itemsize, _INFINITY[dtype] - (not infinities))
+
+    def holds(self, content: memoryview) -> bool:
+        """Return whether no element is beyond the bound.
+
+        Args:
+            content: the bytes of some elements, at least one.
+        """
+        bits = np.frombuffer(content, dtype=f"u{self.width}")
+        # Two maxima, which need no memory: the signed one is of positive elements, the unsigned one of negative ones.
+        sign = 1 << (8 * self.width - 1)
+        return int(bits.view(f"i{self.width}").max()) <= self.largest and int(bits.max()) <= self.largest + sign
+
+
+def infinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> frozenset[str]:
+    """Name the tensors that hold an infinity. One copy from each device."""
+    asked: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in tensors:
+        if nn.parameter.is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        real = tensor.detach()
+        if real.dtype.itemsize == 1:  # torch can't tell for all of these
+            real = real.half()
+        asked.setdefault(tensor.device, []).append((name, torch.isinf(real).any()))
+    return frozenset(
+        name
+        for those in asked.values()
+        for (name, _), found in zip(those, torch.stack([one for _, one in those]).tolist(), strict=True)
+        if found
+    )
+
+
+def in_words(not_finite: Mapping[str, Any], *, most: int = 6) -> str:
+    """Name tensors that are not finite.
+
+    Args:
+        not_finite: their names by that of their file, as a manifest has them.
+        most: so many are named, the model's first.
+    """
+    names = [
+        name for file in sorted(not_finite, key=lambda file: file != "model.safetensors") for name in not_finite[file]
+    ]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"

@@ -1,0 +1,250 @@
+"""Runs whose parameters become NaN: their sound checkpoints stay, and the next start resumes from one of them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.checkpoint.blocks import BLOCK
+from lockstep.checkpoint.read import read_manifest
+from lockstep.comm.local_training import local_training_of
+from tests import launching
+from tests.harness import run_ranks
+
+
+class _Net(nn.Module):
+    """Parameters, one of them infinite on purpose, and buffers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.forbidden = nn.Parameter(torch.tensor([0.0, -math.inf]))
+        self.register_buffer("mask", torch.full((2, 2), -math.inf))
+        self.register_buffer("mean", torch.full((2,), math.nan))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(self.layer(inputs) + self.forbidden, dim=1)
+
+
+def _start(folder: str, **options: Any) -> tuple[_Net, torch.optim.Optimizer, lockstep.Checkpointer]:
+    torch.manual_seed(3)
+    model = _Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    return model, optimizer, lockstep.Checkpointer(folder, model=model, optimizer=optimizer, **options)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
+def _become_nan(folder: str, in_background: bool) -> dict[str, Any]:
+    lockstep.init()
+    model, optimizer, saved = _start(folder)
+
+    def save() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if in_background:
+                saved.async_save()
+                saved.wait()
+            else:
+                saved.save()
+        return [str(one.message) for one in caught]
+
+    said = []
+    for step in range(1, 9):
+        _step(model, optimizer)
+        if step == 5:
+            model.layer.bias.data[1] = math.nan
+        said.append(save())
+    return {"said": said, "kept": sorted(path.name for path in Path(folder).glob("step-*"))}
+
+
+def _resume(folder: str, only_finite: bool) -> tuple[int, tuple[str, ...], bool, list[str]]:
+    lockstep.init()
+    model, _, saved = _start(folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = saved.restore(only_finite=only_finite)
+    assert found is not None
+    said = [str(one.message) for one in caught if "resuming" in str(one.message)]
+    return found.step, found.not_finite, bool(model.layer.bias.isnan().any()), said
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_saves_of_nan_warn_and_leave_what_is_sound_and_a_resume_takes_that(tmp_path: Path, in_background: bool) -> None:
+    main, other = run_ranks(_become_nan, 2, str(tmp_path), in_background)
+    assert main["kept"] == [f"step-0000000{step}" for step in (2, 3, 4, 8)], "keep=3, and the newest of the others"
+    assert main["said"][:4] == [[]] * 4, "neither buffers nor the infinity that was meant count"
+    assert other["said"] == [[]] * 8, "on rank 0 alone"
+    for step, said in enumerate(main["said"][4:], 5):
+        assert len(said) == 1, said
+        assert said[0].startswith(f"the checkpoint step-0000000{step} holds values that are NaN or infinite, in ")
+        assert "layer.bias" in said[0]
+        assert "a run resumes from the newest finite one" in said[0]
+    named = read_manifest(tmp_path / "step-00000008").not_finite
+    assert named is not None
+    assert "layer.bias" in named["model.safetensors"]
+
+    (step, passed, is_nan, said), second = run_ranks(_resume, 2, str(tmp_path), True)
+    assert (step, is_nan) == (4, False)
+    assert second == (4, passed, False, []), "the same on every rank, said by rank 0"
+    assert passed[0].startswith("step-00000008 holds values that are NaN or infinite, in ")
+    assert "passed over newer checkpoints: step-00000008 holds values that are NaN" in said[0]
+
+    (step, passed, is_nan, said), _ = run_ranks(_resume, 2, str(tmp_path), False)
+    assert (step, passed, is_nan) == (8, (), True), "asked for by name"
+    assert "resuming from" in said[0]
+    assert "step-00000008 holds values that are NaN" in said[0]
+
+
+def _only_nan(folder: str) -> tuple[list[str], str]:
+    lockstep.init()
+    model, optimizer, saved = _start(folder)
+    model.layer.weight.data[0, 0] = math.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(5):
+            _step(model, optimizer)
+            saved.save()
+    *_, again = _start(folder)
+    with pytest.raises(lockstep.CheckpointError) as refused:
+        next(again.epochs(3))
+    return sorted(path.name for path in Path(folder).glob("step-*")), str(refused.value)
+
+
+def test_without_a_finite_one_retention_is_as_ever_and_a_resume_is_refused_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(_only_nan, 2, str(tmp_path))
+    assert first == second
+    kept, words = first
+    assert kept == ["step-00000003", "step-00000004", "step-00000005"]
+    assert words.startswith(f"no checkpoint in {tmp_path} is complete and finite: step-00000005 holds")
+    assert words.endswith("restore(only_finite=False) resumes from the newest all the same; another folder begins anew")
+
+
+def _seen_by_one_rank(folder: str) -> dict[str, list[str]] | None:
+    lockstep.init()
+    model = nn.Sequential(*(nn.Linear(BLOCK // 16, 4, bias=False) for _ in range(4)))
+    saved = lockstep.Checkpointer(folder, model=model)
+    if lockstep.world().rank == 1:  # where rank 0 has sound values, which it does not write
+        list(model.parameters())[3].data[3, -1] = math.nan
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        path = saved.save()
+    assert len(caught) == (1 if lockstep.world().is_main else 0)
+    return read_manifest(path).not_finite
+
+
+def test_what_only_another_rank_writes_is_known_to_all(tmp_path: Path) -> None:
+    assert run_ranks(_seen_by_one_rank, 2, str(tmp_path)) == [{"model.safetensors": ["3.weight"]}] * 2
+
+
+def _beside_the_model(folder: str) -> list[dict[str, list[str]] | None]:
+    lockstep.init()
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    critic = torch.optim.Adagrad(nn.Linear(2, 1).parameters())
+    extra: dict[str, Any] = {"average": average, "critic": critic, "scaler": torch.amp.GradScaler("cpu", enabled=False)}
+    saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer, extra=extra, keep=None)
+    found = []
+
+    def save() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append(read_manifest(saved.save()).not_finite)
+
+    save()
+    averaged = next(average.module.parameters())
+    averaged.data[0, 0] = math.nan
+    save()
+    averaged.data[0, 0] = 1.0
+    next(iter(critic.state.values()))["sum"][0] = math.inf
+    save()
+    next(iter(critic.state.values()))["sum"][0] = 1.0
+    optimizer.state[model.bias]["momentum_buffer"][0] = math.nan
+    model.bias.requires_grad_(False)
+    save()
+    return found
+
+
+def test_modules_and_optimizers_given_as_extra_count_too(tmp_path: Path) -> None:
+    (found,) = run_ranks(_beside_the_model, 1, str(tmp_path))
+    assert found[0] is None
+    assert found[1] == {"extra.safetensors": ["extra.average.module.weight"]}
+    assert found[2] == {"extra.safetensors": ["extra.critic.state.0.sum"]}
+    assert found[3] is not None
+    assert "optimizer.state.state.1.momentum_buffer" in found[3]["optimizer.safetensors"]
+
+
+def _apart(folder: str) -> list[str]:
+    world = lockstep.init()
+    torch.manual_seed(1)
+    model = nn.Linear(2, 2)
+    lockstep.replicate(model, sync=lockstep.LocalSteps(every=2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer)
+    for _ in range(4):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        saved.between_steps()
+    assert read_manifest(saved.save()).not_finite is None
+    if world.rank == 1:  # what this rank holds alone
+        optimizer.state[model.bias]["exp_avg"][0] = math.nan
+    training = local_training_of(model)
+    assert training is not None
+    next(iter(training.outer.state.values()))["momentum_buffer"].view(-1)[0] = math.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        named = read_manifest(saved.save()).not_finite
+    assert named is not None
+    return [name for names in named.values() for name in names]
+
+
+def test_the_outer_optimizer_and_each_ranks_own_state_count(tmp_path: Path) -> None:
+    names, _ = run_ranks(_apart, 2, str(tmp_path))
+    assert any(name.startswith("local_steps.outer.state") for name in names), names
+    assert any(name.startswith("ranks.1.optimizer") for name in names), names
+    assert not any(name.startswith("ranks.0.") for name in names), names
+
+
+_STOPPED = """
+import math, os, signal, sys, torch, lockstep
+from torch.utils.data import DataLoader, TensorDataset
+lockstep.init()
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = lockstep.shard(DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=2))
+saved = lockstep.Checkpointer(sys.argv[1], model=model, optimizer=optimizer, loader=loader)
+for _ in saved.epochs(2):
+    for inputs, in loader:
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+        if saved.step == 2:
+            saved.save()
+            model.weight.data.fill_(math.nan)
+            os.kill(os.getpid(), signal.SIGTERM)
+print("whole", bool(torch.isfinite(model.weight).all()), flush=True)
+"""
+
+
+def test_a_save_at_a_stop_says_that_a_resume_begins_earlier(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_STOPPED)
+    stopped = launching.run(["lockstep", "run", "-n", "2", str(script), str(tmp_path / "run")], tmp_path, torch=True)
+    assert stopped.code == 75, stopped.err
+    assert "which is not finite: a run resumes from the newest one that is" in stopped.err
+    assert "holds values that are NaN or infinite, in weight" in stopped.err

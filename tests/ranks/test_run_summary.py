@@ -134,7 +134,7 @@ def test_a_run_is_listed_asked_for_its_stacks_and_readable_when_it_was_killed(tm
         assert "stragglers.py" in shown.stdout
         assert _say(tmp_path, "stack", "1", "7").stderr.endswith("has no rank 7 on this machine: it has 0, 1\n")
         now = _say(tmp_path, "top", "--once")
-        assert re.search(r"^ +1 +\d+ +\d+\.\d +\d+% +\d+% +\d+ MB ", now.stdout, re.MULTILINE), now
+        assert re.search(r"^ +1 +\d+ +\d+\.\d +\d+% +\d+% +\d+ MiB ", now.stdout, re.MULTILINE), now
         (series,) = (tmp_path / "state").rglob("series-0.bin")
         rows = series.stat().st_size
         wait_for(lambda: series.stat().st_size > rows, "another row")
@@ -185,6 +185,6 @@ def test_two_runs_are_compared_for_ci(tmp_path: Path) -> None:
     assert _say(tmp_path, "compare", "a/", "b/", "--fail-over", "20%").returncode == 1
     assert _say(tmp_path, "compare", "a/", "b/", "--fail-over", "80%").returncode == 0
     slower = _say(tmp_path, "compare", "a/", "b/")
-    assert re.search(r"a step of B takes (3\d|4\d|5\d)\.\d% longer, more than chance", slower.stdout), slower
+    assert re.search(r"the median step of B takes (3\d|4\d|5\d)\.\d% longer, more than chance", slower.stdout), slower
     assert _say(tmp_path, "compare", "b/", "a/", "--fail-over", "0").returncode == 0
     assert _say(tmp_path, "compare", "a/", "b/", "--fail-over", "x").returncode == 2

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
+from lockstep.job.account import Ledger, Progress
 from lockstep.job.hang import Shares
 from lockstep.job.page import WAITS, Phase
-from lockstep.job.summary import Bottleneck, Ledger, Progress, Summary
+from lockstep.job.summary import Bottleneck, RunSummary, Summary
 
 _MB = 2**20
 
@@ -24,16 +25,20 @@ def _summary(ranks: dict[int, dict[str, float]], *, steps: int = 1000, seconds: 
         held = parts.get("held", 0.0) * seconds
         found[rank] = Progress(steps, tuple(spent), other.get("samples", 0), held)
     looks, away = other.get("looks", 1000), other.get("away", 0)
-    return Summary(steps, seconds / steps, seconds, looks, found, here=list(found), world_size=len(found) + away)
+    return Summary(seconds, looks, found, here=list(found), taken=steps, world_size=len(found) + away)
+
+
+def _describe(summary: Summary, peaks: dict[int, int | None] | None = None) -> str:
+    return RunSummary((summary,)).describe(peaks or {})
 
 
 def test_two_lines_when_all_is_well() -> None:
     even = {rank: {"data": 0.1, "forward": 0.3, "backward": 0.5, "wait": 0.1, "held": 0.1} for rank in (0, 1)}
     summary = _summary(even, samples=32_000)
     assert summary.bottleneck is Bottleneck.BALANCED
-    assert summary.describe({0: 300 * _MB, 1: 412 * _MB}) == (
+    assert _describe(summary, {0: 300 * _MB, 1: 412 * _MB}) == (
         "1,000 steps, 20 ms each, 3,200 samples/s on 2 ranks\n"
-        "balanced: data 10%, forward 30%, backward 50%, waiting 10%; at most 412 MB of memory a rank"
+        "balanced: data 10%, forward 30%, backward 50%, waiting 10%; at most 412 MiB of memory a rank"
     )
 
 
@@ -50,11 +55,11 @@ def test_a_slow_rank_is_named_with_its_phase_and_what_it_costs(phase: str, bottl
     slow = {**usual, phase: usual[phase] + 0.25, "wait": 0.05, "held": 0.6}
     summary = _summary({0: {**usual, "wait": 0.3}, 1: slow, 2: {**usual, "wait": 0.3}})
     assert summary.bottleneck is bottleneck
-    straggler = summary.straggler
+    straggler = summary.straggler()
     assert straggler is not None
     assert (straggler.rank, straggler.phase) == (1, Phase[phase.upper()])
     assert straggler.costs == pytest.approx(0.25 * 0.02)
-    first, why, head, *rows = summary.describe({0: None, 1: None, 2: None}).splitlines()
+    first, why, head, *rows = _describe(summary, {0: None, 1: None, 2: None}).splitlines()
     assert first == "1,000 steps, 20 ms each on 3 ranks"
     own, others = 20 * (usual[phase] + 0.25), 20 * usual[phase]
     assert why == (
@@ -71,10 +76,10 @@ def test_a_slow_rank_is_named_with_its_phase_and_what_it_costs(phase: str, bottl
 def test_what_may_be_chance_is_no_second_cause() -> None:
     usual = {"data": 0.26, "forward": 0.29, "own": 0.27, "wait": 0.18}
     slow = {"data": 0.31, "forward": 0.25, "own": 0.42, "wait": 0.02, "held": 0.3}
-    straggler = _summary({0: usual, 1: slow, 2: usual}, looks=860).straggler
+    straggler = _summary({0: usual, 1: slow, 2: usual}, looks=860).straggler()
     assert straggler is not None
     assert straggler.phase is Phase.OWN
-    straggler = _summary({0: usual, 1: slow, 2: usual}, looks=86_000).straggler
+    straggler = _summary({0: usual, 1: slow, 2: usual}, looks=86_000).straggler()
     assert straggler is not None
     assert straggler.phase is None, "seen a hundred times as often, it is one"
 
@@ -83,11 +88,11 @@ def test_a_difference_that_no_phase_explains_has_no_single_cause() -> None:
     usual = {"data": 0.1, "forward": 0.2, "backward": 0.3}
     slow = {"data": 0.25, "forward": 0.35, "backward": 0.4, "held": 0.4}
     summary = _summary({0: {**usual, "wait": 0.4}, 1: slow})
-    straggler = summary.straggler
+    straggler = summary.straggler()
     assert straggler is not None
     assert straggler.phase is None
     assert "rank 1, no single cause; without it a step would take 12 ms instead of 20 ms (40% less)" in (
-        summary.describe({})
+        _describe(summary)
     )
 
 
@@ -95,13 +100,14 @@ def test_what_is_not_surely_known_is_not_said() -> None:
     """One rank worked for a tenth longer, but the two took turns in most of the looks."""
     turns = {0: {"forward": 0.55, "wait": 0.45, "held": 0.35}, 1: {"forward": 0.65, "wait": 0.35, "held": 0.45}}
     few = _summary(turns, looks=100)
-    assert few.straggler is None
+    assert few.straggler() is None
     assert few.bottleneck is Bottleneck.TURNS
     many = _summary(turns, looks=2000)
-    assert many.straggler is not None
-    assert many.straggler.rank == 1
+    found = many.straggler()
+    assert found is not None
+    assert found.rank == 1
     assert _summary(turns, steps=9, looks=2000).bottleneck is Bottleneck.SHORT
-    assert _summary(turns, looks=59).describe({}).splitlines()[1].startswith("too short to tell: forward 60%, ")
+    assert _describe(_summary(turns, looks=59)).splitlines()[1].startswith("too short to tell: forward 60%, ")
 
 
 def test_what_limits_ranks_that_are_equal() -> None:
@@ -109,8 +115,8 @@ def test_what_limits_ranks_that_are_equal() -> None:
     assert _summary(data).bottleneck is Bottleneck.INPUT
     network = {rank: {"forward": 0.6, "wait": 0.4} for rank in (0, 1)}
     assert _summary(network).bottleneck is Bottleneck.COMMUNICATION
-    assert "for the network or for ranks of other machines" in _summary(network, away=1).describe({})
-    assert "on 2 ranks of this machine" in _summary(network, away=1).describe({})
+    assert "for the network or for ranks of other machines" in _describe(_summary(network, away=1))
+    assert "on 2 ranks of this machine" in _describe(_summary(network, away=1))
     each_other = {rank: {"forward": 0.6, "wait": 0.4, "held": 0.4} for rank in (0, 1)}
     assert _summary(each_other).bottleneck is Bottleneck.TURNS
 
@@ -118,24 +124,24 @@ def test_what_limits_ranks_that_are_equal() -> None:
 def test_one_rank_alone_holds_up_nobody() -> None:
     summary = _summary({0: {"forward": 0.5, "own": 0.5}})
     assert summary.bottleneck is Bottleneck.BALANCED
-    assert summary.describe({0: 3 * 2**30}).splitlines() == [
+    assert _describe(summary, {0: 3 * 2**30}).splitlines() == [
         "1,000 steps, 20 ms each on 1 rank",
-        "balanced: forward 50%, your code 50%; at most 3.0 GB of memory a rank",
+        "balanced: forward 50%, your code 50%; at most 3 GiB of memory a rank",
     ]
 
 
 @pytest.mark.parametrize(
     ("peaks", "said"),
-    [({0: 300 * _MB}, "too short to tell: at most 300 MB of memory a rank"), ({0: None}, "too short to tell")],
+    [({0: 300 * _MB}, "too short to tell: at most 300 MiB of memory a rank"), ({0: None}, "too short to tell")],
 )
 def test_a_run_of_a_moment_says_what_is_known_of_it(peaks: dict[int, int | None], said: str) -> None:
-    assert _summary({0: {}}, seconds=0.0, looks=0).describe(peaks).splitlines()[1:] == [said]
+    assert _describe(_summary({0: {}}, seconds=0.0, looks=0), peaks).splitlines()[1:] == [said]
 
 
 def test_of_many_ranks_those_that_wait_least_have_a_row() -> None:
     ranks = {rank: {"forward": 0.5, "wait": 0.5} for rank in range(64)}
     ranks[37] = {"forward": 1.0, "held": 31.5}
-    lines = _summary(ranks).describe({}).splitlines()
+    lines = _describe(_summary(ranks)).splitlines()
     assert len(lines) == 3 + 16 + 1
     assert any(line.split()[0] == "37" for line in lines[3:-1])
     assert lines[-1] == "(and 48 ranks that wait longer)"
@@ -149,16 +155,16 @@ def _at(steps: int, seconds: float, leaving: float = 0.0) -> Progress:
 
 def test_only_what_lies_between_steps_that_all_have_taken_counts() -> None:
     ledger = Ledger()
-    assert ledger.summary(median=0.0, here=(0, 1), world_size=2) is None
+    assert Summary.of_start(ledger, taken=0, here=(0, 1), world_size=2) is None
     ledger.add({0: _at(1, 9.0), 1: _at(5, 9.0)}, now=9.0, looks=9)
-    assert ledger.summary(median=0.0, here=(0, 1), world_size=2) is None, "rank 0 warms up"
+    assert Summary.of_start(ledger, taken=5, here=(0, 1), world_size=2) is None, "rank 0 warms up"
     for now in (10, 11, 12):
         ledger.add({0: _at(now, now), 1: _at(now, now)}, now=now, looks=now * 30)
     ledger.add({0: _at(12, 60.0), 1: _at(13, 60.0)}, now=60.0, looks=900)  # the end: rank 0 evaluates
-    summary = ledger.summary(median=0.5, here=(0, 1), world_size=2)
+    summary = Summary.of_start(ledger, taken=12, here=(0, 1), world_size=2)
     assert summary is not None
     assert (summary.taken, summary.steps, summary.seconds, summary.looks) == (12, 2, 2.0, 60)
-    assert summary.samples_per_second == 8.0
+    assert RunSummary((summary,)).samples_per_second == 8.0
     assert [rank.seconds[Phase.FORWARD] for rank in summary.ranks.values()] == [2.0, 2.0]
 
 
@@ -167,7 +173,7 @@ def test_the_moments_in_which_a_rank_leaves_count_only_for_the_number_of_steps()
     for now in (10, 11):
         ledger.add({0: _at(now, now), 1: _at(now, now)}, now=now, looks=now * 30)
     ledger.add({0: _at(15, 11.5, 0.5), 1: _at(15, 12.0)}, now=12.0, looks=360)
-    summary = ledger.summary(median=0.5, here=(0, 1), world_size=2)
+    summary = Summary.of_start(ledger, taken=15, here=(0, 1), world_size=2)
     assert summary is not None
     assert (summary.taken, summary.steps, summary.seconds) == (15, 1, 1.0)
     assert summary.ranks[0].seconds[Phase.LEAVING] == 0
@@ -184,17 +190,17 @@ def test_ranks_of_other_machines_count_from_when_they_are_known_and_by_their_own
             {0: _at(now, now), 1: Progress(now - 1, tuple(waits), 4 * now, 0.0, 7 * _MB)}, now=now, looks=30 * now
         )
     ledger.add({0: _at(40, 40)}, now=40, looks=1200)
-    summary = ledger.summary(median=1.0, here=(0,), world_size=2)
+    summary = Summary.of_start(ledger, taken=40, here=(0,), world_size=2)
     assert summary is not None
     assert (summary.steps, summary.seconds, summary.is_whole) == (20, 20.0, True)
     assert sum(summary.ranks[1].seconds) == pytest.approx(20.0)
-    straggler = summary.straggler
+    straggler = summary.straggler()
     assert straggler is not None
     assert straggler.rank == 0
     assert straggler.costs == pytest.approx(1 / 3)
-    text = summary.describe({0: 5 * _MB})
-    assert "on 2 ranks\n" in text
-    assert [line.split()[-1] for line in text.splitlines()[-2:]] == ["MB", "MB"]
+    text = _describe(summary, {0: 5 * _MB})
+    assert "on 2 ranks; 10.00 s more to the second step\n" in text
+    assert [line.split()[-1] for line in text.splitlines()[-2:]] == ["MiB", "MiB"]
 
 
 def test_who_works_while_others_wait_holds_them_up() -> None:
@@ -212,12 +218,12 @@ def test_who_works_while_others_wait_holds_them_up() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_looks_at_random_moments_blame_nobody_where_ranks_are_equal(seed: int) -> None:
     """Steps whose lengths vary by a third, independently on each rank, and a look at moments that vary, too."""
-    assert _simulated(seed, slow=1.0).straggler is None
+    assert _simulated(seed, slow=1.0).straggler() is None
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_looks_at_random_moments_find_a_rank_that_is_slower_by_a_fifth(seed: int) -> None:
-    straggler = _simulated(seed, slow=1.2).straggler
+    straggler = _simulated(seed, slow=1.2).straggler()
     assert straggler is not None
     assert (straggler.rank, straggler.phase) == (1, Phase.FORWARD)
 
@@ -239,6 +245,6 @@ def _simulated(seed: int, *, slow: float) -> Summary:
         if looks % 40 == 0:
             progress = {rank: Progress(steps, tuple(shares.seconds[rank]), 0, shares.held[rank]) for rank in range(4)}
             ledger.add(progress, now=now, looks=looks)
-    summary = ledger.summary(median=0.02, here=range(4), world_size=4)
+    summary = Summary.of_start(ledger, taken=steps, here=range(4), world_size=4)
     assert summary is not None
     return summary

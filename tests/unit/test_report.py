@@ -25,6 +25,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+from lockstep import _units
 from lockstep._proc import started
 from lockstep.cli import main
 from lockstep.job.page import Phase
@@ -78,14 +79,22 @@ def test_an_account_has_what_was_recorded(tmp_path: Path) -> None:
 
 
 def test_a_summary_is_the_verdict(tmp_path: Path) -> None:
-    said = "12 steps\non the GPUs: forward 90%\nbalanced: data 15%"
-    summary = {"bottleneck": "balanced", "median": 0.5, "text": said, "ranks": {}}
+    summary = {
+        "bottleneck": "balanced",
+        "step": 0.5,
+        "samples_per_second": None,
+        "headline": "12 steps",
+        "verdict": "balanced: data 15%",
+        "remarks": ["on the GPUs: forward 90%"],
+        "ranks": {},
+    }
     write_series(write_record(tmp_path, summary=summary) / "series-0.bin")
     found = _account(tmp_path)
-    assert (found.verdict, found.median) == ("12 steps\nbalanced: data 15%\non the GPUs: forward 90%", 0.5)
-    assert "<p>on the GPUs: forward 90%</p>" in page.build(found)
-    write_record(tmp_path, summary={"bottleneck": "balanced", "ranks": {}})
-    assert _account(tmp_path).verdict == "\nbalanced"
+    assert (found.verdict, found.seconds_a_step) == ("12 steps\nbalanced: data 15%\non the GPUs: forward 90%", 0.5)
+    assert '<p class="remark">on the GPUs: forward 90%</p>' in page.build(found)
+    write_record(tmp_path, summary={"bottleneck": "balanced", "ranks": {}, "median": 0.5})
+    words = _account(tmp_path).verdict
+    assert "\ncompute straggler: rank 1, " in words, "that of an earlier version was about the last start alone"
 
 
 @pytest.mark.parametrize("step", [0.3, 0.7, 3.0])
@@ -127,7 +136,7 @@ def test_a_start_without_its_series_is_left_out_and_said(tmp_path: Path) -> None
 
 
 def test_a_series_of_before_held_was_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.runs.series.COLUMNS", COLUMNS[:-1])
+    monkeypatch.setattr("lockstep.runs.series.COLUMNS", COLUMNS[:-2])
     writer = SeriesWriter(write_record(tmp_path) / "series-0.bin", [0])
     for second in range(1, 30):
         writer.add(second, [[100 * second, 0, 0, *([second / 13] * 13)]])
@@ -251,8 +260,8 @@ def test_many_lines_are_thinned_and_keep_their_extremes(tmp_path: Path) -> None:
         (0.0, "seconds", "0 ms"),
         (0.45, "share", "45%"),
         (0.0451, "share", "4.51%"),
-        (276 * 2**20, "bytes", "276 MB"),
-        (1.25 * 2**30, "bytes", "1.25 GB"),
+        (276 * 2**20, "bytes", "276 MiB"),
+        (1.25 * 2**30, "bytes", "1.25 GiB"),
         (8578.4, "rate", "8,578/s"),
         (1.25e-5, "number", "1.25e-05"),
         (-0.5, "number", "-0.5"),
@@ -389,7 +398,8 @@ def test_names_of_users_stay_text(tmp_path: Path) -> None:
     evil = [{"at": 5.0, "kind": kind, "text": f"{_EVIL}\n{_EVIL}"} for kind in ("late", _EVIL)]
     variables = {"variables": {"LOCKSTEP_BACKEND": _EVIL}, "torch": _EVIL, "processor": _EVIL}
     about = {"program": [_EVIL], "directory": _EVIL, "host": _EVIL, "events": evil, "environment": variables}
-    summary = {"bottleneck": _EVIL, "text": f"{_EVIL}\n{_EVIL}: {_EVIL}", "ranks": {}}
+    words = {"headline": _EVIL, "verdict": f"{_EVIL}: {_EVIL}", "remarks": [_EVIL]}
+    summary = {"bottleneck": _EVIL, "step": 0.1, "samples_per_second": None, "ranks": {}, **words}
     plain = _Tags(page.build(_account(_with_log(tmp_path / "plain", log))))
     built = page.build(_account(_with_log(tmp_path / "run", log, **about, summary=summary)))
     found = _Tags(built)
@@ -472,7 +482,7 @@ def test_a_report_is_written_whole_and_for_its_owner_alone(tmp_path: Path) -> No
     out = tmp_path / "out.html"
     out.write_text("another")
     code, said = _command(str(tmp_path / "run"), "-o", str(out))
-    assert (code, said) == (0, f"{out}: run, {len(out.read_bytes()) / 2**10:,.0f} kB\n")
+    assert (code, said) == (0, f"{out}: run, {_units.size(len(out.read_bytes()))}\n")
     assert out.read_text().startswith("<!DOCTYPE html>")
     assert out.read_text().endswith("</html>\n")
     assert out.stat().st_mode & 0o777 == 0o600

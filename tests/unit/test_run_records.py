@@ -18,8 +18,8 @@ from rich.console import Console
 from lockstep.cli import main
 from lockstep.cli.runs import _now
 from lockstep.job import notes
+from lockstep.job.account import Progress
 from lockstep.job.page import Cell, Pages, Phase
-from lockstep.job.summary import Progress
 from lockstep.launch.stacks import stacks_of
 from lockstep.runs import comparison, history
 from lockstep.runs import series as series_module
@@ -368,7 +368,7 @@ def test_a_run_that_is_slower_by_a_tenth(tmp_path: Path, clock: _Clock) -> None:
     assert found.is_slower_by(5)
     assert not found.is_slower_by(15)
     text = found.describe()
-    assert "a step of B takes 1" in text
+    assert "the median step of B takes 1" in text
     assert "longer, more than chance within each run" in text
 
 
@@ -420,6 +420,6 @@ def test_what_ranks_wait_in_leaves_the_numbers_their_room(tmp_path: Path, clock:
     assert logged.strip() == "step 3: loss 0.5"
     assert head.split() == ["rank", "step", "steps/s", "waits", "data", "memory", "now"]
     assert [line.split()[:7] for line in shown] == [
-        [str(rank), "1,234", "56.7", "25%", "10%", "300", "MB"] for rank in range(2)
+        [str(rank), "1,234", "56.7", "25%", "10%", "300", "MiB"] for rank in range(2)
     ]
     assert all(len(line) == 80 and "…" in line for line in shown), shown

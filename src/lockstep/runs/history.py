@@ -106,17 +106,23 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that were taken, in all starts, each counted from its beginning.
+        """Optimizer steps that were taken, in all starts, each counted from its beginning: of a start that has ended as
+        its ranks have counted them, of one that goes on up to the last second.
 
         Raises:
             UnknownRun: a series is not there, damaged, or of a later version.
         """
-        last = [series.columns.get("steps", [()])[-1] for series in self.series if series.times]
-        return sum(int(min(filter(math.isfinite, steps), default=0)) for steps in last)
+        recorded = [start for start in self.about["starts"] if "series" in start]
+        last = [series.columns.get("steps", [()])[-1] if series.times else () for series in self.series]
+        return sum(
+            int(start["steps"]) if "steps" in start else int(min(filter(math.isfinite, steps), default=0))
+            for start, steps in zip(recorded, last, strict=True)
+        )
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """What :meth:`lockstep.job.summary.Summary.to_json` made of its last start; None: it has not ended."""
+        """What :meth:`lockstep.job.summary.RunSummary.to_json` made of it; None: it has not ended. Of one that goes on
+        see reckoning.py."""
         return self.about.get("summary")
 
     @cached_property
@@ -126,11 +132,14 @@ class Run:
         Raises:
             UnknownRun: one of them is not there, damaged, or of a later version.
         """
-        names = [Path(str(start["series"])).name for start in self.about["starts"] if "series" in start]
         try:
-            return [Series.read(self.path.parent / name) for name in names]
+            return [Series.read(self.series_of(start)) for start in self.about["starts"] if "series" in start]
         except (OSError, ValueError) as error:
             raise UnknownRun(str(error)) from error
+
+    def series_of(self, start: dict[str, Any]) -> Path:
+        """Return the file of the series of one of its starts, which lies beside the record."""
+        return self.path.parent / Path(str(start["series"])).name
 
 
 def read(path: Path) -> Run:

@@ -20,11 +20,20 @@
     const text = value.toFixed(size ? Math.max(0, 2 - Math.floor(Math.log10(size) + 1e-12)) : 0);
     return text.includes(".") ? text.replace(/0+$/, "").replace(/\.$/, "") : text;
   };
+  const size = (count) => {
+    let value = count, unit = "bytes";
+    for (const larger of ["KiB", "MiB", "GiB", "TiB"]) {
+      if (value < 999.5) break;
+      [value, unit] = [value / 1024, larger];
+    }
+    const places = unit === "bytes" || value >= 99.95 ? 0 : value >= 9.995 ? 1 : 2, text = grouped(value, places);
+    return `${places ? text.replace(/0+$/, "").replace(/\.$/, "") : text} ${unit}`;
+  };
   const shown = (value, unit) => {
     if (!finite(value)) return "–";
     if (unit === "seconds") return Math.abs(value) >= 1 ? `${digits(value)} s` : `${digits(value * 1e3)} ms`;
     if (unit === "share") return `${digits(value * 100)}%`;
-    if (unit === "bytes") return value >= 2 ** 30 ? `${digits(value / 2 ** 30)} GB` : `${digits(value / 2 ** 20)} MB`;
+    if (unit === "bytes") return size(value);
     return unit === "rate" ? `${digits(value)}/s` : digits(value);
   };
   const moment = (at, step = 1) => {

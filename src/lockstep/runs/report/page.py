@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
 
+from lockstep import _units
 from lockstep.job.page import Phase
 from lockstep.runs.history import Run
 from lockstep.runs.report import drawing, pixels, scales
@@ -102,7 +103,7 @@ class _Page:
         account, run = self._account, self._account.run
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.began))
         where = f"{began} on {', '.join(_hosts(account))}, in {run.about.get('directory', '?')}"
-        first, second, *devices = f"{account.verdict}\n".split("\n")
+        first, second, *remarks = f"{account.verdict}\n".split("\n")
         kind, _, why = second.partition(": ")
         verdict = tag("strong", text(kind)) + (tag("span", text(why)) if why else "")
         said = tag("p", verdict, class_="verdict " + _class_of(kind)) if kind else ""
@@ -110,7 +111,7 @@ class _Page:
             tag("h1", text(run.program))
             + tag("p", text(where), class_="where")
             + said
-            + "".join(tag("p", text(each)) for each in devices if each)
+            + "".join(tag("p", text(each), class_="remark") for each in remarks if each)
             + tag(
                 "dl", "".join(tag("div", tag("dt", name) + tag("dd", text(value))) for name, value in self._figures())
             )
@@ -119,12 +120,11 @@ class _Page:
 
     def _figures(self) -> Iterable[tuple[str, str]]:
         account = self._account
-        steps = max((total.steps for total in account.totals), default=0)
-        yield "steps", f"{steps:,.0f}"
-        if account.median:
-            yield "median step", shown(account.median, "seconds")
+        yield "steps", f"{account.steps:,}"
+        if account.seconds_a_step:
+            yield "a step", _units.duration(account.seconds_a_step)
         if account.rate:
-            yield "samples", shown(account.rate, "rate")
+            yield "samples", f"{account.rate:,.0f}/s"
         yield "ranks", str(len(account.ranks))
         yield "took", scales.moment(self._seconds)
         yield "ended", account.run.ending

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import random
+import re
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from lockstep.job.account import Ledger, Progress
 from lockstep.job.hang import Shares
 from lockstep.job.page import WAITS, Phase
+from lockstep.job.stretches import Stretch
 from lockstep.job.summary import Bottleneck, RunSummary, Summary
+from tests.simulated import simulate
 
 _MB = 2**20
 
@@ -199,7 +203,7 @@ def test_ranks_of_other_machines_count_from_when_they_are_known_and_by_their_own
     assert straggler.rank == 0
     assert straggler.costs == pytest.approx(1 / 3)
     text = _describe(summary, {0: 5 * _MB})
-    assert "on 2 ranks; 10.00 s more to the second step\n" in text
+    assert "on 2 ranks; start-up and first steps took 10.00 s\n" in text
     assert [line.split()[-1] for line in text.splitlines()[-2:]] == ["MiB", "MiB"]
 
 
@@ -229,22 +233,117 @@ def test_looks_at_random_moments_find_a_rank_that_is_slower_by_a_fifth(seed: int
 
 
 def _simulated(seed: int, *, slow: float) -> Summary:
-    """Four ranks, sixty seconds of steps of about 20 ms, 40 looks a second."""
-    draw, shares, ledger = random.Random(seed), Shares(4), Ledger()
-    now, steps, looks, end, work = 0.0, 2, 0, 0.0, [0.0] * 4
-    begun = 0.0
-    while now < 60.0:
-        while end < now:
-            begun, steps = end, steps + 1
-            work = [0.02 * draw.uniform(0.85, 1.15) * (slow if rank == 1 else 1.0) for rank in range(4)]
-            end = begun + max(work) + 0.001
-        marks = [int(Phase.FORWARD) + (WAITS if now > begun + each else 0) for each in work]
-        pause = 0.025 * draw.uniform(0.5, 1.5)
-        shares.add(marks, pause)
-        now, looks = now + pause, looks + 1
-        if looks % 40 == 0:
-            progress = {rank: Progress(steps, tuple(shares.seconds[rank]), 0, shares.held[rank]) for rank in range(4)}
-            ledger.add(progress, now=now, looks=looks)
-    summary = Summary.of_start(ledger, taken=steps, here=range(4), world_size=4)
+    ledger = simulate(seed, slow=lambda rank, _: slow if rank == 1 else 1.0)
+    summary = Summary.of_start(ledger, taken=3000, here=range(4), world_size=4)
     assert summary is not None
     return summary
+
+
+# All starts ----------------------------------------------------------------------------------------------------------
+
+
+def _start(number: int, slow: int | None, *, ranks: int = 2, begin: float = 0.0, seconds: float = 20.0) -> Summary:
+    """A start of some seconds in which a rank was slower by half, or none was."""
+    ledger = simulate(number, slow=lambda rank, _: 1.5 if rank == slow else 1.0, ranks=ranks, seconds=seconds)
+    summary = Summary.of_start(
+        ledger, number=number, begin=-1.0, end=seconds, taken=1000 + number, here=range(ranks), world_size=ranks
+    )
+    assert summary is not None
+    moved = tuple(replace(each, begin=each.begin + begin, end=each.end + begin) for each in summary.stretches)
+    return replace(summary, stretches=moved)
+
+
+def test_a_rank_that_was_slow_in_the_first_start_is_told_of_after_a_restart() -> None:
+    whole = RunSummary.of([_start(0, 1), _start(1, None, begin=30.0)])
+    assert whole is not None
+    head, verdict, *_ = whole.describe({}).splitlines()
+    assert head.startswith("2,001 steps in 2 starts, ")
+    assert re.match(r"compute straggler: rank 1, in forward: .* \(1\d% less\)$", verdict), (
+        "half of the time, on the whole"
+    )
+    told = whole.to_json({})
+    (stretch,) = told["stretches"]
+    assert (stretch["rank"], stretch["phase"]) == (1, "forward")
+    assert (stretch["from"], stretch["to"]) == pytest.approx((0.0, 20.0), abs=1.5)
+    assert (told["starts"], told["steps"]) == ([0, 1], 2001)
+    assert told["step"] == pytest.approx(told["watched"]["seconds"] / told["watched"]["steps"])
+
+
+def test_a_short_slow_start_is_a_stretch_of_a_run_that_is_balanced_on_the_whole() -> None:
+    whole = RunSummary.of([_start(0, 1, seconds=12.0), *(_start(number, None, seconds=60.0) for number in range(1, 4))])
+    assert whole is not None
+    assert [part.bottleneck for part in whole.parts] == [Bottleneck.BALANCED]
+    lines = whole.describe({}).splitlines()
+    assert re.fullmatch(r"rank 1 from 0:0\d to 0:1[12], in forward: cost [23]\d% of that time", lines[2]), lines
+
+
+def test_starts_on_other_ranks_have_verdicts_of_their_own() -> None:
+    starts = [_start(0, 1, ranks=4), _start(1, None, ranks=4, begin=20.0), _start(2, 0, ranks=2, begin=40.0)]
+    whole = RunSummary.of(starts)
+    assert whole is not None
+    lines = whole.describe(dict.fromkeys(range(4), 300 * _MB)).splitlines()
+    assert re.match(r"3,003 steps in 3 starts, [\d.]+ ms each on 4 and 2 ranks", lines[0]), lines
+    first = next(place for place, line in enumerate(lines) if line.startswith("starts 0 to 1: 2,001 steps in 2 starts"))
+    second = next(place for place, line in enumerate(lines) if line.startswith("start 2: 1,002 steps, "))
+    assert lines[first].endswith("on 4 ranks")
+    assert lines[second].endswith("on 2 ranks")
+    assert lines[first + 1].startswith("compute straggler: rank 1, ")
+    assert lines[second + 1].startswith("compute straggler: rank 0, ")
+    told = whole.to_json({})
+    assert [part["straggler"]["rank"] for part in told["parts"]] == [1, 0]
+    assert sorted(told["ranks"]) == ["0", "1", "2", "3"]
+    assert [line.partition(":")[0] for line in told["remarks"]][:1] == ["starts 0 to 1"]
+
+
+def test_the_same_numbers_on_other_machines_are_other_ranks() -> None:
+    one, other = (replace(_start(number, None), machines=((f"host{number}", 2),)) for number in (0, 1))
+    whole = RunSummary.of([one, other])
+    assert whole is not None
+    assert len(whole.parts) == 2
+
+
+def test_what_is_told_counts_from_the_beginning_of_the_run() -> None:
+    start = replace(_start(0, 1), stretches=(Stretch(1, 108.0, 122.0, 3.0, Phase.DATA),))
+    whole = RunSummary.of([replace(start, ranks=_start(0, None).ranks)], began=100.0)
+    assert whole is not None
+    assert "rank 1 from 0:08 to 0:22, in data: cost 21% of that time" in whole.describe({})
+
+
+def test_the_time_before_the_second_step_is_named_apart() -> None:
+    ledger = Ledger()
+    for moment in range(40):
+        ledger.add({0: _at(2 + moment, 9 + 0.05 * moment)}, now=9 + 0.05 * moment, looks=3 * moment)
+    start = Summary.of_start(ledger, begin=0.0, end=11.0, taken=42, here=(0,), world_size=1)
+    assert start is not None
+    assert RunSummary((start,)).headline().startswith("42 steps, 50 ms each, ")
+    assert RunSummary((start,)).headline().endswith("on 1 rank; start-up and first steps took 9.00 s")
+    both = RunSummary((start.plus(start),))
+    assert both.headline().endswith("on 1 rank; 2 times start-up and first steps took 18.00 s")
+
+
+def test_a_ledger_keeps_its_first_and_its_last_moment() -> None:
+    ledger = Ledger()
+    for now in range(10, 5000):
+        ledger.add({0: _at(now, now)}, now=now, looks=now)
+        assert (ledger.moments[0].at, ledger.moments[-1].at) == (10, now)
+    assert 300 < len(ledger.moments) <= 601
+    apart = [later.at - each.at for each, later in pairwise(ledger.moments)]
+    assert max(apart[1:-1]) <= 2 * min(apart[1:-1]), "evenly"
+
+
+# The garbage collector -----------------------------------------------------------------------------------------------
+
+
+def test_pauses_of_the_garbage_collector_have_a_name_where_they_cost_something() -> None:
+    ranks = _summary({0: {"forward": 0.7, "wait": 0.3}, 1: {"forward": 1.0, "held": 0.3}}).ranks
+    paused = {0: ranks[0], 1: replace(ranks[1], collected=6.0, collections=12)}
+    summary = Summary(20.0, 1000, paused, here=range(2), taken=1000, world_size=2)
+    lines = _describe(summary).splitlines()
+    assert lines[1].startswith("compute straggler: rank 1, in Python's garbage collector (in forward): 20 ms a step"), (
+        lines
+    )
+    assert lines[2].startswith(
+        "Python's garbage collector: rank 1 paused 12 times for 6.00 s, 30.0% of its time (15.0% in the mean of all "
+    )
+    little = {0: ranks[0], 1: replace(ranks[1], collected=0.1, collections=12)}
+    assert "garbage" not in _describe(replace(summary, ranks=little))

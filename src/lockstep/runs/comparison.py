@@ -6,9 +6,9 @@ What a step takes, its phases and the samples a second are those of the run's su
 that saved once more than the other one takes longer a step, and no step takes longer. So whether two runs differ is
 decided by medians. A run's series has, for each interval between two rows, the seconds that a step took on average; of
 these the median is taken. How surely it is known says its notch: 1.57 times the distance of the quartiles, divided by
-the square root of the number of intervals (McGill, Tukey and Larsen, Variations of box plots, 1978). Where the notches of two
-runs do not overlap, their medians differ, at about 95 %. Intervals of one run resemble each other more than those of
-two (another machine, other work beside it), which no single run can tell: repeat what matters.
+the square root of the number of intervals (McGill, Tukey and Larsen, Variations of box plots, 1978). Where the notches
+of two runs do not overlap, their medians differ, at about 95 %. Intervals of one run resemble each other more than
+those of two (another machine, other work beside it), which no single run can tell: repeat what matters.
 """
 
 from __future__ import annotations

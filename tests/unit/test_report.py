@@ -79,7 +79,7 @@ def test_an_account_has_what_was_recorded(tmp_path: Path) -> None:
 
 
 def test_a_summary_is_the_verdict(tmp_path: Path) -> None:
-    summary = {
+    summary: dict[str, Any] = {
         "bottleneck": "balanced",
         "step": 0.5,
         "samples_per_second": None,
@@ -246,7 +246,9 @@ def test_many_lines_are_thinned_and_keep_their_extremes(tmp_path: Path) -> None:
     write_log(log, {"loss": lambda _: 1e400, **names})
     found = _account(tmp_path / "run")
     assert len(found.metrics) == 60
-    assert found.notes == ["100 names were logged; the first 60 are shown"]
+    assert found.notes == ["101 names were logged; the first 60 are shown"]
+    assert found.metrics[0].name == "loss"
+    assert all(found.metrics[0].odd)
 
 
 # Drawing -------------------------------------------------------------------------------------------------------------

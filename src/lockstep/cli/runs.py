@@ -46,6 +46,8 @@ def runs(count: int, folders: tuple[Path, ...]) -> None:
             step = _units.duration(told["step"]) if told is not None and told["step"] else "-"
             ranks = str(run.world_size)
             table.add_row(str(number), began, took, run.ending, ranks, steps, step, run.program, run.name)
+            for line in run.remarks:
+                table.add_row(*[""] * 7, line, "")
     open_console(markup=False).print(table)
 
 

@@ -364,7 +364,9 @@ class RunSummary:
         line = f"{', '.join(words)} on {many} {'rank' if ranks == [1] else 'ranks'}{here}"
         starting, lasted = (sum(values) for values in zip(*((p.starting, p.lasted) for p in self.parts), strict=True))
         if starting >= _STARTING * lasted > 0:
-            line += f"; {f'{starts} times ' if starts > 1 else ''}start-up and first steps took {_units.duration(starting)}"
+            line += (
+                f"; {f'{starts} times ' if starts > 1 else ''}start-up and first steps took {_units.duration(starting)}"
+            )
         return line
 
     def describe(self, peaks: Mapping[int, int | None]) -> str:

@@ -268,7 +268,8 @@ def parse_stack(text: str) -> Stack | None:
         _, found, after = text.partition("Thread")
     if not found:
         return None
-    frames, collects = [], False
+    frames: list[Frame] = []
+    collects = False
     for line in after.splitlines()[1:]:
         if line == _COLLECTS and not frames:
             collects = True

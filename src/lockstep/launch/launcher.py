@@ -253,7 +253,7 @@ class Launcher:
         said += traced
         speaks = self._speaks_for_all or self.spec.rendezvous is None or (summary is not None and not summary.is_whole)
         if summary is not None and speaks and exit_code in (0, EXIT_SAVED) and not self.spec.quiet:
-            said.append(summary.describe(self._peaks))
+            said.append("\n".join([summary.describe(self._peaks), *self.recorder.remarks()]))
         self.recorder.end(exit_code=exit_code, summary=summary, peaks=self._peaks)
         return said
 

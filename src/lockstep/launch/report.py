@@ -423,7 +423,9 @@ def _late(known: Known, now: float | None) -> list[str]:
     if look.reason:
         lines.append(f"  inside lockstep.expect_slow({look.reason!r})")
     if stack is not None and stack.collects:
-        lines.append("  Python's garbage collector is at work: gc.freeze() leaves it less to look through, gc.disable() all")
+        lines.append(
+            "  Python's garbage collector is at work: gc.freeze() leaves it less to look through, gc.disable() all"
+        )
     if stack is not None and stack.frames:
         lines.append("  its Python stack, the innermost line first:")
         lines += [f"    {frame}" for frame in stack.frames[:_FRAMES]]

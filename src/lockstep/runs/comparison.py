@@ -122,7 +122,8 @@ class Comparison:
             for row in rows
         ]
         names = [f"A: {self.a.name}: {self.a.program}", f"B: {self.b.name}: {self.b.program}"]
-        return "\n".join([*names, "", *lines, "", self._sentence()])
+        logged = [f"{one}: {line}" for one, run in (("A", self.a), ("B", self.b)) for line in run.remarks]
+        return "\n".join([*names, "", *lines, "", *logged, self._sentence()])
 
     def _facts(self) -> Iterator[tuple[str, object, object]]:
         for name in ("lockstep", "host"):

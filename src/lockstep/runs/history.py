@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep import _proc
 from lockstep.errors import LockstepError
-from lockstep.runs.record import VERSION
+from lockstep.runs.record import VERSION, nonfinite_in_words
 from lockstep.runs.series import Series
 
 
@@ -39,8 +39,7 @@ class Run:
     def program(self) -> str:
         """What ran, with its arguments, on one line: what a terminal would act on stands as in a string of Python; a
         character that can't be written, of a file's name for example, is a ``?``."""
-        words = " ".join(self.about["program"]).encode(errors="replace").decode()
-        return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in words)
+        return _printable(" ".join(self.about["program"]))
 
     @property
     def began(self) -> float:
@@ -125,6 +124,11 @@ class Run:
         see reckoning.py."""
         return self.about.get("summary")
 
+    @property
+    def remarks(self) -> list[str]:
+        """What there is to say of what the script has logged, a line each: numbers that were not finite."""
+        return [_printable(line) for line in nonfinite_in_words(self.about)]
+
     @cached_property
     def series(self) -> list[Series]:
         """The series of its starts, in order.
@@ -140,6 +144,11 @@ class Run:
     def series_of(self, start: dict[str, Any]) -> Path:
         """Return the file of the series of one of its starts, which lies beside the record."""
         return self.path.parent / Path(str(start["series"])).name
+
+
+def _printable(words: str) -> str:
+    words = words.encode(errors="replace").decode()
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in words)
 
 
 def read(path: Path) -> Run:
@@ -188,6 +197,7 @@ def _check(about: dict[str, Any]) -> None:
         "logs": list,
         "environment": dict,
         "summary": dict,
+        "nonfinite": dict,
     }
     for name, kind in kinds.items():
         if name in about and not isinstance(about[name], kind):
@@ -196,6 +206,11 @@ def _check(about: dict[str, Any]) -> None:
         for each in about.get(name, ()):
             if not isinstance(each, dict):
                 raise TypeError(f"{name} has a {type(each).__name__}")
+    for name, each in about.get("nonfinite", {}).items():
+        if not isinstance(each, dict) or type(each.get("first")) is not int:
+            raise TypeError(f"nonfinite has no step of {name}")
+        if each.get("since", "") is not None and type(each.get("since")) is not int:
+            raise TypeError(f"nonfinite has no step of {name}")
     if not isinstance(about["program"], list) or not all(isinstance(word, str) for word in about["program"]):
         raise TypeError("program is no list of words")
 

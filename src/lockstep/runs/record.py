@@ -16,7 +16,7 @@ from lockstep import _proc, knobs, machine
 from lockstep._files import write_whole
 from lockstep.job import timetable
 from lockstep.job.account import Progress
-from lockstep.job.notes import CHECKPOINT, Notes
+from lockstep.job.notes import CHECKPOINT, LOG, NONFINITE, Notes
 from lockstep.job.page import Phase
 from lockstep.job.summary import RunSummary
 from lockstep.runs.series import SeriesWriter
@@ -56,6 +56,7 @@ class Recorder:
             "events": [],
             "checkpoints": [],
             "logs": [],
+            "nonfinite": {},
         }
         self._folder: Path | None = None
         self._suffix = ""
@@ -147,6 +148,11 @@ class Recorder:
             self._give_up(error)
         self._update()
 
+    def remarks(self) -> list[str]:
+        """Return what there is to say of what the script has logged, a line each."""
+        self._take_notes()
+        return nonfinite_in_words(self._about)
+
     @property
     def clock(self) -> float:
         """When the run began, on the monotonic clock: moments of the record count from then."""
@@ -174,9 +180,16 @@ class Recorder:
         for note in notes:
             if note["is"] == CHECKPOINT:
                 self._add_checkpoint(note["at"] - self._clock, note["step"])
-            elif note["path"] not in self._about["logs"]:
+            elif note["is"] == NONFINITE:
+                self._add_nonfinite(note["name"], note["step"], alone=bool(note["alone"]))
+            elif note["is"] == LOG and note["path"] not in self._about["logs"]:
                 self._about["logs"].append(note["path"])
         return bool(notes)
+
+    def _add_nonfinite(self, name: str, step: int, *, alone: bool) -> None:
+        """Note that numbers of a name were infinite or NaN: at which step first, and since when they all are."""
+        known = self._about["nonfinite"].setdefault(name, {"first": step, "since": None})
+        known["since"] = step if alone else None
 
     def _add_checkpoint(self, at: float, step: int) -> None:
         """Note a checkpoint; of very many every other one goes, as with the rows of a series."""
@@ -224,6 +237,16 @@ class Recorder:
     def _give_up(self, error: OSError) -> None:
         self._failed = True
         self._tell(f"the record of this run ends here, the run goes on: {error}")
+
+
+def nonfinite_in_words(about: Mapping[str, Any]) -> list[str]:
+    """Return what a record knows of logged numbers that were not finite, a line for each name."""
+    return [
+        f"{name}: NaN or infinite from step {each['since']:,} on"
+        if each["since"] is not None
+        else f"{name}: some NaN or infinite, first at step {each['first']:,}"
+        for name, each in about.get("nonfinite", {}).items()
+    ]
 
 
 def _environment() -> dict[str, Any]:

@@ -251,6 +251,27 @@ def test_many_lines_are_thinned_and_keep_their_extremes(tmp_path: Path) -> None:
     assert all(found.metrics[0].odd)
 
 
+def test_a_name_that_is_nan_has_its_chart_and_a_word(tmp_path: Path) -> None:
+    def acc(step: int) -> float | None:
+        return 0.5 if step <= 3000 else None
+
+    def odd(step: int) -> dict[str, int]:
+        return {"gone": 2} if step <= 3000 else {"gone": 2, "acc": 1}
+
+    log = write_log(
+        tmp_path / "metrics.jsonl",
+        {"gone": lambda _: None, "acc": acc, "none": lambda _: None, "nonfinite": odd, "inf": lambda _: math.inf},
+    )
+    noted = {"acc": {"first": 3042, "since": 3042}, "gone": {"first": 1, "since": 1}}
+    found = _account(_with_log(tmp_path / "run", log, nonfinite=noted))
+    assert [metric.name for metric in found.metrics] == ["gone", "acc", "inf"], "what counts nothing is not shown"
+    words = page.build(found)
+    assert words.count("NaN or infinite throughout</p>") == 2
+    assert "0.5 to 0.5, the last of them 0.5; NaN or infinite from step 3,042 on</p>" in words
+    assert '<p class="note">acc: NaN or infinite from step 3,042 on</p>' in words
+    assert "5000 0H" in words, "the time in which it was is marked"
+
+
 # Drawing -------------------------------------------------------------------------------------------------------------
 
 
@@ -365,6 +386,8 @@ def test_colours_are_told_apart_by_everybody_on_both_pages(theme: str) -> None:
         for under in (paper, colours["card"]):
             assert _contrast(colours[name], under) >= 4.5, f"{name} as text on a {theme} page (WCAG 1.4.3)"
     assert _contrast("#d55e00", paper) >= 3, "the heat maps"
+    for one, other in itertools.combinations(("own", "start", "leaving"), 2):  # a run may have nothing between them
+        assert _apart(colours[one], colours[other]) >= 12, f"{one} and {other}, which are both grey"
     for one, other in itertools.pairwise(stacked):
         assert _apart(colours[one], colours[other]) >= 12, f"{one} under {other}"
     for one, other in itertools.combinations(lines[:4], 2):  # the next are dashed
@@ -401,7 +424,7 @@ def test_names_of_users_stay_text(tmp_path: Path) -> None:
     variables = {"variables": {"LOCKSTEP_BACKEND": _EVIL}, "torch": _EVIL, "processor": _EVIL}
     about = {"program": [_EVIL], "directory": _EVIL, "host": _EVIL, "events": evil, "environment": variables}
     words = {"headline": _EVIL, "verdict": f"{_EVIL}: {_EVIL}", "remarks": [_EVIL]}
-    summary = {"bottleneck": _EVIL, "step": 0.1, "samples_per_second": None, "ranks": {}, **words}
+    summary: dict[str, Any] = {"bottleneck": _EVIL, "step": 0.1, "samples_per_second": None, "ranks": {}, **words}
     plain = _Tags(page.build(_account(_with_log(tmp_path / "plain", log))))
     built = page.build(_account(_with_log(tmp_path / "run", log, **about, summary=summary)))
     found = _Tags(built)

@@ -180,6 +180,42 @@ def test_checkpoints_and_logs_that_ranks_tell_of_are_noted(
     assert about["environment"]["torch"]
 
 
+def test_numbers_that_are_not_finite_are_told_of(
+    tmp_path: Path, clock: _Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = _record(tmp_path / "run", clock, step=0.1, end=False)
+    monkeypatch.setenv("LOCKSTEP_JOB_DIR", str(tmp_path / "run"))
+    notes.tell(notes.NONFINITE, name="loss", step=43, alone=0)
+    notes.tell(notes.NONFINITE, name="loss", step=51, alone=1)
+    notes.tell(notes.NONFINITE, name="acc\n", step=1_700, alone=1)
+    notes.tell(notes.NONFINITE, name="acc\n", step=1_800, alone=0)
+    assert recorder.remarks()[0] == "loss: NaN or infinite from step 51 on"
+    recorder.end(exit_code=0, summary=None, peaks={})
+    run = history.read(tmp_path / "run")
+    words = ["loss: NaN or infinite from step 51 on", "acc\\n: some NaN or infinite, first at step 1,700"]
+    assert run.remarks == words
+    listed = CliRunner().invoke(main, ["runs", str(tmp_path)], env={"COLUMNS": "200"})
+    assert all(line in listed.stdout for line in words), listed.stdout
+    compared = comparison.compare(run, run).describe()
+    assert all(f"A: {line}" in compared and f"B: {line}" in compared for line in words)
+    for damage in ({"loss": 3}, {"loss": {"first": "x"}}, {"loss": {"first": 1, "since": "x"}}):
+        about = {**run.about, "nonfinite": damage}
+        (tmp_path / "run" / "run.json").write_text(json.dumps(about))
+        with pytest.raises(UnknownRun, match="not a whole record of a run: nonfinite has no step of loss"):
+            history.read(tmp_path / "run")
+
+
+def test_the_last_moment_of_a_start_is_recorded_whenever_it_comes(tmp_path: Path, clock: _Clock) -> None:
+    recorder = _record(tmp_path / "run", clock, step=0.1, end=False)
+    clock.now += 0.4
+    recorder.add({rank: _progress(304, step=0.1) for rank in range(2)}, {0: 1, 1: None})
+    recorder.end_start(305)
+    recorder.end(exit_code=0, summary=None, peaks={})
+    run = history.read(tmp_path / "run")
+    assert run.series[0].columns["steps"][-1] == (304, 304)
+    assert run.steps == 305, "as the ranks have counted"
+
+
 def test_a_note_that_is_not_whole_comes_later(tmp_path: Path) -> None:
     found = notes.Notes(tmp_path)
     assert found.take() == []

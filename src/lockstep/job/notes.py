@@ -17,7 +17,7 @@ from lockstep import knobs
 from lockstep.job.files import JobFiles
 
 #: Kinds of notes: a checkpoint is complete, with its step; a log is written to, with its path; numbers of a name were
-#: infinite or NaN, with the step of the first, and "alone" is 1 where a line of the log has no others, and 0 where it has.
+#: infinite or NaN, with the step of the first, and "alone": 1 where a line has no others, and 0 where it has.
 CHECKPOINT, LOG, NONFINITE = "checkpoint", "log", "nonfinite"
 
 

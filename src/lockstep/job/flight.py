@@ -137,7 +137,7 @@ class Flight:
         """The whole run is at ``step``, by the count of a Checkpointer."""
         self._cells[Cell.RUN_STEPS] = step + 1
 
-    def collects(self, begins: bool) -> None:
+    def collects(self, *, begins: bool) -> None:
         """Python's garbage collector begins to pause this rank, or has done so."""
         cells = self._cells
         if begins:
@@ -213,7 +213,7 @@ def _collects(phase: str, info: dict[str, int]) -> None:
     """Called by Python before and after each collection. Those of the youngest generation come once in some hundred
     objects and take microseconds: they are not looked at, which is what most calls cost."""
     if info["generation"]:
-        current.collects(phase == "start")
+        current.collects(begins=phase == "start")
 
 
 def use(flight: Flight) -> Flight:

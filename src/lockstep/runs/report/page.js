@@ -77,7 +77,7 @@
     if (told.parts) chart.bytes = bytesOf(told.parts);
     chart.times = told.times ?? middle;
     chart.seen = told.values;
-    chart.drawn = told.width;
+    chart.designed = told.width;
     return chart;
   });
   const state = { low: 0, high: seconds, at: null, rank: -1, row: null, overSteps: false, smooth: 0, powers: false };
@@ -177,7 +177,7 @@
     const widest = Math.max(...charts.map((chart) => chart.figure.clientWidth));
     for (const chart of charts) {
       const room = chart.figure.clientWidth, wide = Math.max(120, room - LEFT - RIGHT);
-      chart.width = room > 0.75 * widest && wide < 1000 ? wide : Math.min(chart.drawn, wide);
+      chart.width = room > 0.75 * widest && wide < 1000 ? wide : Math.min(chart.designed, wide);
       chart.svg.setAttribute("viewBox", `0 0 ${LEFT + chart.width + RIGHT} ${ABOVE + chart.height + BELOW}`);
       chart.plot.setAttribute("width", chart.width);
     }

@@ -251,7 +251,8 @@ class Launcher:
         for text in traced:
             self.recorder.event("trace", text)
         said += traced
-        speaks = self._speaks_for_all or self.spec.rendezvous is None or (summary is not None and not summary.is_whole)
+        alone = self.spec.rendezvous is None or (summary is not None and not summary.parts[-1].is_whole)
+        speaks = self._speaks_for_all or alone
         if summary is not None and speaks and exit_code in (0, EXIT_SAVED) and not self.spec.quiet:
             said.append("\n".join([summary.describe(self._peaks), *self.recorder.remarks()]))
         self.recorder.end(exit_code=exit_code, summary=summary, peaks=self._peaks)

@@ -318,7 +318,7 @@ def test_the_time_before_the_second_step_is_named_apart() -> None:
     assert RunSummary((start,)).headline().startswith("42 steps, 50 ms each, ")
     assert RunSummary((start,)).headline().endswith("on 1 rank; start-up and first steps took 9.00 s")
     both = RunSummary((start.plus(start),))
-    assert both.headline().endswith("on 1 rank; 2 times start-up and first steps took 18.00 s")
+    assert both.headline().endswith("on 1 rank; start-up and first steps of the 2 starts took 18.00 s")
 
 
 def test_a_ledger_keeps_its_first_and_its_last_moment() -> None:

@@ -364,9 +364,8 @@ class RunSummary:
         line = f"{', '.join(words)} on {many} {'rank' if ranks == [1] else 'ranks'}{here}"
         starting, lasted = (sum(values) for values in zip(*((p.starting, p.lasted) for p in self.parts), strict=True))
         if starting >= _STARTING * lasted > 0:
-            line += (
-                f"; {f'{starts} times ' if starts > 1 else ''}start-up and first steps took {_units.duration(starting)}"
-            )
+            of_all = f" of the {starts} starts" if starts > 1 else ""
+            line += f"; start-up and first steps{of_all} took {_units.duration(starting)}"
         return line
 
     def describe(self, peaks: Mapping[int, int | None]) -> str:

@@ -8,6 +8,7 @@ import re
 import struct
 from base64 import b64decode
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,82 @@ def test_ten_minutes_of_64_ranks_open_quickly(tmp_path: Path, shown: Page) -> No
     begun = shown.ask("performance.now()")
     shown.ask("document.querySelector('#in').click()")
     assert shown.ask("performance.now()") - begun < 60_000, "milliseconds: it took some hundred"
+    _is_quiet(shown)
+
+
+def _set(shown: Page, control: str, value: str, event: str = "change") -> None:
+    chosen = f"document.querySelector('#{control}')"
+    what = f"{chosen}.checked = {value}" if control == "powers" else f"{chosen}.value = '{value}'"
+    shown.ask(f"{what}; {chosen}.dispatchEvent(new Event('{event}'))")
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [320, 390, 768])
+def test_a_narrow_page_has_charts_that_fit_with_words_that_can_be_read(tmp_path: Path, shown: Page, width: int) -> None:
+    _, path = _write(tmp_path, ranks=3)
+    shown.errors.clear()
+    shown.requests.clear()
+    shown.open(path, width=width)
+    shown.until("document.documentElement.classList.contains('live')")
+    assert shown.ask("document.documentElement.scrollWidth") <= width, "nothing is to be moved sideways"
+    charts = "[...document.querySelectorAll('.chart')]"
+    boxes = shown.ask(f"JSON.stringify({charts}.map(c => [c.getBoundingClientRect().width, c.viewBox.baseVal.width]))")
+    for pixels, units in json.loads(boxes):
+        assert pixels <= width
+        assert pixels / units >= 0.97, "a unit is a pixel, so words have their size"
+    words = f"{charts}.flatMap(c => [...c.querySelectorAll('text')].map(t => t.getBoundingClientRect()))"
+    assert shown.ask(f"Math.min(...{words}.map(b => b.height))") >= 10
+    assert shown.ask(f"Math.max(...{words}.map(b => b.right))") <= width + 1
+    assert shown.ask(f"Math.min(...{words}.map(b => b.left))") >= -1
+    edges = f"JSON.stringify({charts}.map(c => c.querySelector('.plot').getScreenCTM().e))"
+    if width < 700:
+        assert max(json.loads(shown.ask(edges))) - min(json.loads(shown.ask(edges))) < 1, "they share their axis"
+    _is_quiet(shown)
+
+
+@needs_browser
+def test_what_was_logged_is_shown_over_steps_smoothed_and_on_a_log_scale(tmp_path: Path, shown: Page) -> None:
+    account, path = _write(tmp_path)
+    _open(shown, path)
+    before = _ticks(shown)
+    raw = "document.querySelector('#metric-0 .raw').getAttribute('d')"
+    straight = shown.ask(raw)
+    _set(shown, "axis", "steps")
+    labels = "[...document.querySelectorAll('#metric-0 .moments text')].map(t => t.textContent).join(';')"
+    assert shown.ask(labels) == "step 2,000;step 4,000;step 6,000"
+    assert shown.ask("document.querySelector('#step .moments text').textContent") == "0:00", "ranks are shown over time"
+    places = [int(x) for x in re.findall(r"[ML](-?\d+) ", shown.ask(raw))]
+    steps = account.metrics[0].steps
+    ends = steps[0], steps[-1]
+    assert places == [round(10_000 * (step - ends[0]) / (ends[1] - ends[0])) for step in steps]
+    box = _box(shown, "metric-0")
+    scale = shown.ask("document.querySelector('#metric-0 .chart').getBoundingClientRect().width") / 516
+    shown.mouse("mouseMoved", box["left"] + (64 + 220) * scale, box["top"] + 60 * scale)
+    assert _values(shown, "metric-0")["s0"].endswith(" at step 3,000") or _values(shown, "metric-0")["s0"].endswith(
+        "100"
+    )
+    _set(shown, "powers", "true")
+    heights = [int(y) for y in re.findall(r"[ML]-?\d+ (-?\d+)", shown.ask(raw))]
+    falls = [later - earlier for earlier, later in pairwise(heights)]
+    assert max(falls) - min(falls) <= 1, "what falls by the same part each time is a straight line"
+    values = "[...document.querySelectorAll('#metric-0 .values text')].map(t => t.textContent).join(';')"
+    assert "0.5;1;2" in shown.ask(values)
+    _set(shown, "smooth", "0.9", "input")
+    assert shown.ask("document.querySelector('#metric-0 .raw').classList.contains('faint')")
+    assert shown.ask("document.querySelector('#metric-0 .smooth').getTotalLength()") > 100
+    shown.drag(
+        (box["left"] + 200 * scale, box["top"] + 40 * scale), (box["left"] + 300 * scale, box["top"] + 40 * scale)
+    )
+    assert not shown.ask("document.querySelector('#reset').disabled")
+    shown.ask("document.querySelector('#reset').click()")
+    _set(shown, "smooth", "0", "input")
+    _set(shown, "powers", "false")
+    _set(shown, "axis", "time")
+    shown.mouse("mouseMoved", 2, 2)
+    drawn = re.findall(r"-?\d+", shown.ask(raw).replace("h0", ""))
+    assert len(drawn) == 2 * len(steps)
+    assert straight.startswith(f"M{drawn[0]} {drawn[1]}l")
+    assert _ticks(shown) == before
     _is_quiet(shown)
 
 

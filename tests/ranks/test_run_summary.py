@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.runs import history
+from lockstep import _units
+from lockstep.runs import comparison, history, reckoning
+from lockstep.runs.report import numbers, page
 from tests.launching import Finished, environment, run, start, wait_for
 from tests.ranks.spawned import spawn_stragglers
 
@@ -52,7 +54,7 @@ def _rank(line: str) -> int:
 def test_a_slow_rank_is_blamed_with_its_phase_and_what_it_costs(tmp_path: Path) -> None:
     done = _train(tmp_path, "forward", 0.5, 10)
     _blames_rank_1(done.err, done.out, "forward", within=0.1)
-    assert re.search(r"lockstep: [\d,]+ steps, [\d.]+ ms each, \d+ samples/s on 2 ranks\n", done.err)
+    assert re.search(r"lockstep: [\d,]+ steps, [\d.]+ ms each, \d+ samples/s on 2 ranks(;.*)?\n", done.err)
 
 
 @pytest.mark.campaign
@@ -71,8 +73,9 @@ def test_slow_ranks(tmp_path: Path, phase: str, ranks: int, part: float, backend
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_equal_ranks_are_not_blamed(tmp_path: Path, backend: str, turn: int) -> None:
     done = _train(tmp_path, "none", 0.0, 10, ranks=2 + turn % 3, LOCKSTEP_BACKEND=backend)
-    assert re.search(r"lockstep: [\d,]+ steps, .* samples/s on \d ranks\n", done.err), done.err
+    assert re.search(r"lockstep: [\d,]+ steps, .* samples/s on \d ranks(;.*)?\n", done.err), done.err
     assert "straggler" not in done.err, done.err
+    assert "that time" not in done.err, "nor is a stretch of the run"
 
 
 def test_quiet_runs_and_runs_without_steps_say_nothing(tmp_path: Path) -> None:
@@ -134,7 +137,7 @@ def test_a_run_is_listed_asked_for_its_stacks_and_readable_when_it_was_killed(tm
         assert "stragglers.py" in shown.stdout
         assert _say(tmp_path, "stack", "1", "7").stderr.endswith("has no rank 7 on this machine: it has 0, 1\n")
         now = _say(tmp_path, "top", "--once")
-        assert re.search(r"^ +1 +\d+ +\d+\.\d +\d+% +\d+% +\d+ MB ", now.stdout, re.MULTILINE), now
+        assert re.search(r"^ +1 +\d+ +\d+\.\d +\d+% +\d+% +\d+ MiB ", now.stdout, re.MULTILINE), now
         (series,) = (tmp_path / "state").rglob("series-0.bin")
         rows = series.stat().st_size
         wait_for(lambda: series.stat().st_size > rows, "another row")
@@ -185,6 +188,117 @@ def test_two_runs_are_compared_for_ci(tmp_path: Path) -> None:
     assert _say(tmp_path, "compare", "a/", "b/", "--fail-over", "20%").returncode == 1
     assert _say(tmp_path, "compare", "a/", "b/", "--fail-over", "80%").returncode == 0
     slower = _say(tmp_path, "compare", "a/", "b/")
-    assert re.search(r"a step of B takes (3\d|4\d|5\d)\.\d% longer, more than chance", slower.stdout), slower
+    assert re.search(r"the median step of B takes (3\d|4\d|5\d)\.\d% longer, more than chance", slower.stdout), slower
     assert _say(tmp_path, "compare", "b/", "a/", "--fail-over", "0").returncode == 0
     assert _say(tmp_path, "compare", "a/", "b/", "--fail-over", "x").returncode == 2
+
+
+_COUNTED = """
+import sys, time
+import torch, lockstep
+
+lockstep.init()
+model = lockstep.replicate(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("steps", [40, 333])
+def test_a_finished_run_knows_its_steps_and_a_short_one_the_time_of_a_step(tmp_path: Path, steps: int) -> None:
+    (tmp_path / "train.py").write_text(_COUNTED)
+    command = ["lockstep", "run", "-n", "2", "--log-dir", "logs", "train.py", str(steps)]
+    done = run(command, tmp_path, torch=True, LOCKSTEP_QUIET="")
+    found = re.search(rf"lockstep: {steps} steps, ([\d.]+) ms each on 2 ranks", done.err)
+    assert found, done
+    assert 20 <= float(found[1]) < 40, "20 ms and a little: neither imports nor first steps are in it"
+    assert history.read(tmp_path / "logs").steps == steps
+    assert re.search(rf" 2 +{steps} +{re.escape(found[1])} ms ", _say(tmp_path, "runs", ".").stdout)
+
+
+_TWO_STARTS = """
+import gc, os, time
+import torch, lockstep
+
+world = lockstep.init()
+first = os.environ["LOCKSTEP_RESTART"] == "0"
+model = lockstep.replicate(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+log = lockstep.Log("numbers", every=10)
+rounds = []
+for step in range(1, 501):
+    optimizer.zero_grad()
+    if first and world.rank == 1 and step > 50:
+        time.sleep(0.02)
+    if not first and step % 100 == 0:
+        rounds += [[i] for i in range(200_000)]
+        gc.collect()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    time.sleep(0.01)
+    log(loss=float("nan") if step >= 43 else 1.0)
+    if first and step == 450 and world.rank == 1:
+        raise RuntimeError("planted")
+log.close()
+"""
+
+
+def test_all_that_tells_of_a_run_tells_the_same(tmp_path: Path) -> None:
+    """Two starts, in the first of which rank 1 was slow: said at the end, recorded, listed, compared and reported."""
+    (tmp_path / "train.py").write_text(_TWO_STARTS)
+    command = ["lockstep", "run", "-n", "2", "--max-restarts", "1", "--log-dir", "logs", "train.py"]
+    done = run(command, tmp_path, torch=True, LOCKSTEP_QUIET="")
+    assert done.code == 0, done
+    recorded = history.read(tmp_path / "logs")
+    summary, said = recorded.summary, done.err[done.err.index("lockstep: 950 steps") + len("lockstep: ") :]
+    assert summary is not None
+    step = _units.duration(summary["step"])
+    assert said.startswith(f"950 steps in 2 starts, {step} each on 2 ranks"), said
+    assert said.startswith(f"{summary['text']}\n"), "what is said is what is recorded"
+    assert summary["verdict"].startswith("compute straggler: rank 1, in your code: "), said
+    (stretch,) = summary["stretches"]
+    began = recorded.about["starts"][1]["at"]
+    assert stretch["rank"] == 1
+    assert recorded.about["starts"][0]["at"] < stretch["from"] < stretch["to"] <= began + 1.0
+    words = f"rank 1 from {_units.clock(stretch['from'])} to {_units.clock(stretch['to'])}, in your code: cost "
+    assert words in said
+    assert (recorded.steps, summary["steps"]) == (950, 950)
+    watched = summary["watched"]
+    assert summary["step"] == pytest.approx(watched["seconds"] / watched["steps"])
+    loss = "loss: NaN or infinite from step 43 on"
+    assert loss in said
+
+    listed = _say(tmp_path, "runs", ".").stdout
+    assert re.search(rf" 2 +950 +{re.escape(step)} ", listed), listed
+    assert loss in listed
+
+    pace = comparison.Pace.of(recorded)
+    assert (pace.step, pace.samples_per_second) == (summary["step"], summary["samples_per_second"])
+    assert sum(pace.phases.values()) == pytest.approx(summary["step"], rel=0.02), "phases add up to the step"
+    assert pace.memory == max(rank["memory"] for rank in summary["ranks"].values())
+    compared = _say(tmp_path, "compare", "logs/", "logs/").stdout
+    assert re.search(rf"^step +{re.escape(step)} +{re.escape(step)} ", compared, re.MULTILINE), compared
+    assert f"A: {loss}" in compared
+
+    account = numbers.collect(recorded)
+    assert (account.steps, account.seconds_a_step) == (950, summary["step"])
+    assert [total.steps for total in account.totals] == [950, 950]
+    assert account.verdict.split("\n") == [summary["headline"], summary["verdict"], *summary["remarks"]]
+    (metric,) = account.metrics
+    assert metric.odd[-1]
+    built = page.build(account)
+    for told in (words, "<dd>950</dd>", f"<dd>{step}</dd>", loss):
+        assert told in built, told
+
+    # A record without a summary, as a kill leaves it, is summed up from its series.
+    about = {name: value for name, value in recorded.about.items() if name not in ("summary", "ended", "exit_code")}
+    recorded.path.write_text(json.dumps(about))
+    again = reckoning.summary_of(history.read(tmp_path / "logs"))
+    assert again is not None
+    assert again["steps"] == 950
+    assert again["step"] == pytest.approx(summary["step"], rel=0.1)
+    assert again["straggler"]["rank"] == 1

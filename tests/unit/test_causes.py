@@ -32,9 +32,9 @@ def _raised(message: str, kind: str = "RuntimeError") -> Ending:
 def test_a_rank_that_the_kernel_killed_for_memory() -> None:
     facts = replace(_QUIET, memory_kills=1)
     assert out_of_memory(_killed(), facts)
-    assert explain(_killed(), facts)[0] == ("out of memory: the kernel killed rank 1 (limit 4.0 GiB, its peak 3.9 GiB)")
+    assert explain(_killed(), facts)[0] == ("out of memory: the kernel killed rank 1 (limit 4 GiB, its peak 3.9 GiB)")
     unlimited = replace(facts, memory_limit=None)
-    assert "(the machine has 16.0 GiB, its peak 3.9 GiB)" in explain(_killed(), unlimited)[0]
+    assert "(the machine has 16 GiB, its peak 3.9 GiB)" in explain(_killed(), unlimited)[0]
     assert not out_of_memory(_killed(signal.SIGSEGV), facts)
     assert not out_of_memory(_raised("an error at the same time"), facts)
 
@@ -69,7 +69,7 @@ def test_a_worker_that_died_is_named_with_its_sample(message: str, says: str) ->
 def test_a_worker_that_the_kernel_killed_for_memory() -> None:
     ending = _raised("DataLoader worker (pid 77) is killed by signal: Killed. ")
     lines = explain(ending, replace(_QUIET, memory_kills=1))
-    assert lines[0] == "out of memory: the kernel killed a DataLoader worker of rank 1 (limit 4.0 GiB)"
+    assert lines[0] == "out of memory: the kernel killed a DataLoader worker of rank 1 (limit 4 GiB)"
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_show_tells_a_checkpoints_place_files_and_tensors(run: Path) -> None:
         said = _run("show", *arguments).output
         assert "1, some of it done" in said
         assert [line.split() for line in said.splitlines() if line.startswith("body.weight")] == [
-            ["body.weight", "float32", "2", "×", "3", "24", "B"]
+            ["body.weight", "float32", "2", "×", "3", "24", "bytes"]
         ]
         assert "half" in said
         assert "bfloat16" in said

@@ -409,7 +409,7 @@ def test_the_split_follows_the_smaller_of_memory_and_speed() -> None:
         (Capacity(80 * 2**30, 98, 1_980_000), "unequal in speed (cuda:0"),
         (Capacity(80 * 2**30, 132, 1_410_000), "132 multiprocessors at 1.41 GHz"),
         (Capacity(24 * 2**30, 80), "unequal in memory and speed"),
-        (Capacity(24 * 2**30, 80), "cuda:1: 24.0 GiB, 80 multiprocessors), and"),
+        (Capacity(24 * 2**30, 80), "cuda:1: 24 GiB, 80 multiprocessors), and"),
         (Capacity(40 * 2**30, 132, 1_980_000), "chunk_sizes=[67, 33]"),
         (Capacity(61 * 2**30, 100, 1_980_000), None),
     ],

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from lockstep.job import device, flight
+from lockstep.job.account import Progress
 from lockstep.job.device import Event
 from lockstep.job.page import Cell, Pages, Phase
-from lockstep.job.summary import Progress, Summary
+from lockstep.job.summary import RunSummary, Summary
 
 _STEPS = 3 * device.EVERY
 
@@ -133,10 +134,10 @@ def test_the_summary_says_it() -> None:
     spent = [0.0] * len(Phase)
     spent[Phase.FORWARD], spent[Phase.BACKWARD] = 0.3, 0.7
     rank = Progress(1000, tuple(seconds), device=tuple(spent), device_memory=(3 << 30, 80 << 30))
-    summary = Summary(1000, 0.02, 20.0, 1000, {0: rank, 1: rank}, here=range(2), world_size=2)
-    line = "on the GPUs: forward 30%, backward 70%; at most 3.0 GB of 80.0 GB a rank"
-    assert summary.describe({}).splitlines()[1] == line
-    assert summary.to_json({})["ranks"]["1"]["device"]["backward"] == 0.7
+    summary = Summary(20.0, 1000, {0: rank, 1: rank}, here=range(2), taken=1000, world_size=2)
+    line = "on the GPUs: forward 30%, backward 70%; at most 3 GiB of 80 GiB a rank"
+    assert RunSummary((summary,)).describe({}).splitlines()[2] == line
+    assert RunSummary((summary,)).to_json({})["ranks"]["1"]["device"]["backward"] == 0.7
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
 import subprocess
@@ -50,6 +51,25 @@ def test_every_phase_has_a_name_and_is_found_again(own: Flight, pages: Pages) ->
         own.leave(phase)
         assert (pages.look(1).mark.phase, pages.look(1).mark.entered) == (Phase.OWN, phase)
     assert pages.look(0).mark.serial == 0, "the other rank has not begun"
+
+
+def test_pauses_of_the_garbage_collector_are_counted_and_move_no_mark(own: Flight, pages: Pages) -> None:
+    """A rank that collects and does nothing else gives no sign of life by that."""
+    own.enter(Phase.FORWARD)
+    mark = pages.get(1, Cell.MARK)
+    gc.callbacks.append(flight._collects)
+    try:
+        for number in range(3):
+            assert pages.get(1, Cell.COLLECTIONS) == number
+            gc.collect()
+        gc.collect(0)
+    finally:
+        gc.callbacks.remove(flight._collects)
+    assert (pages.get(1, Cell.COLLECTIONS), pages.get(1, Cell.COLLECTING)) == (3, 0), "the youngest are left out"
+    assert pages.get(1, Cell.COLLECTED) > 100, "microseconds"
+    assert pages.get(1, Cell.MARK) == mark
+    own.collects(begins=False)
+    assert pages.get(1, Cell.COLLECTIONS) == 3, "one that began before anybody looked"
 
 
 def test_sending_gradients_belongs_to_the_backward(own: Flight, pages: Pages) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import os
 import signal
 import subprocess
@@ -9,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -220,3 +223,29 @@ def test_ranks_that_all_wait_are_told_apart_and_from_other_machines() -> None:
     assert "it waits in all_reduce at train.py:9" in text
     elsewhere = report.describe_late(verdict, {0: one, 1: other}, now=NOW, world_size=4)
     assert elsewhere.startswith("all ranks of this machine have waited for 7 s: the late one is on another machine")
+
+
+class _Dumps:
+    """Writes its thread's stack when the garbage collector finds it."""
+
+    def __init__(self, file: TextIO) -> None:
+        self.itself, self._file = self, file
+
+    def __del__(self) -> None:
+        faulthandler.dump_traceback(self._file)
+
+
+def test_a_rank_in_the_garbage_collector_is_named_so_and_keeps_its_stack(tmp_path: Path) -> None:
+    with open(tmp_path / "stack", "w") as file:
+        _Dumps(file)
+        gc.collect()
+    stack = evidence.parse_stack((tmp_path / "stack").read_text())
+    assert stack is not None
+    assert stack.collects
+    assert [frame.name for frame in stack.frames[:2]] == [
+        "__del__",
+        "test_a_rank_in_the_garbage_collector_is_named_so_and_keeps_its_stack",
+    ]
+    late = _known(1, stack=stack)
+    text = report.describe_late(Verdict(Kind.LATE, (1,), (), NOW - 7), {1: late}, now=NOW, world_size=2)
+    assert "  Python's garbage collector is at work: gc.freeze()" in text

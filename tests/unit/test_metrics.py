@@ -46,6 +46,21 @@ def test_what_is_not_finite_is_counted_apart_and_what_weighs_nothing_not_at_all(
     assert merged([]).value is None
 
 
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_the_step_of_the_first_that_is_not_finite_is_known(monkeypatch: pytest.MonkeyPatch, at_hand: bool) -> None:
+    monkeypatch.setattr(series, "_READS_AT_HAND", at_hand)
+    numbers = Numbers()
+    for step in range(1, 20):
+        value = torch.tensor(math.nan if step in (7, 9) else 1.0)
+        if not numbers.add_at_hand(value, float(step != 7), step):
+            numbers.add_tensor(value, float(step != 7), step)
+    summary = numbers.take()
+    assert (summary.nonfinite, summary.since) == (1, 9), "that of step 7 counts for nothing"
+    assert merged([summary, summary_of([(1.0, 1.0)])]).since == 9
+    assert Summary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
+    assert numbers.take().since is None
+
+
 def test_means_have_no_digits_of_their_making() -> None:
     halves = [summary_of([(0.25, 4.0), (0.5, 4.0)]), summary_of([(0.375, 3.0), (0.0, 1.0), (0.75, 1.0)])]
     assert merged(halves).value == 0.375 * 13 / 13

@@ -25,6 +25,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+from lockstep import _units
 from lockstep._proc import started
 from lockstep.cli import main
 from lockstep.job.page import Phase
@@ -78,14 +79,22 @@ def test_an_account_has_what_was_recorded(tmp_path: Path) -> None:
 
 
 def test_a_summary_is_the_verdict(tmp_path: Path) -> None:
-    said = "12 steps\non the GPUs: forward 90%\nbalanced: data 15%"
-    summary = {"bottleneck": "balanced", "median": 0.5, "text": said, "ranks": {}}
+    summary: dict[str, Any] = {
+        "bottleneck": "balanced",
+        "step": 0.5,
+        "samples_per_second": None,
+        "headline": "12 steps",
+        "verdict": "balanced: data 15%",
+        "remarks": ["on the GPUs: forward 90%"],
+        "ranks": {},
+    }
     write_series(write_record(tmp_path, summary=summary) / "series-0.bin")
     found = _account(tmp_path)
-    assert (found.verdict, found.median) == ("12 steps\nbalanced: data 15%\non the GPUs: forward 90%", 0.5)
-    assert "<p>on the GPUs: forward 90%</p>" in page.build(found)
-    write_record(tmp_path, summary={"bottleneck": "balanced", "ranks": {}})
-    assert _account(tmp_path).verdict == "\nbalanced"
+    assert (found.verdict, found.seconds_a_step) == ("12 steps\nbalanced: data 15%\non the GPUs: forward 90%", 0.5)
+    assert '<p class="remark">on the GPUs: forward 90%</p>' in page.build(found)
+    write_record(tmp_path, summary={"bottleneck": "balanced", "ranks": {}, "median": 0.5})
+    words = _account(tmp_path).verdict
+    assert "\ncompute straggler: rank 1, " in words, "that of an earlier version was about the last start alone"
 
 
 @pytest.mark.parametrize("step", [0.3, 0.7, 3.0])
@@ -127,7 +136,7 @@ def test_a_start_without_its_series_is_left_out_and_said(tmp_path: Path) -> None
 
 
 def test_a_series_of_before_held_was_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.runs.series.COLUMNS", COLUMNS[:-1])
+    monkeypatch.setattr("lockstep.runs.series.COLUMNS", COLUMNS[:-2])
     writer = SeriesWriter(write_record(tmp_path) / "series-0.bin", [0])
     for second in range(1, 30):
         writer.add(second, [[100 * second, 0, 0, *([second / 13] * 13)]])
@@ -237,7 +246,30 @@ def test_many_lines_are_thinned_and_keep_their_extremes(tmp_path: Path) -> None:
     write_log(log, {"loss": lambda _: 1e400, **names})
     found = _account(tmp_path / "run")
     assert len(found.metrics) == 60
-    assert found.notes == ["100 names were logged; the first 60 are shown"]
+    assert found.notes == ["101 names were logged; the first 60 are shown"]
+    assert found.metrics[0].name == "loss"
+    assert all(found.metrics[0].odd)
+
+
+def test_a_name_that_is_nan_has_its_chart_and_a_word(tmp_path: Path) -> None:
+    def acc(step: int) -> float | None:
+        return 0.5 if step <= 3000 else None
+
+    def odd(step: int) -> dict[str, int]:
+        return {"gone": 2} if step <= 3000 else {"gone": 2, "acc": 1}
+
+    log = write_log(
+        tmp_path / "metrics.jsonl",
+        {"gone": lambda _: None, "acc": acc, "none": lambda _: None, "nonfinite": odd, "inf": lambda _: math.inf},
+    )
+    noted = {"acc": {"first": 3042, "since": 3042}, "gone": {"first": 1, "since": 1}}
+    found = _account(_with_log(tmp_path / "run", log, nonfinite=noted))
+    assert [metric.name for metric in found.metrics] == ["gone", "acc", "inf"], "what counts nothing is not shown"
+    words = page.build(found)
+    assert words.count("NaN or infinite throughout</p>") == 2
+    assert "0.5 to 0.5, the last of them 0.5; NaN or infinite from step 3,042 on</p>" in words
+    assert '<p class="note">acc: NaN or infinite from step 3,042 on</p>' in words
+    assert "5000 0H" in words, "the time in which it was is marked"
 
 
 # Drawing -------------------------------------------------------------------------------------------------------------
@@ -251,8 +283,8 @@ def test_many_lines_are_thinned_and_keep_their_extremes(tmp_path: Path) -> None:
         (0.0, "seconds", "0 ms"),
         (0.45, "share", "45%"),
         (0.0451, "share", "4.51%"),
-        (276 * 2**20, "bytes", "276 MB"),
-        (1.25 * 2**30, "bytes", "1.25 GB"),
+        (276 * 2**20, "bytes", "276 MiB"),
+        (1.25 * 2**30, "bytes", "1.25 GiB"),
         (8578.4, "rate", "8,578/s"),
         (1.25e-5, "number", "1.25e-05"),
         (-0.5, "number", "-0.5"),
@@ -354,6 +386,8 @@ def test_colours_are_told_apart_by_everybody_on_both_pages(theme: str) -> None:
         for under in (paper, colours["card"]):
             assert _contrast(colours[name], under) >= 4.5, f"{name} as text on a {theme} page (WCAG 1.4.3)"
     assert _contrast("#d55e00", paper) >= 3, "the heat maps"
+    for one, other in itertools.combinations(("own", "start", "leaving"), 2):  # a run may have nothing between them
+        assert _apart(colours[one], colours[other]) >= 12, f"{one} and {other}, which are both grey"
     for one, other in itertools.pairwise(stacked):
         assert _apart(colours[one], colours[other]) >= 12, f"{one} under {other}"
     for one, other in itertools.combinations(lines[:4], 2):  # the next are dashed
@@ -389,7 +423,8 @@ def test_names_of_users_stay_text(tmp_path: Path) -> None:
     evil = [{"at": 5.0, "kind": kind, "text": f"{_EVIL}\n{_EVIL}"} for kind in ("late", _EVIL)]
     variables = {"variables": {"LOCKSTEP_BACKEND": _EVIL}, "torch": _EVIL, "processor": _EVIL}
     about = {"program": [_EVIL], "directory": _EVIL, "host": _EVIL, "events": evil, "environment": variables}
-    summary = {"bottleneck": _EVIL, "text": f"{_EVIL}\n{_EVIL}: {_EVIL}", "ranks": {}}
+    words = {"headline": _EVIL, "verdict": f"{_EVIL}: {_EVIL}", "remarks": [_EVIL]}
+    summary: dict[str, Any] = {"bottleneck": _EVIL, "step": 0.1, "samples_per_second": None, "ranks": {}, **words}
     plain = _Tags(page.build(_account(_with_log(tmp_path / "plain", log))))
     built = page.build(_account(_with_log(tmp_path / "run", log, **about, summary=summary)))
     found = _Tags(built)
@@ -472,7 +507,7 @@ def test_a_report_is_written_whole_and_for_its_owner_alone(tmp_path: Path) -> No
     out = tmp_path / "out.html"
     out.write_text("another")
     code, said = _command(str(tmp_path / "run"), "-o", str(out))
-    assert (code, said) == (0, f"{out}: run, {len(out.read_bytes()) / 2**10:,.0f} kB\n")
+    assert (code, said) == (0, f"{out}: run, {_units.size(len(out.read_bytes()))}\n")
     assert out.read_text().startswith("<!DOCTYPE html>")
     assert out.read_text().endswith("</html>\n")
     assert out.stat().st_mode & 0o777 == 0o600

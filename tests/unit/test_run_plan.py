@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.cli import main
+from lockstep.job.account import Progress
 from lockstep.job.page import Phase
-from lockstep.job.summary import Progress
 from lockstep.job.timetable import Timetable
 from lockstep.runs import history
 from lockstep.runs.chart import describe

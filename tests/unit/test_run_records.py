@@ -18,8 +18,8 @@ from rich.console import Console
 from lockstep.cli import main
 from lockstep.cli.runs import _now
 from lockstep.job import notes
+from lockstep.job.account import Progress
 from lockstep.job.page import Cell, Pages, Phase
-from lockstep.job.summary import Progress
 from lockstep.launch.stacks import stacks_of
 from lockstep.runs import comparison, history
 from lockstep.runs import series as series_module
@@ -178,6 +178,42 @@ def test_checkpoints_and_logs_that_ranks_tell_of_are_noted(
     assert 400 < len(about["checkpoints"]) <= 1000
     assert {later["step"] - each["step"] for each, later in pairwise(about["checkpoints"][200:])} == {4}
     assert about["environment"]["torch"]
+
+
+def test_numbers_that_are_not_finite_are_told_of(
+    tmp_path: Path, clock: _Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = _record(tmp_path / "run", clock, step=0.1, end=False)
+    monkeypatch.setenv("LOCKSTEP_JOB_DIR", str(tmp_path / "run"))
+    notes.tell(notes.NONFINITE, name="loss", step=43, alone=0)
+    notes.tell(notes.NONFINITE, name="loss", step=51, alone=1)
+    notes.tell(notes.NONFINITE, name="acc\n", step=1_700, alone=1)
+    notes.tell(notes.NONFINITE, name="acc\n", step=1_800, alone=0)
+    assert recorder.remarks()[0] == "loss: NaN or infinite from step 51 on"
+    recorder.end(exit_code=0, summary=None, peaks={})
+    run = history.read(tmp_path / "run")
+    words = ["loss: NaN or infinite from step 51 on", "acc\\n: some NaN or infinite, first at step 1,700"]
+    assert run.remarks == words
+    listed = CliRunner().invoke(main, ["runs", str(tmp_path)], env={"COLUMNS": "200"})
+    assert all(line in listed.stdout for line in words), listed.stdout
+    compared = comparison.compare(run, run).describe()
+    assert all(f"A: {line}" in compared and f"B: {line}" in compared for line in words)
+    for damage in ({"loss": 3}, {"loss": {"first": "x"}}, {"loss": {"first": 1, "since": "x"}}):
+        about = {**run.about, "nonfinite": damage}
+        (tmp_path / "run" / "run.json").write_text(json.dumps(about))
+        with pytest.raises(UnknownRun, match="not a whole record of a run: nonfinite has no step of loss"):
+            history.read(tmp_path / "run")
+
+
+def test_the_last_moment_of_a_start_is_recorded_whenever_it_comes(tmp_path: Path, clock: _Clock) -> None:
+    recorder = _record(tmp_path / "run", clock, step=0.1, end=False)
+    clock.now += 0.4
+    recorder.add({rank: _progress(304, step=0.1) for rank in range(2)}, {0: 1, 1: None})
+    recorder.end_start(305)
+    recorder.end(exit_code=0, summary=None, peaks={})
+    run = history.read(tmp_path / "run")
+    assert run.series[0].columns["steps"][-1] == (304, 304)
+    assert run.steps == 305, "as the ranks have counted"
 
 
 def test_a_note_that_is_not_whole_comes_later(tmp_path: Path) -> None:
@@ -368,7 +404,7 @@ def test_a_run_that_is_slower_by_a_tenth(tmp_path: Path, clock: _Clock) -> None:
     assert found.is_slower_by(5)
     assert not found.is_slower_by(15)
     text = found.describe()
-    assert "a step of B takes 1" in text
+    assert "the median step of B takes 1" in text
     assert "longer, more than chance within each run" in text
 
 
@@ -420,6 +456,6 @@ def test_what_ranks_wait_in_leaves_the_numbers_their_room(tmp_path: Path, clock:
     assert logged.strip() == "step 3: loss 0.5"
     assert head.split() == ["rank", "step", "steps/s", "waits", "data", "memory", "now"]
     assert [line.split()[:7] for line in shown] == [
-        [str(rank), "1,234", "56.7", "25%", "10%", "300", "MB"] for rank in range(2)
+        [str(rank), "1,234", "56.7", "25%", "10%", "300", "MiB"] for rank in range(2)
     ]
     assert all(len(line) == 80 and "…" in line for line in shown), shown

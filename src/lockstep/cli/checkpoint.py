@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from lockstep import _units
 from lockstep.cli.terminal import LocalPath, errors, open_console
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _row(summary: Summary) -> list[str]:
     epoch = f"in {manifest.epoch}" if manifest.in_epoch else str(manifest.epoch)
     metric = "" if manifest.metric is None else f"{manifest.metric:.6g}"
     return [
-        str(manifest.step), epoch, metric, str(manifest.world_size), _bytes(summary.size), manifest.written,
+        str(manifest.step), epoch, metric, str(manifest.world_size), _units.size(summary.size), manifest.written,
         summary.folder.name,
     ]  # fmt: skip
 
@@ -98,7 +99,7 @@ def show(folder: Path, step: int | None) -> None:
         files = Table("file", "size", box=None, pad_edge=False)
         files.columns[1].justify = "right"
         for name, entry in sorted(manifest.files.items()):
-            files.add_row(name, _bytes(entry.size))
+            files.add_row(name, _units.size(entry.size))
         console.print(files)
         console.print()
         tensors = Table("tensor of the model", "dtype", "shape", "size", box=None, pad_edge=False)
@@ -106,7 +107,7 @@ def show(folder: Path, step: int | None) -> None:
         for tensor in read_header(summary.folder):
             shape = " × ".join(map(str, tensor.shape)) or "a number"
             dtype = str(tensor.dtype).removeprefix("torch.")
-            tensors.add_row(tensor.name, dtype, shape, _bytes(tensor.stop - tensor.start))
+            tensors.add_row(tensor.name, dtype, shape, _units.size(tensor.stop - tensor.start))
         console.print(tensors)
 
 
@@ -200,19 +201,11 @@ def export(folder: Path, output: Path, step: int | None, format_: Any, extra: st
         for line in done.not_finite:
             taken = line.startswith(f"{done.source.name} ")
             click.echo(f"{'exported, though' if taken else 'skipped, not finite:'} {line}", err=True)
-        click.echo(f"{done.path}: {done.tensors} tensors of {done.source.name}, {_bytes(done.size)}, for {done.format}")
+        size = _units.size(done.size)
+        click.echo(f"{done.path}: {done.tensors} tensors of {done.source.name}, {size}, for {done.format}")
 
 
 def _damage(text: str) -> Exception:
     from lockstep.errors import CheckpointCorrupt
 
     return CheckpointCorrupt(text)
-
-
-def _bytes(count: int) -> str:
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"

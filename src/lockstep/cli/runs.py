@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lockstep import _units
 from lockstep.cli.terminal import RUN, LocalPath, errors, homes, open_console
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def runs(count: int, folders: tuple[Path, ...]) -> None:
     """
     from rich.table import Table
 
-    from lockstep.runs import history
+    from lockstep.runs import history, reckoning
 
     table = Table("", "began", "took", "ended", "ranks", "steps", "step", "program", "name", box=None, pad_edge=False)
     for place in (0, 2, 4, 5, 6):
@@ -36,15 +37,17 @@ def runs(count: int, folders: tuple[Path, ...]) -> None:
     with errors("runs"):
         for number, run in enumerate(history.runs(folders or homes())[:count], start=1):
             began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
-            median = (run.summary or {}).get("median") or 0.0
-            step = f"{median * 1e3:.3g} ms" if median else "-"
             try:
-                took, steps = _duration(run.seconds), f"{run.steps:,}"
-            except history.UnknownRun as error:  # the others are to be listed nevertheless
+                took, steps = _units.clock(run.seconds), f"{run.steps:,}"
+                told = reckoning.summary_of(run)
+            except (history.UnknownRun, KeyError, TypeError, ValueError) as error:  # the others are listed nevertheless
                 click.echo(f"lockstep runs: {run.name}: its steps are not known: {error}", err=True)
-                took, steps = "-", "-"
+                took, steps, told = "-", "-", None
+            step = _units.duration(told["step"]) if told is not None and told["step"] else "-"
             ranks = str(run.world_size)
             table.add_row(str(number), began, took, run.ending, ranks, steps, step, run.program, run.name)
+            for line in run.remarks:
+                table.add_row(*[""] * 7, line, "")
     open_console(markup=False).print(table)
 
 
@@ -86,7 +89,7 @@ def top(run: str | None, once: bool) -> None:
 def _now(run: Run, rows: list[Row], logged: str) -> Table:
     from rich.table import Table
 
-    title = f"{run.name}: {run.program}, {_duration(time.time() - run.began)}"
+    title = f"{run.name}: {run.program}, {_units.clock(time.time() - run.began)}"
     table = Table(
         "rank",
         "step",
@@ -107,7 +110,7 @@ def _now(run: Run, rows: list[Row], logged: str) -> Table:
     # What a rank waits in may be longer than any screen: it has the room that the numbers leave.
     table.columns[6].ratio, table.columns[6].no_wrap, table.columns[6].overflow = 1, True, "ellipsis"
     for row in rows:
-        parts = [f"{row.waiting:.0%}", f"{row.data:.0%}", f"{row.memory / 2**20:,.0f} MB"]
+        parts = [f"{row.waiting:.0%}", f"{row.data:.0%}", f"{_units.size(row.memory)}"]
         table.add_row(str(row.rank), f"{row.steps:,}", f"{row.rate:.1f}", *parts, row.doing)
     return table
 
@@ -149,12 +152,6 @@ def compare(a: str, b: str, fail_over: str | None) -> None:
         sys.exit(1)
 
 
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 # A report of a run ---------------------------------------------------------------------------------------------------
 
 
@@ -187,4 +184,4 @@ def report(run: str | None, out: Path) -> None:
             error.filename = str(out)
             raise LockstepError(f"the report can't be written: {_files.describe(error)}") from error
     soon = ", so far" if account.run.is_alive else ""
-    click.echo(f"{out}: {account.run.name}{soon}, {len(words.encode()) / 2**10:,.0f} kB")
+    click.echo(f"{out}: {account.run.name}{soon}, {_units.size(len(words.encode()))}")

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from lockstep import _torch
+from lockstep import _torch, _units
 from lockstep.comm.exchange import group_device
 from lockstep.comm.shm import group
 from lockstep.comm.shm.fingerprint import facts
@@ -202,7 +202,7 @@ class _Profiles:
             if size <= _LARGEST:
                 self._copy(Path(path), *place, number)
                 return
-            why = f"it has {size / 2**20:,.0f} MB, and {_LARGEST / 2**20:.0f} are read: profile fewer steps"
+            why = f"it has {_units.size(size)}, and {_units.size(_LARGEST)} are read: profile fewer steps"
         except OSError as error:
             why = str(error)
         print(f"lockstep: rank {place[1]}: the profile {path} is left out of the trace: {why}", file=sys.stderr)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep import callsite
+from lockstep import _units, callsite
 from lockstep.errors import LockstepError
 from lockstep.identity import Identity
 
@@ -127,7 +127,7 @@ class Capacity:
 
     def __str__(self) -> str:
         clock = f" at {self.clock / 1e6:.2f} GHz" if self.clock > 1 else ""
-        return f"{self.memory / 2**30:.1f} GiB, {self.processors} multiprocessors{clock}"
+        return f"{_units.size(self.memory)}, {self.processors} multiprocessors{clock}"
 
 
 def capacity_of(device: torch.device) -> Capacity | None:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import _proc, machine
+from lockstep._units import size
 from lockstep.doctor import facts
-from lockstep.doctor.findings import Finding, ok, size, warning, wrong
+from lockstep.doctor.findings import Finding, ok, warning, wrong
 from lockstep.launch.evidence import machine_memory, memory_group
 from lockstep.launch.run import descriptors
 from lockstep.launch.spec import DEFAULT_MASTER_PORT, is_free

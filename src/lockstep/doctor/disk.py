@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep._units import size
 from lockstep.doctor import facts
 from lockstep.doctor.checks import Task
-from lockstep.doctor.findings import Finding, ok, seconds, size, warning, wrong
+from lockstep.doctor.findings import Finding, ok, seconds, warning, wrong
 
 _MIB = 1 << 20
 #: Bytes below which no checkpoint fits, and below which it soon won't.

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lockstep._units import size
 from lockstep.doctor import child, facts
 from lockstep.doctor.disk import file_system
-from lockstep.doctor.findings import size
 from lockstep.doctor.trials import TORCH_LIMIT
 from lockstep.doctor.variables import telling, without_secrets
 

@@ -67,15 +67,6 @@ def verdict(findings: Iterable[Finding]) -> str:
     return ", ".join(words) or "all is well"
 
 
-def size(count: float) -> str:
-    """Return a number of bytes for people."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
-
-
 def seconds(duration: float) -> str:
     """Return a duration for people."""
     if duration < 1e-3:

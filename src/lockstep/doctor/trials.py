@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep import knobs, machine
+from lockstep._units import size
 from lockstep.doctor import child, facts
 from lockstep.doctor.checks import Task
-from lockstep.doctor.findings import Finding, ok, seconds, size, warning, wrong
+from lockstep.doctor.findings import Finding, ok, seconds, warning, wrong
 
 #: Seconds for importing torch and asking the driver, and for a job of two ranks.
 TORCH_LIMIT, JOB_LIMIT = 60.0, 90.0

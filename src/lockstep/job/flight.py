@@ -14,6 +14,7 @@ ours but the page itself, and marks that are made beforehand, but for their seri
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import sys
 import time
@@ -87,6 +88,8 @@ class Flight:
         self._next_steps = count(2)
         #: Samples in the batches that came since the last step.
         self.batch = 0
+        #: When the collection under way began.
+        self._collecting = 0
         #: The code and instruction from which the optimizer took its last step, and how many callers away it was.
         self._code: CodeType | None = None
         self._instruction = 0
@@ -133,6 +136,16 @@ class Flight:
     def at_step(self, step: int) -> None:
         """The whole run is at ``step``, by the count of a Checkpointer."""
         self._cells[Cell.RUN_STEPS] = step + 1
+
+    def collects(self, *, begins: bool) -> None:
+        """Python's garbage collector begins to pause this rank, or has done so."""
+        cells = self._cells
+        if begins:
+            cells[Cell.COLLECTING], self._collecting = 1, time.perf_counter_ns()
+        elif cells[Cell.COLLECTING]:
+            cells[Cell.COLLECTED] += (time.perf_counter_ns() - self._collecting) // 1000
+            cells[Cell.COLLECTIONS] += 1
+            cells[Cell.COLLECTING] = 0
 
     def listens(self, listening: bool) -> None:
         """Whether this rank saves and leaves by itself when asked to stop."""
@@ -191,7 +204,16 @@ def take(folder: str | Path, *, rank: int, world_size: int) -> Flight:
     pages = Pages(folder, world_size)
     stack = os.open(JobFiles(folder).stack(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+    if _collects not in gc.callbacks:
+        gc.callbacks.append(_collects)
     return use(Flight(pages.page(rank), rank=rank, pages=pages))
+
+
+def _collects(phase: str, info: dict[str, int]) -> None:
+    """Called by Python before and after each collection. Those of the youngest generation come once in some hundred
+    objects and take microseconds: they are not looked at, which is what most calls cost."""
+    if info["generation"]:
+        current.collects(begins=phase == "start")
 
 
 def use(flight: Flight) -> Flight:

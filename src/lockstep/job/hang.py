@@ -75,7 +75,7 @@ class Shares:
     def __init__(self, ranks: int) -> None:
         #: float [ranks][len(Phase)].
         self.seconds = [[0.0] * len(Phase) for _ in range(ranks)]
-        #: float [ranks]: seconds for which others waited while the rank worked. See ``Progress.held`` in summary.py.
+        #: float [ranks]: seconds for which others waited while the rank worked. See ``Progress.held`` in account.py.
         self.held = [0.0] * ranks
         self._spent = [int(Phase.START)] * ranks
 

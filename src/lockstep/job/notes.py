@@ -1,4 +1,4 @@
-"""What a rank has to tell for the record of its run: where it logs, which checkpoints are complete.
+"""What a rank has to tell for the record of its run: where it logs, which checkpoints are complete, what is NaN.
 
 A line of JSON each, at the end of a file in the job's folder, which the launcher reads as it grows. Nothing is decided
 by it.
@@ -16,8 +16,9 @@ from typing import Any
 from lockstep import knobs
 from lockstep.job.files import JobFiles
 
-#: Kinds of notes: a checkpoint is complete, with its step; a log is written to, with its path.
-CHECKPOINT, LOG = "checkpoint", "log"
+#: Kinds of notes: a checkpoint is complete, with its step; a log is written to, with its path; numbers of a name were
+#: infinite or NaN, with the step of the first, and "alone": 1 where a line has no others, and 0 where it has.
+CHECKPOINT, LOG, NONFINITE = "checkpoint", "log", "nonfinite"
 
 
 def tell(kind: str, **facts: str | int) -> None:

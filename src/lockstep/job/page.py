@@ -109,6 +109,11 @@ class Cell(enum.IntEnum):
     #: Microseconds of the GPU's time that went to the first phase, in the steps that were timed (see device.py); those
     #: of the other phases follow.
     DEVICE_SPENT = 210
+    #: Microseconds that Python's garbage collector has paused this rank, and how often, its short looks at what was
+    #: made last left out; 1 while it does.
+    COLLECTED = 226
+    COLLECTIONS = 227
+    COLLECTING = 228
 
 
 class Text(enum.Enum):

@@ -1,25 +1,14 @@
-"""What a run's time went to, which rank the others waited for, and what that cost. Pure.
+"""What a run's time went to: over all of its starts, and in the stretches in which a rank held up the others. Pure.
 
-Note [What a slow rank costs]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Ranks in step take equally long for a step, whatever each of them does in it: where one is slow, the others wait, also
-in the middle of a phase that then takes as long on all of them. So waiting is counted apart from work, the slow rank
-is the one that works longest and waits least, and what it costs is what it works longer than the next one: without it
-a step would take that much less. (The question "what if this rank were as fast as the others" is that of Lin et al.
-2025, arXiv:2505.05713, who answer it by simulation from traces.) The phase it lost the time in is named where it is
-four fifths of the difference; else there is no single cause.
+The rule by which a rank is blamed is Note [What a slow rank costs] in account.py.
 
-All of it comes from looks at the ranks' pages (Note [The launcher's clock] in hang.py), so it is an estimate. The
-looks see all ranks of a machine at one moment, so the difference of two ranks is known by the looks in which one
-waited and the other did not, say m of them, and it is believed from three times the square root of m on. What a rank
-spends longer in another phase than the one it is blamed for counts as far as it is more than two standard deviations,
-by the looks that fell into that phase on either.
-
-Of ranks on two machines it is only known how often each waited, which is more than m, so what is believed is believed
-on less than it could be. What is heard of them is a second old, at the beginning as at the end, and counts as if it
-were not.
-
-Where all ranks wait at one moment, they wait for the network or for the memory, or for ranks of other machines.
+Note [All starts]
+~~~~~~~~~~~~~~~~~
+The summary is that of the run. Starts on the same ranks are added up, so what they all took has one verdict: seconds,
+looks and steps are sums, and the rule holds for sums. A rank of a start on four ranks is no rank of one on two, nor is
+it where machines met again in another order, so such starts have a verdict each, under their numbers, below the line
+that says how many steps they took together. Steps that were taken again after a restart count again: it is the
+ranks' time that is told.
 """
 
 from __future__ import annotations
@@ -28,23 +17,24 @@ import enum
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.job.hang import WARM
+from lockstep import _units
+from lockstep.job.account import FEWEST_LOOKS, FEWEST_STEPS, Account, Ledger, Progress
 from lockstep.job.page import NAMES, Phase
+from lockstep.job.stretches import Stretch, find
 
-#: Fewer steps, or looks, tell nothing.
-_FEWEST_STEPS, _FEWEST_LOOKS = 10, 60
-#: Parts of a step: what a slow rank costs before it is named; what a phase has of the difference to be the cause; data,
-#: and waiting for nobody of this machine, to be what limits the run.
-_COSTS, _CAUSE, _INPUT, _NETWORK = 0.05, 0.8, 0.2, 0.3
-#: How surely a difference must be known, in standard deviations.
-_SURE = 3.0
-#: How many of them a second cause must come to.
-_DOUBT = 2.0
-#: Ranks with a row of their own.
-_ROWS = 16
+#: Parts of a step: data, and waiting for nobody of this machine, to be what limits the run.
+_INPUT, _NETWORK = 0.2, 0.3
+#: What a stretch costs of the whole time before it is told, and how much of the time it may be, where the same rank is
+#: to blame for all of it: it would say the same again.
+_WORTH, _NEARLY_ALL = 0.01, 0.8
+#: The part of a rank's time that pauses of the garbage collector take before they are told, and that of the run that
+#: passes before its second step.
+_COLLECTED, _STARTING = 0.01, 0.1
+#: Ranks with a row of their own, and stretches that are told.
+_ROWS, _STRETCHES = 16, 5
 #: The columns of the table, and what stands in each.
 _COLUMNS = {
     "data": (Phase.DATA,),
@@ -57,26 +47,6 @@ _COLUMNS = {
     "evaluation": (Phase.EVALUATE,),
     "waiting": (Phase.WAIT,),
 }
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a rank has come, all since it was started."""
-
-    #: Optimizer steps.
-    steps: int
-    #: Seconds by phase, waiting included.
-    seconds: tuple[float, ...]
-    #: Samples that its steps were taken with; 0: nobody counts them.
-    samples: int = 0
-    #: Seconds for which others have waited while it worked, those of several added up, and shared by those that worked.
-    held: float = 0.0
-    #: Resident bytes, as last seen; 0: not known.
-    memory: int = 0
-    #: Seconds of its GPU by phase, in the steps that were timed; none: there is no GPU, or none is known of it.
-    device: tuple[float, ...] = ()
-    #: The most bytes that it ever had of its GPU, and how many the GPU has.
-    device_memory: tuple[int, int] = (0, 0)
 
 
 class Bottleneck(enum.Enum):
@@ -92,96 +62,85 @@ class Bottleneck(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Straggler:
-    """A rank that the others waited for. Times are seconds a step."""
+class Summary(Account):
+    """What the time of one start of the ranks went to, or of several on the same ranks."""
 
-    rank: int
-    #: What a step would take less without it.
-    costs: float
-    #: Where it lost four fifths of that, and what that phase takes there and elsewhere; None: no single cause.
-    phase: Phase | None
-    own: float
-    others: float
+    #: Optimizer steps of each rank, those that were not watched included.
+    taken: int = 0
+    #: Ranks of the job.
+    world_size: int = 0
+    #: The numbers of the starts.
+    starts: tuple[int, ...] = (0,)
+    #: Seconds from the beginning of each start to its second step, all added up; and all seconds of the starts.
+    starting: float = 0.0
+    lasted: float = 0.0
+    #: The machines of the job, and how many ranks each has; empty: there is one.
+    machines: tuple[tuple[str, int], ...] = ()
+    #: When a rank held up the others.
+    stretches: tuple[Stretch, ...] = ()
 
-
-class Ledger:
-    """How far the ranks have come while all of them took steps, moment by moment."""
-
-    def __init__(self) -> None:
-        self._first: dict[int, Progress] = {}
-        self._latest: dict[int, Progress] = {}
-        self._times = (0.0, 0.0)
-        self._looks = (0, 0)
-        self._taken = 0
-
-    def add(self, ranks: Mapping[int, Progress], *, now: float, looks: int) -> None:
-        """Record a moment; what comes before the first two steps, and the last moments in which a rank leaves, are left
-        out.
-
-        Args:
-            ranks: of each rank of this machine, and of the others where all of them are known. When these come to be
-                known, the account begins anew; a moment in which they are not is left out.
-            now: on the monotonic clock.
-            looks: how many looks at the pages that rests on.
-        """
-        if not ranks or any(rank.steps < WARM for rank in ranks.values()):
-            return
-        self._taken = min(rank.steps for rank in ranks.values())
-        if not ranks.keys() <= self._first.keys():
-            self._first = self._latest = dict(ranks)
-            self._times, self._looks = (now, now), (looks, looks)
-        elif len(ranks) == len(self._first) and all(_trains_on(self._latest[each], ranks[each]) for each in ranks):
-            self._latest = dict(ranks)
-            self._times, self._looks = (self._times[0], now), (self._looks[0], looks)
-
-    def summary(self, *, median: float, here: Collection[int], world_size: int) -> Summary | None:
-        """Return the account of it all; None: no step was seen.
+    @classmethod
+    def of_start(
+        cls,
+        ledger: Ledger,
+        *,
+        number: int = 0,
+        begin: float = 0.0,
+        end: float = 0.0,
+        taken: int,
+        here: Collection[int],
+        world_size: int,
+        machines: Sequence[tuple[str, int]] = (),
+    ) -> Summary | None:
+        """Sum up one start; None: there was no second step.
 
         Args:
-            median: seconds of the median step.
+            ledger: how far its ranks have come.
+            number: how many starts came before.
+            begin, end: when it began and ended, on the clock of the ledger's moments.
+            taken: the steps that each rank has taken in the end.
             here: the ranks of this machine.
             world_size: ranks of the job.
+            machines: those of the job, and how many ranks each has.
         """
-        if not self._first:
+        if not ledger.moments:
             return None
-        seconds, looks = (later - earlier for earlier, later in (self._times, self._looks))
-        spent = {
-            number: Progress(
-                now.steps - self._first[number].steps,
-                tuple(after - before for before, after in zip(self._first[number].seconds, now.seconds, strict=True)),
-                now.samples - self._first[number].samples,
-                now.held - self._first[number].held,
-                device=now.device,
-                device_memory=now.device_memory,
-            )
-            for number, now in self._latest.items()
-        }
-        for number, rank in spent.items():
-            if number not in here:
-                longer = seconds / (math.fsum(rank.seconds) or 1.0)
-                told = tuple(each * longer for each in rank.seconds)
-                spent[number] = replace(rank, seconds=told, held=rank.held * longer)
-        memory = {number: rank.memory for number, rank in self._latest.items() if number not in here}
-        return Summary(self._taken, median, seconds, int(looks), spent, here, world_size, memory)
+        first, last = ledger.moments[0], ledger.moments[-1]
+        account = Account.between(first, last, here)
+        return cls(
+            account.seconds,
+            account.looks,
+            account.ranks,
+            here,
+            taken=taken,
+            world_size=world_size,
+            starts=(number,),
+            starting=max(0.0, first.at - begin),
+            lasted=max(end, last.at) - begin,
+            machines=tuple((str(host), int(ranks)) for host, ranks in machines),
+            stretches=tuple(find(ledger.moments, here)),
+        )
 
+    def joins(self, other: Summary) -> bool:
+        """Whether another start was one of the same ranks."""
+        mine, others = (
+            (sorted(each.ranks), sorted(each.here), each.world_size, each.machines) for each in (self, other)
+        )
+        return mine == others
 
-@dataclass(frozen=True)
-class Summary:
-    """What the time of one start of the ranks went to."""
-
-    #: Optimizer steps of each rank.
-    taken: int
-    #: Seconds of the median step; 0: not known.
-    median: float
-    #: Seconds that the rest is about, looks in them, and what each rank did in them.
-    seconds: float
-    looks: int
-    ranks: Mapping[int, Progress]
-    #: The ranks of this machine, and how many the job has.
-    here: Collection[int]
-    world_size: int
-    #: Resident bytes of the others in the end, as far as they are known.
-    memory: Mapping[int, int] = field(default_factory=dict)
+    def plus(self, other: Summary) -> Summary:
+        """Return the summary of both, of the same ranks."""
+        return replace(
+            self,
+            seconds=self.seconds + other.seconds,
+            looks=self.looks + other.looks,
+            ranks={rank: each.plus(other.ranks[rank]) for rank, each in self.ranks.items()},
+            taken=self.taken + other.taken,
+            starts=self.starts + other.starts,
+            starting=self.starting + other.starting,
+            lasted=self.lasted + other.lasted,
+            stretches=self.stretches + other.stretches,
+        )
 
     @property
     def is_whole(self) -> bool:
@@ -189,22 +148,16 @@ class Summary:
         return len(self.ranks) == self.world_size
 
     @property
-    def steps(self) -> int:
-        """The steps that were watched."""
-        return min(rank.steps for rank in self.ranks.values())
-
-    @property
-    def samples_per_second(self) -> float | None:
-        """Samples that these ranks took steps with, each second; None: nobody counts them."""
-        samples = sum(rank.samples for rank in self.ranks.values())
-        return samples / self.seconds if samples and self.seconds else None
+    def samples(self) -> int:
+        """Samples that these ranks took the watched steps with; 0: nobody counts them."""
+        return sum(rank.samples for rank in self.ranks.values())
 
     @property
     def bottleneck(self) -> Bottleneck:
         """What limits the run."""
-        if self.steps < _FEWEST_STEPS or self.looks < _FEWEST_LOOKS:
+        if self.steps < FEWEST_STEPS or self.looks < FEWEST_LOOKS:
             return Bottleneck.SHORT
-        straggler = self.straggler
+        straggler = self.straggler()
         if straggler is not None:
             return Bottleneck.INPUT_STRAGGLER if straggler.phase is Phase.DATA else Bottleneck.COMPUTE_STRAGGLER
         if statistics.mean(self.share(rank, "data") for rank in self.ranks) >= _INPUT:
@@ -217,96 +170,51 @@ class Summary:
         return Bottleneck.TURNS if held / whole >= _INPUT else Bottleneck.BALANCED
 
     @property
-    def straggler(self) -> Straggler | None:
-        """The rank that the others waited for, if it is known surely that there was one."""
-        if len(self.ranks) < 2 or self.steps < _FEWEST_STEPS or self.looks < _FEWEST_LOOKS:
-            return None
-        work = {number: sum(rank.seconds) - rank.seconds[Phase.WAIT] for number, rank in self.ranks.items()}
-        slowest, second = sorted(work, key=lambda number: work[number], reverse=True)[:2]
-        excess, pause = work[slowest] - work[second], self.seconds / self.looks
-        two = (self.ranks[slowest], self.ranks[second])
-        if slowest in self.here and second in self.here:
-            apart = sum(rank.held for rank in two) / pause
-        else:
-            apart = sum(rank.seconds[Phase.WAIT] for rank in two) / pause
-        if excess < _COSTS * self.seconds or excess / pause < _SURE * math.sqrt(max(1.0, apart)):
-            return None
-        others = {
-            phase: statistics.median(rank.seconds[phase] for number, rank in self.ranks.items() if number != slowest)
-            for phase in Phase
-            if phase is not Phase.WAIT
-        }
-        by_phase = {phase: self.ranks[slowest].seconds[phase] - usual for phase, usual in others.items()}
-        phase = max(by_phase, key=lambda phase: by_phase[phase])
-        # What is in doubt is no second cause.
-        longer = by_phase[phase] + sum(
-            max(0.0, each - _DOUBT * math.sqrt((2 * others[other] + each) * pause if each > 0 else 0.0))
-            for other, each in by_phase.items()
-            if other is not phase
-        )
-        own = self.ranks[slowest].seconds[phase]
-        return Straggler(
-            slowest,
-            excess / self.steps,
-            phase if by_phase[phase] >= _CAUSE * longer else None,
-            own / self.steps,
-            (own - by_phase[phase]) / self.steps,
-        )
+    def remarkable(self) -> list[Stretch]:
+        """The stretches that cost something of the whole, and say what the verdict does not."""
+        straggler = self.straggler()
+        found = [stretch for stretch in self.stretches if stretch.lost >= _WORTH * self.seconds]
+        if straggler is not None:
+            theirs = [stretch for stretch in found if stretch.rank == straggler.rank]
+            if sum(stretch.end - stretch.begin for stretch in theirs) >= _NEARLY_ALL * self.seconds:
+                found = [stretch for stretch in found if stretch.rank != straggler.rank]
+        return found
 
     def share(self, rank: int, column: str) -> float:
         """Return the part of a rank's time that went to a column of the table."""
         seconds = self.ranks[rank].seconds
         return sum(seconds[phase] for phase in _COLUMNS[column]) / (sum(seconds) or 1.0)
 
-    def to_json(self, peaks: Mapping[int, int | None]) -> dict[str, Any]:
-        """Return it in JSON's types; the arguments are those of :meth:`describe`."""
-        straggler, peaks = self.straggler, {**self.memory, **peaks}
-        return {
-            "bottleneck": self.bottleneck.value,
-            "steps": self.taken,
-            "median": self.median,
-            "watched": {"steps": self.steps, "seconds": self.seconds, "looks": self.looks},
-            "samples_per_second": self.samples_per_second,
-            "ranks": {
-                str(rank): {
-                    "seconds": _by_name(each.seconds),
-                    "held": each.held,
-                    "memory": peaks.get(rank),
-                    **({"device": _by_name(each.device), "device_memory": each.device_memory} if each.device else {}),
-                }
-                for rank, each in self.ranks.items()
-            },
-            "straggler": None
-            if straggler is None
-            else {
-                "rank": straggler.rank,
-                "costs": straggler.costs,
-                "phase": None if straggler.phase is None else straggler.phase.name.lower(),
-            },
-        }
-
-    def describe(self, peaks: Mapping[int, int | None]) -> str:
-        """Describe it: two lines, and a row for each rank where one of them or a phase stands out.
-
-        Args:
-            peaks: the most memory that each rank of this machine ever had, in bytes; None: not known.
-        """
-        peaks = {**self.memory, **peaks}
-        bottleneck, lines = self.bottleneck, [self._headline(), *self._devices()]
+    def verdict(self, peaks: Mapping[int, int | None]) -> str:
+        """Return what limits it, in a line."""
+        bottleneck = self.bottleneck
         if bottleneck in (Bottleneck.BALANCED, Bottleneck.SHORT):
             told = "; ".join(part for part in (self._shares(), _memory(peaks)) if part)
-            return "\n".join([*lines, f"{bottleneck.value}: {told}" if told else bottleneck.value])
-        return "\n".join([*lines, f"{bottleneck.value}: {self._why(bottleneck)}", *self._table(peaks)])
+            return f"{bottleneck.value}: {told}" if told else bottleneck.value
+        return f"{bottleneck.value}: {self._why(bottleneck)}"
 
-    def _headline(self) -> str:
-        words = [f"{self.taken:,} steps"]
-        if self.median:
-            words.append(f"{in_words(self.median)} each")
-        if self.samples_per_second is not None:
-            words.append(f"{self.samples_per_second:,.0f} samples/s")
-        ranks = len(self.ranks)
-        here = "" if self.is_whole else " of this machine"
-        return f"{', '.join(words)} on {ranks} {'rank' if ranks == 1 else 'ranks'}{here}"
+    def remarks(self) -> list[str]:
+        """Return what else there is to say, a line each: of GPUs, stretches, and the garbage collector."""
+        return [*self._devices(), *self._stretches(), *self._collector()]
+
+    def table(self, peaks: Mapping[int, int | None]) -> list[str]:
+        """Return a row for each rank, where a rank or a phase stands out."""
+        if self.bottleneck in (Bottleneck.BALANCED, Bottleneck.SHORT):
+            return []
+        shown = sorted(self.ranks, key=lambda rank: self.share(rank, "waiting"))[:_ROWS]  # who waits least first
+        columns = [name for name in _COLUMNS if any(self.share(rank, name) >= 0.005 for rank in self.ranks)]
+        head = ["rank", *columns, *(["memory"] if any(peaks.get(rank) for rank in shown) else [])]
+        rows = [head]
+        for rank in sorted(shown):
+            row = [str(rank), *(f"{self.share(rank, name):.0%}" for name in columns)]
+            if len(head) > len(row):
+                peak = peaks.get(rank)
+                row.append("-" if peak is None else _units.size(peak))
+            rows.append(row)
+        widths = [max(len(row[place]) for row in rows) for place in range(len(head))]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        more = len(self.ranks) - len(shown)
+        return [*lines, *([f"(and {more} ranks that wait longer)"] if more else [])]
 
     def _shares(self) -> str:
         """What the ranks' time went to in the mean."""
@@ -317,46 +225,228 @@ class Summary:
         timed = [rank.device for rank in self.ranks.values() if sum(rank.device)]
         used, size = max((rank.device_memory for rank in self.ranks.values()), default=(0, 0))
         words = [_in_parts(timed)] if timed else []
-        words += [f"at most {_size(used)} of {_size(size)} a rank"] if size else []
+        words += [f"at most {_units.size(used)} of {_units.size(size)} a rank"] if size else []
         return [f"on the GPUs: {'; '.join(words)}"] if words else []
 
+    def _stretches(self) -> list[str]:
+        found = self.remarkable
+        dearest = sorted(found, key=lambda stretch: stretch.lost, reverse=True)[:_STRETCHES]
+        lines = [
+            f"rank {stretch.rank} from {_units.clock(stretch.begin)} to {_units.clock(stretch.end)}, "
+            f"{_where(stretch.phase, collects=stretch.collects)}: cost {stretch.part:.0%} of that time"
+            for stretch in found
+            if stretch in dearest
+        ]
+        more = len(found) - len(lines)
+        return [*lines, *([f"(and {more} more stretches that cost less)"] if more else [])]
+
+    def _collector(self) -> list[str]:
+        parts = {rank: each.collected / (math.fsum(each.seconds) or 1.0) for rank, each in self.ranks.items()}
+        most = max(parts, key=lambda rank: parts[rank])
+        if parts[most] < _COLLECTED:
+            return []
+        rank = self.ranks[most]
+        times = "once" if rank.collections == 1 else f"{rank.collections:,} times"
+        mean = statistics.mean(parts.values())
+        others = f" ({mean:.1%} in the mean of all ranks)" if len(parts) > 1 else ""
+        return [
+            f"Python's garbage collector: rank {most} paused {times} for {_units.duration(rank.collected)}, "
+            f"{parts[most]:.1%} of its time{others}; gc.freeze() once the model and the data are there leaves it less "
+            "to look through"
+        ]
+
     def _why(self, bottleneck: Bottleneck) -> str:
-        straggler, step = self.straggler, self.seconds / max(1, self.steps)
+        straggler, step = self.straggler(), self.step
         if straggler is None:
             return {
                 Bottleneck.INPUT: "the ranks wait for their data; more or faster workers of the loader",
                 Bottleneck.COMMUNICATION: "all ranks wait at once, for the network"
                 + (" or for memory" if len(self.here) == self.world_size else " or for ranks of other machines"),
             }.get(bottleneck, "the ranks wait for each other in turn, and none is slower than the others all the time")
-        where = "no single cause"
+        where = _where(straggler.phase, collects=straggler.collects)
         if straggler.phase is not None:
-            name = NAMES[straggler.phase]
-            where = f"in {name}: {in_words(straggler.own)} a step against {in_words(straggler.others)}"
-        without = in_words(step - straggler.costs)
+            own, others = (_units.duration(each) for each in (straggler.own, straggler.others))
+            where += f": {own} a step against {others}"
         return (
-            f"rank {straggler.rank}, {where}; without it a step would take {without} instead of {in_words(step)} "
-            f"({straggler.costs / step:.0%} less)"
+            f"rank {straggler.rank}, {where}; without it a step would take {_units.duration(step - straggler.costs)} "
+            f"instead of {_units.duration(step)} ({straggler.costs / step:.0%} less)"
         )
 
-    def _table(self, peaks: Mapping[int, int | None]) -> list[str]:
-        shown = sorted(self.ranks, key=lambda rank: self.share(rank, "waiting"))[:_ROWS]  # who waits least first
-        columns = [name for name in _COLUMNS if any(self.share(rank, name) >= 0.005 for rank in self.ranks)]
-        head = ["rank", *columns, *(["memory"] if any(peaks.get(rank) for rank in shown) else [])]
-        rows = [head]
-        for rank in sorted(shown):
-            row = [str(rank), *(f"{self.share(rank, name):.0%}" for name in columns)]
-            if len(head) > len(row):
-                row.append(_size(peaks.get(rank)))
-            rows.append(row)
-        widths = [max(len(row[place]) for row in rows) for place in range(len(head))]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        more = len(self.ranks) - len(shown)
-        return [*lines, *([f"(and {more} ranks that wait longer)"] if more else [])]
+    def to_json(self, peaks: Mapping[int, int | None]) -> dict[str, Any]:
+        """Return it in JSON's types."""
+        straggler = self.straggler()
+        return {
+            "bottleneck": self.bottleneck.value,
+            "starts": list(self.starts),
+            "steps": self.taken,
+            "step": self.step,
+            "starting": self.starting,
+            "world_size": self.world_size,
+            "watched": {"steps": self.steps, "seconds": self.seconds, "looks": self.looks},
+            "samples_per_second": self.samples / self.seconds if self.samples and self.seconds else None,
+            "ranks": {str(rank): _told(each, peaks.get(rank)) for rank, each in self.ranks.items()},
+            "straggler": None
+            if straggler is None
+            else {"rank": straggler.rank, "costs": straggler.costs, "phase": _name(straggler.phase)},
+            "stretches": [
+                {
+                    "rank": stretch.rank,
+                    "from": stretch.begin,
+                    "to": stretch.end,
+                    "lost": stretch.lost,
+                    "phase": _name(stretch.phase),
+                }
+                for stretch in self.remarkable
+            ],
+            "verdict": self.verdict(peaks),
+            "remarks": self.remarks(),
+        }
 
 
-def _trains_on(before: Progress, after: Progress) -> bool:
-    """Whether a rank has taken steps in between, and is not about to end."""
-    return after.steps > before.steps and after.seconds[Phase.LEAVING] == before.seconds[Phase.LEAVING]
+@dataclass(frozen=True)
+class RunSummary:
+    """What the time of a whole run went to. See Note [All starts]."""
+
+    #: Of the starts on the same ranks that follow each other, in order; at least one.
+    parts: tuple[Summary, ...]
+
+    @classmethod
+    def of(cls, starts: Sequence[Summary], *, began: float = 0.0) -> RunSummary | None:
+        """Put the starts of a run together; None: there is none.
+
+        Args:
+            starts: in order.
+            began: when the run began, on the clock of their moments; what is told counts from then.
+        """
+        parts: list[Summary] = []
+        for start in starts:
+            stretches = tuple(replace(each, begin=each.begin - began, end=each.end - began) for each in start.stretches)
+            shifted = replace(start, stretches=stretches)
+            if parts and parts[-1].joins(shifted):
+                parts[-1] = parts[-1].plus(shifted)
+            else:
+                parts.append(shifted)
+        return cls(tuple(parts)) if parts else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks of the job are in it, in all starts."""
+        return all(part.is_whole for part in self.parts)
+
+    @property
+    def taken(self) -> int:
+        """Optimizer steps of each rank."""
+        return sum(part.taken for part in self.parts)
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step; 0: not known."""
+        steps = sum(part.steps for part in self.parts)
+        return sum(part.seconds for part in self.parts) / steps if steps else 0.0
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples that these ranks took steps with, each second; None: nobody counts them."""
+        samples, seconds = (sum(values) for values in zip(*((p.samples, p.seconds) for p in self.parts), strict=True))
+        return samples / seconds if samples and seconds else None
+
+    def headline(self) -> str:
+        """Return how many steps there were, how long they took, and on how many ranks."""
+        starts = sum(len(part.starts) for part in self.parts)
+        words = [f"{self.taken:,} step{'s' * (self.taken != 1)}{f' in {starts} starts' if starts > 1 else ''}"]
+        if self.step:
+            words.append(f"{_units.duration(self.step)} each")
+        if self.samples_per_second is not None:
+            words.append(f"{self.samples_per_second:,.0f} samples/s")
+        ranks = list(dict.fromkeys(len(part.ranks) for part in self.parts))
+        many = " and ".join(map(str, ranks)) if len(ranks) < 3 else f"{min(ranks)} to {max(ranks)}"
+        here = "" if self.is_whole else " of this machine"
+        line = f"{', '.join(words)} on {many} {'rank' if ranks == [1] else 'ranks'}{here}"
+        starting, lasted = (sum(values) for values in zip(*((p.starting, p.lasted) for p in self.parts), strict=True))
+        if starting >= _STARTING * lasted > 0:
+            of_all = f" of the {starts} starts" if starts > 1 else ""
+            line += f"; start-up and first steps{of_all} took {_units.duration(starting)}"
+        return line
+
+    def describe(self, peaks: Mapping[int, int | None]) -> str:
+        """Describe it: two lines, and a row for each rank where one of them or a phase stands out; where there were
+        several numbers of ranks, that for each.
+
+        Args:
+            peaks: the most memory that each rank of this machine ever had, in bytes; None: not known.
+        """
+        lines = [self.headline()]
+        for part in self.parts:
+            known = _known(part, peaks)
+            verdict = part.verdict(known)
+            if len(self.parts) > 1:
+                verdict = f"{_called(part)}: {RunSummary((part,)).headline()}\n{verdict}"
+            lines += [verdict, *part.remarks(), *part.table(known)]
+        return "\n".join(lines)
+
+    def to_json(self, peaks: Mapping[int, int | None]) -> dict[str, Any]:
+        """Return it in JSON's types; the arguments are those of :meth:`describe`. What is said of a part of the starts
+        only is that of the longest, and all are in ``parts``."""
+        parts = [part.to_json(_known(part, peaks)) for part in self.parts]
+        longest = max(range(len(parts)), key=lambda place: self.parts[place].seconds)
+        several = len(parts) > 1
+        ranks: dict[int, Progress] = {}
+        for part in self.parts:
+            for rank, each in part.ranks.items():
+                ranks[rank] = ranks[rank].plus(each) if rank in ranks else each
+        remarks = [line for part in parts for line in part["remarks"]]
+        if several:
+            remarks = [
+                f"{_called(each)}: {line}"
+                for each, part in zip(self.parts, parts, strict=True)
+                for line in (part["verdict"], *part["remarks"])
+            ]
+        return parts[longest] | {
+            "starts": [number for part in parts for number in part["starts"]],
+            "steps": self.taken,
+            "step": self.step,
+            "starting": sum(part["starting"] for part in parts),
+            "watched": {name: sum(part["watched"][name] for part in parts) for name in ("steps", "seconds", "looks")},
+            "samples_per_second": self.samples_per_second,
+            "ranks": {str(rank): _told(each, peaks.get(rank, each.memory or None)) for rank, each in ranks.items()},
+            "stretches": [stretch for part in parts for stretch in part["stretches"]],
+            "headline": self.headline(),
+            "remarks": remarks,
+            **({"parts": parts} if several else {}),
+            "text": self.describe(peaks),
+        }
+
+
+def _called(part: Summary) -> str:
+    """``start 0``, ``starts 1 to 3``"""
+    first, last = part.starts[0], part.starts[-1]
+    return f"start {first}" if first == last else f"starts {first} to {last}"
+
+
+def _known(part: Summary, peaks: Mapping[int, int | None]) -> dict[int, int | None]:
+    """Return the most memory that its ranks ever had; of those of other machines, as it was last seen."""
+    return {rank: peaks.get(rank, each.memory or None) for rank, each in part.ranks.items()}
+
+
+def _told(rank: Progress, memory: int | None) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "seconds": _by_name(rank.seconds),
+        "held": rank.held,
+        "collected": rank.collected,
+        "collections": rank.collections,
+        "memory": memory,
+    }
+    return told | ({"device": _by_name(rank.device), "device_memory": rank.device_memory} if rank.device else {})
+
+
+def _where(phase: Phase | None, *, collects: bool) -> str:
+    if collects:
+        return "in Python's garbage collector" + ("" if phase is None else f" (in {NAMES[phase]})")
+    return "no single cause" if phase is None else f"in {NAMES[phase]}"
+
+
+def _name(phase: Phase | None) -> str | None:
+    return None if phase is None else phase.name.lower()
 
 
 def _by_name(seconds: tuple[float, ...]) -> dict[str, float]:
@@ -374,15 +464,4 @@ def _in_parts(ranks: Sequence[Sequence[float]]) -> str:
 
 def _memory(peaks: Mapping[int, int | None]) -> str:
     most = max((peak for peak in peaks.values() if peak), default=None)
-    return "" if most is None else f"at most {_size(most)} of memory a rank"
-
-
-def _size(peak: int | None) -> str:
-    if peak is None:
-        return "-"
-    return f"{peak / 2**30:.1f} GB" if peak >= 2**30 else f"{peak / 2**20:.0f} MB"
-
-
-def in_words(seconds: float) -> str:
-    """Return a step's or a phase's time: ``1.25 s``, ``4.91 ms``."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return "" if most is None else f"at most {_units.size(most)} of memory a rank"

@@ -181,6 +181,8 @@ def _sleep(pid: int, thread: int) -> _Sleep:
 # Its Python stack, as faulthandler writes it into the job's folder when asked by a signal ----------------------------
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
+#: What faulthandler says above the frames while the garbage collector runs.
+_COLLECTS = "  Garbage-collecting"
 #: Frames of the launcher, in which every rank's program runs, and the start of the zygote.
 _RUNNERS = tuple(f"/lockstep/launch/{name}.py" for name in ("rank", "zygote"))
 #: Where a rank waits for others, if the frames of its stack end there. (The engine runs a backward, which is mostly
@@ -206,6 +208,8 @@ class Stack:
     """The main thread's frames, the innermost first, without the launcher's own."""
 
     frames: tuple[Frame, ...]
+    #: Whether Python's garbage collector is at work in the innermost frame.
+    collects: bool = False
 
     @property
     def in_collective(self) -> bool:
@@ -264,14 +268,18 @@ def parse_stack(text: str) -> Stack | None:
         _, found, after = text.partition("Thread")
     if not found:
         return None
-    frames = []
+    frames: list[Frame] = []
+    collects = False
     for line in after.splitlines()[1:]:
+        if line == _COLLECTS and not frames:
+            collects = True
+            continue
         match = _FRAME.match(line)
         if match is None:
             break
         frames.append(Frame(match["file"], match["line"], match["name"]))
     inner = [i for i, frame in enumerate(frames) if frame.file.endswith(_RUNNERS)]
-    return Stack(tuple(frames[: inner[0]] if inner else frames))
+    return Stack(tuple(frames[: inner[0]] if inner else frames), collects)
 
 
 # How often the kernel killed because memory was out, by the counters of a memory cgroup (version 1 or 2) -------------

@@ -7,15 +7,17 @@ report, which it finds in the job's folder.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep import _proc
 from lockstep._files import write_whole
+from lockstep.job.account import Ledger, Progress
 from lockstep.job.files import JobFiles
 from lockstep.job.hang import (
     STEPS,
+    WARM,
     WARMING_UP,
     Doing,
     Kind,
@@ -28,7 +30,7 @@ from lockstep.job.hang import (
     settle,
 )
 from lockstep.job.page import STACK_SIGNAL, Cell, Look, Mark, Pages, Phase, Text
-from lockstep.job.summary import Ledger, Progress, Summary
+from lockstep.job.summary import Summary
 from lockstep.launch import evidence, report
 from lockstep.launch.evidence import ProcessFacts, Stillness
 from lockstep.launch.policy import RankState
@@ -41,7 +43,9 @@ _QUIET = 1.0
 #: Seconds after which what another machine has told of its ranks does not count any more.
 _OLD = 3.0
 #: What the launchers tell each other of a rank's page.
-_COUNTS = (Cell.STEPS, Cell.SAMPLES, Cell.RUN_STEPS, Cell.DEVICE_MEMORY, Cell.DEVICE_SIZE)
+_COUNTS = (
+    Cell.STEPS, Cell.SAMPLES, Cell.RUN_STEPS, Cell.DEVICE_MEMORY, Cell.DEVICE_SIZE, Cell.COLLECTED, Cell.COLLECTIONS,
+)  # fmt: skip
 #: Seconds before a question whose answer was "nobody is late" is asked again.
 _PAUSE = 60.0
 
@@ -111,6 +115,8 @@ class HangWatch:
         """See which of the ranks have moved, in some microseconds; to be called when it is due."""
         ranks = self._ranks
         self._looker.look(self._pages.all(Cell.MARK)[ranks.start : ranks.stop], now)
+        if self._ledger.is_due(now) and min(self._pages.all(Cell.STEPS)[ranks.start : ranks.stop]) > WARM:
+            self._ledger.add(self.known(now), now=now, looks=self._looker.looks)
 
     def told(self) -> list[list[Any]]:
         """Return how this machine's ranks are, in JSON's types, for :meth:`hear` of the others' launchers."""
@@ -136,7 +142,17 @@ class HangWatch:
             self._pages.copy(rank, mark, cells, {Text[name]: text for name, text in texts.items()})
             self._pages.note(rank, memory, seconds)
             steps, had = max(0, cells[Cell.STEPS] - 1), (cells[Cell.DEVICE_MEMORY], cells[Cell.DEVICE_SIZE])
-            progress = Progress(steps, tuple(seconds), cells[Cell.SAMPLES], held, memory, tuple(device), had)
+            progress = Progress(
+                steps,
+                tuple(seconds),
+                cells[Cell.SAMPLES],
+                held,
+                memory,
+                tuple(device),
+                had,
+                cells[Cell.COLLECTED] / 1e6,
+                cells[Cell.COLLECTIONS],
+            )
             before, look = self._others.get(rank), self._pages.look(rank)
             moved = before.moved if before is not None and before.look.mark == look.mark else now
             self._others[rank] = _Heard(look, progress, moved, now)
@@ -177,11 +193,31 @@ class HangWatch:
         self._verdict, self.text = None, ""
         return [text]
 
-    def summary(self) -> Summary | None:
-        """Return what the ranks' time went to, once they have ended; None: they took no step."""
+    def summary(self, *, number: int, begin: float, machines: Sequence[tuple[str, int]]) -> Summary | None:
+        """Return what the ranks' time went to, once they have ended; None: they took no two steps.
+
+        Args:
+            number: how many starts came before.
+            begin: when this one began, on the monotonic clock.
+            machines: those of the job, and how many ranks each has.
+        """
         now = time.monotonic()
         self._ledger.add(self.known(now), now=now, looks=self._looker.looks)
-        return self._ledger.summary(median=self._times.median, here=self._ranks, world_size=self._world_size)
+        return Summary.of_start(
+            self._ledger,
+            number=number,
+            begin=begin,
+            end=now,
+            taken=self.taken,
+            here=self._ranks,
+            world_size=self._world_size,
+            machines=machines,
+        )
+
+    @property
+    def taken(self) -> int:
+        """The optimizer steps that each rank has taken, by its own count. (Those of other machines take the same.)"""
+        return max(0, min(self._pages.all(Cell.STEPS)[self._ranks.start : self._ranks.stop]) - 1)
 
     def known(self, now: float) -> dict[int, Progress]:
         """Return how far the ranks have come: all of the job's, if all are known, else those of this machine."""
@@ -202,6 +238,8 @@ class HangWatch:
                 self._memory[rank],
                 tuple(self._pages.device_spent(rank)) if self._pages.get(rank, Cell.DEVICE_SIZE) else (),
                 (self._pages.get(rank, Cell.DEVICE_MEMORY), self._pages.get(rank, Cell.DEVICE_SIZE)),
+                self._pages.get(rank, Cell.COLLECTED) / 1e6,
+                self._pages.get(rank, Cell.COLLECTIONS),
             )
             for place, rank in enumerate(ranks)
         }

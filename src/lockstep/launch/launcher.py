@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import selectors
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lockstep import knobs
 from lockstep.job import workers
 from lockstep.job.files import EXIT_SAVED, FailureRecord, JobFiles, StopNote
 from lockstep.job.page import Cell, Pages
+from lockstep.job.summary import RunSummary, Summary
 from lockstep.launch.channel import Answer, Broken, Exited, Started, ZygoteHandle
 from lockstep.launch.evidence import MachineFacts, memory_group
 from lockstep.launch.hangs import HangWatch
@@ -152,6 +153,9 @@ class Launcher:
         self.broken: str | None = None
         self.selector = selectors.PollSelector()  # epoll refuses regular files, which standard output may be
         self._next_look = 0.0
+        #: What the starts before this one took, and the most memory that each rank of this machine had in them.
+        self._summaries: list[Summary] = []
+        self._peaks: dict[int, int | None] = {}
         try:
             self.zygote = ZygoteHandle(
                 home, ranks=spec.nproc, restarts=spec.max_restarts > 0 or spec.rendezvous is not None
@@ -230,7 +234,7 @@ class Launcher:
     def renew(self, round_: Round) -> Attempt:
         """Begin another attempt; the one before has ended."""
         number = self.attempt.number + 1
-        self._record_short_start()
+        self._end_start()
         self._tell(self._end_trace())
         self.attempt.close()
         self.attempt = Attempt(round_, home=self._home, number=number, grace=self.spec.grace, trace=self.spec.trace)
@@ -240,18 +244,18 @@ class Launcher:
     def conclude(self, exit_code: int) -> list[str]:
         """End the record, and return what is left to say when all ranks have ended: that those who were late have moved
         on, and, if all is well, what the time went to."""
-        states, hangs = self.policy.states, self.attempt.hangs
-        said, summary = hangs.ended(states), hangs.summary()
-        self._record_short_start()
+        said = self.attempt.hangs.ended(self.policy.states)
+        self._end_start()
+        summary = RunSummary.of(self._summaries, began=self.recorder.clock)
         traced = self._end_trace()
         for text in traced:
             self.recorder.event("trace", text)
         said += traced
-        peaks = {rank: state.peak for rank, state in states.items()}
-        speaks = self._speaks_for_all or self.spec.rendezvous is None or (summary is not None and not summary.is_whole)
+        alone = self.spec.rendezvous is None or (summary is not None and not summary.parts[-1].is_whole)
+        speaks = self._speaks_for_all or alone
         if summary is not None and speaks and exit_code in (0, EXIT_SAVED) and not self.spec.quiet:
-            said.append(summary.describe(peaks))
-        self.recorder.end(exit_code=exit_code, summary=summary, peaks=peaks)
+            said.append("\n".join([summary.describe(self._peaks), *self.recorder.remarks()]))
+        self.recorder.end(exit_code=exit_code, summary=summary, peaks=self._peaks)
         return said
 
     def close(self) -> None:
@@ -265,21 +269,27 @@ class Launcher:
         progress = hangs.known(now) if self._speaks_for_all else hangs.progress()
         self.recorder.add(progress, {rank: state.pid for rank, state in states.items()})
 
-    def _record_short_start(self) -> None:
-        """Record what the ranks have done if they have ended before somebody looked at their steps."""
-        if not self.recorder.knows_steps:
-            self._record_progress(time.monotonic())
+    def _end_start(self) -> None:
+        """Record what the ranks have done to their end, and sum it up: also if they have ended before somebody looked
+        at their steps."""
+        attempt, now = self.attempt, time.monotonic()
+        summary = attempt.hangs.summary(number=attempt.number, begin=attempt.began, machines=self._machines)
+        if summary is not None:
+            self._summaries.append(summary)
+        for rank, state in self.policy.states.items():
+            self._peaks[rank] = max(self._peaks.get(rank) or 0, state.peak or 0) or None
+        self._record_progress(now)
+        self.recorder.end_start(attempt.hangs.taken)
 
     def _record_start(self) -> None:
         attempt = self.attempt
-        machines = tuple(zip(attempt.round.hosts, attempt.round.ranks, strict=True)) if attempt.round.hosts else ()
         self.recorder.begin(
             number=attempt.number,
             node=attempt.round.node_rank,
             world_size=attempt.round.world_size,
             ranks=range(attempt.round.world_size) if self._speaks_for_all else attempt.round.local_ranks,
             job_folder=attempt.folder,
-            machines=machines,
+            machines=self._machines,
         )
         if self.spec.trace is not None:
             self._tracer = Tracer(
@@ -301,6 +311,12 @@ class Launcher:
         for text in texts:
             say(text)
             self.recorder.event("trace", text)
+
+    @property
+    def _machines(self) -> Sequence[tuple[str, int]]:
+        """The machines of the job, and how many ranks each has; empty: this one is alone."""
+        hosts, ranks = self.attempt.round.hosts, self.attempt.round.ranks
+        return tuple(zip(hosts, ranks, strict=True)) if hosts else ()
 
     @property
     def _speaks_for_all(self) -> bool:

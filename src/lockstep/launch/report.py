@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep import _units
 from lockstep.job.files import EXIT_SAVED, StopNote
 from lockstep.job.hang import Kind, Verdict, odd_ones
 from lockstep.job.page import NAMES, Look, Phase
@@ -256,9 +257,9 @@ def _memory(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     if out_of_memory(ending, facts):
         killed = f"rank {ending.rank}" if _killed(ending) else f"a DataLoader worker of rank {ending.rank}"
         limit = facts.memory_limit or facts.machine
-        bounds = [f"{'limit' if facts.memory_limit else 'the machine has'} {_size(limit)}"] if limit else []
+        bounds = [f"{'limit' if facts.memory_limit else 'the machine has'} {_units.size(limit)}"] if limit else []
         if _killed(ending) and ending.state.peak is not None:
-            bounds.append(f"its peak {_size(ending.state.peak)}")
+            bounds.append(f"its peak {_units.size(ending.state.peak)}")
         yield f"out of memory: the kernel killed {killed} ({', '.join(bounds)})"
         yield "  take a smaller batch, fewer DataLoader workers or fewer ranks, or give the job more memory"
     elif _killed(ending) and facts.memory_kills is None:
@@ -289,9 +290,9 @@ def _shared(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     bus = ending.state.exit_code == -signal.SIGBUS or (found is not None and "Bus" in (found["signal"] or ""))
     if not (full or bus):
         return
-    size = (
-        "" if facts.shared is None else f" ({_size(facts.shared[0])}, of which {_size(facts.shared[1])} are free now)"
-    )
+    size = ""
+    if facts.shared is not None:
+        size = f" ({_units.size(facts.shared[0])}, of which {_units.size(facts.shared[1])} are free now)"
     if full:
         yield f"/dev/shm{size} was full; DataLoader workers pass their batches through it"
     else:
@@ -325,11 +326,6 @@ def _found_worker(ending: Ending) -> re.Match[str] | None:
 
 def _text(ending: Ending) -> str:
     return "" if ending.record is None else f"{ending.record.message}\n{ending.record.traceback}"
-
-
-def _size(size: int) -> str:
-    """``4.0 GiB``, ``64 MiB``."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 # The report of a rank that is late -----------------------------------------------------------------------------------
@@ -426,6 +422,10 @@ def _late(known: Known, now: float | None) -> list[str]:
         lines.append(f"  in {_doing(known, now)}{_steps(look)}")
     if look.reason:
         lines.append(f"  inside lockstep.expect_slow({look.reason!r})")
+    if stack is not None and stack.collects:
+        lines.append(
+            "  Python's garbage collector is at work: gc.freeze() leaves it less to look through, gc.disable() all"
+        )
     if stack is not None and stack.frames:
         lines.append("  its Python stack, the innermost line first:")
         lines += [f"    {frame}" for frame in stack.frames[:_FRAMES]]

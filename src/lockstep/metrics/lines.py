@@ -54,6 +54,8 @@ _NUMBER, _TEXT = "a number", "a text"
 #: What collectives of ours carry, so that they are told from the others.
 _LABEL = "lockstep.Log"
 _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError, "LockstepError": LockstepError}
+#: Notes on numbers that are not finite which a log leaves at most.
+_NOTES = 100
 #: Seconds before the end of its time at which a line is due already, as a part of the whole time.
 _EARLY = 0.05
 
@@ -113,10 +115,15 @@ class Lines:
         self._owed: Exception | None = None
         #: Of the whole log.
         self._kinds: dict[str, str] = {}
-        self._said_nonfinite: set[str] = set()
+        #: Of the keys that had numbers which were not finite: whether the last line had no others.
+        self._nonfinite: dict[str, bool] = {}
+        #: Of those that the last line had: the step of the first of them in the lines that follow each other.
+        self._streaks: dict[str, int] = {}
         #: The step of the last line, and when it was written.
         self._last_step = self.step
         self._last_time = time.monotonic()
+        #: Notes on numbers that are not finite which this log may leave still: they come and go in some runs.
+        self._notes_left = _NOTES
         #: Calls so far, at the last line, and at the next meeting about time.
         self._calls = self._line_at = 0
         self._meets_at = 1
@@ -138,7 +145,7 @@ class Lines:
         numbers = self._in_step if in_slice else self._numbers
         for key, value in values.items():
             series = numbers.get(key)
-            if series is None or not series.add_at_hand(value, weight):
+            if series is None or not series.add_at_hand(value, weight, step):
                 self._add_unusual(key, value, weight, step)
         if in_slice:
             self.is_in_step = True
@@ -167,25 +174,25 @@ class Lines:
 
     def _add_unusual(self, key: str, value: Any, weight: float, step: int) -> None:
         try:
-            self._add_one(key, value, weight)
+            self._add_one(key, value, weight, step)
         except (TypeError, ValueError) as unfit:
             self._find_wrong(unfit, step, sys._getframe(1))
 
-    def _add_one(self, key: str, value: Any, weight: float) -> None:
+    def _add_one(self, key: str, value: Any, weight: float, step: int) -> None:
         if type(value) is float:  # (to ask whether it is a Real takes ten times as long)
-            self._series(key).add(value, weight)
+            self._series(key).add(value, weight, step)
         elif isinstance(value, torch.Tensor):
             if value.numel() != 1 or not readable(value):
                 raise ValueError(
                     f"{key}: a tensor of shape {list(value.shape)}, {value.dtype}, on {value.device}: expected one "
                     "real number; log its mean(), or each of its elements under a name of its own"
                 )
-            self._series(key).add_tensor(value, weight)
+            self._series(key).add_tensor(value, weight, step)
         elif isinstance(value, str):
             self._refuse_kind(key, _TEXT)
             self._texts[key] = value
         elif isinstance(value, Real):
-            self._series(key).add(_plain(value), weight)
+            self._series(key).add(_plain(value), weight, step)
         else:
             raise TypeError(
                 f"{key}: expected a number, a text or a tensor with one element, not {type(value).__name__}"
@@ -361,9 +368,11 @@ class Lines:
     def _write(self, told: Sequence[_Told], file: LogFile) -> None:
         """**Rank 0.** Put together what the ranks have told, and write it."""
         values: dict[str, to.Value] = {}
+        known = set(self._nonfinite)
         nonfinite: dict[str, int] = {}
+        since: dict[str, int] = {}
         for key in dict.fromkeys(key for each in told for key in each.kinds):
-            summaries = [Summary.from_json(each.numbers[key]) for each in told if key in each.numbers]
+            summaries = [_summary(each, key) for each in told if key in each.numbers]
             texts = [each.texts[key] for each in told if key in each.texts]
             if texts:
                 values[key] = texts[0]
@@ -371,20 +380,33 @@ class Lines:
             summary = merged(summaries)
             values[key] = summary.value
             if summary.nonfinite:
-                nonfinite[key] = summary.nonfinite
+                nonfinite[key], since[key] = summary.nonfinite, summary.since or 0
+            self._note_nonfinite(key, summary)
         line = {"step": self._last_step, "time": round(time.time(), 3), **values}
         file.append(line | ({"nonfinite": nonfinite} if nonfinite else {}))
         for sink in self._sinks or []:
             sink.write(values, self._last_step)
-        for key in [key for key in nonfinite if key not in self._said_nonfinite]:
-            self._said_nonfinite.add(key)
-            ranks = [rank for rank, each in enumerate(told) if key in each.numbers and each.numbers[key][-1]]
+        for key in [key for key in nonfinite if key not in known]:
+            ranks = [rank for rank, each in enumerate(told) if key in each.numbers and _summary(each, key).nonfinite]
             callsite.warn(
-                f"{key}: {nonfinite[key]} number(s) up to step {self._last_step} were infinite or NaN, on rank(s) "
-                f"{listed([*map(str, ranks)], most=5)}. The line's mean is that of the others, and 'nonfinite' in it "
-                "counts them, from now on without a warning",
+                f"{key}: {nonfinite[key]} number(s) up to step {self._last_step} were infinite or NaN, the first at "
+                f"step {since[key]}, on rank(s) {listed([*map(str, ranks)], most=5)}. The line's mean is that of the "
+                "others, and 'nonfinite' in it counts them, from now on without a warning",
                 RuntimeWarning,
             )
+
+    def _note_nonfinite(self, key: str, summary: Summary) -> None:
+        """**Rank 0.** Leave a note for the record of the run where numbers begin not to be finite, and where they are
+        again."""
+        alone = bool(summary.nonfinite) and summary.value is None
+        if not summary.nonfinite:
+            self._streaks.pop(key, None)
+        if key in self._nonfinite or summary.nonfinite:
+            step = self._streaks.setdefault(key, summary.since or 0) if summary.nonfinite else self._last_step
+            if self._nonfinite.get(key) != alone and self._notes_left:
+                self._notes_left -= 1
+                notes.tell(notes.NONFINITE, name=key, step=step, alone=int(alone))
+            self._nonfinite[key] = alone
 
     def _raise_owed(self) -> None:
         owed, self._owed = self._owed, None
@@ -477,6 +499,10 @@ class Lines:
         if words and self._world.is_main:
             print(*(f"lockstep: {each}" for each in words), sep="\n", file=sys.stderr, flush=True)
         self._end()
+
+
+def _summary(told: _Told, key: str) -> Summary:
+    return Summary.from_json(told.numbers[key])
 
 
 class _Alone:

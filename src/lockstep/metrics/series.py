@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,8 @@ class Summary:
     greatest: float
     #: Numbers that were infinite or NaN, or too large to be added; they count in none of the others.
     nonfinite: int
+    #: The step of the first of them; None: there was none, or it is not known.
+    since: int | None = None
 
     def to_json(self) -> list[float]:
         """Return the summary in JSON types."""
@@ -96,14 +98,16 @@ def merged(summaries: Iterable[Summary]) -> Summary:
     summaries = list(summaries)
     counting = [each for each in summaries if each.weight]
     nonfinite = sum(each.nonfinite for each in summaries)
+    since = min((each.since for each in summaries if each.since is not None), default=None)
     if not counting:
-        return Summary(0.0, 0.0, 0.0, 0.0, nonfinite)
+        return Summary(0.0, 0.0, 0.0, 0.0, nonfinite, since)
     return Summary(
         math.fsum(each.weight for each in counting),
         math.fsum(each.total for each in counting),
         min(each.least for each in counting),
         max(each.greatest for each in counting),
         nonfinite,
+        since,
     )
 
 
@@ -111,18 +115,19 @@ class Numbers:
     """The numbers of one key since the last line. See Note [Read at a line]."""
 
     def __init__(self) -> None:
-        #: Numbers of the CPU's, and their weights.
-        self._plain: list[tuple[float, float]] = []
-        #: Copies of tensors that are of one dtype on one device, and those that were stacked; and their weights.
+        #: Numbers of the CPU's, their weights, and the steps that they are of.
+        self._plain: list[tuple[float, float, int]] = []
+        #: Copies of tensors that are of one dtype on one device, and those that were stacked; and their weights and
+        #: steps.
         self._copies: list[torch.Tensor] = []
         self._stacks: list[torch.Tensor] = []
-        self._weights: list[float] = []
+        self._weights: list[tuple[float, int]] = []
 
-    def add(self, number: float, weight: float) -> None:
+    def add(self, number: float, weight: float, step: int = 0) -> None:
         """Add a number."""
-        self._plain.append((number, weight))
+        self._plain.append((number, weight, step))
 
-    def add_at_hand(self, value: object, weight: float) -> bool:
+    def add_at_hand(self, value: object, weight: float, step: int = 0) -> bool:
         """Add a value of the usual kinds: a float, or a tensor of one in the CPU's memory. Return whether it is.
 
         (The rest of a step leaves nothing of a log in the caches, so what nearly every call is about is here together.)
@@ -137,14 +142,14 @@ class Numbers:
             value = tensor.item()
         elif kind is not float:
             return False
-        self._plain.append((value, weight))  # type: ignore[arg-type]  # a float by now
+        self._plain.append((value, weight, step))  # type: ignore[arg-type]  # a float by now
         return True
 
-    def add_tensor(self, tensor: torch.Tensor, weight: float) -> None:
+    def add_tensor(self, tensor: torch.Tensor, weight: float, step: int = 0) -> None:
         """Add the one element of ``tensor``, as it is now, without waiting for its device."""
         if tensor.is_cpu and _READS_AT_HAND:
             number = tensor.item()
-            self._plain.append((int(number) if number is True or number is False else number, weight))
+            self._plain.append((int(number) if number is True or number is False else number, weight, step))
             return
         copies = self._copies
         if copies and (len(copies) == _STACKED or copies[0].dtype != tensor.dtype or copies[0].device != tensor.device):
@@ -152,7 +157,7 @@ class Numbers:
             copies = self._copies
         copy = tensor.detach().clone() if tensor.dtype in _READ_AS_IT_IS else tensor.detach().to(torch.float64)
         copies.append(copy if copy.dim() == 0 else copy.reshape(()))
-        self._weights.append(weight)
+        self._weights.append((weight, step))
 
     def extend(self, other: Numbers) -> None:
         """Add all that ``other`` has, which is done with."""
@@ -171,9 +176,13 @@ class Numbers:
         """Read all numbers, which waits for their devices, and begin anew."""
         self._stack()
         read = [number for stack in self._stacks for number in stack.tolist()]
-        numbers = [*self._plain, *zip(read, self._weights, strict=True)]
+        numbers = [*self._plain, *((number, *rest) for number, rest in zip(read, self._weights, strict=True))]
         self._plain, self._stacks, self._weights = [], [], []
-        return summary_of(numbers)
+        summary = summary_of((number, weight) for number, weight, _ in numbers)
+        if not summary.nonfinite:
+            return summary
+        since = min(step for number, weight, step in numbers if weight and not abs(number * weight) <= _MOST)
+        return replace(summary, since=since)
 
     def __len__(self) -> int:
         return len(self._plain) + len(self._weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from lockstep.job.summary import in_words
+from lockstep import _units
 from lockstep.runs.plan import Plan, Point
 
 #: Lines of the curve, and points that it has room for.
@@ -19,7 +19,7 @@ def describe(plan: Plan, points: Sequence[Point]) -> str:
     """Describe a plan."""
     recorded = plan.recorded
     many = f"{recorded.ranks} rank{'s' * (recorded.ranks > 1)}"
-    head = f"{recorded.name}: recorded on {many} over {recorded.first.backend}, {in_words(recorded.step)} a step"
+    head = f"{recorded.name}: recorded on {many} over {recorded.first.backend}, {_units.duration(recorded.step)} a step"
     assumptions = [textwrap.fill(f"- {line}", _WIDTH, subsequent_indent="  ") for line in plan.assumptions()]
     return "\n".join([head, "", *_table(points), "", *_curve(points), "", "assumed:", *assumptions])
 
@@ -29,9 +29,10 @@ def _table(points: Sequence[Point]) -> list[str]:
     head = ["ranks", "hosts", "step", "computing", "stragglers", "copies", "network", "all-reduce", "efficiency"]
     rows = [[*head, *(["samples/s"] if counted else [])]]
     for point in points:
-        row = [f"{point.ranks:,}", f"{point.hosts:,}", in_words(point.step), in_words(point.computing)]
-        row += [in_words(part) if part else "-" for part in (point.stragglers, point.handling, point.network)]
-        row += [f"{point.algorithm} {in_words(point.averaging)}" if point.algorithm else "-", f"{point.efficiency:.0%}"]
+        row = [f"{point.ranks:,}", f"{point.hosts:,}", _units.duration(point.step), _units.duration(point.computing)]
+        row += [_units.duration(part) if part else "-" for part in (point.stragglers, point.handling, point.network)]
+        row.append(f"{point.algorithm} {_units.duration(point.averaging)}" if point.algorithm else "-")
+        row.append(f"{point.efficiency:.0%}")
         if counted:
             row.append(f"{point.samples_per_second:,.0f}" if point.samples_per_second else "-")
         rows.append(row)

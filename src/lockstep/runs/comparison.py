@@ -2,11 +2,13 @@
 
 Note [The noise of a run]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-A run's series has, for each interval between two rows, the seconds that a step took on average. The median of these is
-the run's step. How surely it is known says its notch: 1.57 times the distance of the quartiles, divided by the square
-root of the number of intervals (McGill, Tukey and Larsen, Variations of box plots, 1978). Where the notches of two
-runs do not overlap, their medians differ, at about 95 %. Intervals of one run resemble each other more than those of
-two (another machine, other work beside it), which no single run can tell: repeat what matters.
+What a step takes, its phases and the samples a second are those of the run's summary: sums, which add up. But a run
+that saved once more than the other one takes longer a step, and no step takes longer. So whether two runs differ is
+decided by medians. A run's series has, for each interval between two rows, the seconds that a step took on average; of
+these the median is taken. How surely it is known says its notch: 1.57 times the distance of the quartiles, divided by
+the square root of the number of intervals (McGill, Tukey and Larsen, Variations of box plots, 1978). Where the notches
+of two runs do not overlap, their medians differ, at about 95 %. Intervals of one run resemble each other more than
+those of two (another machine, other work beside it), which no single run can tell: repeat what matters.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lockstep import _units
 from lockstep.job.page import NAMES, Phase
-from lockstep.job.summary import in_words
+from lockstep.runs import reckoning
 from lockstep.runs.history import Run, UnknownRun
 from lockstep.runs.series import Series
 
@@ -31,12 +34,15 @@ _ENVIRONMENT = ("torch", "python", "processor", "cores", "gpus")
 class Pace:
     """A run's steps. Times are in seconds."""
 
-    #: The median over intervals of a step's time, and what it may be off by.
+    #: A step, as the run's summary says it: the time by the steps in it.
     step: float
+    #: The median over intervals of a step's time, and what it may be off by. See Note [The noise of a run].
+    median: float
     notch: float
     samples_per_second: float | None
-    #: What a step takes by phase, in the mean over ranks.
+    #: What a step takes by phase, in the mean over ranks; together it is the step.
     phases: dict[str, float]
+    #: The most of a rank, in bytes; 0: not known.
     memory: float
 
     @classmethod
@@ -46,24 +52,23 @@ class Pace:
         Raises:
             UnknownRun: there are too few steps.
         """
-        times, steps, samples, seconds, memory = [], 0.0, 0.0, dict.fromkeys(_names(), 0.0), 0.0
-        watched = 0.0
-        for series in run.series:
-            for before, after in list(_intervals(series))[_WARM:]:
-                taken = min(_difference(series, "steps", before, after))
-                times.append((series.times[after] - series.times[before]) / taken)
-                steps += taken
-                watched += series.times[after] - series.times[before]
-                samples += sum(_difference(series, "samples", before, after))
-                for name in seconds:
-                    seconds[name] += statistics.mean(_difference(series, name, before, after))
-            memory = max([memory, *(max(row) for row in series.columns.get("memory", ()))])
-        if len(times) < _FEWEST:
+        times = [
+            (series.times[after] - series.times[before]) / min(_difference(series, "steps", before, after))
+            for series in run.series
+            for before, after in list(_intervals(series))[_WARM:]
+        ]
+        summary = reckoning.summary_of(run)
+        if len(times) < _FEWEST or summary is None or not summary["step"]:
             raise UnknownRun(f"{run.name}: it took too few steps to be compared: {run.steps:,} in {run.seconds:.0f} s")
         quarters = statistics.quantiles(times, n=4)
         notch = 1.57 * (quarters[2] - quarters[0]) / math.sqrt(len(times))
-        phases = {name: value / steps for name, value in seconds.items()}
-        return cls(statistics.median(times), notch, samples / watched if samples else None, phases, memory)
+        phases = dict.fromkeys(_names(), 0.0)
+        for part in summary.get("parts", [summary]):
+            for name in phases:
+                spent = statistics.mean(rank["seconds"].get(name, 0.0) for rank in part["ranks"].values())
+                phases[name] += spent / summary["watched"]["steps"]
+        memory = max((rank["memory"] or 0.0 for rank in summary["ranks"].values()), default=0.0)
+        return cls(summary["step"], statistics.median(times), notch, summary["samples_per_second"], phases, memory)
 
 
 @dataclass(frozen=True)
@@ -77,13 +82,13 @@ class Comparison:
 
     @property
     def change(self) -> float:
-        """By which part a step of the second takes longer; negative: less long."""
-        return self.after.step / self.before.step - 1
+        """By which part the median step of the second takes longer; negative: less long."""
+        return self.after.median / self.before.median - 1
 
     @property
     def differs(self) -> bool:
         """Whether that is more than chance, as far as these two runs can tell."""
-        return abs(self.after.step - self.before.step) > self.before.notch + self.after.notch
+        return abs(self.after.median - self.before.median) > self.before.notch + self.after.notch
 
     def is_slower_by(self, percent: float) -> bool:
         """Return whether a step takes more than ``percent`` longer, beyond chance."""
@@ -94,17 +99,19 @@ class Comparison:
         before, after = self.before, self.after
         rows = [["", "A", "B", "change"]]
         rows += [[name, str(one), str(other), ""] for name, one, other in self._facts() if one != other]
-        rows.append(["step", *(_with_notch(each) for each in (before, after)), f"{self.change:+.1%}"])
+        rows.append(["median step", *(_with_notch(each) for each in (before, after)), f"{self.change:+.1%}"])
+        whole = f"{after.step / before.step - 1:+.1%}"
+        rows.append(["step", _units.duration(before.step), _units.duration(after.step), whole])
         if before.samples_per_second and after.samples_per_second:
             one, other = before.samples_per_second, after.samples_per_second
             rows.append(["samples/s", f"{one:,.0f}", f"{other:,.0f}", f"{other / one - 1:+.1%}"])
         for name in _names():
             one, other = before.phases[name], after.phases[name]
             if max(one, other) >= 0.005 * max(before.step, after.step):
-                part = (other - one) / before.step
-                rows.append([f"  {_shown(name)}", in_words(one), in_words(other), f"{part:+.1%} of the step"])
+                part = f"{(other - one) / before.step:+.1%} of the step"
+                rows.append([f"  {_shown(name)}", _units.duration(one), _units.duration(other), part])
         if before.memory and after.memory:
-            sizes = [f"{each / 2**20:,.0f} MB" for each in (before.memory, after.memory)]
+            sizes = [_units.size(each) for each in (before.memory, after.memory)]
             rows.append(["memory of a rank", *sizes, f"{after.memory / before.memory - 1:+.1%}"])
         widths = [max(len(row[place]) for row in rows) for place in range(4)]
         lines = [
@@ -115,7 +122,8 @@ class Comparison:
             for row in rows
         ]
         names = [f"A: {self.a.name}: {self.a.program}", f"B: {self.b.name}: {self.b.program}"]
-        return "\n".join([*names, "", *lines, "", self._sentence()])
+        logged = [f"{one}: {line}" for one, run in (("A", self.a), ("B", self.b)) for line in run.remarks]
+        return "\n".join([*names, "", *lines, "", *logged, self._sentence()])
 
     def _facts(self) -> Iterator[tuple[str, object, object]]:
         for name in ("lockstep", "host"):
@@ -133,7 +141,7 @@ class Comparison:
         if not self.differs:
             return "no difference between their steps that is more than chance"
         slower = "longer" if self.change > 0 else "less long"
-        return f"a step of B takes {abs(self.change):.1%} {slower}, more than chance within each run"
+        return f"the median step of B takes {abs(self.change):.1%} {slower}, more than chance within each run"
 
 
 def compare(a: Run, b: Run) -> Comparison:
@@ -187,4 +195,4 @@ def _difference(series: Series, name: str, before: int, after: int) -> list[floa
 
 
 def _with_notch(pace: Pace) -> str:
-    return f"{in_words(pace.step)} ± {pace.notch / pace.step:.1%}"
+    return f"{_units.duration(pace.median)} ± {pace.notch / pace.median:.1%}"

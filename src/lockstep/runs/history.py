@@ -15,7 +15,7 @@ from typing import Any
 from lockstep import _proc
 from lockstep._files import local_path
 from lockstep.errors import LockstepError
-from lockstep.runs.record import VERSION
+from lockstep.runs.record import VERSION, nonfinite_in_words
 from lockstep.runs.series import Series
 
 
@@ -40,8 +40,7 @@ class Run:
     def program(self) -> str:
         """What ran, with its arguments, on one line: what a terminal would act on stands as in a string of Python; a
         character that can't be written, of a file's name for example, is a ``?``."""
-        words = " ".join(self.about["program"]).encode(errors="replace").decode()
-        return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in words)
+        return _printable(" ".join(self.about["program"]))
 
     @property
     def began(self) -> float:
@@ -107,18 +106,29 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that were taken, in all starts, each counted from its beginning.
+        """Optimizer steps that were taken, in all starts, each counted from its beginning: of a start that has ended as
+        its ranks have counted them, of one that goes on up to the last second.
 
         Raises:
             UnknownRun: a series is not there, damaged, or of a later version.
         """
-        last = [series.columns.get("steps", [()])[-1] for series in self.series if series.times]
-        return sum(int(min(filter(math.isfinite, steps), default=0)) for steps in last)
+        recorded = [start for start in self.about["starts"] if "series" in start]
+        last = [series.columns.get("steps", [()])[-1] if series.times else () for series in self.series]
+        return sum(
+            int(start["steps"]) if "steps" in start else int(min(filter(math.isfinite, steps), default=0))
+            for start, steps in zip(recorded, last, strict=True)
+        )
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """What :meth:`lockstep.job.summary.Summary.to_json` made of its last start; None: it has not ended."""
+        """What :meth:`lockstep.job.summary.RunSummary.to_json` made of it; None: it has not ended. Of one that goes on
+        see reckoning.py."""
         return self.about.get("summary")
+
+    @property
+    def remarks(self) -> list[str]:
+        """What there is to say of what the script has logged, a line each: numbers that were not finite."""
+        return [_printable(line) for line in nonfinite_in_words(self.about)]
 
     @cached_property
     def series(self) -> list[Series]:
@@ -127,11 +137,19 @@ class Run:
         Raises:
             UnknownRun: one of them is not there, damaged, or of a later version.
         """
-        names = [Path(str(start["series"])).name for start in self.about["starts"] if "series" in start]
         try:
-            return [Series.read(self.path.parent / name) for name in names]
+            return [Series.read(self.series_of(start)) for start in self.about["starts"] if "series" in start]
         except (OSError, ValueError) as error:
             raise UnknownRun(str(error)) from error
+
+    def series_of(self, start: dict[str, Any]) -> Path:
+        """Return the file of the series of one of its starts, which lies beside the record."""
+        return self.path.parent / Path(str(start["series"])).name
+
+
+def _printable(words: str) -> str:
+    words = words.encode(errors="replace").decode()
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in words)
 
 
 def read(path: Path) -> Run:
@@ -180,6 +198,7 @@ def _check(about: dict[str, Any]) -> None:
         "logs": list,
         "environment": dict,
         "summary": dict,
+        "nonfinite": dict,
     }
     for name, kind in kinds.items():
         if name in about and not isinstance(about[name], kind):
@@ -188,6 +207,11 @@ def _check(about: dict[str, Any]) -> None:
         for each in about.get(name, ()):
             if not isinstance(each, dict):
                 raise TypeError(f"{name} has a {type(each).__name__}")
+    for name, each in about.get("nonfinite", {}).items():
+        if not isinstance(each, dict) or type(each.get("first")) is not int:
+            raise TypeError(f"nonfinite has no step of {name}")
+        if each.get("since", "") is not None and type(each.get("since")) is not int:
+            raise TypeError(f"nonfinite has no step of {name}")
     if not isinstance(about["program"], list) or not all(isinstance(word, str) for word in about["program"]):
         raise TypeError("program is no list of words")
 

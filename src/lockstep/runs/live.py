@@ -19,7 +19,7 @@ WINDOW = 10.0
 #: Bytes at the end of a log in which its last line is looked for.
 _TAIL = 1 << 16
 #: What a line says of itself.
-_OWN = ("step", "time")
+_OWN = ("step", "time", "nonfinite")
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,13 @@ class Live:
         last = max(lines, key=lambda line: float(line["time"]), default=None)
         if last is None:
             return ""
-        numbers = {name: value for name, value in last.items() if isinstance(value, (int, float)) and name not in _OWN}
-        return f"step {last['step']:,}: {', '.join(f'{name} {value:.4g}' for name, value in numbers.items())}"
+        odd = last.get("nonfinite") or {}
+        numbers = {
+            name: f"{value:.4g}" if isinstance(value, (int, float)) else "NaN or infinite"
+            for name, value in last.items()
+            if name not in _OWN and (isinstance(value, (int, float)) or name in odd)
+        }
+        return f"step {last['step']:,}: {', '.join(f'{name} {value}' for name, value in numbers.items())}"
 
     def close(self) -> None:
         """Let go of the pages."""

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from lockstep.job.summary import in_words
+from lockstep import _units
 from lockstep.job.timetable import Timetable
 from lockstep.runs.history import Run, UnknownRun
 from lockstep.runs.network import Link, Network
@@ -322,7 +322,7 @@ class Plan:
         many = "ranks" if len(recorded.tables) > 1 else "rank"
         said = [
             f"computing, and when gradients are ready: {len(table.backward)} steps of {len(recorded.tables)} {many}, "
-            f"{_size(recorded.bytes)} of gradients in {len(table.buckets)} bucket{'s' * (len(table.buckets) > 1)}"
+            f"{_units.size(recorded.bytes)} of gradients in {len(table.buckets)} bucket{'s' * (len(table.buckets) > 1)}"
         ]
         if self.overlaps:
             said.append("buckets are sent during backward, in their order, and cost it no time")
@@ -355,7 +355,7 @@ class Plan:
             else f"a host has {setting.cores} cores, which the threads of its ranks share evenly"
         )
         if recorded.waiting > _OTHER * recorded.step:
-            said.append(f"left out: other collectives, for which a step waited {in_words(recorded.waiting)}")
+            said.append(f"left out: other collectives, for which a step waited {_units.duration(recorded.waiting)}")
         return said
 
 
@@ -390,11 +390,3 @@ def to_json(plan: Plan, points: Sequence[Point]) -> dict[str, Any]:
         "assumptions": plan.assumptions(),
         "points": [asdict(point) for point in points],
     }
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"

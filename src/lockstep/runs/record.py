@@ -15,9 +15,10 @@ from typing import Any
 from lockstep import _proc, knobs, machine
 from lockstep._files import write_whole
 from lockstep.job import timetable
-from lockstep.job.notes import CHECKPOINT, Notes
+from lockstep.job.account import Progress
+from lockstep.job.notes import CHECKPOINT, LOG, NONFINITE, Notes
 from lockstep.job.page import Phase
-from lockstep.job.summary import Progress, Summary
+from lockstep.job.summary import RunSummary
 from lockstep.runs.series import SeriesWriter
 from lockstep.version import __version__
 
@@ -55,6 +56,7 @@ class Recorder:
             "events": [],
             "checkpoints": [],
             "logs": [],
+            "nonfinite": {},
         }
         self._folder: Path | None = None
         self._suffix = ""
@@ -119,7 +121,10 @@ class Recorder:
                 self._about.setdefault("environment", _environment())
                 self._write()
             self._ranks.update(ranks)
-            rows = [[rank.steps, rank.samples, rank.memory, *rank.seconds, rank.held] for rank in self._ranks.values()]
+            rows = [
+                [rank.steps, rank.samples, rank.memory, *rank.seconds, rank.held, rank.collected]
+                for rank in self._ranks.values()
+            ]
             self._series.add(self._seconds(), rows)
             if self._take_timetables(pids):
                 self._write()
@@ -128,17 +133,37 @@ class Recorder:
         if self._take_notes():
             self._update()
 
+    def end_start(self, steps: int) -> None:
+        """The ranks of this start have ended: the last moment that was added is their last, whenever a row is due.
+
+        Args:
+            steps: the optimizer steps that each has taken.
+        """
+        if self._series is None or self._start is None or self._failed:
+            return
+        self._start["steps"] = steps
+        try:
+            self._series.end()
+        except OSError as error:
+            self._give_up(error)
+        self._update()
+
+    def remarks(self) -> list[str]:
+        """Return what there is to say of what the script has logged, a line each."""
+        self._take_notes()
+        return nonfinite_in_words(self._about)
+
     @property
-    def knows_steps(self) -> bool:
-        """Whether a moment of this start was added in which a rank had taken a step."""
-        return self._series is not None
+    def clock(self) -> float:
+        """When the run began, on the monotonic clock: moments of the record count from then."""
+        return self._clock
 
     def event(self, kind: str, text: str) -> None:
         """Note something that happened, for people."""
         self._about["events"].append({"at": self._seconds(), "kind": kind, "text": text})
         self._update()
 
-    def end(self, *, exit_code: int, summary: Summary | None, peaks: Mapping[int, int | None]) -> None:
+    def end(self, *, exit_code: int, summary: RunSummary | None, peaks: Mapping[int, int | None]) -> None:
         """The run is over; where nothing was written so far, nothing is."""
         self._take_notes()
         if self._start is not None and "ranks" in self._start and not self._failed:
@@ -146,7 +171,7 @@ class Recorder:
         self._about["ended"] = time.time()
         self._about["exit_code"] = exit_code
         if summary is not None:
-            self._about["summary"] = summary.to_json(peaks) | {"text": summary.describe(peaks)}
+            self._about["summary"] = summary.to_json(peaks)
         self._update()
 
     def _take_notes(self) -> bool:
@@ -155,9 +180,16 @@ class Recorder:
         for note in notes:
             if note["is"] == CHECKPOINT:
                 self._add_checkpoint(note["at"] - self._clock, note["step"])
-            elif note["path"] not in self._about["logs"]:
+            elif note["is"] == NONFINITE:
+                self._add_nonfinite(note["name"], note["step"], alone=bool(note["alone"]))
+            elif note["is"] == LOG and note["path"] not in self._about["logs"]:
                 self._about["logs"].append(note["path"])
         return bool(notes)
+
+    def _add_nonfinite(self, name: str, step: int, *, alone: bool) -> None:
+        """Note that numbers of a name were infinite or NaN: at which step first, and since when they all are."""
+        known = self._about["nonfinite"].setdefault(name, {"first": step, "since": None})
+        known["since"] = step if alone else None
 
     def _add_checkpoint(self, at: float, step: int) -> None:
         """Note a checkpoint; of very many every other one goes, as with the rows of a series."""
@@ -205,6 +237,16 @@ class Recorder:
     def _give_up(self, error: OSError) -> None:
         self._failed = True
         self._tell(f"the record of this run ends here, the run goes on: {error}")
+
+
+def nonfinite_in_words(about: Mapping[str, Any]) -> list[str]:
+    """Return what a record knows of logged numbers that were not finite, a line for each name."""
+    return [
+        f"{name}: NaN or infinite from step {each['since']:,} on"
+        if each["since"] is not None
+        else f"{name}: some NaN or infinite, first at step {each['first']:,}"
+        for name, each in about.get("nonfinite", {}).items()
+    ]
 
 
 def _environment() -> dict[str, Any]:

@@ -24,8 +24,9 @@ from lockstep._files import write_whole
 from lockstep.job.page import Phase
 
 #: What there is of each rank, in this order: optimizer steps, samples, bytes of memory, seconds by phase, seconds for
-#: which others waited while it worked. Readers go by the names in the file: earlier ones have no "held".
-COLUMNS = ("steps", "samples", "memory", *(phase.name.lower() for phase in Phase), "held")
+#: which others waited while it worked, seconds of pauses of Python's garbage collector. Readers go by the names in the
+#: file: earlier ones have no "held", or no "collected".
+COLUMNS = ("steps", "samples", "memory", *(phase.name.lower() for phase in Phase), "held", "collected")
 #: Rows of a file at most.
 MOST = 4096
 #: Seconds that a row may come early: the caller's are not exact.
@@ -48,6 +49,8 @@ class SeriesWriter:
         self._head = json.dumps({"series": VERSION, "ranks": list(ranks), "columns": COLUMNS}).encode() + b"\n"
         self._size = 4 * (1 + len(ranks) * len(COLUMNS))
         self._interval, self._due, self._count = interval, 0.0, 0
+        #: What came last, and was not written; None: it was.
+        self._last: bytes | None = None
         write_whole(path, self._head)
 
     def add(self, seconds: float, ranks: Sequence[Sequence[float]]) -> None:
@@ -57,20 +60,28 @@ class SeriesWriter:
             seconds: since the run began.
             ranks: :data:`COLUMNS` of each rank.
         """
-        if seconds < self._due:
-            return
-        self._due = seconds + self._interval - _SLACK
         row = array("f", [seconds])
         for values in ranks:
             row.extend(values)
-        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        try:
-            os.write(fd, _little(row).tobytes())
-        finally:
-            os.close(fd)
-        self._count += 1
+        self._last = _little(row).tobytes()
+        if seconds < self._due:
+            return
+        self._due = seconds + self._interval - _SLACK
+        self.end()
         if self._count >= MOST:
             self._halve()
+
+    def end(self) -> None:
+        """Write what was added last, if it was too early for a row: nothing comes after it."""
+        if self._last is None:
+            return
+        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            os.write(fd, self._last)
+        finally:
+            os.close(fd)
+        self._last = None
+        self._count += 1
 
     def _halve(self) -> None:
         rows = self._path.read_bytes()[len(self._head) :]

@@ -19,7 +19,6 @@ import bisect
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lockstep.job.page import Phase
@@ -82,7 +81,7 @@ def read_spans(run: Run, shift: float, notes: list[str]) -> list[Span]:
     for start in recorded:
         count = max(1, int(start["world_size"]))
         most = max(_FEWEST, min(_BINS, _CELLS // count) // len(recorded))
-        path = run.path.parent / Path(str(start["series"])).name
+        path = run.series_of(start)
         try:
             series = Series.read(path, most=most)
         except FileNotFoundError:

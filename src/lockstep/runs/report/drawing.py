@@ -182,6 +182,16 @@ def band(frame: Frame, times: Sequence[float], low: Sequence[float], high: Seque
     return tag("path", class_=class_, d="".join(parts))
 
 
+def spans(frame: Frame, times: Sequence[float], chosen: Sequence[bool], class_: str) -> str:
+    """Return the times up to each of the points that are chosen, from the one before it, from top to bottom."""
+    parts = []
+    for place, is_chosen in enumerate(chosen):
+        if is_chosen:
+            begin = frame.x(times[place - 1]) if place else min(0, frame.x(times[0]))
+            parts.append(f"M{begin} 0H{frame.x(times[place]) + 20}V{Y}H{begin}Z")
+    return tag("path", class_=class_, d="".join(parts))
+
+
 def bands(frame: Frame, times: Sequence[float], table: Sequence[Sequence[float]]) -> str:
     """Return all ranks' values as bands: from the least to the greatest, the middle half, and the median."""
     quarters = [_quartiles(values) for values in zip(*table, strict=True)]

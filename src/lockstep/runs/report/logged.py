@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep import _units
 from lockstep.runs.history import Run
 
 #: Bytes of a file that are read; names that are drawn; points of one name, and of all together.
@@ -31,6 +32,8 @@ class Metric:
     #: The least and the greatest value in each point; equal to the values where no lines were put together.
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
+    #: Whether there were numbers that were infinite or NaN.
+    odd: list[bool] = field(default_factory=list)
 
 
 def read_metrics(run: Run, notes: list[str], *, until: float | None) -> list[Metric]:
@@ -51,7 +54,7 @@ def read_metrics(run: Run, notes: list[str], *, until: float | None) -> list[Met
             continue
         for line in lines:
             _take(line, run.began, prefix, found)
-    shown = [metric for metric in found.values() if any(map(math.isfinite, metric.values))]
+    shown = [metric for metric in found.values() if any(map(math.isfinite, metric.values)) or any(metric.odd)]
     if len(shown) > _NAMES:
         notes.append(f"{len(shown)} names were logged; the first {_NAMES} are shown")
         shown = shown[:_NAMES]
@@ -87,7 +90,7 @@ def _within(path: Path, began: float, until: float | None, notes: list[str]) -> 
     with open(path, "rb") as file:
         data = file.read(_BYTES)
         if file.read(1):
-            notes.append(f"{path} is larger than {_BYTES // 2**20} MiB: the beginning of it is shown")
+            notes.append(f"{path} is larger than {_units.size(_BYTES)}: the beginning of it is shown")
     for text in data.rpartition(b"\n")[0].splitlines():
         try:
             line = json.loads(text)
@@ -101,6 +104,8 @@ def _within(path: Path, began: float, until: float | None, notes: list[str]) -> 
 
 
 def _take(line: dict[str, Any], began: float, prefix: str, found: dict[str, Metric]) -> None:
+    odd = line.get("nonfinite")
+    odd = odd if isinstance(odd, dict) else {}
     for name, value in line.items():
         if name in _OWN or isinstance(value, str):
             continue
@@ -110,6 +115,7 @@ def _take(line: dict[str, Any], began: float, prefix: str, found: dict[str, Metr
         metric.steps.append(line["step"])
         for values in (metric.values, metric.low, metric.high):
             values.append(number)
+        metric.odd.append(name in odd or (value is not None and not math.isfinite(number)))
 
 
 def _thin(metric: Metric, most: int) -> Metric:
@@ -126,4 +132,5 @@ def _thin(metric: Metric, most: int) -> Metric:
         thin.values.append(sum(known) / len(known) if known else math.nan)
         thin.low.append(min(known, default=math.nan))
         thin.high.append(max(known, default=math.nan))
+        thin.odd.append(any(metric.odd[part]))
     return thin

@@ -7,24 +7,17 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.job.page import NAMES, Phase
-from lockstep.job.summary import Ledger, Progress
-from lockstep.runs import history
+from lockstep.runs import history, reckoning
 from lockstep.runs.history import Run, UnknownRun
 from lockstep.runs.report.bins import NAN, Grid, Span, Start, Table, read_spans
 from lockstep.runs.report.logged import Metric, read_metrics
-from lockstep.runs.series import Series
 
 #: Steps, or rows, that a step's time is taken over where they are few; and parts that the run is cut into at least.
 _TOGETHER, _PARTS = 10, 24
-#: Rows that a verdict is made of.
-_FEW_ROWS = 60
-#: Looks at the pages in a second, at least.
-_LOOKS = 30
 
 
 @dataclass(frozen=True)
@@ -79,10 +72,11 @@ class Account:
     totals: list[Total]
     marks: list[Mark]
     metrics: list[Metric]
-    #: The summary's first two lines; empty: it can't be told.
+    #: The summary's headline, its verdict and its remarks, a line each; empty: it can't be told.
     verdict: str
-    #: Seconds of the median step, and samples a second; 0: not known.
-    median: float
+    #: Optimizer steps, seconds of a step, and samples a second, as in the summary; 0: not known.
+    steps: int
+    seconds_a_step: float
     rate: float
     #: What could not be shown, a sentence each.
     notes: list[str] = field(default_factory=list)
@@ -138,6 +132,7 @@ def _collect(run: Run) -> Account:
     metrics = read_metrics(run, notes, until=None if run.is_alive else _ended(run, grid.ends[-1]))
     step = _per_step([long] * len(ranks), table["steps"], windows)
     samples = _rate(table["samples"], long, windows)
+    summary, totals = reckoning.summary_of(run), _totals(spans, machines)
     return Account(
         run,
         machines,
@@ -149,12 +144,13 @@ def _collect(run: Run) -> Account:
         held=_held(table["held"], spans, ranks, long) if has_held else None,
         memory=[[value or NAN for value in row] for row in table["memory"]],  # 0: the process has ended
         samples=samples,
-        totals=_totals(spans, machines),
+        totals=totals,
         marks=_marks(machines, run.began, grid.starts),
         metrics=metrics,
-        verdict=_verdict(run),
-        median=float((run.summary or {}).get("median") or 0.0) or median([value for row in step for value in row]),
-        rate=median(samples or []),
+        verdict=_verdict(summary),
+        steps=int(max((total.steps for total in totals), default=0)) if notes else run.steps,
+        seconds_a_step=float(summary["step"]) if summary is not None else 0.0,
+        rate=float(summary["samples_per_second"] or 0.0) if summary is not None else 0.0,
         notes=notes,
     )
 
@@ -326,45 +322,11 @@ def _marks(machines: Sequence[Run], began: float, starts: Sequence[Start]) -> li
     return sorted(marks, key=lambda mark: mark.at)
 
 
-def _verdict(run: Run) -> str:
-    """Return the summary's headline and verdict, and what it says of GPUs; of a run without one, by what is recorded so
-    far."""
-    about = run.summary
-    if about is None:
-        return _so_far(run)
-    name = str(about.get("bottleneck", ""))
-    headline, *lines = str(about.get("text", "")).split("\n")
-    verdict = next((line for line in lines if line.startswith(f"{name}:")), name)
-    return "\n".join([headline, verdict, *(line for line in lines if line.startswith("on the GPUs:"))])
-
-
-def _so_far(run: Run) -> str:
-    """Say what limits a run without a summary, in the two lines of one, by the last series of its machine; empty: it
-    can't be told."""
-    recorded = [start for start in run.about["starts"] if "series" in start]
-    try:
-        series = Series.read(run.path.parent / Path(str(recorded[-1]["series"])).name, most=_FEW_ROWS)
-    except (OSError, ValueError, IndexError):
+def _verdict(summary: dict[str, Any] | None) -> str:
+    """Return the summary's headline, its verdict, and what else it remarks, a line each; empty: there is none."""
+    if summary is None:
         return ""
-    if "held" not in series.columns:
-        return ""
-    ledger, begun = Ledger(), float(recorded[-1]["at"])
-    names = [phase.name.lower() for phase in Phase]
-    if any(name not in series.columns for name in names):
-        return ""
-    for row, time in enumerate(series.times):
-        ranks = {
-            rank: Progress(
-                int(series.columns["steps"][row][place]),
-                tuple(series.columns[name][row][place] for name in names),
-                int(series.columns["samples"][row][place]),
-                series.columns["held"][row][place],
-            )
-            for place, rank in enumerate(series.ranks)
-        }
-        ledger.add(ranks, now=time, looks=int(_LOOKS * (time - begun)))
-    summary = ledger.summary(median=0.0, here=series.ranks, world_size=int(recorded[-1]["world_size"]))
-    return "" if summary is None else "\n".join(summary.describe({}).split("\n")[:2])
+    return "\n".join([str(summary["headline"]), str(summary["verdict"]), *map(str, summary["remarks"])])
 
 
 def phase_name(phase: Phase) -> str:

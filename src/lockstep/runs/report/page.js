@@ -1,8 +1,10 @@
 "use strict";
 // Reads values where the pointer or the keyboard is, zooms, and shows one rank. The curves are there already: zooming
-// moves the inner picture of each chart (its viewBox) and writes new ticks. See drawing.py for the coordinates.
+// moves the inner picture of each chart (its viewBox) and writes new ticks. See drawing.py for the coordinates. A chart is
+// as wide as there is room, so that its words keep their size on a phone. What was logged is drawn again where it is to be
+// seen over steps, smoothed, or on a scale of powers of ten.
 (() => {
-  const X = 10000, Y = 1000, LEFT = 64, RIGHT = 12, ABOVE = 10, SVG = "http://www.w3.org/2000/svg";
+  const X = 10000, Y = 1000, LEFT = 64, RIGHT = 12, ABOVE = 10, BELOW = 22, FAR = 100 * Y, SVG = "http://www.w3.org/2000/svg";
   const data = JSON.parse(document.getElementById("data").textContent);
   const find = (id) => document.getElementById(id);
   const { seconds, begins, ends, ranks } = data;
@@ -20,11 +22,20 @@
     const text = value.toFixed(size ? Math.max(0, 2 - Math.floor(Math.log10(size) + 1e-12)) : 0);
     return text.includes(".") ? text.replace(/0+$/, "").replace(/\.$/, "") : text;
   };
+  const size = (count) => {
+    let value = count, unit = "bytes";
+    for (const larger of ["KiB", "MiB", "GiB", "TiB"]) {
+      if (value < 999.5) break;
+      [value, unit] = [value / 1024, larger];
+    }
+    const places = unit === "bytes" || value >= 99.95 ? 0 : value >= 9.995 ? 1 : 2, text = grouped(value, places);
+    return `${places ? text.replace(/0+$/, "").replace(/\.$/, "") : text} ${unit}`;
+  };
   const shown = (value, unit) => {
     if (!finite(value)) return "–";
     if (unit === "seconds") return Math.abs(value) >= 1 ? `${digits(value)} s` : `${digits(value * 1e3)} ms`;
     if (unit === "share") return `${digits(value * 100)}%`;
-    if (unit === "bytes") return value >= 2 ** 30 ? `${digits(value / 2 ** 30)} GB` : `${digits(value / 2 ** 20)} MB`;
+    if (unit === "bytes") return size(value);
     return unit === "rate" ? `${digits(value)}/s` : digits(value);
   };
   const moment = (at, step = 1) => {
@@ -35,7 +46,7 @@
   };
   const multiples = (low, high, step) => {
     const found = [];
-    for (let place = Math.ceil(low / step - 1e-9); place <= Math.floor(high / step + 1e-9); place++) found.push(place * step);
+    for (let place = Math.ceil(low / step - 1e-9); place <= Math.floor(high / step + 1e-9); place++) found.push(place * step + 0); // (no -0)
     return found;
   };
   const ticks = (low, high, most, unit) => {
@@ -65,9 +76,34 @@
     if (told.table) chart.rows = new Float32Array(bytesOf(told.table).buffer);
     if (told.parts) chart.bytes = bytesOf(told.parts);
     chart.times = told.times ?? middle;
+    chart.seen = told.values;
+    chart.designed = told.width;
     return chart;
   });
-  const state = { low: 0, high: seconds, at: null, rank: -1, row: null };
+  const state = { low: 0, high: seconds, at: null, rank: -1, row: null, overSteps: false, smooth: 0, powers: false };
+  const logged = charts.filter((chart) => chart.kind === "metric");
+
+  // The steps of the script, over time: those of the name that was logged most often.
+  const way = { times: [0], steps: [0] };
+  logged.reduce((most, chart) => (chart.steps.length > most.length ? chart.steps : most), []).forEach((step, place, steps) => {
+    const { times } = logged.find((chart) => chart.steps === steps);
+    if (!place) [way.times[0], way.steps[0]] = [Math.min(0, times[0]), step - 1e-9];
+    if (times[place] > way.times.at(-1) && step > way.steps.at(-1)) { way.times.push(times[place]); way.steps.push(step); }
+  });
+  const between = (from, to, value) => {
+    const after = Math.max(1, from.findIndex((each) => each >= value));
+    if (from.length < 2 || value <= from[0]) return to[0];
+    if (value >= from.at(-1)) return to.at(-1);
+    return to[after - 1] + (to[after] - to[after - 1]) * (value - from[after - 1]) / (from[after] - from[after - 1]);
+  };
+  // What the horizontal axis of a chart counts: seconds, or steps.
+  const isOverSteps = (chart) => state.overSteps && chart.kind === "metric";
+  const placeIn = (chart, at) => (isOverSteps(chart) ? between(way.times, way.steps, at) : at);
+  const wholeOf = (chart) => (isOverSteps(chart) ? [way.steps[0], way.steps.at(-1)] : [0, seconds]);
+  const viewOf = (chart) => {
+    const [low, high] = [placeIn(chart, state.low), placeIn(chart, state.high)];
+    return high > low ? [low, high] : [low, low + 1];
+  };
 
   const make = (name, attributes, parent) => {
     const element = document.createElementNS(SVG, name);
@@ -75,7 +111,10 @@
     parent.append(element);
     return element;
   };
-  const xOf = (chart, at) => LEFT + chart.width * (at - state.low) / (state.high - state.low);
+  const xOf = (chart, at) => {
+    const [low, high] = viewOf(chart);
+    return LEFT + chart.width * (placeIn(chart, at) - low) / (high - low);
+  };
   const words = (parent, text, x, y, anchor) => {
     make("text", { x: x.toFixed(1), y: y.toFixed(1), "text-anchor": anchor }, parent).textContent = text;
   };
@@ -88,7 +127,7 @@
     chart.times.forEach((time, place) => {
       if (time < state.low || time > state.high) return;
       if (chart.rows) for (let rank = 0; rank < ranks.length; rank++) look(chart.rows[rank * bins + place]);
-      else look(chart.values[place] ?? NaN);
+      else look(chart.seen[place] ?? NaN);
     });
     if (!(high >= low)) return [chart.low, chart.high];
     if (chart.kind === "metric") {
@@ -103,15 +142,18 @@
     const [low, high] = rangeOf(chart), whole = (chart.high - chart.low) || 1;
     const top = chart.kind === "lane" ? 0 : Y * (chart.high - high) / whole;
     const tall = chart.kind === "lane" ? Y : Y * (high - low) / whole;
-    const left = X * state.low / seconds, wide = X * (state.high - state.low) / seconds;
+    const [first, last] = wholeOf(chart), [begin, end] = viewOf(chart), long = (last - first) || 1;
+    const left = X * (begin - first) / long, wide = X * (end - begin) / long;
     chart.plot.setAttribute("viewBox", `${left} ${top} ${wide} ${tall}`);
     chart.moments.replaceChildren();
-    const bottom = ABOVE + chart.height, moments = timeTicks(state.low, state.high, Math.max(3, Math.floor(chart.width / 110)));
+    const bottom = ABOVE + chart.height, most = Math.max(3, Math.floor(chart.width / 110)), overSteps = isOverSteps(chart);
+    const moments = overSteps ? ticks(begin, end, most, "number").filter(Number.isInteger) : timeTicks(begin, end, most);
     const step = moments.length > 1 ? moments[1] - moments[0] : 1;
     for (const each of moments) {
-      const x = xOf(chart, each);
+      const x = LEFT + chart.width * (each - begin) / (end - begin);
       make("line", { x1: x.toFixed(1), x2: x.toFixed(1), y1: bottom, y2: bottom + 4 }, chart.moments);
-      words(chart.moments, moment(each, step), x, bottom + 16, "middle");
+      const isLast = overSteps && x + 36 > LEFT + chart.width + RIGHT, at = isLast ? LEFT + chart.width + RIGHT : x;
+      words(chart.moments, overSteps ? `step ${grouped(each, 0)}` : moment(each, step), at, bottom + 16, isLast ? "end" : "middle");
     }
     if (chart.kind === "lane") {
       for (const sign of chart.svg.querySelectorAll(".sign")) {
@@ -119,15 +161,91 @@
         sign.toggleAttribute("hidden", at < state.low || at > state.high);
         sign.setAttribute("transform", `translate(${xOf(chart, at).toFixed(1)} ${ABOVE})`);
       }
-    } else if (chart.kind !== "heat") {
+    } else if (chart.kind !== "heat" && chart.unit) {
       chart.axis.replaceChildren();
-      for (const value of ticks(low, high, chart.most, chart.unit)) {
-        const y = ABOVE + chart.height * (high - value) / ((high - low) || 1);
+      const isPowers = chart.kind === "metric" && state.powers;
+      for (const value of isPowers ? powerTicks(low, high, chart.most) : ticks(low, high, chart.most, chart.unit)) {
+        const y = ABOVE + chart.height * (high - (isPowers ? Math.log10(value) : value)) / ((high - low) || 1);
         make("line", { x1: LEFT, x2: LEFT + chart.width, y1: y.toFixed(1), y2: y.toFixed(1) }, chart.axis);
         words(chart.axis, shown(value, chart.unit), LEFT - 6, y + 3.5, "end");
       }
     }
   };
+
+  // As many units wide as there are pixels, where the chart would be drawn smaller; and charts below each other alike.
+  const layOut = () => {
+    const widest = Math.max(...charts.map((chart) => chart.figure.clientWidth));
+    for (const chart of charts) {
+      const room = chart.figure.clientWidth, wide = Math.max(120, room - LEFT - RIGHT);
+      chart.width = room > 0.75 * widest && wide < 1000 ? wide : Math.min(chart.designed, wide);
+      chart.svg.setAttribute("viewBox", `0 0 ${LEFT + chart.width + RIGHT} ${ABOVE + chart.height + BELOW}`);
+      chart.plot.setAttribute("width", chart.width);
+    }
+  };
+
+  // What was logged, over time or steps, smoothed, on either scale ------------------------------------------------------
+
+  // Round values between two powers of ten: themselves, or with their twofold and fivefold, or as on the other scale.
+  const powerTicks = (low, high, most) => {
+    if (high - low < 1) return ticks(10 ** low, 10 ** high, most, "number").filter((value) => value > 0);
+    const every = Math.max(1, Math.ceil((high - low) / (most + 1))), factors = high - low < 2 ? [1, 2, 5] : [1], found = [];
+    for (let power = every * Math.floor(low / every); power <= high; power += every)
+      for (const factor of factors) if (power + Math.log10(factor) >= low && power + Math.log10(factor) <= high) found.push(factor * 10 ** power);
+    return found;
+  };
+  const spanOf = (values) => {
+    const known = values.filter(finite);
+    if (!known.length) return [0, 1];
+    const low = Math.min(...known), high = Math.max(...known), room = 0.04 * (high - low) || 0.5 * Math.abs(high) || 0.5;
+    return [low - room, high + room];
+  };
+  // A mean in which each value counts less by this part than the one after it; begun without a bias.
+  const smoothed = (values, part) => {
+    let sum = 0, weight = 0;
+    return values.map((value) => {
+      if (!finite(value)) return NaN;
+      [sum, weight] = [part * sum + (1 - part) * value, part * weight + 1 - part];
+      return sum / weight;
+    });
+  };
+  const drawLogged = (chart) => {
+    const [first, last] = wholeOf(chart), scale = state.powers ? (value) => (value > 0 ? Math.log10(value) : NaN) : (value) => value;
+    const numbers = (values) => (values ?? []).map((value) => scale(value ?? NaN));
+    const xs = chart.times.map((time, place) => Math.round(X * ((isOverSteps(chart) ? chart.steps[place] : time) - first) / ((last - first) || 1)));
+    chart.seen = numbers(chart.values);
+    [chart.low, chart.high] = state.powers ? spanOf(chart.seen) : [data.charts[chart.id].low, data.charts[chart.id].high];
+    const y = (value) => Math.max(-FAR, Math.min(FAR, yOf(chart, value)));
+    const through = (values) => {
+      let path = "", pen = "M";
+      values.forEach((value, place) => {
+        if (finite(value)) path += `${pen}${xs[place]} ${y(value)}${pen === "M" ? "h0" : ""}`;
+        pen = finite(value) ? "L" : "M";
+      });
+      return path;
+    };
+    const set = (name, path) => chart.plot.querySelector(name)?.setAttribute("d", path);
+    set(".raw", through(chart.seen));
+    chart.plot.querySelector(".raw")?.classList.toggle("faint", state.smooth > 0);
+    chart.plot.querySelector(".smooth")?.remove();
+    if (state.smooth > 0) {
+      const even = smoothed(numbers(chart.values), state.smooth);
+      chart.plot.querySelector(".raw").after(make("path", { class: "line s0 smooth", d: through(even) }, chart.plot));
+    }
+    const low = numbers(chart.least), high = numbers(chart.greatest);
+    let area = "", run = [];
+    for (let place = 0; place <= low.length; place++) {
+      if (place < low.length && finite(low[place]) && finite(high[place])) { run.push(place); continue; }
+      if (run.length > 1) area += `M${run.map((each) => `${xs[each]} ${y(high[each])}`).join("L")}L${run.reverse().map((each) => `${xs[each]} ${y(low[each])}`).join("L")}Z`;
+      run = [];
+    }
+    set(".band", area);
+    set(".odd", (chart.odd ?? []).map((place) => `M${place ? xs[place - 1] : Math.min(0, xs[0])} 0H${xs[place] + 20}V${Y}H${place ? xs[place - 1] : Math.min(0, xs[0])}Z`).join(""));
+    for (const line of chart.plot.querySelectorAll(".mark")) {
+      const mine = data.marks.filter(([, kind]) => line.classList.contains(kind));
+      line.setAttribute("d", mine.map(([at]) => `M${Math.round(X * (placeIn(chart, at) - first) / ((last - first) || 1))} ${-FAR}V${FAR}`).join(""));
+    }
+  };
+  const drawAllLogged = () => { logged.forEach(drawLogged); draw(); };
 
   const draw = () => {
     charts.forEach(frame);
@@ -233,7 +351,8 @@
       found.push(["ramp", row >= 0 ? `rank ${ranks[row]}: ${shown(values[row], unit)}` : "", ""]);
     } else if (chart.kind === "metric") {
       const place = nearest(chart.times, at), value = chart.values[place] ?? NaN;
-      found.push(["s0", chart.times.length ? `${shown(value, unit)} at step ${chart.steps[place].toLocaleString("en-US")}` : "", ""]);
+      const isOdd = chart.odd?.includes(place), read = isOdd && !finite(value) ? "NaN or infinite" : shown(value, "number");
+      found.push(["s0", chart.times.length ? `${read} at step ${chart.steps[place].toLocaleString("en-US")}` : "", ""]);
     } else if (chart.kind === "single") {
       found.push(["s0", shown(chart.values[bin] ?? NaN, unit), ""]);
     }
@@ -265,7 +384,10 @@
     const box = chart.svg.getBoundingClientRect(), scale = (LEFT + chart.width + RIGHT) / box.width;
     return [((event.clientX - box.left) * scale - LEFT) / chart.width, ((event.clientY - box.top) * scale - ABOVE) / chart.height];
   };
-  const momentAt = (chart, event) => state.low + Math.max(0, Math.min(1, placeOf(chart, event)[0])) * (state.high - state.low);
+  const momentAt = (chart, event) => {
+    const [low, high] = viewOf(chart), place = low + Math.max(0, Math.min(1, placeOf(chart, event)[0])) * (high - low);
+    return isOverSteps(chart) ? between(way.steps, way.times, place) : place;
+  };
   for (const chart of charts) {
     const { svg } = chart;
     let from = null;
@@ -333,6 +455,14 @@
 
   find("tools").hidden = find("help").hidden = false;
   root.classList.add("live");
+  if (logged.length) {
+    find("logged").hidden = false;
+    find("axis").addEventListener("change", (event) => { state.overSteps = event.target.value === "steps"; drawAllLogged(); });
+    find("smooth").addEventListener("input", (event) => { state.smooth = Number(event.target.value); drawAllLogged(); });
+    find("powers").addEventListener("change", (event) => { state.powers = event.target.checked; drawAllLogged(); });
+  }
+  window.addEventListener("resize", () => { layOut(); draw(); });
   showTheme();
+  layOut();
   draw();
 })();

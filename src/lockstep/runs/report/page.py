@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
 
+from lockstep import _units
 from lockstep.job.page import Phase
 from lockstep.runs.history import Run
 from lockstep.runs.report import drawing, pixels, scales
@@ -102,7 +103,7 @@ class _Page:
         account, run = self._account, self._account.run
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.began))
         where = f"{began} on {', '.join(_hosts(account))}, in {run.about.get('directory', '?')}"
-        first, second, *devices = f"{account.verdict}\n".split("\n")
+        first, second, *remarks = f"{account.verdict}\n".split("\n")
         kind, _, why = second.partition(": ")
         verdict = tag("strong", text(kind)) + (tag("span", text(why)) if why else "")
         said = tag("p", verdict, class_="verdict " + _class_of(kind)) if kind else ""
@@ -110,7 +111,7 @@ class _Page:
             tag("h1", text(run.program))
             + tag("p", text(where), class_="where")
             + said
-            + "".join(tag("p", text(each)) for each in devices if each)
+            + "".join(tag("p", text(each), class_="remark") for each in remarks if each)
             + tag(
                 "dl", "".join(tag("div", tag("dt", name) + tag("dd", text(value))) for name, value in self._figures())
             )
@@ -119,12 +120,11 @@ class _Page:
 
     def _figures(self) -> Iterable[tuple[str, str]]:
         account = self._account
-        steps = max((total.steps for total in account.totals), default=0)
-        yield "steps", f"{steps:,.0f}"
-        if account.median:
-            yield "median step", shown(account.median, "seconds")
+        yield "steps", f"{account.steps:,}"
+        if account.seconds_a_step:
+            yield "a step", _units.duration(account.seconds_a_step)
         if account.rate:
-            yield "samples", shown(account.rate, "rate")
+            yield "samples", f"{account.rate:,.0f}/s"
         yield "ranks", str(len(account.ranks))
         yield "took", scales.moment(self._seconds)
         yield "ended", account.run.ending
@@ -146,6 +146,7 @@ class _Page:
                 f"{missing} of {account.run.world_size} ranks were on other machines: for theirs, copy run-node*.json "
                 "and series-*-node*.bin of those machines' logs beside this record."
             )
+        yield from account.run.remarks
         yield from account.notes
 
     # Charts ------------------------------------------------------------------------------------------------------
@@ -276,23 +277,55 @@ class _Page:
         drawn = [self._metric(number, metric) for number, metric in enumerate(self._account.metrics)]
         if not drawn:
             return ""
-        return tag("h2", "What the script logged") + tag("div", "".join(drawn), class_="grid")
+        choices = "".join(tag("option", words, value=words) for words in ("time", "steps"))
+        tools = (
+            tag("label", "over " + tag("select", choices, id="axis"))
+            + tag("label", "smooth " + tag("input", type="range", id="smooth", min=0, max=0.99, step=0.01, value=0))
+            + tag("label", tag("input", type="checkbox", id="powers") + " log scale")
+        )
+        bar = tag("div", tools, id="logged", hidden="", role="toolbar", aria_label="How logged numbers are shown")
+        return tag("h2", "What the script logged") + bar + tag("div", "".join(drawn), class_="grid")
 
     def _metric(self, number: int, metric: Metric) -> str:
-        low = min(value for value in metric.low if math.isfinite(value))
-        high = max(value for value in metric.high if math.isfinite(value))
-        frame = Frame(self._seconds, *scales.span(metric.values), "number", width=440, height=130)
-        curves = drawing.line(frame, metric.times, metric.values, "s0")
-        if metric.low != metric.high:
+        known = [value for value in metric.values if math.isfinite(value)]
+        low, high = scales.span(metric.values) if known else (0.0, 1.0)
+        frame = Frame(self._seconds, low, high, "number" if known else "", width=440, height=130)
+        curves = drawing.line(frame, metric.times, metric.values, "s0 raw")
+        told: dict[str, Any] = {
+            "times": _rounded(metric.times),
+            "steps": metric.steps,
+            "values": _rounded(metric.values),
+        }
+        if _rounded(metric.low) != _rounded(metric.high):
             curves = drawing.band(frame, metric.times, metric.low, metric.high, "band half") + curves
-        told = {"times": _rounded(metric.times), "steps": metric.steps, "values": _rounded(metric.values)}
+            told |= {"least": _rounded(metric.low), "greatest": _rounded(metric.high)}
+        if any(metric.odd):
+            curves = drawing.spans(frame, metric.times, metric.odd, "odd") + curves
+            told["odd"] = [place for place, odd in enumerate(metric.odd) if odd]
         self._tell(f"metric-{number}", "metric", frame, **told)
-        last = next(value for value in reversed(metric.values) if math.isfinite(value))
-        words = f"{shown(low, 'number')} to {shown(high, 'number')}, at the end {shown(last, 'number')}"
+        words = self._words(metric, known)
         drawn = drawing.chart(
             frame, curves, marks=drawing.mark_lines(frame, self._marks), label=f"{metric.name} over time: {words}"
         )
         return _figure(f"metric-{number}", metric.name, words, _key("s0", ""), drawn)
+
+    def _words(self, metric: Metric, known: Sequence[float]) -> str:
+        """What is to be said of a name: its range, its last value, and where it was not finite."""
+        words = []
+        if known:
+            low, high = (min(filter(math.isfinite, metric.low)), max(filter(math.isfinite, metric.high)))
+            words.append(f"{shown(low, 'number')} to {shown(high, 'number')}, at the end {shown(known[-1], 'number')}")
+        if any(metric.odd):
+            noted = self._account.run.about.get("nonfinite", {}).get(metric.name.rpartition(": ")[2], {})
+            step = noted.get("since") or noted.get("first") or metric.steps[metric.odd.index(True)]
+            if not known:
+                words.append("NaN or infinite throughout")
+            elif not math.isfinite(metric.values[-1]) and metric.odd[-1]:
+                words[-1] = words[-1].replace("at the end", "the last of them")
+                words.append(f"NaN or infinite from step {step:,} on")
+            else:
+                words.append(f"some NaN or infinite, first at step {noted.get('first') or step:,}")
+        return "; ".join(words)
 
     # Tables ------------------------------------------------------------------------------------------------------
 
@@ -361,6 +394,7 @@ class _Page:
             "ends": _rounded(account.grid.ends),
             "ranks": account.ranks,
             "lines": drawing.LINES,
+            "marks": [[round(at, 3), drawing.kind_class(kind)] for at, kind in self._marks],
             "charts": self._told,
         }
         words = json.dumps(told, separators=(",", ":"), allow_nan=False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from lockstep import _units
+
 #: Steps of a time axis, in seconds.
 _TIMES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 
@@ -30,7 +32,7 @@ def time_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def shown(value: float, unit: str) -> str:
-    """Return a value as it is read: ``12.3 ms``, ``45%``, ``276 MB``."""
+    """Return a value as it is read: ``12.3 ms``, ``45%``, ``276 MiB``."""
     if not math.isfinite(value):
         return "–"
     if unit == "seconds":
@@ -38,7 +40,7 @@ def shown(value: float, unit: str) -> str:
     if unit == "share":
         return f"{_digits(value * 100)}%"
     if unit == "bytes":
-        return f"{_digits(value / 2**30)} GB" if value >= 2**30 else f"{_digits(value / 2**20)} MB"
+        return _units.size(value)
     if unit == "rate":
         return f"{_digits(value)}/s"
     return _digits(value)

@@ -1,0 +1,122 @@
+"""When, in a run, one rank held up the others. Pure.
+
+Note [Stretches]
+~~~~~~~~~~~~~~~~
+A rank that was slow for a third of a run costs little on the whole, or as much as another one that was slow later. So
+besides the whole run its stretches are judged, by the same rule (Note [What a slow rank costs] in account.py). Of each
+rank it is known, from moment to moment, how much longer it worked than the middle one of all. Less the tenth of the
+time that a stretch has to cost, that is a series whose greatest sum over neighbours (Bentley, Programming Pearls,
+1984) is the likeliest stretch; what lies before it and behind it is looked through in the same way. Where it has a gap
+of a stretch's length, in which the rank was not slow at all, it is two.
+
+Who looks through all stretches of all ranks finds the most remarkable one, also in what is chance alone. So a stretch
+is believed from five standard deviations on, where the whole run needs three, from six seconds on, and where it costs a
+tenth of its time. What it costs of the whole run, who sums up decides: a hundredth at least (summary.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lockstep.job.account import Account, Moment
+from lockstep.job.page import Phase
+
+#: What a stretch has to cost of its time, how surely that must be known, and how many seconds it must have.
+_COSTS, _SURE, _SHORTEST = 0.1, 5.0, 6.0
+#: What a rank works longer in it than the middle one, as a part of the start's time: less is not looked at closely.
+_WORTH = 0.005
+#: What a rank works longer in a part of a stretch, as a part of its time, if it was not slow there at all.
+_GAP = 0.03
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A time in which a rank held up the others."""
+
+    rank: int
+    #: When, on the clock of the moments.
+    begin: float
+    end: float
+    #: Seconds that the others would have had to wait less without it.
+    lost: float
+    #: Where it lost them; None: no single cause.
+    phase: Phase | None
+    #: Whether it lost them in pauses of Python's garbage collector.
+    collects: bool = False
+
+    @property
+    def part(self) -> float:
+        """What it cost of its time."""
+        return self.lost / (self.end - self.begin)
+
+
+def find(moments: Sequence[Moment], here: Collection[int]) -> list[Stretch]:
+    """Return the stretches of one start in which a rank held up the others, in order. See Note [Stretches].
+
+    Args:
+        moments: from the first that counts to the last; the same ranks in each.
+        here: the ranks of this machine.
+    """
+    if len(moments) < 2 or len(moments[0].ranks) < 2:
+        return []
+    longer: dict[int, list[float]] = {rank: [] for rank in moments[0].ranks}
+    lengths = [after.at - before.at for before, after in pairwise(moments)]
+    for before, after in pairwise(moments):
+        work = {rank: each.work for rank, each in Account.between(before, after, here).ranks.items()}
+        usual = statistics.median_low(work.values())
+        for rank, each in work.items():
+            longer[rank].append(each - usual)
+    worth = _WORTH * sum(lengths)
+    found = [
+        stretch
+        for rank, excess in longer.items()
+        for first, last in _likeliest(excess, lengths)
+        if sum(excess[first:last]) >= worth
+        and (stretch := _judged(moments[first], moments[last], here, rank)) is not None
+    ]
+    return sorted(found, key=lambda stretch: (stretch.begin, stretch.rank))
+
+
+def _likeliest(excess: Sequence[float], lengths: Sequence[float]) -> Iterator[tuple[int, int]]:
+    """Yield the parts in which a rank worked longest beyond what a stretch costs, without the gaps in them, as places
+    between moments."""
+    scores = [each - _COSTS * seconds for each, seconds in zip(excess, lengths, strict=True)]
+    todo = [(0, len(scores))]
+    while todo:
+        begin, end = todo.pop()
+        first, last = _greatest(scores, begin, end)
+        if last == first:
+            continue
+        todo += [(begin, first), (last, end)]
+        left, right = _greatest([-score for score in scores], first, last)
+        gap = sum(lengths[left:right])
+        if gap >= _SHORTEST and sum(excess[left:right]) <= _GAP * gap:
+            todo += [(first, left), (right, last)]
+        else:
+            yield first, last
+
+
+def _greatest(scores: Sequence[float], begin: int, end: int) -> tuple[int, int]:
+    """Return the neighbours between two places whose sum is greatest; none, where no score is positive."""
+    best, first, last, running, since = 0.0, begin, begin, 0.0, begin
+    for place in range(begin, end):
+        running += scores[place]
+        if running <= 0.0:
+            running, since = 0.0, place + 1
+        elif running > best:
+            best, first, last = running, since, place + 1
+    return first, last
+
+
+def _judged(before: Moment, after: Moment, here: Collection[int], rank: int) -> Stretch | None:
+    """Return the time between two moments as a stretch, if it is surely one of this rank."""
+    if after.at - before.at < _SHORTEST:
+        return None
+    account = Account.between(before, after, here)
+    found = account.straggler(costs=_COSTS, sure=_SURE)
+    if found is None or found.rank != rank:
+        return None
+    return Stretch(rank, before.at, after.at, found.costs * account.steps, found.phase, found.collects)

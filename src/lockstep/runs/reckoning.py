@@ -1,0 +1,77 @@
+"""The summary of a run: as its launcher left it, or, of one that goes on or was killed, reckoned from its series."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.job.account import Ledger, Progress
+from lockstep.job.page import Phase
+from lockstep.job.summary import RunSummary, Summary
+from lockstep.runs.history import Run
+from lockstep.runs.series import Series
+
+#: Looks at the pages in a second, at least.
+_LOOKS = 30
+#: Rows that are read of a start.
+_ROWS = 600
+
+
+def summary_of(run: Run) -> dict[str, Any] | None:
+    """Return what :meth:`lockstep.job.summary.RunSummary.to_json` says of a run; None: it can't be told.
+
+    Raises:
+        ValueError, KeyError, TypeError: the record is damaged.
+    """
+    recorded = run.summary
+    if recorded is not None and "step" in recorded:  # (those of earlier versions were about the last start alone)
+        return recorded
+    found = [start for start in (_start(run, start) for start in run.about["starts"]) if start is not None]
+    summary = RunSummary.of(found)
+    return None if summary is None else summary.to_json({})
+
+
+def _start(run: Run, start: dict[str, Any]) -> Summary | None:
+    """Sum up one start of the ranks by its series; None: there is none that tells."""
+    if "series" not in start:
+        return None
+    try:
+        series = Series.read(run.series_of(start), most=_ROWS)
+    except (OSError, ValueError):
+        return None
+    if not {"steps", "held"} <= series.columns.keys() or not series.times:
+        return None
+    ledger, begun = Ledger(), float(start["at"])
+    for row, time in enumerate(series.times):
+        ledger.add(_ranks(series, row), now=time, looks=int(_LOOKS * (time - begun)))
+    taken = start.get("steps", min(series.columns["steps"][-1]))
+    here = [int(rank) for rank in start.get("ranks") or series.ranks]
+    return Summary.of_start(
+        ledger,
+        number=int(start["number"]),
+        begin=begun,
+        end=series.times[-1],
+        taken=int(taken),
+        here=here,
+        world_size=int(start.get("world_size", len(series.ranks))),
+        machines=start.get("machines") or (),
+    )
+
+
+def _ranks(series: Series, row: int) -> dict[int, Progress]:
+    """Return how far the ranks had come at a row; of what the file does not have, all is 0."""
+
+    def of(name: str, place: int) -> float:
+        column = series.columns.get(name)
+        return 0.0 if column is None else column[row][place]
+
+    return {
+        rank: Progress(
+            int(of("steps", place)),
+            tuple(of(phase.name.lower(), place) for phase in Phase),
+            int(of("samples", place)),
+            of("held", place),
+            int(of("memory", place)),
+            collected=of("collected", place),
+        )
+        for place, rank in enumerate(series.ranks)
+    }

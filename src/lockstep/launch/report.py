@@ -372,7 +372,8 @@ def describe_late(verdict: Verdict, ranks: Mapping[int, Known], *, now: float, w
     if verdict.kind is Kind.APART:
         lines = _apart(ranks, seconds=seconds, world_size=world_size)
     else:
-        lines = [f"{_names(late)} of {world_size} {_have(late)} held up the others for {seconds:.0f} s"]
+        what = "held up the others" if verdict.waiting else "stood still"
+        lines = [f"{_names(late)} of {world_size} {_have(late)} {what} for {seconds:.0f} s"]
         for rank in late[:_RANKS]:
             lines += _late(ranks[rank], now)
         lines += _waiting([ranks[rank] for rank in verdict.waiting], now)
@@ -419,7 +420,8 @@ def _late(known: Known, now: float | None) -> list[str]:
     where = "on another machine, whose launcher tells more" if known.pid is None else f"process {known.pid}"
     lines = [f"  rank {known.rank} ({where}){state}"]
     if look.mark.waiting:
-        lines.append(f"  it waits in {_waits_in(known)}{_steps(look)}")
+        verb = "waits" if now is None else "was"  # it is late, so it would not notice that the others have come
+        lines.append(f"  it {verb} in {_waits_in(known)}{_steps(look)}")
     elif not look.mark.serial:
         lines.append("  it has not reported yet")
     else:

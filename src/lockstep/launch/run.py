@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from lockstep import _proc
 from lockstep.errors import LaunchError
+from lockstep.job import terminal
 from lockstep.job.files import EXIT_SAVED
 from lockstep.launch import processes, report
 from lockstep.launch.channel import CLIENT, Answer, Cleared, Fork, Ready, Started
@@ -56,6 +57,7 @@ def run(spec: JobSpec) -> int:
     master = _master(spec)  # refuses a port in use before anything is started
     with ExitStack() as undo:
         _open_standard_streams()
+        terminal.outlive()
         signals = SignalQueue(s for s in (*STOPPING, SAVE, signal.SIGWINCH) if s not in ignored())
         ended_saved = False
         # After an agreed stop signals stay blocked to the very end: a scheduler that sees one machine's launcher leave
@@ -209,6 +211,7 @@ class _Run:
         ready = launcher.wait(None if held is None else time.monotonic() + held, due)
         now = time.monotonic()
         if self._signals in ready:
+            terminal.let_go()  # see Note [A dead terminal]
             for arrival in self._signals.read():
                 self._on_signal(arrival, now)
         for answer in launcher.hear(ready):
@@ -234,7 +237,9 @@ class _Run:
         elif arrival.signum == SAVE:
             self._ask_to_save(arrival)
         elif self._launcher.attempt.stop_note() is None:
-            self._stop(arrival.signum, delivered=arrival.from_terminal, now=now)
+            # Of a hang-up the kernel tells the leader of the session, which may be this process, and not the ranks.
+            delivered = arrival.from_terminal and arrival.signum != signal.SIGHUP
+            self._stop(arrival.signum, delivered=delivered, now=now)
             node = self._launcher.attempt.round.node_rank
             if self._others is not None and not self._launcher.policy.failing:
                 self._others.end(End(Verdict(Kind.STOPPED, node, signum=arrival.signum).to_json()))
@@ -517,10 +522,11 @@ class _Run:
         policy = self._launcher.policy
         if policy.stopping or policy.stopped_by is not None or not self._launcher.attempt.listening:
             return
-        if signum in (signal.SIGINT, signal.SIGTERM):
+        if signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._asked_listeners = True
-            what = "Ctrl-C" if signum == signal.SIGINT else signum.name
-            text = f"{what}: the ranks finish a step, save and leave (within --grace); a second one stops them at once"
+            what = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal has gone)"}.get(signum, signum.name)
+            again = "" if signum == signal.SIGHUP else "; a second one stops them at once"
+            text = f"{what}: the ranks finish a step, save and leave (within --grace){again}"
             say(text, once=text)
 
     def _drain(self) -> None:

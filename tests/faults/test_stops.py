@@ -51,7 +51,9 @@ def test_a_stop_in_every_phase(tmp_path: Path, calm: jobs.Calm, signum: signal.S
     assert jobs.final(folder) == undisturbed
     assert jobs.check_audit(folder) == undisturbed[0]["step"]
     phases = min(stops, len(_PHASES))
-    print(f"\n{stops} times {signum.name} in {phases} phases: each saved where it stopped, and the same bits in the end")
+    print(
+        f"\n{stops} times {signum.name} in {phases} phases: each saved where it stopped, and the same bits in the end"
+    )
 
 
 @pytest.mark.campaign

@@ -48,9 +48,14 @@ class _Job:
     def __init__(self, folder: Path, leader: int, screen: int) -> None:
         self.folder, self.leader, self.screen = folder, leader, screen
 
+    @property
+    def _logs(self) -> Path:
+        return self.folder / "state" / "lockstep" / "logs"
+
     def launcher(self) -> int:
         """The launcher's process, once the ranks train."""
         wait_for(lambda: self._read() and all((self.folder / f"trains-{rank}").exists() for rank in range(2)), "steps")
+        wait_for(lambda: self._read() and list(self._logs.glob("*/run.json")), "the run's record")
         found = [self.leader, *_proc.descendants(self.leader)]
         return next(pid for pid in found if "lockstep\0run" in _proc.read(pid, "cmdline") and _proc.children(pid))
 
@@ -69,7 +74,7 @@ class _Job:
 
     def end(self) -> tuple[int, int]:
         """The exit code of the run, once all of it has ended, and the step of its newest checkpoint."""
-        (folder,) = (self.folder / "state" / "lockstep" / "logs").iterdir()
+        (folder,) = self._logs.iterdir()
         wait_for(lambda: history.read(folder).about.get("ended") is not None, "the run's end")
         about = history.read(folder).about
         return int(about["exit_code"]), max(int(path.name[5:]) for path in (self.folder / "run").glob("step-*"))

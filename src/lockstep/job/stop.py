@@ -166,6 +166,16 @@ class Agreement:
         self._round += 1
         return proposal.action
 
+    def ask(self, step: int, *, wanted: Action | None) -> Action | None:
+        """Return what has been proposed and is not done yet, by this rank now if by none before; nothing is due here.
+
+        Args:
+            step, wanted: as for :meth:`due`.
+        """
+        if wanted is not None and self.pending() is None:
+            self._board.propose(self._round, Proposal(step + self._lead, wanted))
+        return self.pending()
+
     def pending(self) -> Action | None:
         """Return what has been proposed and is not done yet."""
         proposal = self._board.smallest(self._round)

@@ -70,6 +70,5 @@ def outlive() -> None:
             line_buffering=stream.line_buffering,
             write_through=stream.write_through,
         )
-        forgiving.mode = "w"
         setattr(sys, name, forgiving)
         setattr(sys, f"__{name}__", forgiving)

@@ -234,7 +234,9 @@ class HangWatch:
 
     def _compare(self, states: Mapping[int, RankState], now: float) -> Verdict | None:
         elsewhere = [
-            Seen(rank, heard.look, heard.moved, standstill=heard.standstill) for rank, heard in self._others.items() if now - heard.at < _OLD
+            Seen(rank, heard.look, heard.moved, standstill=heard.standstill)
+            for rank, heard in self._others.items()
+            if now - heard.at < _OLD
         ]
         seen = [*(self._seen(state) for state in states.values()), *elsewhere]
         whole = len(seen) == self._world_size
@@ -271,7 +273,9 @@ class HangWatch:
         doing = {rank: _doing(each, asked, now - asked.at, self._standstills[rank]) for rank, each in known.items()}
         for rank, heard in self._others.items():
             known[rank] = Known(rank, None, None, heard.look, heard.moved, None, None)
-            if asked.verdict.kind is Kind.STILL and heard.standstill is None:  # what its stack says, only its own launcher knows
+            if (
+                asked.verdict.kind is Kind.STILL and heard.standstill is None
+            ):  # what its stack says, only its own launcher knows
                 doing[rank] = Doing.WAITS
         verdict = settle(asked.verdict, doing)
         if verdict is not None and self._others and asked.verdict.kind is Kind.STILL and not verdict.late:

@@ -39,6 +39,8 @@ _DRAIN = 600.0
 _FAREWELL = 7.0
 #: Clients that may be lost, one after the other, before the machines count as unable to meet.
 _CLIENTS = 3
+#: Seconds in which ranks that are asked to save most often come to a step.
+_TO_A_STEP = 2.0
 #: Seconds that processes which outlived the zygote have to leave by themselves.
 _PATIENCE = 0.3
 
@@ -154,6 +156,9 @@ class _Run:
         self._verdict: Verdict | None = None
         #: Whether the signal that ends the job reached ranks that save and leave by themselves.
         self._asked_listeners = False
+        #: When to look whether ranks that were asked to save have come to a step, on the monotonic clock; None: done.
+        self._warn_at: float | None = None
+        self._steps_when_asked: dict[int, int | None] = {}
         self._relay = Relay(launcher.selector)
         self._streams = Streams(self._spec, logs, self._relay)
         self._others = None if self._spec.rendezvous is None else Rendezvous(self._spec.rendezvous)
@@ -208,7 +213,7 @@ class _Run:
         """Wait for something to happen, and act on it. Signals first: they explain the deaths that come with them."""
         launcher, held = self._launcher, self._relay.due
         due = self._patience if self._others is None or self._others.due is None else self._others.due
-        ready = launcher.wait(None if held is None else time.monotonic() + held, due)
+        ready = launcher.wait(None if held is None else time.monotonic() + held, due, self._warn_at)
         now = time.monotonic()
         if self._signals in ready:
             terminal.let_go()  # see Note [A dead terminal]
@@ -220,6 +225,8 @@ class _Run:
             self._hear_others(self._others, ready, now)
         self._relay.pump({fd for fd in ready if isinstance(fd, int)}, now)
         launcher.act(now)
+        if self._warn_at is not None and now >= self._warn_at:
+            self._warn_of_those_outside_a_step(now)
 
     def _on_answer(self, answer: Answer) -> None:
         match answer:
@@ -524,10 +531,26 @@ class _Run:
             return
         if signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._asked_listeners = True
+            self._warn_at = time.monotonic() + min(_TO_A_STEP, self._spec.grace / 4)
+            self._steps_when_asked = {rank: self._launcher.attempt.steps(rank)[1] for rank in policy.alive}
             what = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal has gone)"}.get(signum, signum.name)
             again = "" if signum == signal.SIGHUP else "; a second one stops them at once"
             text = f"{what}: the ranks finish a step, save and leave (within --grace){again}"
             say(text, once=text)
+
+    def _warn_of_those_outside_a_step(self, now: float) -> None:
+        """Say what will become of ranks that were asked to save, and are where they can't."""
+        self._warn_at = None
+        attempt, policy = self._launcher.attempt, self._launcher.policy
+        looks = {rank: attempt.look(rank) for rank in policy.alive}
+        if policy.deadline is None or attempt.stop_note() is not None or not attempt.listening:
+            return
+        if any(look.steps != self._steps_when_asked.get(rank) for rank, look in looks.items()):
+            return
+        outside = {rank: look for rank, look in looks.items() if report.is_outside_a_step(look)}
+        if outside and policy.stopped_by is not None:
+            left = max(0.0, policy.deadline - now)
+            say(report.outside_a_step(outside, policy.stopped_by, left=left))
 
     def _drain(self) -> None:
         """Show what is still in the pipes when every process has ended, for as long as the reader needs."""

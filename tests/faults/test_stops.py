@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP in every phase of training, and Ctrl-C twice: what is saved is whole, and goes on with the same bits.
+"""SIGTERM and SIGHUP in every phase, and Ctrl-C twice: what is saved is whole, and goes on with the same bits.
 
 Every run of the tests has single stops in ``tests/ranks/test_run_stops.py``.
 """

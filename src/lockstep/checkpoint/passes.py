@@ -13,7 +13,7 @@ from lockstep.checkpoint.state import Position, RunState, capture_rng, restore_r
 
 @dataclass(frozen=True)
 class EndOfPass:
-    """What may change between the end of a pass and the next step: everything but the model and what optimizers keep."""
+    """What may change between the end of a pass and the next step; the model and what optimizers keep do not."""
 
     epoch: int
     step: int

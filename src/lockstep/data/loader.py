@@ -335,7 +335,7 @@ class ShardedLoader:
         return handle
 
     def register_end_of_pass_hook(self, hook: Callable[[], object]) -> RemovableHandle:
-        """Have ``hook`` called when the loop has had an epoch's last batch, before the loader goes on to the next epoch.
+        """Have ``hook`` called when the loop has had an epoch's last batch, before the loader's next epoch.
 
         The loader's state is still that of the epoch, of which nothing remains. A loop that is left early is no end.
 

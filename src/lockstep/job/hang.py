@@ -16,10 +16,10 @@ stopped by a signal, frozen or dead, one that has slept for seven seconds where 
 dead-locked (see :class:`Standstill`). Work may look like that for a moment, but not for so long: to compute takes
 processor time, and to write or wait for a network are system calls of their own.
 
-What the kernel says of a process comes before what its page says. A rank may be stopped between any two instructions, so
-also in a collective, and its page goes on saying that it waits for others, while they wait for it. So a rank waits only
-if its page says so and it could go on: one that is at a standstill does not, nor does one that a debugger holds, or that
-is ready to run and gets no processor.
+What the kernel says of a process comes before what its page says. A rank may be stopped between any two instructions,
+so also in a collective, and its page goes on saying that it waits for others, while they wait for it. So a rank waits
+only if its page says so and it could go on: one that is at a standstill does not, nor does one that a debugger holds,
+or that is ready to run and gets no processor.
 
 A rank that is leaving has a minute: a busy machine takes its time over the end of many interpreters.
 
@@ -30,8 +30,9 @@ a model's forwards) raises no alarm as long as it moves.
 Before the report the stacks of all ranks are looked at. A late rank that sits in a debugger is left alone; one that
 computes in a model outside of a step (an average of weights on rank 0, say) evaluates, and has its minute.
 
-If all ranks stand still, all are named. If all ranks wait, none is late: they wait in different collectives, or for another machine (reported after a minute).
-If none is known to wait and none moves, their stacks tell which of them wait; see :func:`settle`.
+If all ranks stand still, all are named. If all ranks wait, none is late: they wait in different collectives, or for
+another machine (reported after a minute). If none is known to wait and none moves, their stacks tell which of them
+wait; see :func:`settle`.
 
 Note [The launcher's clock]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~

@@ -195,8 +195,8 @@ def interrupt_once(_signum: int, _frame: FrameType | None) -> None:
 class Requests:
     """What this process was asked for by signals since :meth:`listen`.
 
-    SIGTERM, SIGINT and SIGHUP (the terminal has gone) ask it to save and leave, SIGUSR1 to save. Signals that the program handles itself, or that are
-    ignored (nohup, a shell's ``&``), are left alone.
+    SIGTERM, SIGINT and SIGHUP (the terminal has gone) ask it to save and leave, SIGUSR1 to save. Signals that the
+    program handles itself, or that are ignored (nohup, a shell's ``&``), are left alone.
     """
 
     def __init__(self) -> None:
@@ -235,8 +235,7 @@ class Requests:
         self._tell_launcher()
 
     def leave(self) -> None:
-        """Note that leaving has begun: further signals are ignored, also by an interpreter that is taken down and has let
-        go of its handlers."""
+        """Note that leaving has begun: further signals are ignored, also once the interpreter has no handlers left."""
         self.leaving = True
         if threading.current_thread() is threading.main_thread():
             for signum in self._before:

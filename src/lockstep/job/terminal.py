@@ -2,10 +2,10 @@
 
 Note [A dead terminal]
 ~~~~~~~~~~~~~~~~~~~~~~
-When a terminal goes, the kernel sends SIGHUP to the leader of its session, which passes it on or not, and every write to
-it fails from then on (EIO). So a rank may find out by a line that it prints, before it has heard of the signal by which
-it is to save and leave. What nobody can read any more is no reason to fail: a descriptor of a terminal that is gone leads
-to /dev/null from the moment at which that is noticed.
+When a terminal goes, the kernel sends SIGHUP to the leader of its session, which passes it on or not, and every write
+to it fails from then on (EIO). So a rank may find out by a line that it prints, before it has heard of the signal by
+which it is to save and leave. What nobody can read any more is no reason to fail: a descriptor of a terminal that is
+gone leads to /dev/null from the moment at which that is noticed.
 """
 
 from __future__ import annotations

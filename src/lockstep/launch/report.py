@@ -140,10 +140,10 @@ def outside_a_step(looks: Mapping[int, Look], signum: signal.Signals, *, left: f
     rank, look = next(iter(looks.items()))
     others = f", and so are {len(looks) - 1} more" if len(looks) > 1 else ""
     return (
-        f"{signum.name} came outside of a training step: rank {rank} is in {NAMES[look.mark.phase]}{others}. The ranks save "
-        f"once they come to their next step; those that have not saved in {left:.0f} s are killed, and the run resumes "
-        "from its newest checkpoint. Call saved.between_steps() in each turn of a loop that evaluates, so that it can "
-        "be left there, or give a longer --grace"
+        f"{signum.name} came outside of a training step: rank {rank} is in {NAMES[look.mark.phase]}{others}. The ranks "
+        f"save once they come to their next step; those that have not saved in {left:.0f} s are killed, and the run "
+        "resumes from its newest checkpoint. Call saved.between_steps() in each turn of a loop that evaluates, so that "
+        "it can be left there, or give a longer --grace"
     )
 
 

@@ -208,7 +208,7 @@ def test_a_terminal_that_goes_makes_the_run_save(tmp_path: Path, how: str) -> No
             assert gone_within(everyone, 10.0) == []
 
 
-#: Where the terminal goes, and how the run may end. Ranks that have just been started again may have nothing to save yet,
+#: Where the terminal goes, and how the run may end. Ranks that have just been started again may have nothing to save,
 #: and who is on its way out when all is done is ended by the signal, or is faster.
 _PLACES = {
     "start": {129},

@@ -75,6 +75,7 @@ def test_a_rank_that_moves_is_slow_and_not_late_for_a_minute() -> None:
         ({"steps": 1}, 60.0),
         ({"steps": None}, 60.0),
         ({"phase": Phase.EVALUATE}, 60.0),
+        ({"phase": Phase.LEAVING}, 60.0),
         ({"phase": Phase.SAVE}, 300.0),
         ({"phase": Phase.RESTORE}, 300.0),
         ({"phase": Phase.COMPILE}, 300.0),

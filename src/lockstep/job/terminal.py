@@ -70,5 +70,6 @@ def outlive() -> None:
             line_buffering=stream.line_buffering,
             write_through=stream.write_through,
         )
+        vars(forgiving)["mode"] = "w"  # as Python's own has it
         setattr(sys, name, forgiving)
         setattr(sys, f"__{name}__", forgiving)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,28 @@ def catches(pid: int, signum: int) -> bool:
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
     return False
+
+
+def is_frozen(pid: int) -> bool:
+    """Return whether a process's cgroup is frozen, as far as this process sees the groups (version 1 or 2)."""
+    for line in read(pid, "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        inside = path.lstrip("/")
+        if "freezer" in controllers.split(","):
+            if _content(_CGROUPS / "freezer" / inside / "freezer.state").strip() in ("FROZEN", "FREEZING"):
+                return True
+        elif not controllers:
+            for mount in (_CGROUPS, _CGROUPS / "unified"):
+                if "frozen 1" in _content(mount / inside / "cgroup.events").splitlines():
+                    return True
+    return False
+
+
+def _content(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 def resident(pid: int | None) -> int:

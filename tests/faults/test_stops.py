@@ -1,4 +1,4 @@
-"""SIGTERM in every phase of training, and Ctrl-C twice: what is saved is whole, and goes on with the same bits.
+"""SIGTERM and SIGHUP in every phase, and Ctrl-C twice: what is saved is whole, and goes on with the same bits.
 
 Every run of the tests has single stops in ``tests/ranks/test_run_stops.py``.
 """
@@ -23,7 +23,8 @@ _PHASES = ("started", "data", "forward", "backward", "reduce", "optimizer", "sav
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stops", [30])
-def test_sigterm_in_every_phase(tmp_path: Path, calm: jobs.Calm, stops: int) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_in_every_phase(tmp_path: Path, calm: jobs.Calm, signum: signal.Signals, stops: int) -> None:
     """One run, stopped again and again and gone on with by the next job."""
     chance = random.Random(stops)
     count = 2 + stops // 2  # enough steps for all of them
@@ -34,8 +35,10 @@ def test_sigterm_in_every_phase(tmp_path: Path, calm: jobs.Calm, stops: int) -> 
         phase = _PHASES[life % len(_PHASES)]
         rank = 0 if phase == "commit" else life // len(_PHASES) % jobs.RANKS
         whom = chance.choice(("launcher", "rank", "peer"))  # a notice to the job, or one that reaches a single rank
+        if signum == signal.SIGHUP and whom == "peer":
+            whom = "group"  # all there are, loader workers too
         taken = 0 if phase in ("restore", "started") else chance.randrange(5)
-        strike = {"life": life, "rank": rank, "point": phase, "taken": taken, "signal": signal.SIGTERM, "whom": whom}
+        strike = {"life": life, "rank": rank, "point": phase, "taken": taken, "signal": signum, "whom": whom}
         workers = str(life % 2 * jobs.RANKS)
         begun = time.monotonic()
         done = jobs.run_job(folder, *epochs, "--life", str(life), "--workers", workers, plan=[strike])
@@ -48,7 +51,9 @@ def test_sigterm_in_every_phase(tmp_path: Path, calm: jobs.Calm, stops: int) -> 
     assert jobs.final(folder) == undisturbed
     assert jobs.check_audit(folder) == undisturbed[0]["step"]
     phases = min(stops, len(_PHASES))
-    print(f"\n{stops} SIGTERMs in {phases} phases: each saved where it stopped, and the same bits in the end")
+    print(
+        f"\n{stops} times {signum.name} in {phases} phases: each saved where it stopped, and the same bits in the end"
+    )
 
 
 @pytest.mark.campaign

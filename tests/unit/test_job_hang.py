@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lockstep.job.hang import (
     ASLEEP,
+    HALTS,
     Doing,
     Kind,
     Looker,
@@ -73,6 +75,7 @@ def test_a_rank_that_moves_is_slow_and_not_late_for_a_minute() -> None:
         ({"steps": 1}, 60.0),
         ({"steps": None}, 60.0),
         ({"phase": Phase.EVALUATE}, 60.0),
+        ({"phase": Phase.LEAVING}, 60.0),
         ({"phase": Phase.SAVE}, 300.0),
         ({"phase": Phase.RESTORE}, 300.0),
         ({"phase": Phase.COMPILE}, 300.0),
@@ -126,7 +129,7 @@ def test_nobody_moves_and_nobody_is_known_to_wait() -> None:
     assert settle(verdict, {0: Doing.WAITS, 1: Doing.WAITS}) == Verdict(Kind.APART, (), (0, 1), verdict.since)
 
 
-@pytest.mark.parametrize("standstill", list(Standstill))
+@pytest.mark.parametrize("standstill", sorted(HALTS, key=str))
 @pytest.mark.parametrize(
     "changes",
     [
@@ -162,6 +165,43 @@ def test_who_is_stopped_where_nobody_is_known_to_wait_is_asked_for_early() -> No
 
 def _mark(phase: Phase, event: int, *, waits: bool = False) -> int:
     return event * SERIAL + phase * 17 + WAITS * waits
+
+
+@pytest.mark.parametrize("standstill", list(Standstill))
+def test_who_is_at_a_standstill_does_not_wait_whatever_its_page_says(standstill: Standstill) -> None:
+    stopped = replace(_waits(1, 7), standstill=standstill)
+    assert _compare(_waits(0, 6), stopped) == Verdict(Kind.LATE, (1,), (0,), NOW - 6)
+    assert _compare(_waits(0, 6), stopped, _waits(2, 7)) == Verdict(Kind.LATE, (1,), (0, 2), NOW - 6)
+    assert _compare(_waits(0, 4), stopped) is None
+    assert _compare(stopped, _works(0, 1)) is None, "nobody waits for it yet"
+    early = replace(_waits(1, 7, steps=0), standstill=standstill)
+    assert _compare(_waits(0, 6), early) is not None, "in a collective there is no start-up"
+
+
+@pytest.mark.parametrize("standstill", [Standstill.TRACED, Standstill.STARVED])
+def test_a_debugger_or_a_busy_machine_at_a_ranks_own_work_changes_nothing(standstill: Standstill) -> None:
+    held = _works(1, 50, phase=Phase.EVALUATE, standstill=standstill)
+    assert _compare(_waits(0, 50), held) is None
+    assert _compare(_waits(0, 61), replace(held, moved=NOW - 61)) is not None
+
+
+def test_ranks_that_all_stand_still_are_all_named() -> None:
+    stopped = [replace(_waits(rank, 6), standstill=Standstill.STOPPED) for rank in range(2)]
+    verdict = _compare(*stopped)
+    assert verdict == Verdict(Kind.LATE, (0, 1), (), NOW - 6)
+    assert settle(verdict, {0: Doing.WORKS, 1: Doing.WORKS}) == verdict
+    assert _compare(stopped[0]) is None, "a rank alone holds up nobody"
+
+
+def test_the_time_of_a_rank_that_stands_still_in_a_collective_is_no_waiting() -> None:
+    looker = Looker(2, 0.0)
+    waits = SERIAL + WAITS + int(Phase.REDUCE)
+    looker.still = frozenset([1])
+    for turn in range(1, 101):
+        looker.look([waits, waits], turn * 0.02)
+    assert looker.shares.of(0)[Phase.WAIT] > 0.95
+    assert looker.shares.of(1)[Phase.WAIT] == 0
+    assert looker.shares.held[1] > 1.9
 
 
 def test_a_looker_knows_since_when_and_forgets_what_came_before_a_break() -> None:

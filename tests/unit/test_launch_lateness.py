@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -107,7 +108,7 @@ def test_only_a_process_with_a_handler_is_asked_for_its_stack() -> None:
 def _standstill(pid: int, *, announced: bool) -> Standstill | None:
     """What is said of a process after a while of looking once in a while."""
     still = Stillness()
-    found = [still.look(pid, now, announced=announced) for now in (0.0, 2.0, 4.0)]
+    found = [still.look(pid, now, announced=announced, waits=False) for now in (0.0, 2.0, 4.0)]
     assert found[0] in (None, Standstill.STOPPED), "a moment is no standstill"
     return found[-1]
 
@@ -154,15 +155,75 @@ def test_what_was_announced_may_wait_for_a_thread_that_wakes_by_itself() -> None
         "import threading; print('ready', flush=True); threading.Event().wait(60)",
         "import subprocess; print('ready', flush=True); subprocess.run(['sleep', '60'])",
         _LOCKED.format(before="import time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"),
-        "print('ready', flush=True)\nwhile True: pass",
     ],
-    ids=["sleep", "read", "event", "child", "thread", "loop"],
+    ids=["sleep", "read", "event", "child", "thread"],
 )
 def test_a_process_that_may_go_on_by_itself_is_not_at_a_standstill(code: str) -> None:
     with _running(code) as pid:
-        if "while" not in code:
-            _until_asleep(pid)
+        _until_asleep(pid)
         assert _standstill(pid, announced=False) is None
+
+
+def test_who_is_ready_to_run_is_starved_if_its_processor_time_stands_still() -> None:
+    with _running("print('ready', flush=True)\nwhile True: pass") as pid:
+        assert _standstill(pid, announced=False) is Standstill.STARVED, "four seconds, by our clock, in no time"
+        still = Stillness()
+        assert still.look(pid, 0.0, announced=False, waits=True) is None
+        before = evidence.facts(pid)
+        assert before is not None
+        wait_for(lambda: (now := evidence.facts(pid)) is not None and now.processor > before.processor + 0.1, "work")
+        assert still.look(pid, 4.0, announced=False, waits=True) is None, "it has worked meanwhile"
+        facts = evidence.facts(pid)
+        assert facts is not None
+        assert "ready to run, but " in replace(facts, standstill=Standstill.STARVED).describe()
+
+
+def test_threads_that_wait_for_each_other_are_no_standstill_in_a_collective() -> None:
+    with _running(_LOCKED.format(before="")) as pid:
+        _until_asleep(pid)
+        wait_for(lambda: _standstill(pid, announced=False) is Standstill.LOCKED, "the lock")
+        still = Stillness()
+        assert [still.look(pid, now, announced=False, waits=True) for now in (0.0, 5.0)] == [None, None]
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda: still.look(pid, 6.0, announced=False, waits=True) is Standstill.STOPPED, "the stop")
+
+
+def test_a_debugger_holds_and_a_zombie_is_dead() -> None:
+    traced = (
+        "import ctypes, os, signal\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    ctypes.CDLL(None).ptrace(0, 0, 0, 0)\n"  # PTRACE_TRACEME
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "os.waitpid(pid, 0)\n"
+        "print('ready', flush=True)\nsignal.pause()"
+    )
+    with _running(traced) as parent:
+        (pid,) = _proc.children(parent)
+        assert _standstill(pid, announced=True) is Standstill.TRACED
+    with _running("import os, time\nif os.fork() == 0: os._exit(0)\nprint('ready', flush=True)\ntime.sleep(60)") as pid:
+        (child,) = _proc.children(pid)
+        still = Stillness()
+        wait_for(lambda: still.look(child, 0.0, announced=True, waits=True) is Standstill.DEAD, "the child's end")
+
+
+def test_a_process_of_a_frozen_cgroup_is_frozen() -> None:
+    group = Path(f"/sys/fs/cgroup/freezer/lockstep-test-{os.getpid()}")
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup of its own can be frozen here: {error}")
+    try:
+        with _running("import time; print('ready', flush=True); time.sleep(60)") as pid:
+            (group / "cgroup.procs").write_text(str(pid))
+            (group / "freezer.state").write_text("FROZEN")
+            try:
+                still = Stillness()
+                wait_for(lambda: still.look(pid, 0.0, announced=True, waits=True) is Standstill.FROZEN, "the freeze")
+            finally:
+                (group / "freezer.state").write_text("THAWED")
+    finally:
+        group.rmdir()
 
 
 def _known(rank: int, **changes: object) -> Known:

@@ -80,6 +80,15 @@ def test_an_echo_of_the_first_signal_is_not_a_second_one() -> None:
     assert policy.signalled(SIGINT, delivered=False, now=1.6) == [Order(SIGKILL, (0, 1))]
 
 
+def test_the_end_of_a_terminal_is_told_several_times_and_counts_once() -> None:
+    policy = _running(2)
+    assert policy.signalled(signal.SIGHUP, delivered=False, now=1.0) == [Order(signal.SIGHUP, (0, 1))]
+    assert policy.signalled(signal.SIGHUP, delivered=False, now=2.0) == []
+    assert policy.signalled(signal.SIGTERM, delivered=False, now=3.0) == [], "what ends the session sends both"
+    assert policy.signalled(signal.SIGHUP, delivered=False, now=4.0) == []
+    assert policy.signalled(signal.SIGTERM, delivered=False, now=5.0) == [Order(signal.SIGKILL, (0, 1))]
+
+
 def test_sigquit_is_never_polite() -> None:
     assert Policy([0], grace=10).signalled(SIGQUIT, delivered=True, now=1.0) == [Order(SIGKILL, (0,))]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -20,6 +20,7 @@ from lockstep.checkpoint import folders
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
 from lockstep.checkpoint.locks import RunLock
+from lockstep.checkpoint.passes import EndOfPass
 from lockstep.checkpoint.plan import WritePlan
 from lockstep.checkpoint.restore import Restored, find, load, load_generators, restored, words_on_differences
 from lockstep.checkpoint.retention import Retention, prune
@@ -128,6 +129,12 @@ class Checkpointer:
             self._position.count(optimizer)
         self._boundary = StepBoundary(self, world, counts_steps=optimizer is not None)
         self._boundary.watch(loader)
+        #: Where the last pass over the loader has ended, and at which step the epoch under way began.
+        self._end_of_pass: EndOfPass | None = None
+        self._began_at = 0
+        register = getattr(loader, "register_end_of_pass_hook", None)
+        if register is not None:
+            register(_through_weak(self, Checkpointer._note_end_of_pass))
         weakref.finalize(self, self._boundary.close).atexit = False
 
     @property
@@ -183,7 +190,7 @@ class Checkpointer:
             elif not self._owns_folder:
                 together(self._world, self._refuse_foreign_folder, lambda _: None)
             while position.epoch < count:
-                position.in_body = True
+                position.in_body, self._began_at = True, position.step
                 yield position.epoch
                 self._boundary.reached(epoch_done=True, last=position.epoch + 1 == count)
                 position.in_body = False
@@ -195,19 +202,49 @@ class Checkpointer:
             position.in_body = False
             self._boundary.close()
 
-    def between_steps(self) -> None:
-        """**Collective.** Say that this is a moment between two steps, where a run that is asked to stop can be left.
+    def between_steps(self, *, evaluating: bool | None = None) -> None:
+        """Say that this is a moment between two steps, where a run that is asked to stop can be left.
 
-        Only needed in loops over other loaders than that of :func:`lockstep.shard`, which says so itself: call it once
-        in each turn, before the step or after it. Costs about a microsecond. A run that is left in the middle of an
-        epoch begins that epoch again, unless the loader's state knows better.
+        **Collective** in training, though nothing is sent unless a rank was asked. Only needed in loops over other
+        loaders than that of :func:`lockstep.shard`, which says so itself: call it once in each turn, before the step or
+        after it. Costs about a microsecond. A run that is left in the middle of an epoch begins that epoch again,
+        unless the loader's state knows better.
+
+        Not collective in an evaluation: call it in each turn of a loop that evaluates longer than ``--grace``, on all
+        ranks or on some, in loops of any lengths. When all ranks are in such a loop they save and leave. While one is
+        elsewhere, in a collective that waits for the others or in its next step, they go on, and save at the next
+        step. The resumed run is where the loader's pass before the evaluation had ended, with the scheduler, the
+        learning rates and the random numbers of that moment, and what follows the pass is done again: the evaluation
+        starts again. Objects of ``extra`` are saved as they are. An evaluation in the middle of a pass is left with the
+        batch in hand done, and not done again.
+
+        Args:
+            evaluating: whether this is an evaluation; None: if the model is in eval mode.
 
         Raises:
-            SystemExit: SIGTERM or Ctrl-C asked the run to stop, and all ranks have saved; with code 75.
+            SystemExit: SIGTERM, SIGHUP or Ctrl-C asked the run to stop, and all ranks have saved; with code 75.
             CheckpointError: they could not save.
         """
+        if not self._run.model.training if evaluating is None else evaluating:
+            self._boundary.in_evaluation(self._go_back)
+            return
         loader_knows = isinstance(getattr(self._run.loader, "in_epoch", None), bool)
         self._boundary.between_steps(epoch_done=False if self._position.in_body and not loader_knows else None)
+
+    def _go_back(self) -> bool | None:
+        """**Collective.** Be where the run resumes that is stopped in an evaluation. Return ``epoch_done``."""
+        position, end = self._position, self._end_of_pass
+        if getattr(self._run.loader, "in_epoch", False):
+            return None  # in the middle of a pass
+        if end is not None and end.is_current(position):
+            end.go_back(self._run, self._world.device)
+            return None
+        begins = position.in_body and position.step == self._began_at
+        knows = isinstance(getattr(self._run.loader, "in_epoch", None), bool)
+        return False if begins or (position.in_body and not knows) else None
+
+    def _note_end_of_pass(self) -> None:
+        self._end_of_pass = EndOfPass.note(self._run, self._position, self._world.device)
 
     def add_follower(self, follower: Follower) -> None:
         """Let ``follower`` be told where the run is from now on, on every rank in the same order; it is kept."""
@@ -390,6 +427,18 @@ class Checkpointer:
         if differences and self._world.is_main:
             callsite.warn(differences, RuntimeWarning)
         return restored(contents, search)
+
+
+def _through_weak(saved: Checkpointer, method: Callable[[Checkpointer], None]) -> Callable[[], None]:
+    """Return a hook that does not keep ``saved`` alive, which holds the folder."""
+    weak = weakref.ref(saved)
+
+    def hook() -> None:
+        alive = weak()
+        if alive is not None:
+            method(alive)
+
+    return hook
 
 
 def _rule(keep: int | Retention | None) -> Retention:

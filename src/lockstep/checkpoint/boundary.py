@@ -5,7 +5,8 @@ Note [Stopping between steps]
 A run that is to end bit for bit as if it had never been interrupted can only be left between two steps, where
 everything that a step changes has been changed. Two such moments are known without asking the user: when the training
 loop asks the loader for its next batch, and when it asks :meth:`Checkpointer.epochs` for its next epoch. A third is
-:meth:`Checkpointer.between_steps`, for loops over other loaders. Signals only leave a request, which is handled there.
+:meth:`Checkpointer.between_steps`, for loops over other loaders, and for those that evaluate: they have places of their
+own, see Note [Meeting in an evaluation] in meeting.py. Signals only leave a request, which is handled there.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from pathlib import Path
 from typing import Protocol
 
 from lockstep import _torch, callsite, knobs
+from lockstep.checkpoint.meeting import Meeting
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.local_training import LocalTraining
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
 from lockstep.job import flight
 from lockstep.job.files import EXIT_SAVED, StopNote
+from lockstep.job.page import Cell, Mark
 from lockstep.job.stop import Action, Agreement, Board, PageBoard, Requests, StoreBoard
 
 
@@ -47,6 +50,7 @@ class StepBoundary:
         self._world = world
         self._requests = Requests()
         self._agreement: Agreement | None = None
+        self._meeting: Meeting | None = None
         #: Whether ``saver.step`` is counted up by an optimizer; else boundaries are counted here.
         self._counts_steps = counts_steps
         self._boundaries = 0
@@ -102,19 +106,48 @@ class StepBoundary:
         training = saver._local_training
         if training is not None:
             training.between_steps()
-        if self._agreement is None:
-            lead = None if training is None else training.lead
-            self._agreement = Agreement(_board(self._world), world_size=self._world.world_size, lead=lead)
-        count = saver.step if self._counts_steps else self._boundaries
-        if training is not None:
-            count = training.rounds  # see Note [Rounds and agreements] in comm/local_training.py
-        due = self._agreement.due(count, wanted=self._requests.wanted)
+        due = self._agreed(saver).due(self._count(saver), wanted=self._requests.wanted)
         if last and due is None:
             due = self._due_at_last()
         if due is Action.SAVE:
             self._save_and_continue(saver, epoch_done)
         elif due is Action.STOP:
             self._save_and_leave(saver, epoch_done)
+
+    def in_evaluation(self, go_back: Callable[[], bool | None]) -> None:
+        """Note a moment in an evaluation, which other ranks need not come to: see Note [Meeting in an evaluation].
+
+        Args:
+            go_back: **Collective.** Puts the run where it is to resume, and returns ``epoch_done`` as for ``save``.
+
+        Raises:
+            SystemExit, CheckpointError: as for :meth:`reached`, if all ranks are in the evaluation.
+        """
+        saver = self._saver()
+        if saver is None:
+            return
+        self._watched = True
+        self.listen()
+        if self._agreed(saver).ask(self._count(saver), wanted=self._requests.wanted) is not Action.STOP:
+            return
+        if self._meeting is None:
+            rank, count = self._world.rank, self._world.world_size
+            self._meeting = Meeting(_torch.default_store(), rank=rank, world_size=count, waiting=_waiting)
+        if self._meeting.attend():
+            self._save_and_leave(saver, go_back())
+
+    def _agreed(self, saver: Saver) -> Agreement:
+        if self._agreement is None:
+            training = saver._local_training
+            lead = None if training is None else training.lead
+            self._agreement = Agreement(_board(self._world), world_size=self._world.world_size, lead=lead)
+        return self._agreement
+
+    def _count(self, saver: Saver) -> int:
+        training = saver._local_training
+        if training is not None:
+            return training.rounds  # see Note [Rounds and agreements] in comm/local_training.py
+        return saver.step if self._counts_steps else self._boundaries
 
     def _due_at_last(self) -> Action | None:
         """Find the most urgent request to any rank, by asking all."""
@@ -153,6 +186,13 @@ class StepBoundary:
         by = "a signal" if self._requests.stop is None else self._requests.stop.name
         where = StopNote(step, str(folder), finite).describe()
         print(f"lockstep: stopped by {by}; {where}", file=sys.stderr, flush=True)
+
+
+def _waiting() -> list[int]:
+    """Return the ranks that say in their pages that they wait for others."""
+    pages = flight.current.pages
+    marks = [] if pages is None else pages.all(Cell.MARK)
+    return [rank for rank, mark in enumerate(marks) if Mark.of(mark).waiting]
 
 
 def _board(world: World) -> Board:

@@ -98,8 +98,8 @@ def run(
     fails, it is named and the others are stopped; the exit code is that rank's. With --max-restarts all ranks start
     again, and a Checkpointer resumes from its newest complete checkpoint.
 
-    SIGTERM or Ctrl-C: a training with a Checkpointer finishes its step, saves, and ends with exit code 75; run the same
-    command again to resume. A second signal stops at once. SIGUSR1: save and continue.
+    SIGTERM, Ctrl-C or the end of the terminal: a training with a Checkpointer finishes its step, saves, and ends with
+    exit code 75; run the same command again to resume. A second signal stops at once. SIGUSR1: save and continue.
     """
     from lockstep import knobs, machine
     from lockstep.errors import LockstepError

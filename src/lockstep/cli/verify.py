@@ -61,7 +61,9 @@ def verify(
     from lockstep.verify import report, runs
     from lockstep.verify.compare import Kind
 
-    signal.signal(signal.SIGTERM, _leave)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup
+            signal.signal(signum, _leave)
     try:
         asked = runs.Asked(
             Program(program, args, is_module),

@@ -228,6 +228,8 @@ class ShardedLoader:
         self._pass: object | None = None
         #: Called between two steps; see register_step_boundary_hook.
         self._boundary_hooks: dict[int, Callable[[], object]] = OrderedDict()
+        #: Called after an epoch's last batch; see register_end_of_pass_hook.
+        self._end_hooks: dict[int, Callable[[], object]] = OrderedDict()
         self._keys = Keys()
         #: The order of the epoch under way, and whether its batches are to be asked for anew.
         self._order_now: torch.Tensor | None = None
@@ -394,6 +396,18 @@ class ShardedLoader:
         self._boundary_hooks[handle.id] = hook
         return handle
 
+    def register_end_of_pass_hook(self, hook: Callable[[], object]) -> RemovableHandle:
+        """Have ``hook`` called when the loop has had an epoch's last batch, before the loader's next epoch.
+
+        The loader's state is still that of the epoch, of which nothing remains. A loop that is left early is no end.
+
+        Returns:
+            a handle whose ``remove()`` undoes it.
+        """
+        handle = RemovableHandle(self._end_hooks)
+        self._end_hooks[handle.id] = hook
+        return handle
+
     def _state(self) -> LoaderState:
         return LoaderState(
             cursor=self._cursor,
@@ -551,6 +565,8 @@ class ShardedLoader:
                     )
                 self._ask(rank_stream)
             flight.current.leave(_DATA)
+            for hook in self._end_hooks.values():
+                hook()
             self._end_pass(mine)
         except GeneratorExit:  # the loop was left early
             self._end_pass(mine)

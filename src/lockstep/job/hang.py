@@ -12,9 +12,16 @@ others has waited for the rank's *patience* and the rank's own page has not chan
 - for ever inside ``lockstep.expect_slow``.
 
 A rank that can't continue by itself has five seconds whatever it does, and inside ``expect_slow`` as well: one that is
-stopped by a signal, one that has slept for seven seconds where no signal reaches it, and one that is dead-locked (see
-:class:`Standstill`). Work may look like that for a moment, but not for so long: to compute takes processor time, and to
-write or wait for a network are system calls of their own.
+stopped by a signal, frozen or dead, one that has slept for seven seconds where no signal reaches it, and one that is
+dead-locked (see :class:`Standstill`). Work may look like that for a moment, but not for so long: to compute takes
+processor time, and to write or wait for a network are system calls of their own.
+
+What the kernel says of a process comes before what its page says. A rank may be stopped between any two instructions,
+so also in a collective, and its page goes on saying that it waits for others, while they wait for it. So a rank waits
+only if its page says so and it could go on: one that is at a standstill does not, nor does one that a debugger holds,
+or that is ready to run and gets no processor.
+
+A rank that is leaving has a minute: a busy machine takes its time over the end of many interpreters.
 
 A rank whose page does change is at work, not stuck, and is reported only after a minute (or a hundred median steps).
 These are seconds without a sign of life, so work of any length that goes through lockstep (a loader's batches,
@@ -23,8 +30,9 @@ a model's forwards) raises no alarm as long as it moves.
 Before the report the stacks of all ranks are looked at. A late rank that sits in a debugger is left alone; one that
 computes in a model outside of a step (an average of weights on rank 0, say) evaluates, and has its minute.
 
-If all ranks wait, none is late: they wait in different collectives, or for another machine (reported after a minute).
-If none is known to wait and none moves, their stacks tell which of them wait; see :func:`settle`.
+If all ranks stand still, all are named. If all ranks wait, none is late: they wait in different collectives, or for
+another machine (reported after a minute). If none is known to wait and none moves, their stacks tell which of them
+wait; see :func:`settle`.
 
 Note [The launcher's clock]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -79,9 +87,19 @@ class Shares:
         self.held = [0.0] * ranks
         self._spent = [int(Phase.START)] * ranks
 
-    def add(self, marks: Sequence[int], passed: float) -> None:
+    def add(self, marks: Sequence[int], passed: float, *, still: Iterable[int] = ()) -> None:
         """Add a look that found these marks, one a rank, ``passed`` seconds after the last look. Half of the time goes
-        to what either look has found."""
+        to what either look has found.
+
+        Args:
+            marks: the ranks' marks.
+            passed: seconds.
+            still: the places of ranks that do not wait, whatever their marks say.
+        """
+        if still:
+            marks = list(marks)
+            for place in still:
+                marks[place] &= ~WAITS
         half, wait, works = passed / 2, int(Phase.WAIT), []
         for rank, mark in enumerate(marks):
             spends, seconds = _SPENDS[mark % SERIAL], self.seconds[rank]
@@ -117,6 +135,8 @@ class Looker:
         #: process did not look, when it looked again: what came before does not count).
         self.marks = [0] * ranks
         self.moved = [now] * ranks
+        #: The places of ranks that the kernel lets do nothing: they do not wait, whatever their marks say.
+        self.still: frozenset[int] = frozenset()
         #: When the next look is due.
         self.due = now
         self._looked = now
@@ -130,7 +150,7 @@ class Looker:
         if passed > ASLEEP:
             self.moved = [now] * len(marks)
         else:
-            self.shares.add(marks, passed)
+            self.shares.add(marks, passed, still=self.still)
             self.looks += 1
         for rank, mark in enumerate(marks):
             if mark != self.marks[rank]:
@@ -159,10 +179,22 @@ class Standstill(enum.Enum):
 
     #: A signal has stopped it (not a debugger).
     STOPPED = "stopped"
+    #: It is dead, and its parent has not asked for its exit code.
+    DEAD = "dead"
+    #: Its cgroup is frozen.
+    FROZEN = "frozen"
     #: It sleeps where no signal reaches it, and has for seconds.
     UNREACHABLE = "unreachable"
     #: All of its threads wait for each other: each sleeps on a lock that only a thread of the process itself unlocks.
     LOCKED = "locked"
+    #: A debugger holds it.
+    TRACED = "traced"
+    #: It is ready to run, and others have the processor.
+    STARVED = "starved"
+
+
+#: What lasts until somebody acts; the other two pass when a debugger, or other work, lets go of the process.
+HALTS = frozenset(Standstill) - {Standstill.TRACED, Standstill.STARVED}
 
 
 @dataclass(frozen=True)
@@ -180,8 +212,14 @@ class Seen:
 
     @property
     def waiting_since(self) -> float | None:
-        """When it began to wait for others; None: it does not."""
-        return self.moved if self.look.mark.waiting and self.exit_code is None else None
+        """When it began to wait for others; None: it does not, or could not notice that they have come."""
+        waits = self.look.mark.waiting and self.exit_code is None and self.standstill is None
+        return self.moved if waits else None
+
+    @property
+    def halted(self) -> bool:
+        """Whether it lives and stays where it is until somebody acts."""
+        return self.exit_code is None and self.standstill in HALTS
 
 
 @dataclass(frozen=True)
@@ -221,11 +259,13 @@ class StepTimes:
 def patience(seen: Seen, *, usual: float, shortest: float) -> float:
     """Seconds that a rank may hold up others without a sign of life; see Note [Late or slow]."""
     look, phase = seen.look, seen.look.mark.phase
-    if seen.standstill is not None:
+    if seen.standstill in HALTS:
         return shortest
     if look.reason:
         return math.inf
-    if (look.steps or 0) < WARM or phase is Phase.EVALUATE:
+    if seen.standstill is not None and look.mark.waiting:
+        return usual  # in a collective there is no work of its own that might take long
+    if (look.steps or 0) < WARM or phase in (Phase.EVALUATE, Phase.LEAVING):
         usual = max(usual, WARMING_UP)
     if phase in (Phase.SAVE, Phase.RESTORE, Phase.COMPILE):
         usual = max(usual, LONG)
@@ -253,7 +293,10 @@ def compare(
     late = [seen for seen in ranks if seen.rank not in waits]
     alive = [seen for seen in ranks if seen.exit_code is None]
     if not waits:
-        halted = any(seen.standstill in (Standstill.STOPPED, Standstill.UNREACHABLE) for seen in alive)
+        if len(alive) > 1 and all(seen.halted for seen in alive):
+            since = max(seen.moved for seen in alive)
+            return Verdict(Kind.LATE, tuple(seen.rank for seen in alive), (), since) if now - since > shortest else None
+        halted = any(seen.halted and seen.standstill is not Standstill.LOCKED for seen in alive)
         limits = [shortest if halted else limit_of(seen) for seen in alive]
         if len(alive) > 1 and all(now - seen.moved > limit for seen, limit in zip(alive, limits, strict=True)):
             return Verdict(Kind.STILL, tuple(seen.rank for seen in alive), (), max(seen.moved for seen in alive))
@@ -267,7 +310,7 @@ def compare(
     overdue = [seen for seen in late if seen.exit_code is None and _is_overdue(seen, limit_of(seen), since, now)]
     if any(seen.exit_code is None and seen not in overdue for seen in late):
         # A rank that can't continue is named at once; the others may still be at work.
-        overdue = [seen for seen in overdue if seen.standstill is not None]
+        overdue = [seen for seen in overdue if seen.halted]
         if not overdue:
             return None
     if now - since <= shortest or (not overdue and now - since <= usual):  # all that is late has ended
@@ -296,7 +339,7 @@ def settle(verdict: Verdict, doing: Mapping[int, Doing]) -> Verdict | None:
         return verdict
     late = tuple(rank for rank in verdict.late if doing.get(rank, Doing.WORKS) is not Doing.WAITS)
     waiting = tuple(sorted({*verdict.waiting, *verdict.late} - set(late)))
-    if not waiting:
+    if not waiting and verdict.kind is not Kind.LATE:
         return None
     return Verdict(Kind.LATE if late else Kind.APART, late, waiting, verdict.since)
 

@@ -37,13 +37,13 @@ from types import FrameType
 from typing import Any, Protocol
 
 from lockstep import knobs
-from lockstep.job import flight
+from lockstep.job import flight, terminal
 from lockstep.job.files import JobFiles
 from lockstep.job.page import Cell, Pages
 
 #: Steps between a request and the act.
 LEAD = 2
-_STOP = (signal.SIGTERM, signal.SIGINT)
+_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SAVE = signal.SIGUSR1
 #: Two signals closer than this are one: "timeout" signals its child and then the whole group.
 _SAME_SIGNAL = 0.25
@@ -166,6 +166,16 @@ class Agreement:
         self._round += 1
         return proposal.action
 
+    def ask(self, step: int, *, wanted: Action | None) -> Action | None:
+        """Return what has been proposed and is not done yet, by this rank now if by none before; nothing is due here.
+
+        Args:
+            step, wanted: as for :meth:`due`.
+        """
+        if wanted is not None and self.pending() is None:
+            self._board.propose(self._round, Proposal(step + self._lead, wanted))
+        return self.pending()
+
     def pending(self) -> Action | None:
         """Return what has been proposed and is not done yet."""
         proposal = self._board.smallest(self._round)
@@ -185,8 +195,8 @@ def interrupt_once(_signum: int, _frame: FrameType | None) -> None:
 class Requests:
     """What this process was asked for by signals since :meth:`listen`.
 
-    SIGTERM and SIGINT ask it to save and leave, SIGUSR1 to save. Signals that the program handles itself, or that are
-    ignored (nohup, a shell's ``&``), are left alone.
+    SIGTERM, SIGINT and SIGHUP (the terminal has gone) ask it to save and leave, SIGUSR1 to save. Signals that the
+    program handles itself, or that are ignored (nohup, a shell's ``&``), are left alone.
     """
 
     def __init__(self) -> None:
@@ -225,8 +235,11 @@ class Requests:
         self._tell_launcher()
 
     def leave(self) -> None:
-        """Note that leaving has begun: further signals are ignored."""
+        """Note that leaving has begun: further signals are ignored, also once the interpreter has no handlers left."""
         self.leaving = True
+        if threading.current_thread() is threading.main_thread():
+            for signum in self._before:
+                signal.signal(signum, signal.SIG_IGN)
 
     def close(self) -> None:
         """Restore the earlier signal handlers."""
@@ -248,12 +261,19 @@ class Requests:
             _as_by_default(signum, frame)
         elif signum == _SAVE:
             self.save = True
+        elif signum == signal.SIGHUP and self._hung_up():
+            pass  # the shell has said it, the kernel says it again: nobody is there who could ask twice
         elif self._of_a_failed_job():
             _as_by_default(signum, frame)
         elif self.stop is None:
             self.stop, self._asked_at = signal.Signals(signum), time.monotonic()
         elif knobs.job_dir() is None and time.monotonic() - self._asked_at > _SAME_SIGNAL:
             _as_by_default(signum, frame)  # asked again; where there is a launcher, it knows echoes, and kills
+
+    def _hung_up(self) -> bool:
+        """Let go of a terminal that is gone. Return whether this process was asked to leave before."""
+        terminal.let_go()
+        return self.stop is not None
 
     def _of_a_failed_job(self) -> bool:
         folder = knobs.job_dir()
@@ -268,6 +288,8 @@ def _as_by_default(signum: int, frame: FrameType | None) -> None:
 
 
 def _spare_daemons(requests: Requests) -> None:
-    """Ignore Ctrl-C in a worker that multiprocessing forked: its rank still needs it."""
+    """Ignore what a terminal sends to all, Ctrl-C and its end, in a worker that multiprocessing forked: its rank still
+    needs it."""
     if requests.listening and current_process().daemon:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for signum in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)

@@ -64,6 +64,8 @@ class ProcessFacts:
     call: str
     #: The kernel's function it sleeps in; empty: not known.
     function: str
+    #: Why it can't continue, if that is known to last.
+    standstill: Standstill | None = None
 
     @property
     def sleeps(self) -> bool:
@@ -74,6 +76,10 @@ class ProcessFacts:
         """``sleeping in read of /data/shard-7 (pipe_read)``"""
         where = f" in {self.call}" if self.call and self.state not in "tT" else ""
         function = f" ({self.function})" if self.function and self.state not in "RtT" else ""
+        if self.standstill is Standstill.STARVED:
+            return "ready to run, but other processes have the processor (is the machine overloaded, its priority low?)"
+        if self.standstill is Standstill.FROZEN:
+            return "frozen, with its cgroup (by a container's pause, or who else writes to the cgroup's freezer)"
         return f"{_STATES.get(self.state, f'in state {self.state}')}{where}{function}"
 
 
@@ -103,9 +109,18 @@ def _call(pid: int) -> str:
 
 # Whether a process can continue ---------------------------------------------------------------------------------------
 
-#: Seconds that a process must be at a standstill of each kind, and processor seconds per second that are no work.
-_SECONDS = {Standstill.STOPPED: 0.0, Standstill.UNREACHABLE: 6.5, Standstill.LOCKED: 3.0}
-_IDLE = 0.02
+#: Seconds that a process must be at a standstill of each kind, and processor seconds per second that are no work. (The
+#: lowest priority still gets three thousandths of a processor beside one that is busy.)
+_SECONDS = {
+    Standstill.STOPPED: 0.0,
+    Standstill.DEAD: 0.0,
+    Standstill.FROZEN: 0.0,
+    Standstill.TRACED: 3.0,
+    Standstill.UNREACHABLE: 6.5,
+    Standstill.LOCKED: 3.0,
+    Standstill.STARVED: 3.0,
+}
+_IDLE = {kind: 0.005 if kind is Standstill.STARVED else 0.02 for kind in Standstill}
 #: Of the operation of a futex call (linux/futex.h).
 _FUTEX_WAIT, _FUTEX_WAIT_BITSET, _FUTEX_PRIVATE, _FUTEX_COMMAND = 0, 9, 128, 127
 
@@ -130,33 +145,42 @@ class Stillness:
         self._why: Standstill | None = None
         self._since = self._processor = 0.0
 
-    def look(self, pid: int, now: float, *, announced: bool) -> Standstill | None:
+    def look(self, pid: int, now: float, *, announced: bool, waits: bool) -> Standstill | None:
         """Return why the process can't continue, or None: it may. To be called about once a second.
 
         Args:
             pid: the process.
             now: on the monotonic clock.
             announced: the program has said that it takes its time; then only what is beyond doubt counts.
+            waits: its page says that it waits for other ranks. All of its threads may sleep then.
         """
         stat = _proc.stat(pid)
-        why = None if stat is None else _standstill(pid, stat.state, announced=announced)
+        why = None if stat is None else _standstill(pid, stat.state, announced=announced, waits=waits)
         if stat is None or why is None:
             self._why = None
             return None
-        worked = stat.processor - self._processor > _IDLE * (1.0 + now - self._since)
+        worked = stat.processor - self._processor > _IDLE[why] * (1.0 + now - self._since)
         if why is not self._why or worked:
             self._why, self._since, self._processor = why, now, stat.processor
         return why if now - self._since >= _SECONDS[why] else None
 
 
-def _standstill(pid: int, state: str, *, announced: bool) -> Standstill | None:
-    """Return what holds a process at this moment, if it is nothing that passes by itself."""
-    if state == "T":
-        return Standstill.STOPPED
-    if state == "D":
-        return Standstill.UNREACHABLE
-    if state != "S":
-        return None
+_BY_STATE = {
+    "T": Standstill.STOPPED,
+    "t": Standstill.TRACED,
+    "Z": Standstill.DEAD,
+    "X": Standstill.DEAD,
+    "D": Standstill.UNREACHABLE,
+    "R": Standstill.STARVED,
+}
+
+
+def _standstill(pid: int, state: str, *, announced: bool, waits: bool) -> Standstill | None:
+    """Return what holds a process at this moment, if it may be more than a moment."""
+    if state in "DS" and _proc.is_frozen(pid):
+        return Standstill.FROZEN
+    if state != "S" or waits:
+        return _BY_STATE.get(state)
     main, others = _sleep(pid, pid), {_sleep(pid, thread) for thread in _proc.threads(pid) if thread != pid}
     harmless = {_Sleep.LOCK} if announced else {_Sleep.LOCK, _Sleep.TIMED, _Sleep.EVENTS}
     return Standstill.LOCKED if main is _Sleep.LOCK and others <= harmless else None

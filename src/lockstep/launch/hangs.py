@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep import _proc
@@ -16,6 +16,7 @@ from lockstep._files import write_whole
 from lockstep.job.account import Ledger, Progress
 from lockstep.job.files import JobFiles
 from lockstep.job.hang import (
+    HALTS,
     STEPS,
     WARM,
     WARMING_UP,
@@ -70,6 +71,8 @@ class _Heard:
     #: Since when it is so, and when that was heard, on the monotonic clock.
     moved: float
     at: float
+    #: Why it can't continue, as its launcher has found out.
+    standstill: Standstill | None
 
 
 class HangWatch:
@@ -131,13 +134,14 @@ class HangWatch:
                 round(progress[rank].held, 3),
                 progress[rank].memory,
                 [round(seconds, 3) for seconds in progress[rank].device],
+                "" if (why := self._standstills.get(rank)) is None else why.value,
             ]
             for rank, look in self._looks.items()  # none at first
         ]
 
     def hear(self, ranks: Iterable[list[Any]], now: float) -> None:
         """Take what other launchers tell of their ranks, and note it in these ranks' pages, for all who look there."""
-        for rank, mark, counts, texts, seconds, held, memory, device in ranks:
+        for rank, mark, counts, texts, seconds, held, memory, device, still in ranks:
             cells = {Cell[name]: value for name, value in counts.items()}
             self._pages.copy(rank, mark, cells, {Text[name]: text for name, text in texts.items()})
             self._pages.note(rank, memory, seconds)
@@ -155,7 +159,7 @@ class HangWatch:
             )
             before, look = self._others.get(rank), self._pages.look(rank)
             moved = before.moved if before is not None and before.look.mark == look.mark else now
-            self._others[rank] = _Heard(look, progress, moved, now)
+            self._others[rank] = _Heard(look, progress, moved, now, Standstill(still) if still else None)
 
     def look(
         self, states: Mapping[int, RankState], now: float, *, ask: Callable[[Iterable[int], int], None]
@@ -252,18 +256,25 @@ class HangWatch:
         return self._looker.moved[rank - self._ranks.start]
 
     def _look_at_processes(self, states: Mapping[int, RankState], now: float) -> None:
-        """Find out whether those that give no sign of life can continue by themselves."""
+        """Find out whether those that give no sign of life can continue by themselves, whatever their pages say."""
         for rank, state in states.items():
             look = self._looks[rank]
-            quiet = state.exit_code is None and not look.mark.waiting and now - self._moved(rank) >= _QUIET
+            quiet = state.exit_code is None and now - self._moved(rank) >= _QUIET
             if not quiet or state.pid is None:
                 self._still[rank], self._standstills[rank] = Stillness(), None
             else:
-                self._standstills[rank] = self._still[rank].look(state.pid, now, announced=bool(look.reason))
+                self._standstills[rank] = self._still[rank].look(
+                    state.pid, now, announced=bool(look.reason), waits=look.mark.waiting
+                )
+        self._looker.still = frozenset(
+            rank - self._ranks.start for rank, why in self._standstills.items() if why is not None
+        )
 
     def _compare(self, states: Mapping[int, RankState], now: float) -> Verdict | None:
         elsewhere = [
-            Seen(rank, heard.look, heard.moved) for rank, heard in self._others.items() if now - heard.at < _OLD
+            Seen(rank, heard.look, heard.moved, standstill=heard.standstill)
+            for rank, heard in self._others.items()
+            if now - heard.at < _OLD
         ]
         seen = [*(self._seen(state) for state in states.values()), *elsewhere]
         whole = len(seen) == self._world_size
@@ -287,28 +298,38 @@ class HangWatch:
             begins={rank: evidence.stack_size(self._files.folder, rank) for rank in states},
             facts={rank: evidence.facts(pid) for rank, pid in alive.items()},
         )
-        ask([rank for rank, pid in alive.items() if _proc.catches(pid, STACK_SIGNAL)], STACK_SIGNAL)
+        # (The zygote leaves out those that have no handler for it: Note [Asked while leaving] in processes.py.)
+        ask([rank for rank in alive if self._looks[rank].mark.phase is not Phase.LEAVING], STACK_SIGNAL)
 
     def _answered(self, states: Mapping[int, RankState], now: float) -> list[str]:
         asked, self._asked = self._asked, None
         assert asked is not None
+        self._look_at_processes(states, now)
         if self._has_gone_on(asked.verdict, states, now):
             return []
         known = {rank: self._known(state, asked) for rank, state in states.items()}
-        doing = {rank: _doing(each, asked, now - asked.at) for rank, each in known.items()}
+        doing = {rank: _doing(each, asked, now - asked.at, self._standstills[rank]) for rank, each in known.items()}
         for rank, heard in self._others.items():
             known[rank] = Known(rank, None, None, heard.look, heard.moved, None, None)
-            if asked.verdict.kind is Kind.STILL:  # what its stack says, only its own launcher knows
+            if (
+                asked.verdict.kind is Kind.STILL and heard.standstill is None
+            ):  # what its stack says, only its own launcher knows
                 doing[rank] = Doing.WAITS
         verdict = settle(asked.verdict, doing)
         if verdict is not None and self._others and asked.verdict.kind is Kind.STILL and not verdict.late:
             verdict = None
         if verdict is None:
-            self._quiet_until[asked.verdict.kind] = now + _PAUSE
+            # One that stands still is asked about again soon: the others may only now come to wait for it.
+            halted = any(self._standstills.get(rank) is not None for rank in asked.verdict.late)
+            self._quiet_until[asked.verdict.kind] = now + (self._shortest if halted else _PAUSE)
             return []
-        if any(_is_excused(known[rank], asked, held=now - verdict.since, now=now) for rank in verdict.late):
-            self._quiet_until[asked.verdict.kind] = now + self._usual
-            return []
+        excused = [r for r in verdict.late if _is_excused(known[r], asked, held=now - verdict.since, now=now)]
+        if excused:
+            late = tuple(r for r in verdict.late if r not in excused and self._standstills.get(r) in HALTS)
+            if not late:
+                self._quiet_until[asked.verdict.kind] = now + self._usual
+                return []
+            verdict = replace(verdict, late=late)
         self._verdict = verdict
         self._reported = self._marks()
         self.text = report.describe_late(verdict, known, now=now, world_size=self._world_size)
@@ -323,6 +344,8 @@ class HangWatch:
     def _known(self, state: RankState, asked: _Asked) -> Known:
         rank, alive = state.rank, state.exit_code is None and state.pid is not None
         facts = evidence.facts(state.pid) if alive and state.pid is not None else None
+        if facts is not None:
+            facts = replace(facts, standstill=self._standstills.get(rank))
         stack = evidence.read_stack(self._files.folder, rank, start=asked.begins[rank]) if alive else None
         return Known(rank, state.pid, state.exit_code, self._looks[rank], self._moved(rank), facts, stack)
 
@@ -355,10 +378,12 @@ def _works(known: Known, asked: _Asked, seconds: float) -> bool:
     return (now.processor - before.processor) / max(seconds, 0.1) > _WORKS
 
 
-def _doing(known: Known, asked: _Asked, seconds: float) -> Doing:
+def _doing(known: Known, asked: _Asked, seconds: float, standstill: Standstill | None) -> Doing:
+    stack, facts = known.stack, known.facts
+    if standstill not in (None, Standstill.LOCKED):  # whose threads may as well all wait, for all that is known of them
+        return Doing.WORKS
     if known.look.mark.waiting:
         return Doing.WAITS
-    stack, facts = known.stack, known.facts
     if stack is None or facts is None or not facts.sleeps:
         return Doing.WORKS
     waits = stack.in_collective or (stack.in_engine and not _works(known, asked, seconds))

@@ -37,6 +37,7 @@ from typing import Any
 
 from lockstep import knobs
 from lockstep.errors import LaunchError
+from lockstep.job import terminal
 from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.hosted import BEAT, SILENT, Frames, Kind, Order
 from lockstep.launch.output import PATIENCE, Sink, error_sink, window_size
@@ -199,6 +200,7 @@ def run_on_hosts(hosts: Sequence[Host], line: Line) -> int:
     """
     addresses = [address_of(host) for host in hosts]
     size = _terminal_size()
+    terminal.outlive()
     env = passed_on(terminal=size is not None)
     with contextlib.ExitStack() as undo:
         connections: list[Connection] = []
@@ -490,6 +492,7 @@ class _Job:
         ready = self._write(0.05 if self._later or self._unfinished else 0.5)
         now = time.monotonic()
         for arrival in self._signals.read():
+            terminal.let_go()
             self._on_signal(arrival.signum)
         if now - self._beat > BEAT:
             self._beat = now
@@ -524,6 +527,11 @@ class _Job:
         """Pass a signal on; see Note [One signal]."""
         if signum == signal.SIGTSTP:
             self._show("a job on several hosts can't be suspended")
+            return
+        if signum == signal.SIGHUP and self._stopped_by is not None:
+            return  # when a terminal goes, the shell says so, and the kernel says so
+        if signum == signal.SIGTERM and self._stopped_by == signal.SIGHUP:
+            self._stopped_by = signum  # what ends a lost session sends both
             return
         left = [each for each in self._connections if each.open and each.code is None]
         first = signum == SAVE or self._stopped_by is None

@@ -15,7 +15,7 @@ from pathlib import Path
 from lockstep import knobs
 from lockstep.job import workers
 from lockstep.job.files import EXIT_SAVED, FailureRecord, JobFiles, StopNote
-from lockstep.job.page import Cell, Pages
+from lockstep.job.page import Cell, Look, Pages
 from lockstep.job.summary import RunSummary, Summary
 from lockstep.launch.channel import Answer, Broken, Exited, Started, ZygoteHandle
 from lockstep.launch.evidence import MachineFacts, memory_group
@@ -82,6 +82,10 @@ class Attempt:
         taken = self._pages.get(rank, Cell.STEPS)
         run = self._pages.get(rank, Cell.RUN_STEPS) or taken
         return (run - 1 if run else None), (taken - 1 if taken else None)
+
+    def look(self, rank: int) -> Look:
+        """Return a rank's page as it is now."""
+        return self._pages.look(rank)
 
     @property
     def listening(self) -> bool:

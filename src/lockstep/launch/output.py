@@ -8,6 +8,7 @@ without losing or mixing a byte.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import pwd
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.errors import LaunchError
+from lockstep.job import terminal
 from lockstep.launch.spec import JobSpec, Output
 
 # Which stream leads where --------------------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ class Streams:
 
     def resize(self) -> None:
         """Give rank 0's terminal the size that the user's has now."""
-        if self._pty is not None:
+        if self._pty is not None and os.isatty(1):  # which may have gone
             _resize(self._pty, window_size(1))
 
     def _is_first(self, local_rank: int) -> bool:
@@ -203,6 +205,8 @@ class Sink:
             try:
                 del self.backlog[: os.write(self.fd, self.backlog[:_WRITE])]
             except (BrokenPipeError, OSError) as error:
+                if error.errno == errno.EIO and terminal.let_go():
+                    continue
                 self.broken = True
                 self.backlog.clear()
                 if not isinstance(error, BrokenPipeError):  # else it was `| head`: the rest goes to the logs alone

@@ -140,6 +140,12 @@ class Policy:
             now: on the monotonic clock, in seconds.
         """
         again, self._last_signal = now - self._last_signal, now
+        if self.stopped_by is not None and signum == signal.SIGHUP:
+            return []  # when a terminal goes, the shell says so, the kernel says so, and so may others
+        if self.stopped_by == signal.SIGHUP and signum == signal.SIGTERM:
+            # What ends a lost session sends both. Nobody is at the keyboard who would want it sooner.
+            self.stopped_by = signum
+            return []
         if self.stopped_by is None:
             self.stopped_by = signum
             if signum != signal.SIGQUIT:

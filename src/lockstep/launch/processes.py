@@ -8,6 +8,16 @@ stays below one of them, also what left its process group or session. Then:
 - The launcher dies: the zygote sees the control socket close, ends everything below itself, and leaves.
 - The zygote dies: its ranks die by the parent-death signal, the rest becomes the launcher's, which ends it.
 - Both die at once: the ranks die with the zygote, and workers that a rank's main thread forked die with the rank.
+
+Note [Asked while leaving]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank is asked for its stacks by a signal that ends a process without a handler. The handler is faulthandler's, and
+goes before its process does: when the interpreter is taken down, when a program resets it or executes another one. To
+look for it first is not enough, since it may go between the look and the signal. So the zygote ignores the signal
+before there are ranks: what faulthandler restores is what it has found, and an interpreter on its way out can't be
+killed by a question. What ranks start inherits that, as it inherits all ignored signals; a program that has a use for
+this one sets a handler. An exec turns a handler into the default and not into what was below it, so the zygote looks
+for the handler at the last moment, as it does for SIGUSR1, and who is known to be leaving is not asked.
 """
 
 from __future__ import annotations

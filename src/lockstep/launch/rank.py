@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 
 from lockstep import knobs, tracebacks
 from lockstep.identity import Identity, place
-from lockstep.job import flight, tracing
-from lockstep.job.files import FailureRecord
+from lockstep.job import flight, terminal, tracing
+from lockstep.job.files import EXIT_SAVED, FailureRecord
 from lockstep.job.page import Phase
 from lockstep.job.stop import interrupt_once
 from lockstep.launch import preload, processes
@@ -88,6 +88,7 @@ def _take_streams(fds: Sequence[int]) -> None:
     # What a rank printed is there when it is killed, up to the last whole line, also where it prints into a file.
     if isinstance(sys.stdout, io.TextIOWrapper) and not os.isatty(1):
         sys.stdout.reconfigure(line_buffering=True)
+    terminal.outlive()
 
 
 def _take_page() -> None:
@@ -288,9 +289,11 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))  # blocked since before the fork
         program()
-        flight.current.enter(Phase.LEAVING)
+        _begin_to_leave(this_process)
     except SystemExit as stop:
         code = _exit_code(stop)
+        if code in (0, EXIT_SAVED):  # the page of one that failed keeps saying where
+            _begin_to_leave(this_process)
         if os.getpid() != this_process or code == 0:
             raise
         _record(stop, rank, code)
@@ -305,6 +308,14 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
         if not silent:
             _print_exception(error)
         raise SystemExit(code) from None
+
+
+def _begin_to_leave(this_process: int) -> None:
+    """Say that the program is over. SIGUSR1 has nothing left to ask for, and would end an interpreter on its way out,
+    which has let go of its handlers."""
+    flight.current.enter(Phase.LEAVING)
+    if os.getpid() == this_process and signal.getsignal(SAVE) == signal.SIG_DFL:
+        signal.signal(SAVE, signal.SIG_IGN)
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -121,6 +121,33 @@ def stopped(outcome: Outcome, signum: signal.Signals) -> str:
     return "; ".join(words)
 
 
+#: Where a rank that was asked to save may stay for long without coming to a step.
+_OUTSIDE = (Phase.EVALUATE, Phase.OWN, Phase.COMPILE, Phase.RESTORE)
+
+
+def is_outside_a_step(look: Look) -> bool:
+    """Return whether a rank does by its page what is no part of a training step."""
+    return look.mark.phase in _OUTSIDE and not look.mark.waiting
+
+
+def outside_a_step(looks: Mapping[int, Look], signum: signal.Signals, *, left: float) -> str:
+    """Say what will become of ranks that a signal asks to save where they can't.
+
+    Args:
+        looks: their pages.
+        signum: the signal.
+        left: seconds until they are killed.
+    """
+    rank, look = next(iter(looks.items()))
+    others = f", and so are {len(looks) - 1} more" if len(looks) > 1 else ""
+    return (
+        f"{signum.name} came outside of a training step: rank {rank} is in {NAMES[look.mark.phase]}{others}. The ranks "
+        f"save once they come to their next step; those that have not saved in {left:.0f} s are killed, and the run "
+        "resumes from its newest checkpoint. Call saved.between_steps() in each turn of a loop that evaluates, so that "
+        "it can be left there, or give a longer --grace"
+    )
+
+
 def came_late(signum: signal.Signals) -> str:
     """Say that a signal asked ranks to save that had nothing left to do."""
     return f"{signum.name} came when training was over: all ranks ended by themselves"
@@ -368,7 +395,8 @@ def describe_late(verdict: Verdict, ranks: Mapping[int, Known], *, now: float, w
     if verdict.kind is Kind.APART:
         lines = _apart(ranks, seconds=seconds, world_size=world_size)
     else:
-        lines = [f"{_names(late)} of {world_size} {_have(late)} held up the others for {seconds:.0f} s"]
+        what = "held up the others" if verdict.waiting else "stood still"
+        lines = [f"{_names(late)} of {world_size} {_have(late)} {what} for {seconds:.0f} s"]
         for rank in late[:_RANKS]:
             lines += _late(ranks[rank], now)
         lines += _waiting([ranks[rank] for rank in verdict.waiting], now)
@@ -415,7 +443,8 @@ def _late(known: Known, now: float | None) -> list[str]:
     where = "on another machine, whose launcher tells more" if known.pid is None else f"process {known.pid}"
     lines = [f"  rank {known.rank} ({where}){state}"]
     if look.mark.waiting:
-        lines.append(f"  it waits in {_waits_in(known)}{_steps(look)}")
+        verb = "waits" if now is None else "was"  # it is late, so it would not notice that the others have come
+        lines.append(f"  it {verb} in {_waits_in(known)}{_steps(look)}")
     elif not look.mark.serial:
         lines.append("  it has not reported yet")
     else:

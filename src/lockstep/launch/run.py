@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from lockstep import _proc
 from lockstep.errors import LaunchError
+from lockstep.job import terminal
 from lockstep.job.files import EXIT_SAVED
 from lockstep.launch import processes, report
 from lockstep.launch.channel import CLIENT, Answer, Cleared, Fork, Ready, Started
@@ -38,6 +39,8 @@ _DRAIN = 600.0
 _FAREWELL = 7.0
 #: Clients that may be lost, one after the other, before the machines count as unable to meet.
 _CLIENTS = 3
+#: Seconds in which ranks that are asked to save most often come to a step.
+_TO_A_STEP = 2.0
 #: Seconds that processes which outlived the zygote have to leave by themselves.
 _PATIENCE = 0.3
 
@@ -56,6 +59,7 @@ def run(spec: JobSpec) -> int:
     master = _master(spec)  # refuses a port in use before anything is started
     with ExitStack() as undo:
         _open_standard_streams()
+        terminal.outlive()
         signals = SignalQueue(s for s in (*STOPPING, SAVE, signal.SIGWINCH) if s not in ignored())
         ended_saved = False
         # After an agreed stop signals stay blocked to the very end: a scheduler that sees one machine's launcher leave
@@ -152,6 +156,9 @@ class _Run:
         self._verdict: Verdict | None = None
         #: Whether the signal that ends the job reached ranks that save and leave by themselves.
         self._asked_listeners = False
+        #: When to look whether ranks that were asked to save have come to a step, on the monotonic clock; None: done.
+        self._warn_at: float | None = None
+        self._steps_when_asked: dict[int, int | None] = {}
         self._relay = Relay(launcher.selector)
         self._streams = Streams(self._spec, logs, self._relay)
         self._others = None if self._spec.rendezvous is None else Rendezvous(self._spec.rendezvous)
@@ -206,9 +213,10 @@ class _Run:
         """Wait for something to happen, and act on it. Signals first: they explain the deaths that come with them."""
         launcher, held = self._launcher, self._relay.due
         due = self._patience if self._others is None or self._others.due is None else self._others.due
-        ready = launcher.wait(None if held is None else time.monotonic() + held, due)
+        ready = launcher.wait(None if held is None else time.monotonic() + held, due, self._warn_at)
         now = time.monotonic()
         if self._signals in ready:
+            terminal.let_go()  # see Note [A dead terminal]
             for arrival in self._signals.read():
                 self._on_signal(arrival, now)
         for answer in launcher.hear(ready):
@@ -217,6 +225,8 @@ class _Run:
             self._hear_others(self._others, ready, now)
         self._relay.pump({fd for fd in ready if isinstance(fd, int)}, now)
         launcher.act(now)
+        if self._warn_at is not None and now >= self._warn_at:
+            self._warn_of_those_outside_a_step(now)
 
     def _on_answer(self, answer: Answer) -> None:
         match answer:
@@ -234,7 +244,9 @@ class _Run:
         elif arrival.signum == SAVE:
             self._ask_to_save(arrival)
         elif self._launcher.attempt.stop_note() is None:
-            self._stop(arrival.signum, delivered=arrival.from_terminal, now=now)
+            # Of a hang-up the kernel tells the leader of the session, which may be this process, and not the ranks.
+            delivered = arrival.from_terminal and arrival.signum != signal.SIGHUP
+            self._stop(arrival.signum, delivered=delivered, now=now)
             node = self._launcher.attempt.round.node_rank
             if self._others is not None and not self._launcher.policy.failing:
                 self._others.end(End(Verdict(Kind.STOPPED, node, signum=arrival.signum).to_json()))
@@ -517,11 +529,28 @@ class _Run:
         policy = self._launcher.policy
         if policy.stopping or policy.stopped_by is not None or not self._launcher.attempt.listening:
             return
-        if signum in (signal.SIGINT, signal.SIGTERM):
+        if signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._asked_listeners = True
-            what = "Ctrl-C" if signum == signal.SIGINT else signum.name
-            text = f"{what}: the ranks finish a step, save and leave (within --grace); a second one stops them at once"
+            self._warn_at = time.monotonic() + min(_TO_A_STEP, self._spec.grace / 4)
+            self._steps_when_asked = {rank: self._launcher.attempt.steps(rank)[1] for rank in policy.alive}
+            what = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal has gone)"}.get(signum, signum.name)
+            again = "" if signum == signal.SIGHUP else "; a second one stops them at once"
+            text = f"{what}: the ranks finish a step, save and leave (within --grace){again}"
             say(text, once=text)
+
+    def _warn_of_those_outside_a_step(self, now: float) -> None:
+        """Say what will become of ranks that were asked to save, and are where they can't."""
+        self._warn_at = None
+        attempt, policy = self._launcher.attempt, self._launcher.policy
+        looks = {rank: attempt.look(rank) for rank in policy.alive}
+        if policy.deadline is None or attempt.stop_note() is not None or not attempt.listening:
+            return
+        if any(look.steps != self._steps_when_asked.get(rank) for rank, look in looks.items()):
+            return
+        outside = {rank: look for rank, look in looks.items() if report.is_outside_a_step(look)}
+        if outside and policy.stopped_by is not None:
+            left = max(0.0, policy.deadline - now)
+            say(report.outside_a_step(outside, policy.stopped_by, left=left))
 
     def _drain(self) -> None:
         """Show what is still in the pipes when every process has ended, for as long as the reader needs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from lockstep import _proc
 from lockstep.errors import LockstepError
 from lockstep.job.files import JobFiles
-from lockstep.job.page import STACK_SIGNAL
+from lockstep.job.page import STACK_SIGNAL, Cell, Mark, Pages, Phase
 from lockstep.launch.evidence import stack_size
 from lockstep.runs.history import Run
 
@@ -34,15 +35,19 @@ def stacks_of(run: Run, rank: int | None) -> Iterator[tuple[int, str]]:
     if rank is not None and rank not in ranks:
         raise LockstepError(f"{run.name} has no rank {rank} on this machine: it has {', '.join(map(str, ranks))}")
     for number, pid in ranks.items() if rank is None else [(rank, ranks[rank])]:
-        yield number, _ask(Path(start["folder"]), number, pid)
+        yield number, _ask(Path(start["folder"]), number, pid, world_size=start["world_size"])
 
 
-def _ask(folder: Path, rank: int, pid: int) -> str:
+def _ask(folder: Path, rank: int, pid: int, *, world_size: int) -> str:
     try:
-        if not _proc.catches(pid, STACK_SIGNAL):
-            return f"process {pid} does not answer: it is not in lockstep.init() yet, or has left"
+        process = os.pidfd_open(pid)  # of which nothing else can take the place
+    except ProcessLookupError:
+        return f"process {pid} has ended"
+    try:
+        if _is_leaving(folder, rank, world_size=world_size) or not _proc.catches(pid, STACK_SIGNAL):
+            return f"process {pid} does not answer: it has not begun yet, or is leaving"
         before = stack_size(folder, rank)
-        os.kill(pid, STACK_SIGNAL)
+        signal.pidfd_send_signal(process, STACK_SIGNAL)  # see Note [Asked while leaving] in processes.py
         deadline, size = time.monotonic() + _PATIENCE, before
         while time.monotonic() < deadline:
             time.sleep(0.02)
@@ -55,4 +60,16 @@ def _ask(folder: Path, rank: int, pid: int) -> str:
             text = stacks.read().decode(errors="replace").rstrip()
     except (FileNotFoundError, ProcessLookupError):
         return f"process {pid} has ended"
+    finally:
+        os.close(process)
     return text or f"process {pid} has not answered within {_PATIENCE:g} s: it may be stopped (kill -CONT {pid})"
+
+
+def _is_leaving(folder: Path, rank: int, *, world_size: int) -> bool:
+    if not JobFiles(folder).pages.exists():
+        return True
+    pages = Pages(folder, world_size)
+    try:
+        return Mark.of(pages.get(rank, Cell.MARK)).phase is Phase.LEAVING
+    finally:
+        pages.close()

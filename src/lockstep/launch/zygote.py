@@ -23,7 +23,9 @@ import time
 import traceback
 from collections import deque
 
+from lockstep import _proc
 from lockstep.job.messages import Channel, encode
+from lockstep.job.page import STACK_SIGNAL
 from lockstep.launch import preload, processes, rank
 from lockstep.launch.channel import (
     Broken,
@@ -57,6 +59,8 @@ def main(control: int, folder: str, modules: list[str]) -> None:
     shielded = ignored()
     for signum in (*STOPPING, SAVE):
         signal.signal(signum, signal.SIG_IGN)
+    # Below the ranks' own handlers: see Note [Asked while leaving] in processes.py.
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))
     processes.become_subreaper()
     channel = Channel(socket.socket(fileno=control))
@@ -122,7 +126,8 @@ class _Zygote:
             case Signal(ranks, signum):
                 pids = {number: pid for pid, number in self._ranks.items()}
                 for number in ranks:
-                    if number in pids:  # else it ended while the request was on its way
+                    # Else it ended while the request was on its way, or listens no longer.
+                    if number in pids and (signum not in (SAVE, STACK_SIGNAL) or _proc.catches(pids[number], signum)):
                         os.kill(pids[number], signum)
         return None
 

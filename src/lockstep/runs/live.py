@@ -78,6 +78,16 @@ class Live:
         pid = self._pids[rank]
         return pid is not None and _proc.started(pid) is not None
 
+    def _state(self, rank: int) -> str:
+        """Return what the kernel says of a rank of this machine, which comes before what its page says; empty: it lives
+        and may go on."""
+        if rank not in self._pids:
+            return ""
+        if not self._is_there(rank):
+            return "has ended"
+        stat = _proc.stat(self._pids[rank] or 0)
+        return "" if stat is None or stat.state not in "Tt" else "is stopped"
+
     @property
     def goes_on(self) -> bool:
         """Whether any of this machine's ranks is still there, or its launcher, which may start them again."""
@@ -111,7 +121,7 @@ class Live:
             rows.append(
                 Row(
                     rank,
-                    _doing(look.mark, look.waits_in) if rank not in self._pids or self._is_there(rank) else "has ended",
+                    self._state(rank) or _doing(look.mark, look.waits_in),
                     max(0, steps - 1),
                     (last.steps[rank] - first.steps[rank]) / passed,
                     spent[Phase.WAIT] / whole,

@@ -2,5 +2,6 @@
 
 ``runs.py`` starts the runs; in each rank ``observed.py`` runs the script under ``observe.py``, which writes down
 (``records.py``) what each step was made of. From there on all is arithmetic: ``compare.py`` measures and judges,
-``reasons.py`` finds out why, ``report.py`` says it. What the script writes, ``putback.py`` undoes after each run. A run that nobody verifies imports nothing of this room.
+``reasons.py`` finds out why, ``report.py`` says it. What the script writes, ``putback.py`` undoes after each run. Runs
+that are not verified import nothing of this room.
 """

@@ -27,7 +27,7 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
     Its bytes are not forced to the disk: this is for processes that read each other's files, not for what has to
     survive a loss of power.
     """
-    content = data.encode() if isinstance(data, str) else data
+    content = data.encode(errors="backslashreplace") if isinstance(data, str) else data
     temporary = f"{path}.tmp-{os.getpid()}"
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

@@ -20,7 +20,7 @@ from lockstep.comm.labels import compares_labels
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.waiting import wait_for
-from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
+from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost, named
 from lockstep.identity import Identity
 from lockstep.job import files, flight
 from lockstep.job.flight import expect_slow
@@ -399,7 +399,7 @@ class World:
             with expect_slow("main_first()"):
                 yield
         except BaseException as error:
-            failure = f"{type(error).__name__}: {error}"
+            failure = named(error)
             raise
         finally:
             if goes_first:

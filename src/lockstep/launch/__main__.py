@@ -59,7 +59,7 @@ class _Options:
                 "call it from a script (subprocess.run)"
             )
         cores, gpus = machine.cores(), machine.gpus()
-        program = Program(self.program, self.args, self.module)
+        program = Program.read(self.program, self.args, self.module)
         place = node_place(
             NodeOptions(self.nnodes, self.node_rank, self.master_addr, self.master_port, self.standalone)
         )

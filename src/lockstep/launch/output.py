@@ -17,14 +17,15 @@ import select
 import selectors
 import shutil
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep._files import describe as describe_error
 from lockstep.errors import LaunchError
+from lockstep.launch.report import say
 from lockstep.launch.spec import JobSpec, Output
 
 # Which stream leads where --------------------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ class Sink:
                 self.broken = True
                 self.backlog.clear()
                 if not isinstance(error, BrokenPipeError):  # else it was `| head`: the rest goes to the logs alone
-                    print(f"lockstep: output can't be shown any more: {error}", file=sys.stderr)
+                    say(f"output can't be shown any more: {error}")
 
 
 @dataclass(eq=False)
@@ -262,7 +263,7 @@ class Source:
             try:
                 data = data[os.write(self.log, data) :]
             except OSError as error:
-                print(f"lockstep: rank {self.rank}'s log can't be written any more: {error}", file=sys.stderr)
+                say(f"rank {self.rank}'s log can't be written any more: {describe_error(error)}")
                 os.close(self.log)
                 self.log = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -11,17 +12,18 @@ import os
 import pickle
 import random
 import signal
+import stat
 import sys
 import threading
 import time
-import traceback
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from lockstep import knobs, tracebacks
+from lockstep.errors import named, said
 from lockstep.identity import Identity, place
 from lockstep.job import flight, tracing
 from lockstep.job.files import FailureRecord
@@ -69,6 +71,7 @@ def _become(task: Task) -> None:
             os.environ[name] = value
     os.environ[knobs.RANK_PROCESS] = f"{os.getpid()} {place()}"
     _take_page()
+    _keep_temporary_files()
     _reseed()
     _tie_workers_to_this_process()
     preload.listen()
@@ -88,6 +91,42 @@ def _take_streams(fds: Sequence[int]) -> None:
     # What a rank printed is there when it is killed, up to the last whole line, also where it prints into a file.
     if isinstance(sys.stdout, io.TextIOWrapper) and not os.isatty(1):
         sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout, sys.stderr = _enduring(sys.stdout), _enduring(sys.stderr)
+
+
+class _Enduring(io.FileIO):
+    """A pipe whose reader may go away: what is written from then on is lost, and the training goes on.
+
+    Under ``python`` such a write raises BrokenPipeError. That ends a program whose output is its result; of a training
+    it would be the end for the sake of a viewer (``| head``, a pager that was closed).
+    """
+
+    def write(self, data: Any, /) -> int | None:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self.fileno())  # for what compiled code prints as well
+            os.close(nothing)
+            return memoryview(data).nbytes
+
+
+def _enduring(stream: TextIO) -> TextIO:
+    """Return the stream that is to take the place of a standard one: another only where it is a pipe or a socket."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    mode = os.fstat(stream.fileno()).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        return stream
+    stream.flush()
+    raw = _Enduring(stream.fileno(), "wb", closefd=False)
+    raw.name = stream.name
+    through, lines = stream.write_through, stream.line_buffering
+    enduring = io.TextIOWrapper(
+        io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=lines, write_through=through
+    )
+    enduring.mode = "w"
+    return enduring
 
 
 def _take_page() -> None:
@@ -105,6 +144,27 @@ def _take_page() -> None:
             tracing.arm(folder, rank=identity.rank, steps=traced[0], first=traced[1])
         except OSError as error:
             print(f"lockstep: rank {identity.rank} can't be traced: {error}", file=sys.stderr)
+
+
+#: Characters that a socket's path can have, and those that multiprocessing adds to its folder's.
+_SOCKET_PATH, _LISTENER = 107, len("/listener-12345678")
+
+
+def _keep_temporary_files() -> None:
+    """Have multiprocessing keep its sockets in the job's folder, which goes with the job however its processes end.
+
+    Each process that hands over a descriptor, as a loader's worker does, makes a folder ``pymp-…`` for them, and only
+    removes it if it leaves in peace. Where the job's folder has too long a name for a socket, it stays so.
+    """
+    folder = knobs.job_dir()
+    if folder is None:
+        return
+    path = os.path.join(folder, "mp")
+    if len(os.fsencode(path)) + _LISTENER <= _SOCKET_PATH:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        # Not documented: where multiprocessing.util.get_temp_dir() looks first; what a process starts inherits it.
+        multiprocessing.current_process()._config["tempdir"] = path  # type: ignore[attr-defined]
 
 
 def _reseed() -> None:
@@ -153,7 +213,7 @@ def _program(task: Task) -> Callable[[], None]:
         return lambda: _meet(task.fds[3], job["options"])
     if job["kind"] == "module":
         return lambda: run_module(job["target"], job["args"])
-    return lambda: run_script(job["target"], job["args"])
+    return lambda: run_script(job["target"], job["args"], file=job.get("file"))
 
 
 def _meet(channel: int, options: dict[str, Any]) -> None:
@@ -165,14 +225,21 @@ def _meet(channel: int, options: dict[str, Any]) -> None:
 # The program: a script or a module -----------------------------------------------------------------------------------
 
 
-def run_script(path: str, args: list[str]) -> None:
-    """Run ``python path args…``."""
+def run_script(path: str, args: list[str], *, file: str | None = None) -> None:
+    """Run ``python path args…``.
+
+    Args:
+        path: the program, as the user has named it.
+        args: its arguments.
+        file: where its text is; None: at ``path``. Else it came through a pipe, and imports what the current folder
+            has, as from ``python -``.
+    """
     _present_as([path, *args])
     if not _safe_path():
-        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
-    absolute = os.path.abspath(path)
-    with io.open_code(absolute) as file:
-        source = file.read()
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)) if file is None else os.getcwd())
+    absolute = os.path.abspath(path if file is None else file)
+    with io.open_code(absolute) as opened:
+        source = opened.read()
     namespace = _new_main(
         __file__=absolute, __cached__=None, __loader__=importlib.machinery.SourceFileLoader("__main__", absolute)
     )
@@ -332,10 +399,10 @@ def _record(error: BaseException, rank: int, exit_code: int) -> None:
     if folder is None:
         return
     if isinstance(error, SystemExit):
-        message, text = ("" if isinstance(error.code, int) else _text(error.code)), ""
+        message, text = ("" if isinstance(error.code, int) else said(error.code)), ""
     else:
         _fold(error)
-        message, text = _text(error), "".join(traceback.format_exception(error))
+        message, text = said(error), tracebacks.text(error)
     kind, home = type(error).__qualname__, type(error).__module__
     name = kind if home in ("builtins", "__main__", "__mp_main__") else f"{home}.{kind}"
     record = FailureRecord(rank, time.monotonic(), exit_code, name, message, text)
@@ -345,21 +412,14 @@ def _record(error: BaseException, rank: int, exit_code: int) -> None:
         print(f"lockstep: rank {rank}'s failure record can't be written: {trouble}", file=sys.stderr)
 
 
-def _text(thing: object) -> str:
-    """Return ``str(thing)``, in the words of Python's own tracebacks if that fails."""
-    try:
-        return str(thing)
-    except Exception:  # noqa: BLE001  (whatever the program's own __str__ raises, its error is the one to tell)
-        return f"<{type(thing).__name__} str() failed>"
-
-
 def _print_exception(error: BaseException) -> None:
     """Do what Python's top level does with an uncaught exception, without our frames."""
     _fold(error)
     tb = error.__traceback__
     # For exit functions and debuggers, which look here; last_exc is known to Python 3.12 and later.
     vars(sys).update(last_type=type(error), last_value=error, last_traceback=tb, last_exc=error)
-    sys.stdout.flush()
+    with contextlib.suppress(Exception):  # it may be closed, None or the program's own, and is not what went wrong
+        sys.stdout.flush()
     try:
         sys.excepthook(type(error), error, tb)
     except BaseException as another:  # noqa: BLE001  (a broken hook must not hide the error)
@@ -370,8 +430,11 @@ def _print_exception(error: BaseException) -> None:
 
 
 def _fold(error: BaseException) -> None:
-    error.__traceback__ = _without_own_frames(error.__traceback__)
-    tracebacks.fold(error)
+    try:
+        error.__traceback__ = _without_own_frames(error.__traceback__)
+        tracebacks.fold(error)
+    except Exception as trouble:  # noqa: BLE001  (an error of an odd kind is still the one to tell)
+        print(f"lockstep: the traceback is shown with all its frames: {named(trouble)}", file=sys.stderr)
 
 
 def _without_own_frames(tb: types.TracebackType | None) -> types.TracebackType | None:

@@ -41,11 +41,26 @@ def say(text: str, *, once: str = "", later: bool = False) -> None:
             messages of all are shown in one place; empty: it is about this machine.
         later: another machine's launcher knows more of it, and is the one to be shown, if it says anything.
     """
-    sys.stdout.flush()
     if _reader is None:
-        print(f"lockstep: {text}", file=sys.stderr, flush=True)
+        show(f"lockstep: {text}")
     else:
         os.write(_reader, json.dumps({"text": text, "once": once, "later": later}).encode() + b"\n")
+
+
+def show(text: str) -> None:
+    """Print a line on standard error; where that is closed, or its reader has gone away, nothing and for good.
+
+    How a job ends must not depend on who reads of it.
+    """
+    if sys.stderr is None:  # closed when Python started; print would take standard output instead
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        # Python flushes what is left once more at its end, and would leave with an exit code of its own.
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 2)
+        os.close(nothing)
 
 
 def met() -> None:

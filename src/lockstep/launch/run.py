@@ -12,8 +12,10 @@ import socket
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 from lockstep import _proc
+from lockstep._files import describe, write_whole
 from lockstep.errors import LaunchError
 from lockstep.job.files import EXIT_SAVED
 from lockstep.launch import processes, report
@@ -67,12 +69,23 @@ def run(spec: JobSpec) -> int:
         logs = LogFolder(spec.log_dir, program=spec.program.name)
         undo.callback(logs.close)
         recorder = Recorder(logs.make, program=spec.program.words, tell=say)
+        file = None if spec.program.text is None else _write_program(Path(folder.path), spec.program.text)
         launcher = Launcher(spec, spec.round(*master), home=folder.path, recorder=recorder)
-        job = _Run(launcher, logs=logs, signals=signals)
+        job = _Run(launcher, logs=logs, signals=signals, file=file)
         undo.callback(job.close)
         code = job.watch()
         ended_saved = code == EXIT_SAVED
         return code
+
+
+def _write_program(folder: Path, text: bytes) -> Path:
+    """Keep a program that came through a pipe, for each start of the ranks and for tracebacks to show its lines."""
+    path = folder / "program.py"
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise LaunchError(f"the program can't be kept for the ranks: {describe(error)}") from error
+    return path
 
 
 def descriptors(nproc: int) -> int:
@@ -139,10 +152,14 @@ class _Run:
         launcher: the zygote, which imports meanwhile, and the ranks to come; closed with this.
         logs: where the ranks' output goes that the terminal does not show.
         signals: those that the user sends.
+        file: where the program's text is, if it came through a pipe.
     """
 
-    def __init__(self, launcher: Launcher, *, logs: LogFolder, signals: SignalQueue) -> None:
+    def __init__(
+        self, launcher: Launcher, *, logs: LogFolder, signals: SignalQueue, file: Path | None = None
+    ) -> None:
         self._launcher = launcher
+        self._file = file
         self._spec = launcher.spec
         self._logs = logs
         self._signals = signals
@@ -262,6 +279,8 @@ class _Run:
         kind = "module" if program.is_module else "script"
         for rank, local_rank in attempt.local_rank.items():
             job = {"kind": kind, "target": program.target, "args": self._spec.arguments(local_rank)}
+            if self._file is not None:
+                job["file"] = str(self._file)
             self._fork(Fork(rank, attempt.environment(local_rank), job), self._streams.open(local_rank, rank))
         if self._logs.moved is not None and self._logs.restart == 0:
             say(self._logs.moved)

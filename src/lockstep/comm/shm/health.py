@@ -112,7 +112,7 @@ class Health:
 
     def _write(self, error: LockstepError) -> None:
         kind = next(code for code, each in enumerate(_KINDS) if isinstance(error, each))
-        text = str(error).encode()[:FAILURE_TEXT]
+        text = str(error).encode(errors="backslashreplace")[:FAILURE_TEXT]
         record = self._layout.failure_record
         _RECORD.pack_into(self._segment.view, record, kind, len(text))
         start = record + _RECORD.size
@@ -173,7 +173,7 @@ class Health:
     def waits_in(self, text: str) -> None:
         """Tell the others that this rank waits in ``text``, a send or a receive."""
         offset = self._layout.last_wait(self._rank)
-        self._segment.view[offset : offset + HEADER] = text.encode()[:HEADER].ljust(HEADER, b"\0")
+        self._segment.view[offset : offset + HEADER] = text.encode(errors="backslashreplace")[:HEADER].ljust(HEADER, b"\0")
 
     def _lines(self, ranks: Iterable[int]) -> str:
         lines = [self._line(rank) for rank in ranks]

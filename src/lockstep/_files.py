@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -39,7 +40,8 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
             file.write(content)
         os.rename(temporary, path)
     except OSError:
-        os.unlink(temporary)
+        with contextlib.suppress(FileNotFoundError):  # the folder was removed meanwhile
+            os.unlink(temporary)
         raise
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep import knobs
+from lockstep.errors import LaunchError
 from lockstep.job import workers
 from lockstep.job.files import EXIT_SAVED, FailureRecord, JobFiles, StopNote
 from lockstep.job.page import Cell, Pages
@@ -54,7 +55,10 @@ class Attempt:
         self.began = time.monotonic()
         #: Private to this attempt, so that it meets no rendezvous and no record of an earlier one.
         self.folder = Path(home) / str(number)
-        self.folder.mkdir(mode=0o700)
+        try:
+            self.folder.mkdir(mode=0o700)
+        except FileNotFoundError as error:
+            raise LaunchError(f"the job's folder {home} was removed: the ranks can't start again") from error
         self.local_rank = {rank: local_rank for local_rank, rank in enumerate(round_.local_ranks)}
         self.policy = Policy(self.local_rank, grace=grace)
         self._files = JobFiles(self.folder)
@@ -152,6 +156,7 @@ class Launcher:
         self.broken: str | None = None
         self.selector = selectors.PollSelector()  # epoll refuses regular files, which standard output may be
         self._next_look = 0.0
+        self._told_of_loss = False
         try:
             self.zygote = ZygoteHandle(
                 home, ranks=spec.nproc, restarts=spec.max_restarts > 0 or spec.rendezvous is not None
@@ -241,6 +246,7 @@ class Launcher:
         """End the record, and return what is left to say when all ranks have ended: that those who were late have moved
         on, and, if all is well, what the time went to."""
         states, hangs = self.policy.states, self.attempt.hangs
+        self._see_folder()
         said, summary = hangs.ended(states), hangs.summary()
         self._record_short_start()
         traced = self._end_trace()
@@ -307,6 +313,15 @@ class Launcher:
         """Whether this launcher hears of all ranks, and is the one that records them and sums up."""
         return self.spec.rendezvous is not None and self.attempt.round.node_rank == 0
 
+    def _see_folder(self) -> None:
+        """Say it once if somebody has removed the job's folder: the job ends as it would, and tells less."""
+        if not self._told_of_loss and not self.attempt.folder.is_dir():
+            self._told_of_loss = True
+            say(
+                f"the job's folder {self.attempt.folder} was removed while the job runs. It goes on; what its processes "
+                "leave for each other there, errors of ranks and the place where groups open, is lost"
+            )
+
     def _look(self, now: float) -> None:
         """Say which rank is late, and end a job that is held up by a rank whose exception was recorded: it does not get
         out of a thread or a collective."""
@@ -316,6 +331,7 @@ class Launcher:
                 say(text)
                 self.recorder.event("late", text)
             self._record_progress(now)
+        self._see_folder()
         if self._tracer is not None:
             self._tell(self._tracer.look())
         for rank in self.policy.alive:

@@ -415,6 +415,11 @@ class LogFolder:
             return []
         return sorted({rank for log, rank in self._opened.items() if _has_text(log)})
 
+    @property
+    def lost(self) -> bool:
+        """Whether the folder was made, and is gone."""
+        return self.path is not None and not self.path.is_dir()
+
     def close(self) -> None:
         """Remove what stayed empty in a folder of our own, and old jobs beyond the newest ones."""
         if self.path is not None and self._given is None:
@@ -425,7 +430,8 @@ class LogFolder:
             for part in (*{log.parent for log in self._opened} - {self.path}, self.path):
                 with contextlib.suppress(OSError):
                     part.rmdir()  # fails unless empty, as it should
-            _prune(self.path.parent)
+            with contextlib.suppress(FileNotFoundError):  # all logs were removed meanwhile
+                _prune(self.path.parent)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -456,7 +462,10 @@ class LogFolder:
 
 
 def _has_text(log: Path) -> bool:
-    return log.exists() and log.stat().st_size > 0
+    try:
+        return log.stat().st_size > 0
+    except OSError:
+        return False  # removed while the job ran
 
 
 def default_home(env: Mapping[str, str] = os.environ) -> Path | None:

@@ -207,7 +207,9 @@ class _Run:
         for text in launcher.conclude(code):
             say(text)
         unseen = self._streams.unseen()
-        if unseen:
+        if self._logs.lost:
+            say(f"the folder of the ranks' logs, {self._logs.path}, was removed while the job ran")
+        elif unseen:
             say(report.unseen(unseen, self._logs.path))
         return code
 

@@ -7,6 +7,13 @@ or ``--local_rank=K`` for a script that knows only that.
 
 from __future__ import annotations
 
+import os
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # As in lockstep/__main__.py: until the launcher reads signals itself there is nothing to undo, nor to show.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path

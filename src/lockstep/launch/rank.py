@@ -359,6 +359,7 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
     except SystemExit as stop:
         code = _exit_code(stop)
         if os.getpid() != this_process or code == 0:
+            flight.current.enter(Phase.LEAVING)  # (a process that the program has forked has a page of its own)
             raise
         _record(stop, rank, code)
         if not isinstance(stop.code, int):

@@ -119,11 +119,20 @@ def saved(note: StopNote, stopped_by: signal.Signals | None) -> str:
     return f"stopped by {'a signal to the ranks' if stopped_by is None else stopped_by.name}; {_where(note)}"
 
 
-def stopped(outcome: Outcome, signum: signal.Signals) -> str:
-    """Say how a job ended that a signal stopped."""
+def stopped(outcome: Outcome, signum: signal.Signals, *, at_once: bool = False) -> str:
+    """Say how a job ended that a signal stopped.
+
+    Args:
+        outcome: how the attempt has ended.
+        signum: the first signal.
+        at_once: a second one, or SIGQUIT, left the ranks no time.
+    """
     words = [f"stopped by {signum.name}"]
     killed = [ending.rank for ending in outcome.endings if ending.state.exit_code == -signal.SIGKILL]
-    if killed:
+    if killed and at_once:
+        by = "it" if signum == signal.SIGQUIT else "a second signal"
+        words.append(f"{by} killed {_names(killed)} at once")
+    elif killed:
         were = "was" if len(killed) == 1 else "were"
         words.append(f"{_names(killed)} did not leave in time (--grace) and {were} killed")
     if outcome.note is not None:

@@ -574,7 +574,7 @@ class _Run:
         not_failed = verdict is not None and verdict.kind in (Kind.LOST, Kind.STOPPED)
         if signum is not None and (not policy.failing or not_failed):
             late = self._asked_listeners and outcome.completed
-            text = report.came_late(signum) if late else report.stopped(outcome, signum)
+            text = report.came_late(signum) if late else report.stopped(outcome, signum, at_once=policy.at_once)
             say(text, once=text)
             return 0 if late else 128 + signum
         if verdict is None and outcome.first is not None:  # the zygote has ended as well, so nothing starts again

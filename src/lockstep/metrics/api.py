@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from lockstep import _torch
+from lockstep.comm.calls import of_all_ranks
 from lockstep.comm.init import current_world
 from lockstep.errors import LockstepError
 from lockstep.metrics.file import NAME
@@ -173,6 +174,7 @@ class Log:
         lines.add(named, step, weight)
 
     @_torch.mark_untraced
+    @of_all_ranks("Log.line()")
     def line(self) -> None:
         """**Collective.** Write a line now, of what was logged since the last one: after an evaluation, say.
 
@@ -182,6 +184,7 @@ class Log:
         self._lines.line_now()
 
     @_torch.mark_untraced
+    @of_all_ranks("Log.close()")
     def close(self) -> None:
         """**Collective.** Write what was logged since the last line, force it to the disk, and close the file.
 

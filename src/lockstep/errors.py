@@ -100,6 +100,11 @@ def named(error: BaseException) -> str:
     return f"{type(error).__name__}: {said(error)}"
 
 
+def sentence(text: str) -> str:
+    """Return ``text`` with a full stop at its end, unless it ends a sentence already."""
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
 def listed(items: Sequence[str], *, most: int = 8, between: str = ", ") -> str:
     """Join ``items`` for a message: the first ``most`` of them, and how many more there are."""
     shown = between.join(items[:most])

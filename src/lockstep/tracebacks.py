@@ -78,6 +78,6 @@ def _users(tb: TracebackType | None) -> TracebackType | None:
     folded: TracebackType | None = None
     for each in reversed(frames):
         # An instruction may belong to no line (one that a tool has generated); -1 has Python look for it again.
-        line = -1 if each.tb_lineno is None else each.tb_lineno  # type: ignore[redundant-expr]  # the stubs don't know
+        line = -1 if each.tb_lineno is None else each.tb_lineno
         folded = TracebackType(folded, each.tb_frame, each.tb_lasti, line)
     return folded or tb

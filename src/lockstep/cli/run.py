@@ -173,8 +173,8 @@ def _run_on_hosts(hosts: str, given: dict[str, Any]) -> int:
     words = [f"{_option(name)}={given[name]}" for name in _EVERYWHERE if given[name] is not None]
     if not given["is_module"] and is_read_once(given["program"]):
         raise ValueError(
-            f"{given['program']} with --hosts={hosts}: a program from a pipe is on this machine alone; save it to a file "
-            "that all hosts have"
+            f"{given['program']} with --hosts={hosts}: a program from a pipe is on this machine alone; save it to a "
+            "file that all hosts have"
         )
     words += ["--all-output"] if given["all_output"] else []
     words += ["--quiet"] if given["quiet"] else []

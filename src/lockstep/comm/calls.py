@@ -48,12 +48,7 @@ class calling:  # (used as a verb, like contextlib.suppress)
         flight.end_call()
         if isinstance(error, LockstepError) and _may_be_alone(error):
             text, *rest = error.args
-            error.args = (f"{text}\n{advice(self._name)}", *rest)
-
-
-def advice(name: str) -> str:
-    """Say that a call is for all ranks."""
-    return f"{name} is for all ranks: if only some call it (in `if world.is_main:`, say), they wait for the others in vain"
+            error.args = (f"{text}\n{fates.advice(self._name)}", *rest)
 
 
 def _may_be_alone(error: LockstepError) -> bool:

@@ -1,17 +1,19 @@
-"""How other ranks of this start have ended, by what they have left: for the errors of those that still wait for them."""
+"""How other ranks of this start have ended, by what they have left: for errors of those that still wait for them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from lockstep import knobs
-from lockstep.errors import listed
+from lockstep.errors import listed, sentence
 from lockstep.job import flight
 from lockstep.job.files import FailureRecord
 from lockstep.job.page import Look, Phase
 
 #: What :func:`told` says of a rank that has ended in peace.
-WITHOUT_ERROR = "has ended its program without an error"
+WITHOUT_ERROR = "without an error"
+#: What a rank is at that has begun a step.
+_WITHIN_STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER)
 
 
 def told(ranks: Iterable[int] | None = None) -> str:
@@ -33,24 +35,32 @@ def told(ranks: Iterable[int] | None = None) -> str:
         if record is not None:
             said.setdefault(f"failed: {record.summary}", []).append(rank)
         elif look.mark.phase is Phase.LEAVING:
-            said.setdefault(f"{WITHOUT_ERROR}{_compared(look, here)}", []).append(rank)
-    return " ".join(_sentence(f"{names(of)} {what}") for what, of in said.items())
+            said.setdefault(_compared(look, here), []).append(rank)
+    return " ".join(sentence(f"{names(of)} {what}") for what, of in said.items())
 
 
 def _compared(there: Look, here: Look) -> str:
+    ended = f"ended the program {WITHOUT_ERROR}"
+    differ = "the ranks took different numbers of steps"
     if there.steps is None or here.steps is None or there.steps == here.steps == 0:
-        return ": the ranks took different numbers of steps, or it has left out what this rank waits in"
-    if there.steps == here.steps:
-        return f", after {_steps(there.steps)} as this rank: it has left out what this rank waits in"
-    return f", after {_steps(there.steps)}; this rank has taken {here.steps}: the ranks took different numbers of steps"
+        return f"{ended}: {differ}, or what this rank waits in was left out there"
+    after = f"{ended} after {_steps(there.steps)}"
+    if there.steps != here.steps:
+        return f"{after}, and this rank has taken {here.steps}: {differ}"
+    if here.mark.phase in _WITHIN_STEP:
+        return f"{after}, and this rank is in its step {here.steps + 1}: {differ}"
+    return f"{after}, as many as this rank has taken: what this rank waits in was left out there"
 
 
 def _steps(count: int) -> str:
     return f"{count} step{'' if count == 1 else 's'}"
 
 
-def _sentence(text: str) -> str:
-    return text if text.endswith((".", "!", "?")) else f"{text}."
+def advice(name: str) -> str:
+    """Say that a call is for all ranks."""
+    return (
+        f"{name} is for all ranks: if only some call it (in `if world.is_main:`, say), they wait for the others in vain"
+    )
 
 
 def names(ranks: Iterable[int], *, most: int = 16) -> str:

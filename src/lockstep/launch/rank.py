@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -11,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import stat
 import sys
@@ -23,7 +25,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn, TextIO
 
 from lockstep import knobs, tracebacks
-from lockstep.errors import named, said
+from lockstep.errors import LockstepError, named, said
 from lockstep.identity import Identity, place
 from lockstep.job import flight, tracing
 from lockstep.job.files import FailureRecord
@@ -55,7 +57,7 @@ class Task:
 def live(task: Task) -> NoReturn:
     """Run the task, and end through Python's own finalization: threads, atexit functions, buffers."""
     _become(task)
-    _run(_program(task), task.rank, silent=task.job["kind"] == "call")
+    _run(_program(task), task.rank, silent=task.job["kind"] == "call", shared=task.job.get("shared", False))
     raise SystemExit(0)
 
 
@@ -101,7 +103,7 @@ class _Enduring(io.FileIO):
     it would be the end for the sake of a viewer (``| head``, a pager that was closed).
     """
 
-    def write(self, data: Any, /) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -125,7 +127,7 @@ def _enduring(stream: TextIO) -> TextIO:
     enduring = io.TextIOWrapper(
         io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=lines, write_through=through
     )
-    enduring.mode = "w"
+    vars(enduring)["mode"] = "w"
     return enduring
 
 
@@ -346,10 +348,11 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool) -> None:
 # Its end -------------------------------------------------------------------------------------------------------------
 
 
-def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
+def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool = False) -> None:
     """Run ``program``. On an exception: leave a record, print it as Python would, and exit as Python would.
 
-    ``silent``: the record says it all, because its reader raises it as an exception.
+    ``silent``: the record says it all, because its reader raises it as an exception. ``shared``: all ranks print to the
+    same place, where one error of lockstep's that all have is shown once.
     """
     this_process = os.getpid()
     try:
@@ -370,7 +373,9 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
         if os.getpid() == this_process:  # and not a child that the program forked
             _ignore_deaths_of_workers()
             _record(error, rank, code)
-        if not silent:
+        if shared and isinstance(error, LockstepError) and not _is_first_to_tell(error, rank):
+            print(f"rank {rank} has failed by an error that is shown already: {type(error).__name__}", file=sys.stderr)
+        elif not silent:
             _print_exception(error)
         raise SystemExit(code) from None
 
@@ -411,6 +416,22 @@ def _record(error: BaseException, rank: int, exit_code: int) -> None:
         record.write(folder)
     except OSError as trouble:
         print(f"lockstep: rank {rank}'s failure record can't be written: {trouble}", file=sys.stderr)
+
+
+def _is_first_to_tell(error: LockstepError, rank: int) -> bool:
+    """Return whether no rank of this start has told the same error; the rank that it begins with does not count."""
+    folder = knobs.job_dir()
+    if folder is None:
+        return True
+    text = re.sub(rf"^rank {rank}\b", "rank", said(error))
+    digest = hashlib.sha256(f"{type(error).__name__}: {text}".encode(errors="backslashreplace")).hexdigest()[:16]
+    try:
+        os.close(os.open(os.path.join(folder, f"told-{digest}"), os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True  # no folder any more
+    return True
 
 
 def _print_exception(error: BaseException) -> None:

@@ -13,6 +13,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lockstep import _proc
 from lockstep._files import describe, write_whole
@@ -26,7 +27,7 @@ from lockstep.launch.output import LogFolder, Relay, Streams, show_cursor
 from lockstep.launch.policy import Failure, Restarts
 from lockstep.launch.processes import SAVE, STOPPING, Arrival, SignalQueue, ignored
 from lockstep.launch.report import say
-from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, check_program, free_port, is_free
+from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, Output, check_program, free_port, is_free
 from lockstep.rendezvous.handle import Rendezvous
 from lockstep.rendezvous.messages import Alive, End, Ended, Event, Kind, Leave, Looks, Meet, Met, Refused, Verdict
 from lockstep.runs.record import Recorder
@@ -155,9 +156,7 @@ class _Run:
         file: where the program's text is, if it came through a pipe.
     """
 
-    def __init__(
-        self, launcher: Launcher, *, logs: LogFolder, signals: SignalQueue, file: Path | None = None
-    ) -> None:
+    def __init__(self, launcher: Launcher, *, logs: LogFolder, signals: SignalQueue, file: Path | None = None) -> None:
         self._launcher = launcher
         self._file = file
         self._spec = launcher.spec
@@ -278,9 +277,12 @@ class _Run:
         """Start the ranks of this attempt."""
         attempt, program = self._launcher.attempt, self._spec.program
         self._stage, self._verdict = _Stage.RUNNING, None
+        job: dict[str, Any]
         kind = "module" if program.is_module else "script"
         for rank, local_rank in attempt.local_rank.items():
             job = {"kind": kind, "target": program.target, "args": self._spec.arguments(local_rank)}
+            if self._spec.output is Output.SHARED and self._spec.log_dir is None:
+                job["shared"] = True
             if self._file is not None:
                 job["file"] = str(self._file)
             self._fork(Fork(rank, attempt.environment(local_rank), job), self._streams.open(local_rank, rank))

@@ -475,7 +475,9 @@ def _check_script(path: str) -> None:
         raise ValueError(f"{path} is a folder: name a Python script, or a module with -m")
     if not os.path.exists(path):
         if path == "-":
-            raise ValueError("this command needs the program more than once, so not from standard input: save it to a file")
+            raise ValueError(
+                "this command needs the program more than once, so not from standard input: save it to a file"
+            )
         hint = f"; to run the module {path}, say -m {path}" if _looks_like_module(path) else ""
         raise ValueError(f"script not found: {path} (looked in {os.getcwd()}){hint}")
     if not os.access(path, os.R_OK):

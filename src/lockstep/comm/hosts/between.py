@@ -265,12 +265,13 @@ class Between:
             return again(known)
         if "timed out" in str(error).lower():
             return self._end(self._late(wait))
-        known = fates.told(wait.ranks)
+        ended = fates.told(wait.ranks)
         return self._end(
             PeerLost(
-                (f"{known} " if known else "") + f"rank {self._hosts.rank} waits in {wait.what} for {names(wait.ranks)} on another host, which is gone "
-                "or can't be reached. The error to look for is that rank's own, or its host's; this group can't be "
-                f"used any more. gloo says: {error}"
+                (f"{ended} " if ended else "")
+                + f"rank {self._hosts.rank} waits in {wait.what} for {names(wait.ranks)} on another host, which is "
+                "gone or can't be reached. The error to look for is that rank's own, or its host's; this group can't "
+                f"be used any more. gloo says: {error}"
             )
         )
 

@@ -178,7 +178,9 @@ class Health:
     def waits_in(self, text: str) -> None:
         """Tell the others that this rank waits in ``text``, a send or a receive."""
         offset = self._layout.last_wait(self._rank)
-        self._segment.view[offset : offset + HEADER] = text.encode(errors="backslashreplace")[:HEADER].ljust(HEADER, b"\0")
+        self._segment.view[offset : offset + HEADER] = text.encode(errors="backslashreplace")[:HEADER].ljust(
+            HEADER, b"\0"
+        )
 
     def _lines(self, ranks: Iterable[int]) -> str:
         lines = [self._line(rank) for rank in ranks]

@@ -225,9 +225,10 @@ class World:
             raise type(error)(f"rank {self.rank} of {self.world_size}: World.barrier(): {error}") from error
         except RuntimeError as error:
             if time.monotonic() - begun < limit.total_seconds():
-                known = fates.told() or "a rank is gone."
+                known = fates.told()
+                known = f"World.barrier(): {known}" if known else "the barrier failed because a rank is gone."
                 raise PeerLost(
-                    f"rank {self.rank} of {self.world_size}: World.barrier(): {known} torch says: {error}"
+                    f"rank {self.rank} of {self.world_size}: {known} torch says: {error}"
                 ) from error
             raise CollectiveTimeout(
                 f"rank {self.rank} of {self.world_size}: not every rank reached the barrier within "

@@ -41,8 +41,7 @@ def test_the_first_failure_is_shown_with_its_own_traceback(tmp_path: Path) -> No
     assert "ValueError: bad batch on rank 1" in Path(log.removeprefix("rank 1's log: ")).read_text()
     for rank in (0, 2):
         assert any(
-            line.startswith((f"rank {rank}: stopped", f"rank {rank} failed too", "ranks 0, 2: stopped", "ranks 0, 2 failed"))
-            for line in report
+            line.startswith((f"rank {rank}: stopped", f"rank {rank} failed too", "ranks 0, 2")) for line in report
         )
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -138,9 +139,11 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("killed", ["rank", "launcher", "zygote"])
 def test_no_folder_of_a_killed_processes_workers_stays(killed: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_SHARES)
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    with start(["lockstep", "run", "-n", "2", "train.py"], tmp_path, cold=True, TMPDIR=str(temporary)) as job:
+    # (A socket's path has 107 characters, and pytest's folders take most of them.)
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        start(["lockstep", "run", "-n", "2", "train.py"], tmp_path, cold=True, TMPDIR=temporary) as job,
+    ):
         rank = int(job.read_line())
         wait_for((tmp_path / "in-1").exists, "a worker")
         zygote = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])

@@ -227,9 +227,7 @@ class World:
             if time.monotonic() - begun < limit.total_seconds():
                 known = fates.told()
                 known = f"World.barrier(): {known}" if known else "the barrier failed because a rank is gone."
-                raise PeerLost(
-                    f"rank {self.rank} of {self.world_size}: {known} torch says: {error}"
-                ) from error
+                raise PeerLost(f"rank {self.rank} of {self.world_size}: {known} torch says: {error}") from error
             raise CollectiveTimeout(
                 f"rank {self.rank} of {self.world_size}: not every rank reached the barrier within "
                 f"{limit.total_seconds():g} s. torch says: {error}{files.told()}"

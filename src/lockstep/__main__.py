@@ -1,6 +1,31 @@
-"""``python -m lockstep``: the ``lockstep`` command."""
+"""The ``lockstep`` command, and ``python -m lockstep``: Ctrl-C ends it without a traceback from the first line on."""
 
-from lockstep.cli import main
+from __future__ import annotations
+
+import os
+import signal
+from typing import NoReturn
+
+#: What a shell reports for a process that SIGINT ended.
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+def main() -> None:
+    """Run the command.
+
+    While its modules are imported there is nothing to undo, and a KeyboardInterrupt would show where in their files it
+    came. ``lockstep run`` stays so until the launcher reads signals itself; the other commands are interrupted as ever.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the shell has it ignored (``&``)
+        signal.signal(signal.SIGINT, _leave)
+    from lockstep.cli import main as command
+
+    command(prog_name="lockstep")
+
+
+def _leave(*_: object) -> NoReturn:
+    os._exit(_INTERRUPTED)
+
 
 if __name__ == "__main__":
-    main(prog_name="lockstep")
+    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -64,7 +65,7 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
     Its bytes are not forced to the disk: this is for processes that read each other's files, not for what has to
     survive a loss of power.
     """
-    content = data.encode() if isinstance(data, str) else data
+    content = data.encode(errors="backslashreplace") if isinstance(data, str) else data
     temporary = f"{path}.tmp-{os.getpid()}"
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -76,7 +77,8 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
             file.write(content)
         os.rename(temporary, path)
     except OSError:
-        os.unlink(temporary)
+        with contextlib.suppress(FileNotFoundError):  # the folder was removed meanwhile
+            os.unlink(temporary)
         raise
 
 

@@ -84,6 +84,27 @@ class CheckpointMismatch(CheckpointError):
     """A checkpoint is of another model, optimizer or world."""
 
 
+def said(thing: object) -> str:
+    """Return ``str(thing)``, in the words of Python's own tracebacks if that fails.
+
+    An exception's ``__str__`` is code of the program's; whatever it raises, the exception is the one to tell.
+    """
+    try:
+        return str(thing)
+    except BaseException:  # noqa: BLE001  (see above)
+        return f"<{type(thing).__name__} str() failed>"
+
+
+def named(error: BaseException) -> str:
+    """Return an error's type and what it says: ``ValueError: bad batch``."""
+    return f"{type(error).__name__}: {said(error)}"
+
+
+def sentence(text: str) -> str:
+    """Return ``text`` with a full stop at its end, unless it ends a sentence already."""
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
 def listed(items: Sequence[str], *, most: int = 8, between: str = ", ") -> str:
     """Join ``items`` for a message: the first ``most`` of them, and how many more there are."""
     shown = between.join(items[:most])

@@ -6,11 +6,13 @@ the user's own code is what to look at. ``LOCKSTEP_TRACEBACK=full`` leaves every
 
 from __future__ import annotations
 
+import contextlib
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 
 from lockstep import callsite, knobs
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, named
 
 #: Rooms that know more of an error that is not theirs append a function: it returns what is to be done, or None.
 explainers: list[Callable[[BaseException], str | None]] = []
@@ -33,14 +35,42 @@ def fold(error: BaseException) -> None:
     if knobs.full_traceback():
         return
     seen: set[int] = set()
-    following: BaseException | None = error
-    while following is not None and id(following) not in seen:
-        seen.add(id(following))
-        cause = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
-        if isinstance(following, LockstepError) and cause is not None and not _is_users(cause.__traceback__):
-            following.__cause__, following.__suppress_context__, cause = None, True, None
-        following.__traceback__ = _users(following.__traceback__)
-        following = cause
+    left = [error]
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        # (Not "or": an exception may have a length, and be empty.)
+        cause = each.__cause__ if each.__cause__ is not None else each.__context__
+        if each.__cause__ is None and each.__suppress_context__:
+            cause = None
+        if isinstance(each, LockstepError) and cause is not None and not _is_users(cause.__traceback__):
+            each.__cause__, each.__suppress_context__, cause = None, True, None
+        each.__traceback__ = _users(each.__traceback__)
+        left += _members(each) if cause is None else [cause, *_members(each)]
+
+
+def text(error: BaseException) -> str:
+    """Return what Python prints of an uncaught error; where not even that can be put together, what there is of it.
+
+    To put it together takes code of the program's: an exception's ``__str__``, its notes, a SyntaxError's fields.
+    """
+    try:
+        return "".join(traceback.format_exception(error))
+    except BaseException as trouble:  # noqa: BLE001  (nothing may hide the error that is to be told)
+        lines = ["Traceback (most recent call last):\n"]
+        with contextlib.suppress(Exception):
+            lines += traceback.format_tb(error.__traceback__)
+        return "".join([*lines, f"{named(error)}\n(Python can't show all of it: {named(trouble)})\n"])
+
+
+def _members(error: BaseException) -> list[BaseException]:
+    """Return the errors of a group; Python 3.10 has none, and libraries bring their own."""
+    members = getattr(error, "exceptions", ())
+    if not isinstance(members, (tuple, list)):
+        return []
+    return [each for each in members if isinstance(each, BaseException)]
 
 
 def _is_users(tb: TracebackType | None) -> bool:
@@ -59,5 +89,7 @@ def _users(tb: TracebackType | None) -> TracebackType | None:
         each = each.tb_next
     folded: TracebackType | None = None
     for each in reversed(frames):
-        folded = TracebackType(folded, each.tb_frame, each.tb_lasti, each.tb_lineno)
+        # An instruction may belong to no line (one that a tool has generated); -1 has Python look for it again.
+        line = -1 if each.tb_lineno is None else each.tb_lineno
+        folded = TracebackType(folded, each.tb_frame, each.tb_lasti, line)
     return folded or tb

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import knobs
+from lockstep.errors import said
 from lockstep.job.files import FailureRecord
 from lockstep.launch import rank
 
@@ -30,8 +31,8 @@ class _Odd(ValueError):
 
 
 def test_an_exception_without_words_has_some() -> None:
-    assert rank._text(_Odd()) == "<_Odd str() failed>"
-    assert rank._text(ValueError("bad batch")) == "bad batch"
+    assert said(_Odd()) == "<_Odd str() failed>"
+    assert said(ValueError("bad batch")) == "bad batch"
 
 
 @pytest.mark.parametrize(("argument", "code"), [(256, 1), (-1, 255), (3, 3)])

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from signal import SIGKILL, SIGSEGV, SIGTERM
+from signal import SIGINT, SIGKILL, SIGSEGV, SIGTERM
 
+import pytest
+
+from lockstep.job.fates import names
 from lockstep.job.files import FailureRecord
 from lockstep.launch.evidence import MachineFacts
 from lockstep.launch.policy import Ending, RankState
-from lockstep.launch.report import Outcome, describe
+from lockstep.launch.report import Outcome, describe, stopped
 
 _NOT_KNOWN = MachineFacts(
     memory_kills=None, memory_limit=None, machine=None, shared=None, files=1024, worker=lambda _: None
@@ -152,3 +158,51 @@ def test_a_rank_that_left_early_is_named_beside_those_that_waited_for_it() -> No
     assert "stopped because" not in text
     cause = _ending(0, 1, 5.2, raised="ValueError: my own", raised_at=5.1)
     assert "rank 1" not in describe(_outcome(cause, _ending(1, 0, 5.0)))
+
+
+def test_ranks_with_one_cause_are_one_line() -> None:
+    failed = _ending(0, 1, 5.1, raised="ValueError: bad batch", raised_at=5.0)
+    others = [_ending(rank, -SIGTERM, 5.2, stopped_at=5.1) for rank in range(1, 63)]
+    late = _ending(63, 1, 5.1, raised="KeyError: 'x'", raised_at=5.05)
+    lines = describe(_outcome(failed, *others, late, world_size=64)).splitlines()
+    assert lines[-2:] == ["ranks 1-62: stopped because rank 0 failed", "rank 63 failed too: KeyError: 'x'"]
+
+
+def test_what_all_ranks_have_alike_is_told_once() -> None:
+    told = "lockstep.ReplicaMismatch: rank {} of 3: the replicas differ\n  in a\n  in b"
+    shown, *others = [_ending(rank, 1, 5.1, raised=told.format(rank), raised_at=5.0 - rank / 100) for rank in range(3)]
+    shown = Ending(shown.state, shown.record, log=None, shown=True)
+    assert describe(_outcome(shown, *others, world_size=3)).splitlines() == [
+        "rank 0 of 3 failed: exit code 1",
+        "lockstep.ReplicaMismatch: rank 0 of 3: the replicas differ (its traceback is above)",
+        "ranks 1, 2 failed too, by the same error",
+    ]
+
+
+def test_a_second_signal_is_not_a_lack_of_time() -> None:
+    killed = [_ending(rank, -SIGKILL, 5.1, stopped_at=5.0) for rank in range(3)]
+    assert stopped(_outcome(*killed), SIGINT, at_once=True) == (
+        "stopped by SIGINT; a second signal killed ranks 0, 1, 2 at once"
+    )
+    assert "(--grace)" in stopped(_outcome(*killed), SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([1, 0], "ranks 0, 1"), ([0, 1, 2, 5], "ranks 0-2, 5"), (range(64), "ranks 0-63")],
+)
+def test_ranks_that_follow_each_other_are_a_range(ranks: Iterable[int], text: str) -> None:
+    assert names(ranks) == text
+
+
+def test_no_room_for_a_semaphore_is_told() -> None:
+    facts = replace(_NOT_KNOWN, shared=(1 << 26, 0))
+    failed = _ending(0, 1, 5.1, raised="OSError: [Errno 28] No space left on device", raised_at=5.0)
+    assert "/dev/shm (64 MiB, of which 0 MiB are free now) was full" in describe(Outcome((failed,), facts, 1))
+    assert "/dev/shm" not in describe(Outcome((failed,), replace(facts, shared=(1 << 26, 1 << 25)), 1))
+
+
+def test_a_file_over_the_users_limit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = _ending(0, 1, 5.1, raised="OSError: [Errno 27] File too large", raised_at=5.0)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
+    assert "this user's limit, 1 MiB (ulimit -f)" in describe(_outcome(failed, world_size=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import lockstep
 from lockstep import tracebacks
 from lockstep.comm.waiting import wait_for
+from lockstep.errors import said
 
 
 def _shown(error: BaseException) -> list[str]:
@@ -93,3 +95,64 @@ def test_what_another_room_knows_of_an_error_is_added_to_its_message(monkeypatch
     for error in (known, other):
         tracebacks.explain(error)
     assert (known.args, other.args) == (("a: do this",), ("b",))
+
+
+def _without_a_line() -> BaseException:
+    """An error from an instruction that belongs to no line, as tools that generate code leave them."""
+
+    def fails() -> None:
+        raise ValueError("from generated code")
+
+    fails.__code__ = fails.__code__.replace(co_linetable=b"")
+    return _raised(fails)
+
+
+def test_an_instruction_without_a_line_hides_nothing() -> None:
+    error = _without_a_line()
+    tracebacks.fold(error)
+    assert "ValueError: from generated code" in tracebacks.text(error)
+
+
+class _Wordless(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+def test_an_error_whose_words_fail_is_told() -> None:
+    assert said(_Wordless()) == "<_Wordless str() failed>"
+    assert "_Wordless" in tracebacks.text(_Wordless())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SyntaxError("odd", cast("Any", ("file.py", "no number", "x", "text"))),
+        ValueError("half of a pair: \udc80"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        RecursionError("maximum recursion depth exceeded"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_odd_errors_are_told(error: Exception) -> None:
+    tracebacks.fold(error)
+    assert type(error).__name__ in tracebacks.text(error)
+
+
+def test_an_error_that_is_false_is_still_a_cause() -> None:
+    class Empty(Exception):
+        def __len__(self) -> int:
+            return 0
+
+    error = ValueError("x")
+    error.__context__, error.__cause__ = KeyError("context"), Empty()
+    tracebacks.fold(error)
+    assert isinstance(error.__cause__, Empty)
+
+
+def test_the_members_of_a_group_are_folded_as_well() -> None:
+    group = ValueError("as a group is")
+    member = _raised(_wrong_shape)
+    vars(group)["exceptions"] = (member,)
+    tracebacks.fold(group)
+    frames = traceback.extract_tb(member.__traceback__)
+    assert {frame.filename.rpartition("/")[2] for frame in frames} == {"test_tracebacks.py"}

@@ -28,6 +28,7 @@ from lockstep.checkpoint.save import prepare, words_on_drift, write
 from lockstep.checkpoint.state import Moment, Position, RunState, Stateful, parameters_in_short, refuse_parts
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
+from lockstep.comm.calls import of_all_ranks
 from lockstep.comm.conditions import conditions
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.init import current_world
@@ -254,6 +255,7 @@ class Checkpointer:
 
     # Saving.
 
+    @of_all_ranks("Checkpointer.save()")
     @flight.phase(Phase.SAVE)
     def save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> Path:
         """**Collective.** Write a checkpoint to the disk itself and return its folder. Older ones are pruned after it.
@@ -286,6 +288,7 @@ class Checkpointer:
             callsite.warn(f"{earlier}; the save at step {moment.step} succeeded", RuntimeWarning)
         return folder
 
+    @of_all_ranks("Checkpointer.async_save()")
     @flight.phase(Phase.SAVE)
     def async_save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> None:
         """**Collective.** Do as :meth:`save`, but let training continue as soon as the state is copied in memory.
@@ -378,6 +381,7 @@ class Checkpointer:
 
     # Restoring.
 
+    @of_all_ranks("Checkpointer.restore()")
     @flight.phase(Phase.RESTORE)
     def restore(self, *, strict: bool = False, only_finite: bool = True) -> Restored | None:
         """**Collective.** Resume from the newest complete checkpoint that is finite; None if there is no checkpoint.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from typing import Any
+
 import click
 
 from lockstep.cli.checkpoint import checkpoint
@@ -16,10 +19,24 @@ from lockstep.cli.verify import verify
 from lockstep.version import __version__
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Ends a command by Ctrl-C as a shell expects it; click would say "Aborted!" and leave with 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(128 + signal.SIGINT)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="lockstep")
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Data-parallel training for PyTorch: N replicas that train the same model as one."""
+    started = signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, signal.default_int_handler)
+    if ctx.invoked_subcommand != "run" and started:  # by __main__.py; these have something to undo
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 main.add_command(run)

@@ -124,7 +124,7 @@ def run(
         place = node_place(asked, env)
         nproc = parse_ranks(ranks or place.ranks or "auto", cores=machine.cores(), gpus=machine.gpus())
         spec = JobSpec(
-            Program(program, args, is_module),
+            Program.read(program, args, is_module),
             nproc=nproc,
             nnodes=place.nnodes,
             node_rank=place.node_rank,
@@ -165,11 +165,17 @@ def _run_on_hosts(hosts: str, given: dict[str, Any]) -> int:
         given: all options and arguments of the command.
     """
     from lockstep.launch.hosts import Line, parse_hosts, refuse_with_hosts, run_on_hosts
+    from lockstep.launch.spec import is_read_once
 
     if given["trace"] is not None:
         _parse_trace(given["trace"])
     refuse_with_hosts(hosts, {_option(name): given[name] for name in _ELSEWHERE})
     words = [f"{_option(name)}={given[name]}" for name in _EVERYWHERE if given[name] is not None]
+    if not given["is_module"] and is_read_once(given["program"]):
+        raise ValueError(
+            f"{given['program']} with --hosts={hosts}: a program from a pipe is on this machine alone; save it to a "
+            "file that all hosts have"
+        )
     words += ["--all-output"] if given["all_output"] else []
     words += ["--quiet"] if given["quiet"] else []
     words += ["-m"] if given["is_module"] else []

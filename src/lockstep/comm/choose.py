@@ -21,7 +21,7 @@ from lockstep import callsite, knobs
 from lockstep.comm.shm.group import Group
 from lockstep.comm.shm.register import make_engine
 from lockstep.comm.shm.rendezvous import ApartError, say_and_hear
-from lockstep.errors import RendezvousError
+from lockstep.errors import RendezvousError, sentence
 from lockstep.identity import Identity
 
 
@@ -52,7 +52,7 @@ def open_fastest(store: Store, identity: Identity, timeout: float) -> None:
 
 
 def _warn(what: str) -> None:
-    callsite.warn(f'{what}. lockstep.init("gloo") or {knobs.BACKEND}=gloo chooses that, and ends this warning')
+    callsite.warn(f'{sentence(what)} lockstep.init("gloo") or {knobs.BACKEND}=gloo chooses that, and ends this warning')
 
 
 def _try(backend: str, store: Store, identity: Identity, timeout: float) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from lockstep import errors
 from lockstep.comm.peers import Peers
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, named, said
 
 Result = TypeVar("Result")
 
@@ -90,7 +90,7 @@ def agreed(
 
 def _described(error: Exception) -> dict[str, str]:
     known = next((_KNOWN[kind] for kind in type(error).__mro__ if kind in _KNOWN), "")
-    return {"error": str(error) if known else f"{type(error).__name__}: {error}", "class": known}
+    return {"error": said(error) if known else named(error), "class": known}
 
 
 def _failure(rank: int, record: dict[str, str], peers: Peers, what: str) -> Exception:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
-from lockstep.job import files, flight
+from lockstep.job import fates, files, flight
 
 
 def wait_for(wait: Callable[[], object], what: Callable[[], str], *, name: str | None = "a collective") -> None:
@@ -46,6 +46,9 @@ def failure(error: RuntimeError, what: str) -> LockstepError:
             f"{what}: a rank did not arrive in time. It may be stuck or slow, in another collective, or out of data "
             f"(see lockstep.join). The backend says: {text}{files.told()}"
         )
+    known = fates.told()
+    if known:
+        return PeerLost(f"{what}: {known} The backend says: {text}")
     return PeerLost(
         f"{what}: a rank is gone, or sent something else. Look at the first rank that failed for the cause. "
         f"The backend says: {text}"

@@ -15,14 +15,15 @@ import torch.distributed as dist
 
 from lockstep import _torch
 from lockstep.comm import slicing
+from lockstep.comm.calls import calling, of_all_ranks
 from lockstep.comm.exchange import all_gather_records, all_gather_tensors, broadcast_tensor, group_device
 from lockstep.comm.labels import compares_labels
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.waiting import wait_for
-from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
+from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost, named
 from lockstep.identity import Identity
-from lockstep.job import files, flight
+from lockstep.job import fates, files, flight
 from lockstep.job.flight import expect_slow
 from lockstep.share import MOST_ITEMS, BatchesInHand, BatchShare, Items
 
@@ -190,6 +191,7 @@ class World:
             print(*values, **{"flush": True, **options})
 
     @_torch.mark_untraced
+    @of_all_ranks("World.barrier()")
     def barrier(self, *, timeout: float | None = None) -> None:
         """**Collective.** Wait until every rank has arrived.
 
@@ -223,16 +225,16 @@ class World:
             raise type(error)(f"rank {self.rank} of {self.world_size}: World.barrier(): {error}") from error
         except RuntimeError as error:
             if time.monotonic() - begun < limit.total_seconds():
-                raise PeerLost(
-                    f"rank {self.rank} of {self.world_size}: the barrier failed because a rank is gone. "
-                    f"torch says: {error}"
-                ) from error
+                known = fates.told()
+                known = f"World.barrier(): {known}" if known else "the barrier failed because a rank is gone."
+                raise PeerLost(f"rank {self.rank} of {self.world_size}: {known} torch says: {error}") from error
             raise CollectiveTimeout(
                 f"rank {self.rank} of {self.world_size}: not every rank reached the barrier within "
                 f"{limit.total_seconds():g} s. torch says: {error}{files.told()}"
             ) from error
 
     @_torch.mark_untraced
+    @of_all_ranks("World.all_reduce()")
     def all_reduce(self, value: Reducible, op: ReduceOp = "sum") -> Reducible:
         """**Collective.** Combine a number, or a tensor of numbers, over all ranks.
 
@@ -268,6 +270,7 @@ class World:
         return total.item()  # type: ignore[return-value]
 
     @_torch.mark_untraced
+    @of_all_ranks("World.mean()")
     def mean(self, value: float | torch.Tensor, *, samples: int | None = None) -> Any:
         """**Collective.** Return the mean over all samples of all ranks, of numbers that are means on each rank.
 
@@ -330,6 +333,7 @@ class World:
         )
 
     @_torch.mark_untraced
+    @of_all_ranks("World.gather()")
     def gather(self, value: Any) -> list[Any]:
         """**Collective.** Return every rank's ``value``, in order of rank, on every rank.
 
@@ -356,6 +360,7 @@ class World:
         ]
 
     @_torch.mark_untraced
+    @of_all_ranks("World.broadcast()")
     def broadcast(self, value: Any = None, *, source: int = 0) -> Any:
         """**Collective.** Return the ``value`` of rank ``source`` on every rank; what the others pass does not matter.
 
@@ -417,17 +422,20 @@ class World:
         goes_first = self.is_main if per == "job" else self.local_rank == 0
         failures: list[str | None] = []
         if not goes_first:
-            self._raise_if_failed(all_gather_records(None, self.group))
+            with calling("World.main_first()"):
+                failures = all_gather_records(None, self.group)
+            self._raise_if_failed(failures)
         failure: str | None = None
         try:
             with expect_slow("main_first()"):
                 yield
         except BaseException as error:
-            failure = f"{type(error).__name__}: {error}"
+            failure = named(error)
             raise
         finally:
             if goes_first:
-                failures = all_gather_records(failure, self.group)
+                with calling("World.main_first()"):
+                    failures = all_gather_records(failure, self.group)
         self._raise_if_failed(failures)
 
     def _raise_if_failed(self, failures: list[str | None]) -> None:

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep import callsite
 from lockstep.comm import streams
+from lockstep.comm.calls import of_all_ranks
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.init import current_world
 from lockstep.comm.peers import OverGroup
@@ -61,6 +62,7 @@ _log = logging.getLogger(__name__)
 _DATA = int(Phase.DATA)
 
 
+@of_all_ranks("lockstep.shard()")
 def shard(
     loader: DataLoader[Any],
     *,
@@ -358,6 +360,7 @@ class ShardedLoader:
         """
         return self._state().to_json()
 
+    @of_all_ranks("ShardedLoader.load_state_dict()")
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """**Collective.** Resume from a saved state: the next pass continues its epoch after its last batch.
 

@@ -25,7 +25,7 @@ from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.world import World
 from lockstep.data.seeding import preserved_generators, seed_generators
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, named
 
 _MASK = 2**64 - 1
 
@@ -157,7 +157,7 @@ def draw_order(sampler: Any, world: World, *, seed: int, epoch: int) -> torch.Te
         try:
             return _draw(sampler, seed=seed, epoch=epoch) if world.is_main else None
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
+            text = named(error)
             raise LockstepError(f"the sampler {type(sampler).__name__} could not draw epoch {epoch}: {text}") from error
 
     order, lengths = together(

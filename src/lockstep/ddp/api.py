@@ -23,6 +23,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from lockstep import _torch, tracebacks
 from lockstep.comm import streams
+from lockstep.comm.calls import of_all_ranks
 from lockstep.comm.deterministic import switch_on
 from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.compare import why_unfit
@@ -39,6 +40,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _replicas: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
 
 
+@of_all_ranks("lockstep.replicate()")
 def replicate(
     model: Model,
     *,
@@ -259,6 +261,7 @@ def join(
     )
 
 
+@of_all_ranks("lockstep.finish_round()")
 def finish_round(model: nn.Module) -> None:
     """**Collective.** End the round of local steps here, so that all ranks hold the same parameters and buffers.
 

@@ -52,7 +52,7 @@ from lockstep.ddp.counts import MIXED, Weight, are_mixed, unit_of_means, unit_of
 from lockstep.ddp.drift import DriftCheck
 from lockstep.ddp.finite import FiniteLook
 from lockstep.ddp.sparse import SparseSlot, SparseTransfer
-from lockstep.errors import CollectiveMismatch, LockstepError, NonFiniteGradient
+from lockstep.errors import CollectiveMismatch, LockstepError, NonFiniteGradient, sentence
 from lockstep.share import Place
 
 #: See Note [Labels].
@@ -602,12 +602,12 @@ def explained(error: CollectiveMismatch) -> CollectiveMismatch:
     """Return ``error`` with a remedy, if some rank said that it left a backward out; else ``error`` itself."""
     text = str(error)
     if text.count("backward ") > text.count(_WEIGHED) > 0:
-        return CollectiveMismatch(f"{error}. That is, {MIXED}")
+        return CollectiveMismatch(f"{sentence(str(error))} That is, {MIXED}")
     if _LEFT_OUT not in text:
         return error
     return CollectiveMismatch(
-        f"{error}. A rank that runs a forward for training and leaves its backward out (a `continue` before it) would "
-        "be averaged with the others' next batch from then on. Decide that on all ranks together, for instance with "
-        "world.all_reduce(int(bad), 'max'). If its loss only has no use for an output, let it count nothing: "
-        "loss + 0 * out.sum(). A forward that is not for training belongs under torch.no_grad()"
+        f"{sentence(str(error))} A rank that runs a forward for training and leaves its backward out (a `continue` "
+        "before it) would be averaged with the others' next batch from then on. Decide that on all ranks together, for "
+        "instance with world.all_reduce(int(bad), 'max'). If its loss only has no use for an output, let it count "
+        "nothing: loss + 0 * out.sum(). A forward that is not for training belongs under torch.no_grad()"
     )

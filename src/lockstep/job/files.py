@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -94,7 +95,16 @@ class JobFiles:
 
     def mark_failed(self) -> None:
         """Tell the ranks that a signal to stop is not the user's: one of them failed, so nobody can finish a step."""
-        self._failed.touch(mode=0o600)
+        with contextlib.suppress(FileNotFoundError):  # somebody has removed the folder, which the launcher says
+            self._failed.touch(mode=0o600)
+
+    def mark_late(self, text: str) -> None:
+        """Leave the launcher's report on the rank that holds up the others now; empty: none does any more."""
+        with contextlib.suppress(FileNotFoundError):  # as above
+            if text:
+                write_whole(self.late, text)
+            else:
+                self.late.unlink()
 
     @property
     def has_failed(self) -> bool:

@@ -162,7 +162,8 @@ class Flight:
         if what:
             frame = user_frame(_getframe(1))
             at = "" if frame is None or " at " in what else f" at {words(frame.f_code, frame.f_lineno)}"
-            encode(self._page, Text.WAITS_IN, what + at)
+            call = f"{_calls[0]}: " if _calls and not what.startswith(_calls[0]) else ""
+            encode(self._page, Text.WAITS_IN, call + what + at)
         self._cells[_MARK] = next(_others) + self._cells[_MARK] % WAITS + WAITS
 
     def end_wait(self, *, failed: bool = False) -> None:
@@ -227,6 +228,7 @@ def _leave_to_the_parent() -> None:
     """A forked child (a DataLoader's worker) has its parent's memory, but is not a rank."""
     use(Flight(memoryview(bytearray(PAGE))))
     _background.clear()
+    _calls.clear()
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)
@@ -235,6 +237,23 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 def in_background() -> None:
     """What this thread waits for holds up nothing: leave it out of the page."""
     _background.add(get_ident())
+
+
+#: What the script has called that all ranks must call, on the thread that trains; at most one.
+_calls: list[str] = []
+
+
+def begin_call(name: str) -> bool:
+    """The script has called ``name``, which is for all ranks. False: within another such call, or in the background."""
+    if _calls or get_ident() in _background:
+        return False
+    _calls.append(name)
+    return True
+
+
+def end_call() -> None:
+    """It has returned."""
+    _calls.clear()
 
 
 class waiting:  # (used as a verb, like contextlib.suppress)

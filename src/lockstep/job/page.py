@@ -177,6 +177,7 @@ class Pages:
     """
 
     def __init__(self, folder: str | Path, count: int) -> None:
+        self.count = count
         fd = os.open(JobFiles(folder).pages, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, count * PAGE)  # a full disk is an error here, not a SIGBUS later

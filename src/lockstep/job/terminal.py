@@ -1,4 +1,5 @@
-"""A terminal that goes while processes write to it: its window is closed, or the connection to its host is lost.
+"""What ranks and launcher print to may go while they run: a terminal whose window is closed or whose connection is
+lost, the reader of a pipe.
 
 Note [A dead terminal]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -6,6 +7,9 @@ When a terminal goes, the kernel sends SIGHUP to the leader of its session, whic
 to it fails from then on (EIO). So a rank may find out by a line that it prints, before it has heard of the signal by
 which it is to save and leave. What nobody can read any more is no reason to fail: a descriptor of a terminal that is
 gone leads to /dev/null from the moment at which that is noticed.
+
+So does a pipe without a reader (``| head``, a pager that was closed). Under ``python`` a write to it raises
+BrokenPipeError. That ends a program whose output is its result; it would end a training for the sake of a viewer.
 """
 
 from __future__ import annotations
@@ -43,22 +47,26 @@ def let_go() -> bool:
 
 
 class _Forgiving(io.FileIO):
-    """A standard stream to a terminal that may go."""
+    """A standard stream to a terminal, or to a reader, that may go."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
+        except BrokenPipeError:
+            nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            os.dup2(nothing, self.fileno(), inheritable=True)  # for what compiled code prints as well
+            os.close(nothing)
         except OSError as error:
             if error.errno != errno.EIO or not let_go():
                 raise
-            return super().write(data)
+        return super().write(data)
 
 
 def outlive() -> None:
-    """Let standard output and error, where they are a terminal, outlive it: see Note [A dead terminal]."""
+    """Let standard output and error outlive whatever reads them, where that is a terminal or a pipe's other end."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if not isinstance(stream, io.TextIOWrapper) or not os.isatty(fd) or stream.fileno() != fd:
+        if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != fd or not _may_go(fd):
             continue
         stream.flush()
         raw = _Forgiving(fd, "w", closefd=False)
@@ -73,3 +81,8 @@ def outlive() -> None:
         vars(forgiving)["mode"] = "w"  # as Python's own has it
         setattr(sys, name, forgiving)
         setattr(sys, f"__{name}__", forgiving)
+
+
+def _may_go(fd: int) -> bool:
+    mode = os.fstat(fd).st_mode
+    return os.isatty(fd) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

@@ -7,6 +7,13 @@ or ``--local_rank=K`` for a script that knows only that.
 
 from __future__ import annotations
 
+import os
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # As in lockstep/__main__.py: until the launcher reads signals itself there is nothing to undo, nor to show.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,7 +66,7 @@ class _Options:
                 "call it from a script (subprocess.run)"
             )
         cores, gpus = machine.cores(), machine.gpus()
-        program = Program(self.program, self.args, self.module)
+        program = Program.read(self.program, self.args, self.module)
         place = node_place(
             NodeOptions(self.nnodes, self.node_rank, self.master_addr, self.master_port, self.standalone)
         )

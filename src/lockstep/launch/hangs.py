@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep import _proc
-from lockstep._files import write_whole
 from lockstep.job.account import Ledger, Progress
 from lockstep.job.files import JobFiles
 from lockstep.job.hang import (
@@ -333,7 +332,7 @@ class HangWatch:
         self._verdict = verdict
         self._reported = self._marks()
         self.text = report.describe_late(verdict, known, now=now, world_size=self._world_size)
-        write_whole(self._files.late, self.text)
+        self._files.mark_late(self.text)
         return [self.text]
 
     def _has_gone_on(self, verdict: Verdict, states: Mapping[int, RankState], now: float) -> bool:
@@ -358,7 +357,7 @@ class HangWatch:
         if not moved or any(state.exit_code for state in states.values()):
             return []  # what was said stands, also as the reason of an end
         self._verdict, self.text = None, ""
-        self._files.late.unlink(missing_ok=True)
+        self._files.mark_late("")
         return [report.over(verdict, now=now)]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lockstep import knobs
+from lockstep.errors import LaunchError
 from lockstep.job import workers
 from lockstep.job.files import EXIT_SAVED, FailureRecord, JobFiles, StopNote
 from lockstep.job.page import Cell, Look, Pages
@@ -55,7 +56,10 @@ class Attempt:
         self.began = time.monotonic()
         #: Private to this attempt, so that it meets no rendezvous and no record of an earlier one.
         self.folder = Path(home) / str(number)
-        self.folder.mkdir(mode=0o700)
+        try:
+            self.folder.mkdir(mode=0o700)
+        except FileNotFoundError as error:
+            raise LaunchError(f"the job's folder {home} was removed: the ranks can't start again") from error
         self.local_rank = {rank: local_rank for local_rank, rank in enumerate(round_.local_ranks)}
         self.policy = Policy(self.local_rank, grace=grace)
         self._files = JobFiles(self.folder)
@@ -160,6 +164,7 @@ class Launcher:
         #: What the starts before this one took, and the most memory that each rank of this machine had in them.
         self._summaries: list[Summary] = []
         self._peaks: dict[int, int | None] = {}
+        self._told_of_loss = False
         try:
             self.zygote = ZygoteHandle(
                 home, ranks=spec.nproc, restarts=spec.max_restarts > 0 or spec.rendezvous is not None
@@ -248,6 +253,7 @@ class Launcher:
     def conclude(self, exit_code: int) -> list[str]:
         """End the record, and return what is left to say when all ranks have ended: that those who were late have moved
         on, and, if all is well, what the time went to."""
+        self._see_folder()
         said = self.attempt.hangs.ended(self.policy.states)
         self._end_start()
         summary = RunSummary.of(self._summaries, began=self.recorder.clock)
@@ -327,6 +333,15 @@ class Launcher:
         """Whether this launcher hears of all ranks, and is the one that records them and sums up."""
         return self.spec.rendezvous is not None and self.attempt.round.node_rank == 0
 
+    def _see_folder(self) -> None:
+        """Say it once if somebody has removed the job's folder: the job ends as it would, and tells less."""
+        if not self._told_of_loss and not self.attempt.folder.is_dir():
+            self._told_of_loss = True
+            say(
+                f"the job's folder {self.attempt.folder} was removed while the job runs. It goes on; what its "
+                "processes leave for each other there, errors of ranks and the place where groups open, is lost"
+            )
+
     def _look(self, now: float) -> None:
         """Say which rank is late, and end a job that is held up by a rank whose exception was recorded: it does not get
         out of a thread or a collective."""
@@ -336,6 +351,7 @@ class Launcher:
                 say(text)
                 self.recorder.event("late", text)
             self._record_progress(now)
+        self._see_folder()
         if self._tracer is not None:
             self._tell(self._tracer.look())
         for rank in self.policy.alive:

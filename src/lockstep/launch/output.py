@@ -18,15 +18,16 @@ import select
 import selectors
 import shutil
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep._files import describe as describe_error
 from lockstep.errors import LaunchError
 from lockstep.job import terminal
+from lockstep.launch.report import say
 from lockstep.launch.spec import JobSpec, Output
 
 # Which stream leads where --------------------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ class Sink:
                 self.broken = True
                 self.backlog.clear()
                 if not isinstance(error, BrokenPipeError):  # else it was `| head`: the rest goes to the logs alone
-                    print(f"lockstep: output can't be shown any more: {error}", file=sys.stderr)
+                    say(f"output can't be shown any more: {error}")
 
 
 @dataclass(eq=False)
@@ -266,7 +267,7 @@ class Source:
             try:
                 data = data[os.write(self.log, data) :]
             except OSError as error:
-                print(f"lockstep: rank {self.rank}'s log can't be written any more: {error}", file=sys.stderr)
+                say(f"rank {self.rank}'s log can't be written any more: {describe_error(error)}")
                 os.close(self.log)
                 self.log = None
 
@@ -418,6 +419,11 @@ class LogFolder:
             return []
         return sorted({rank for log, rank in self._opened.items() if _has_text(log)})
 
+    @property
+    def lost(self) -> bool:
+        """Whether the folder was made, and is gone."""
+        return self.path is not None and not self.path.is_dir()
+
     def close(self) -> None:
         """Remove what stayed empty in a folder of our own, and old jobs beyond the newest ones."""
         if self.path is not None and self._given is None:
@@ -428,7 +434,8 @@ class LogFolder:
             for part in (*{log.parent for log in self._opened} - {self.path}, self.path):
                 with contextlib.suppress(OSError):
                     part.rmdir()  # fails unless empty, as it should
-            _prune(self.path.parent)
+            with contextlib.suppress(FileNotFoundError):  # all logs were removed meanwhile
+                _prune(self.path.parent)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -459,7 +466,10 @@ class LogFolder:
 
 
 def _has_text(log: Path) -> bool:
-    return log.exists() and log.stat().st_size > 0
+    try:
+        return log.stat().st_size > 0
+    except OSError:
+        return False  # removed while the job ran
 
 
 def default_home(env: Mapping[str, str] = os.environ) -> Path | None:

@@ -77,6 +77,8 @@ class Policy:
     deadline: float | None = None
     #: True when ranks did not even die of SIGKILL.
     gave_up: bool = False
+    #: True when a signal had the ranks killed that still had time to leave: a second one, or SIGQUIT.
+    at_once: bool = False
     _killed: bool = False
     _last_signal: float = float("-inf")
 
@@ -154,6 +156,7 @@ class Policy:
                 return self._to_those_not_yet_started(orders) if delivered else orders
         elif again < _SAME_SIGNAL:
             return []
+        self.at_once = self.at_once or not self._killed
         return self._kill(now)
 
     def leave(self, now: float) -> list[Order]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -10,11 +12,11 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import sys
 import threading
 import time
-import traceback
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 from lockstep import knobs, tracebacks
+from lockstep.errors import LockstepError, named, said
 from lockstep.identity import Identity, place
 from lockstep.job import flight, terminal, tracing
 from lockstep.job.files import EXIT_SAVED, FailureRecord
@@ -53,7 +56,7 @@ class Task:
 def live(task: Task) -> NoReturn:
     """Run the task, and end through Python's own finalization: threads, atexit functions, buffers."""
     _become(task)
-    _run(_program(task), task.rank, silent=task.job["kind"] == "call")
+    _run(_program(task), task.rank, silent=task.job["kind"] == "call", shared=task.job.get("shared", False))
     raise SystemExit(0)
 
 
@@ -69,6 +72,7 @@ def _become(task: Task) -> None:
             os.environ[name] = value
     os.environ[knobs.RANK_PROCESS] = f"{os.getpid()} {place()}"
     _take_page()
+    _keep_temporary_files()
     _reseed()
     _tie_workers_to_this_process()
     preload.listen()
@@ -106,6 +110,27 @@ def _take_page() -> None:
             tracing.arm(folder, rank=identity.rank, steps=traced[0], first=traced[1])
         except OSError as error:
             print(f"lockstep: rank {identity.rank} can't be traced: {error}", file=sys.stderr)
+
+
+#: Characters that a socket's path can have, and those that multiprocessing adds to its folder's.
+_SOCKET_PATH, _LISTENER = 107, len("/listener-12345678")
+
+
+def _keep_temporary_files() -> None:
+    """Have multiprocessing keep its sockets in the job's folder, which goes with the job however its processes end.
+
+    Each process that hands over a descriptor, as a loader's worker does, makes a folder ``pymp-…`` for them, and only
+    removes it if it leaves in peace. Where the job's folder has too long a name for a socket, it stays so.
+    """
+    folder = knobs.job_dir()
+    if folder is None:
+        return
+    path = os.path.join(folder, "mp")
+    if len(os.fsencode(path)) + _LISTENER <= _SOCKET_PATH:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        # Not documented: where multiprocessing.util.get_temp_dir() looks first; what a process starts inherits it.
+        multiprocessing.current_process()._config["tempdir"] = path  # type: ignore[attr-defined]
 
 
 def _reseed() -> None:
@@ -154,7 +179,7 @@ def _program(task: Task) -> Callable[[], None]:
         return lambda: _meet(task.fds[3], job["options"])
     if job["kind"] == "module":
         return lambda: run_module(job["target"], job["args"])
-    return lambda: run_script(job["target"], job["args"])
+    return lambda: run_script(job["target"], job["args"], file=job.get("file"))
 
 
 def _meet(channel: int, options: dict[str, Any]) -> None:
@@ -166,14 +191,21 @@ def _meet(channel: int, options: dict[str, Any]) -> None:
 # The program: a script or a module -----------------------------------------------------------------------------------
 
 
-def run_script(path: str, args: list[str]) -> None:
-    """Run ``python path args…``."""
+def run_script(path: str, args: list[str], *, file: str | None = None) -> None:
+    """Run ``python path args…``.
+
+    Args:
+        path: the program, as the user has named it.
+        args: its arguments.
+        file: where its text is; None: at ``path``. Else it came through a pipe, and imports what the current folder
+            has, as from ``python -``.
+    """
     _present_as([path, *args])
     if not _safe_path():
-        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
-    absolute = os.path.abspath(path)
-    with io.open_code(absolute) as file:
-        source = file.read()
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)) if file is None else os.getcwd())
+    absolute = os.path.abspath(path if file is None else file)
+    with io.open_code(absolute) as opened:
+        source = opened.read()
     namespace = _new_main(
         __file__=absolute, __cached__=None, __loader__=importlib.machinery.SourceFileLoader("__main__", absolute)
     )
@@ -280,10 +312,11 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool) -> None:
 # Its end -------------------------------------------------------------------------------------------------------------
 
 
-def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
+def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool = False) -> None:
     """Run ``program``. On an exception: leave a record, print it as Python would, and exit as Python would.
 
-    ``silent``: the record says it all, because its reader raises it as an exception.
+    ``silent``: the record says it all, because its reader raises it as an exception. ``shared``: all ranks print to the
+    same place, where one error of lockstep's that all have is shown once.
     """
     this_process = os.getpid()
     try:
@@ -305,7 +338,9 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool) -> None:
         if os.getpid() == this_process:  # and not a child that the program forked
             _ignore_deaths_of_workers()
             _record(error, rank, code)
-        if not silent:
+        if shared and isinstance(error, LockstepError) and not _is_first_to_tell(error, rank):
+            print(f"rank {rank} has failed by an error that is shown already: {type(error).__name__}", file=sys.stderr)
+        elif not silent:
             _print_exception(error)
         raise SystemExit(code) from None
 
@@ -343,10 +378,10 @@ def _record(error: BaseException, rank: int, exit_code: int) -> None:
     if folder is None:
         return
     if isinstance(error, SystemExit):
-        message, text = ("" if isinstance(error.code, int) else _text(error.code)), ""
+        message, text = ("" if isinstance(error.code, int) else said(error.code)), ""
     else:
         _fold(error)
-        message, text = _text(error), "".join(traceback.format_exception(error))
+        message, text = said(error), tracebacks.text(error)
     kind, home = type(error).__qualname__, type(error).__module__
     name = kind if home in ("builtins", "__main__", "__mp_main__") else f"{home}.{kind}"
     record = FailureRecord(rank, time.monotonic(), exit_code, name, message, text)
@@ -356,12 +391,20 @@ def _record(error: BaseException, rank: int, exit_code: int) -> None:
         print(f"lockstep: rank {rank}'s failure record can't be written: {trouble}", file=sys.stderr)
 
 
-def _text(thing: object) -> str:
-    """Return ``str(thing)``, in the words of Python's own tracebacks if that fails."""
+def _is_first_to_tell(error: LockstepError, rank: int) -> bool:
+    """Return whether no rank of this start has told the same error; the rank that it begins with does not count."""
+    folder = knobs.job_dir()
+    if folder is None:
+        return True
+    text = re.sub(rf"^rank {rank}\b", "rank", said(error))
+    digest = hashlib.sha256(f"{type(error).__name__}: {text}".encode(errors="backslashreplace")).hexdigest()[:16]
     try:
-        return str(thing)
-    except Exception:  # noqa: BLE001  (whatever the program's own __str__ raises, its error is the one to tell)
-        return f"<{type(thing).__name__} str() failed>"
+        os.close(os.open(os.path.join(folder, f"told-{digest}"), os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True  # no folder any more
+    return True
 
 
 def _print_exception(error: BaseException) -> None:
@@ -370,7 +413,8 @@ def _print_exception(error: BaseException) -> None:
     tb = error.__traceback__
     # For exit functions and debuggers, which look here; last_exc is known to Python 3.12 and later.
     vars(sys).update(last_type=type(error), last_value=error, last_traceback=tb, last_exc=error)
-    sys.stdout.flush()
+    with contextlib.suppress(Exception):  # it may be closed, None or the program's own, and is not what went wrong
+        sys.stdout.flush()
     try:
         sys.excepthook(type(error), error, tb)
     except BaseException as another:  # noqa: BLE001  (a broken hook must not hide the error)
@@ -381,8 +425,11 @@ def _print_exception(error: BaseException) -> None:
 
 
 def _fold(error: BaseException) -> None:
-    error.__traceback__ = _without_own_frames(error.__traceback__)
-    tracebacks.fold(error)
+    try:
+        error.__traceback__ = _without_own_frames(error.__traceback__)
+        tracebacks.fold(error)
+    except Exception as trouble:  # noqa: BLE001  (an error of an odd kind is still the one to tell)
+        print(f"lockstep: the traceback is shown with all its frames: {named(trouble)}", file=sys.stderr)
 
 
 def _without_own_frames(tb: types.TracebackType | None) -> types.TracebackType | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import _units
+from lockstep.job.fates import advice, names
 from lockstep.job.files import EXIT_SAVED, StopNote
 from lockstep.job.hang import Kind, Verdict, odd_ones
 from lockstep.job.page import NAMES, Look, Phase
@@ -21,6 +23,10 @@ from lockstep.launch.processes import name
 
 #: Ranks that are listed one by one.
 _RANKS = 16
+#: Characters of an error's first line that a report repeats where its traceback was shown.
+_BRIEF = 200
+#: Stands for the rank that an error begins with.
+_ANY_RANK = "rank #"
 
 
 #: Where messages go as lines of JSON, to be shown elsewhere; None: to standard error.
@@ -42,11 +48,26 @@ def say(text: str, *, once: str = "", later: bool = False) -> None:
             messages of all are shown in one place; empty: it is about this machine.
         later: another machine's launcher knows more of it, and is the one to be shown, if it says anything.
     """
-    sys.stdout.flush()
     if _reader is None:
-        print(f"lockstep: {text}", file=sys.stderr, flush=True)
+        show(f"lockstep: {text}")
     else:
         os.write(_reader, json.dumps({"text": text, "once": once, "later": later}).encode() + b"\n")
+
+
+def show(text: str) -> None:
+    """Print a line on standard error; where that is closed, or its reader has gone away, nothing and for good.
+
+    How a job ends must not depend on who reads of it.
+    """
+    if sys.stderr is None:  # closed when Python started; print would take standard output instead
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        # Python flushes what is left once more at its end, and would leave with an exit code of its own.
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 2)
+        os.close(nothing)
 
 
 def met() -> None:
@@ -105,11 +126,20 @@ def saved(note: StopNote, stopped_by: signal.Signals | None) -> str:
     return f"stopped by {'a signal to the ranks' if stopped_by is None else stopped_by.name}; {_where(note)}"
 
 
-def stopped(outcome: Outcome, signum: signal.Signals) -> str:
-    """Say how a job ended that a signal stopped."""
+def stopped(outcome: Outcome, signum: signal.Signals, *, at_once: bool = False) -> str:
+    """Say how a job ended that a signal stopped.
+
+    Args:
+        outcome: how the attempt has ended.
+        signum: the first signal.
+        at_once: a second one, or SIGQUIT, left the ranks no time.
+    """
     words = [f"stopped by {signum.name}"]
     killed = [ending.rank for ending in outcome.endings if ending.state.exit_code == -signal.SIGKILL]
-    if killed:
+    if killed and at_once:
+        by = "it" if signum == signal.SIGQUIT else "a second signal"
+        words.append(f"{by} killed {_names(killed)} at once")
+    elif killed:
         were = "was" if len(killed) == 1 else "were"
         words.append(f"{_names(killed)} did not leave in time (--grace) and {were} killed")
     if outcome.note is not None:
@@ -183,8 +213,7 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
         outcome: how the attempt has ended.
         elsewhere: the reader is at another machine, and has seen nothing of what the ranks wrote.
     """
-    first = outcome.first
-    assert first is not None, "a rank failed"
+    first = _speaker(outcome)
     blamed = "" if first.record is None else _blamed(first.record.message)
     lines = [
         f"{blamed}rank {first.rank} of {outcome.world_size} failed: {first.status}",
@@ -194,12 +223,19 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     if record is not None and record.type == "SystemExit" and record.message:
         lines.append(f"  {record.message}")
     elif record is not None and record.traceback:
-        lines.append(
-            f"{record.summary} (its traceback is above)" if first.shown and not elsewhere else record.traceback.rstrip()
-        )
+        told = record.summary if len(record.summary) <= _BRIEF else record.type
+        lines.append(f"{told} (its traceback is above)" if first.shown and not elsewhere else record.traceback.rstrip())
     if first.log is not None:
         lines.append(f"rank {first.rank}'s log: {first.log}")
-    lines += [_other(ending, first) for ending in outcome.endings if ending is not first and _concerned(ending, first)]
+    others: dict[str, list[int]] = {}
+    for ending in outcome.endings:
+        if ending is not first and _concerned(ending, first):
+            others.setdefault(_other(ending, first), []).append(ending.rank)
+    for what, ranks in others.items():
+        # The words of an error begin with the rank that has it; where several have it, the line does.
+        lines.append(
+            f"{names(ranks)}{what.replace('itself', 'themselves') if len(ranks) > 1 else _own(what, ranks[0])}"
+        )
     if outcome.late and (record is None or outcome.late not in record.message):  # else the error says it already
         lines.append(outcome.late)
     return "\n".join(lines)
@@ -243,14 +279,45 @@ def _concerned(ending: Ending, first: Ending) -> bool:
     return ending.failed_by_itself or ending.state.stopped_at is not None or first.is_echo
 
 
+def _speaker(outcome: Outcome) -> Ending:
+    """Return whose failure is told in full: the first one's, or that of a rank that failed alike where it was seen."""
+    first = outcome.first
+    assert first is not None, "a rank failed"
+    if first.shown:
+        return first
+    return next((each for each in outcome.endings if each.shown and _alike(each, first)), first)
+
+
+def _alike(one: Ending, other: Ending) -> bool:
+    """Return whether two ranks failed by the same error, but for the rank that it begins with."""
+    if one.record is None or other.record is None or not (one.failed_by_itself and other.failed_by_itself):
+        return False
+    mine, theirs = (_anonymous(each.record.message, each.rank) for each in (one, other) if each.record is not None)
+    return one.record.type == other.record.type and mine == theirs
+
+
+def _anonymous(message: str, rank: int) -> str:
+    return re.sub(rf"^rank {rank}\b", _ANY_RANK, message)
+
+
+def _own(text: str, rank: int) -> str:
+    return text.replace(_ANY_RANK, f"rank {rank}", 1)
+
+
 def _other(ending: Ending, first: Ending) -> str:
+    """Say how another rank ended, without its number: those with equal words share a line."""
     if ending.state.exit_code is None:
-        return f"rank {ending.rank}: still there (process {ending.state.pid}), stuck in the kernel even after SIGKILL"
+        return f": still there (process {ending.state.pid}), stuck in the kernel even after SIGKILL"
     if ending.state.exit_code == 0:
-        return f"rank {ending.rank} had ended by itself, with exit code 0"
+        return " had ended by itself, with exit code 0"
+    if ending.failed_by_itself and _alike(ending, first):
+        return " failed too, by the same error"
+    if ending.failed_by_itself and ending.record is not None and ending.record.type != "SystemExit":
+        kind, _, message = ending.cause.partition(": ")
+        return f" failed too: {kind}: {_anonymous(message, ending.rank)}" if message else f" failed too: {kind}"
     if ending.failed_by_itself:
-        return f"rank {ending.rank} failed too: {ending.cause}"
-    return f"rank {ending.rank}: stopped because rank {first.rank} failed"
+        return f" failed too: {ending.cause}"
+    return f": stopped because rank {first.rank} failed"
 
 
 # What killed it ------------------------------------------------------------------------------------------------------
@@ -267,6 +334,8 @@ _CRASHES = {
     signal.SIGFPE: "compiled code divided an integer by zero",
     signal.SIGSYS: "it made a system call that this container forbids",
 }
+#: Bytes without which nothing can be made in /dev/shm.
+_SMALLEST = 65536
 _TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata", "unable to open shared memory object")
 
 
@@ -312,7 +381,10 @@ def _worker(ending: Ending, facts: MachineFacts) -> Iterator[str]:
 
 def _shared(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     text = _text(ending)
-    full = "No space left on device" in text and ("/torch_" in text or "shm" in text)
+    no_space = "No space left on device" in text
+    # A semaphore of multiprocessing (a queue, a loader with workers) does not say where there was no room for it.
+    no_room = facts.shared is not None and facts.shared[1] < _SMALLEST
+    full = no_space and ("/torch_" in text or "shm" in text or no_room)
     found = _found_worker(ending)
     bus = ending.state.exit_code == -signal.SIGBUS or (found is not None and "Bus" in (found["signal"] or ""))
     if not (full or bus):
@@ -321,7 +393,7 @@ def _shared(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     if facts.shared is not None:
         size = f" ({_units.size(facts.shared[0])}, of which {_units.size(facts.shared[1])} are free now)"
     if full:
-        yield f"/dev/shm{size} was full; DataLoader workers pass their batches through it"
+        yield f"/dev/shm{size} was full; DataLoader workers pass their batches through it, and semaphores are there"
     else:
         yield f"a mapped file lost its memory: most often /dev/shm{size} is full,"
         yield "  through which DataLoader workers pass their batches"
@@ -333,6 +405,13 @@ def _rest(ending: Ending, facts: MachineFacts) -> Iterator[str]:
         yield f"rank {ending.rank} has too many files open: the limit is {facts.files} a process"
         yield "  raise the limit (ulimit -n), or use fewer DataLoader workers; tensors kept from a worker hold one each"
     code = ending.state.exit_code
+    if "[Errno 27]" in _text(ending) or code == -signal.SIGXFSZ:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if limit == resource.RLIM_INFINITY:
+            yield "a file is larger than its file system allows"
+        else:
+            yield f"a file would be larger than this user's limit, {_units.size(limit)} (ulimit -f): a log, a file"
+            yield "  raise the limit before the job starts: ulimit -f unlimited"
     if ending.record is None and code is not None and -code in _CRASHES:
         yield f"  {_CRASHES[signal.Signals(-code)]}; PYTHONFAULTHANDLER=1 shows the line of Python that it came from"
 
@@ -369,6 +448,8 @@ _DONE = {
     Phase.COMPILE: "compiling",
     Phase.EVALUATE: "a forward in eval mode",
 }
+#: What a rank waits in that begins with a call which all ranks must make.
+_CALL = re.compile(r"((?:World|Checkpointer|Log|ShardedLoader|lockstep)\.\w+\(\)|a line of lockstep\.Log)")
 #: Lines of a stack that are shown.
 _FRAMES = 12
 
@@ -400,11 +481,23 @@ def describe_late(verdict: Verdict, ranks: Mapping[int, Known], *, now: float, w
         for rank in late[:_RANKS]:
             lines += _late(ranks[rank], now)
         lines += _waiting([ranks[rank] for rank in verdict.waiting], now)
+    lines += _calls_for_all(verdict, ranks)
     lines.append(
         "Nothing was stopped: the wait ends with an error after its time limit. If this is meant to take its time, "
         'put it into `with lockstep.expect_slow("…"):`'
     )
     return "\n".join(lines)
+
+
+def _calls_for_all(verdict: Verdict, ranks: Mapping[int, Known]) -> list[str]:
+    """Say of what ranks wait in that all must call it, where others wait elsewhere or have ended."""
+    apart = verdict.kind is Kind.APART or any(ranks[rank].exit_code is not None for rank in verdict.late)
+    if not apart:
+        return []
+    found = [_CALL.match(known.look.waits_in) for known in ranks.values() if known.look.mark.waiting]
+    calls = [each and each[1] for each in found]
+    odd = {call for call in calls if call and (calls.count(call) < len(calls) or len(calls) < len(ranks))}
+    return [f"{advice(call)}." for call in sorted(odd)]
 
 
 def over(verdict: Verdict, *, now: float) -> str:

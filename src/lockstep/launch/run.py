@@ -12,8 +12,11 @@ import socket
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from lockstep import _proc
+from lockstep._files import describe, write_whole
 from lockstep.errors import LaunchError
 from lockstep.job import terminal
 from lockstep.job.files import EXIT_SAVED
@@ -25,7 +28,7 @@ from lockstep.launch.output import LogFolder, Relay, Streams, show_cursor
 from lockstep.launch.policy import Failure, Restarts
 from lockstep.launch.processes import SAVE, STOPPING, Arrival, SignalQueue, ignored
 from lockstep.launch.report import say
-from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, check_program, free_port, is_free
+from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, Output, check_program, free_port, is_free
 from lockstep.rendezvous.handle import Rendezvous
 from lockstep.rendezvous.messages import Alive, End, Ended, Event, Kind, Leave, Looks, Meet, Met, Refused, Verdict
 from lockstep.runs.record import Recorder
@@ -71,12 +74,23 @@ def run(spec: JobSpec) -> int:
         logs = LogFolder(spec.log_dir, program=spec.program.name)
         undo.callback(logs.close)
         recorder = Recorder(logs.make, program=spec.program.words, tell=say)
+        file = None if spec.program.text is None else _write_program(Path(folder.path), spec.program.text)
         launcher = Launcher(spec, spec.round(*master), home=folder.path, recorder=recorder)
-        job = _Run(launcher, logs=logs, signals=signals)
+        job = _Run(launcher, logs=logs, signals=signals, file=file)
         undo.callback(job.close)
         code = job.watch()
         ended_saved = code == EXIT_SAVED
         return code
+
+
+def _write_program(folder: Path, text: bytes) -> Path:
+    """Keep a program that came through a pipe, for each start of the ranks and for tracebacks to show its lines."""
+    path = folder / "program.py"
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise LaunchError(f"the program can't be kept for the ranks: {describe(error)}") from error
+    return path
 
 
 def descriptors(nproc: int) -> int:
@@ -143,10 +157,12 @@ class _Run:
         launcher: the zygote, which imports meanwhile, and the ranks to come; closed with this.
         logs: where the ranks' output goes that the terminal does not show.
         signals: those that the user sends.
+        file: where the program's text is, if it came through a pipe.
     """
 
-    def __init__(self, launcher: Launcher, *, logs: LogFolder, signals: SignalQueue) -> None:
+    def __init__(self, launcher: Launcher, *, logs: LogFolder, signals: SignalQueue, file: Path | None = None) -> None:
         self._launcher = launcher
+        self._file = file
         self._spec = launcher.spec
         self._logs = logs
         self._signals = signals
@@ -197,7 +213,9 @@ class _Run:
         for text in launcher.conclude(code):
             say(text)
         unseen = self._streams.unseen()
-        if unseen:
+        if self._logs.lost:
+            say(f"the folder of the ranks' logs, {self._logs.path}, was removed while the job ran")
+        elif unseen:
             say(report.unseen(unseen, self._logs.path))
         return code
 
@@ -271,9 +289,14 @@ class _Run:
         """Start the ranks of this attempt."""
         attempt, program = self._launcher.attempt, self._spec.program
         self._stage, self._verdict = _Stage.RUNNING, None
+        job: dict[str, Any]
         kind = "module" if program.is_module else "script"
         for rank, local_rank in attempt.local_rank.items():
             job = {"kind": kind, "target": program.target, "args": self._spec.arguments(local_rank)}
+            if self._spec.output is Output.SHARED and self._spec.log_dir is None:
+                job["shared"] = True
+            if self._file is not None:
+                job["file"] = str(self._file)
             self._fork(Fork(rank, attempt.environment(local_rank), job), self._streams.open(local_rank, rank))
         if self._logs.moved is not None and self._logs.restart == 0:
             say(self._logs.moved)
@@ -582,7 +605,7 @@ class _Run:
         not_failed = verdict is not None and verdict.kind in (Kind.LOST, Kind.STOPPED)
         if signum is not None and (not policy.failing or not_failed):
             late = self._asked_listeners and outcome.completed
-            text = report.came_late(signum) if late else report.stopped(outcome, signum)
+            text = report.came_late(signum) if late else report.stopped(outcome, signum, at_once=policy.at_once)
             say(text, once=text)
             return 0 if late else 128 + signum
         if verdict is None and outcome.first is not None:  # the zygote has ended as well, so nothing starts again

@@ -21,7 +21,7 @@ from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
 from lockstep.launch.output import LogFolder
 from lockstep.launch.report import say
-from lockstep.launch.spec import JobSpec, Program, free_port
+from lockstep.launch.spec import JobSpec, Program, free_port, is_read_once
 from lockstep.runs.record import Recorder
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def _master() -> tuple[str, int]:
 def _check_main(preparation: dict[str, Any]) -> None:
     """Refuse a program that came through a pipe: ranks import ``__main__`` again, and it is gone by then."""
     path = preparation.get("init_main_from_path")
-    if path is not None and not os.path.exists(path):
+    if path is not None and (not os.path.exists(path) or is_read_once(path)):
         raise LaunchError(
             f"the ranks of lockstep.spawn import the main program again, and {os.path.basename(path)} is not a file "
             "that they can read: save the program to a file and run that"

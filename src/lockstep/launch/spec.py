@@ -13,6 +13,7 @@ import os
 import random
 import re
 import socket
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,6 +50,20 @@ class Program:
     target: str
     args: tuple[str, ...] = ()
     is_module: bool = False
+    #: The script's text where it is in no file that the ranks could read: see :meth:`read`.
+    text: bytes | None = None
+
+    @classmethod
+    def read(cls, target: str, args: tuple[str, ...] = (), is_module: bool = False) -> Program:
+        """Return the program that a command line names; one that comes through a pipe is read here, and only here.
+
+        ``-``, ``/dev/stdin``, ``<(…)`` and a named pipe can be read once, and each rank is to run the same text.
+
+        Raises:
+            ValueError: it is a terminal, a device or too long, or can't be read.
+        """
+        text = None if is_module or not is_read_once(target) else _read_once(target)
+        return cls(target, args, is_module, text)
 
     @property
     def words(self) -> list[str]:
@@ -58,7 +73,7 @@ class Program:
     @property
     def name(self) -> str:
         """A short word for it, fit for a folder's name."""
-        stem = self.target if self.is_module else Path(self.target).stem
+        stem = self.target if self.is_module else Path("stdin" if self.text is not None else self.target).stem
         return "".join(c if c.isalnum() or c in "._-" else "_" for c in stem)[:60]
 
 
@@ -393,7 +408,7 @@ def check_program(program: Program) -> None:
     """
     if program.is_module:
         _check_module(program.target)
-    else:
+    elif program.text is None:
         _check_script(program.target)
 
 
@@ -403,11 +418,44 @@ def sources_of(program: Program) -> Iterator[str]:
     Files that can't be read are left out, and after some hundred files or folders it ends: it serves to guess what a
     program knows.
     """
+    if program.text is not None:
+        yield program.text.decode(errors="replace")
+        return
     path = _find_module(program.target) if program.is_module else program.target
     if path is None:
         return
     yield from _texts([path])
     yield from _texts(itertools.islice(_beside(path), _MOST_FILES))
+
+
+#: Names of a descriptor of whoever opens them: in a rank they are other files, or none.
+_DESCRIPTOR = re.compile(r"/dev/(stdin|fd/\d+)|/proc/(self|thread-self|\d+)/(task/\d+/)?fd/\d+")
+#: Bytes of a program that is read from a pipe.
+_LONGEST = 1 << 26
+
+
+def is_read_once(path: str) -> bool:
+    """Return whether a script's path names what only one process can read, and once: a pipe, or a descriptor."""
+    if path == "-" or _DESCRIPTOR.fullmatch(os.path.abspath(path)):
+        return True
+    try:
+        return not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path)
+    except OSError:
+        return False  # not there: said when the program is checked
+
+
+def _read_once(path: str) -> bytes:
+    shown = "standard input" if path == "-" else path
+    try:
+        with open(0 if path == "-" else path, "rb", closefd=path != "-") as file:
+            if file.isatty():
+                raise ValueError(f"the program is to come from {shown}, which is a terminal: name a Python script")
+            text = file.read(_LONGEST + 1)
+    except OSError as error:
+        raise ValueError(f"the program can't be read from {shown}: {error.strerror or error}") from error
+    if len(text) > _LONGEST:
+        raise ValueError(f"the program from {shown} is longer than {_LONGEST >> 20} MiB: is it a script?")
+    return text
 
 
 def _beside(path: str) -> Iterator[str]:
@@ -429,10 +477,16 @@ def _check_script(path: str) -> None:
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder: name a Python script, or a module with -m")
     if not os.path.exists(path):
+        if path == "-":
+            raise ValueError(
+                "this command needs the program more than once, so not from standard input: save it to a file"
+            )
         hint = f"; to run the module {path}, say -m {path}" if _looks_like_module(path) else ""
         raise ValueError(f"script not found: {path} (looked in {os.getcwd()}){hint}")
     if not os.access(path, os.R_OK):
         raise ValueError(f"script not readable: {path}")
+    if is_read_once(path):
+        raise ValueError(f"{path} is a pipe, and this command needs the program more than once: save it to a file")
 
 
 def _looks_like_module(name: str) -> bool:

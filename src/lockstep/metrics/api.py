@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from lockstep import _torch
 from lockstep._files import local_path
+from lockstep.comm.calls import of_all_ranks
 from lockstep.comm.init import current_world
 from lockstep.errors import LockstepError
 from lockstep.metrics.file import NAME
@@ -174,6 +175,7 @@ class Log:
         lines.add(named, step, weight)
 
     @_torch.mark_untraced
+    @of_all_ranks("Log.line()")
     def line(self) -> None:
         """**Collective.** Write a line now, of what was logged since the last one: after an evaluation, say.
 
@@ -183,6 +185,7 @@ class Log:
         self._lines.line_now()
 
     @_torch.mark_untraced
+    @of_all_ranks("Log.close()")
     def close(self) -> None:
         """**Collective.** Write what was logged since the last line, force it to the disk, and close the file.
 

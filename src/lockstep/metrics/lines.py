@@ -38,6 +38,7 @@ import torch
 
 from lockstep import _files, callsite
 from lockstep.comm import slicing
+from lockstep.comm.calls import of_all_ranks
 from lockstep.comm.labels import labelled
 from lockstep.comm.peers import OverGroup, Peers
 from lockstep.comm.together import together
@@ -289,6 +290,7 @@ class Lines:
         if is_due:
             self.line()
 
+    @of_all_ranks("a line of lockstep.Log")
     def line(self) -> None:
         """**Collective.** Write what was logged since the last line, if anything was.
 

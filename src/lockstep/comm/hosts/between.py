@@ -40,7 +40,7 @@ from lockstep.comm.shm.fingerprint import KEY, describe
 from lockstep.comm.shm.health import Health, again, dumps, loads, names
 from lockstep.comm.shm.layout import HEADER
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
-from lockstep.job import files, flight
+from lockstep.job import fates, files, flight
 
 #: Seconds between two looks of the watch, and how long a wait lasts before it asks the store.
 _TICK = 0.1
@@ -265,11 +265,13 @@ class Between:
             return again(known)
         if "timed out" in str(error).lower():
             return self._end(self._late(wait))
+        ended = fates.told(wait.ranks)
         return self._end(
             PeerLost(
-                f"rank {self._hosts.rank} waits in {wait.what} for {names(wait.ranks)} on another host, which is gone "
-                "or can't be reached. The error to look for is that rank's own, or its host's; this group can't be "
-                f"used any more. gloo says: {error}"
+                (f"{ended} " if ended else "")
+                + f"rank {self._hosts.rank} waits in {wait.what} for {names(wait.ranks)} on another host, which is "
+                "gone or can't be reached. The error to look for is that rank's own, or its host's; this group can't "
+                f"be used any more. gloo says: {error}"
             )
         )
 

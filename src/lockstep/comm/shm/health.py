@@ -23,7 +23,7 @@ from lockstep.comm.shm.fingerprint import describe
 from lockstep.comm.shm.layout import BUFFERS, FAILURE_TEXT, HEADER, Layout
 from lockstep.comm.shm.segment import Segment, Whereabouts
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
-from lockstep.job import files
+from lockstep.job import fates, files
 
 _RECORD = struct.Struct("<II")
 _KINDS: tuple[type[LockstepError], ...] = (CollectiveMismatch, CollectiveTimeout, PeerLost, LockstepError)
@@ -60,6 +60,8 @@ class Health:
         self._layout = layout
         self._rank = rank
         self._numbers = numbers or range(layout.world_size)
+        #: The ranks' numbers in the world, as far as they are known.
+        self._world = members or self._numbers
         #: What errors call this rank.
         self.name = f"rank {self._numbers[rank]}"
         #: A line that every error ends with.
@@ -112,7 +114,7 @@ class Health:
 
     def _write(self, error: LockstepError) -> None:
         kind = next(code for code, each in enumerate(_KINDS) if isinstance(error, each))
-        text = str(error).encode()[:FAILURE_TEXT]
+        text = str(error).encode(errors="backslashreplace")[:FAILURE_TEXT]
         record = self._layout.failure_record
         _RECORD.pack_into(self._segment.view, record, kind, len(text))
         start = record + _RECORD.size
@@ -139,12 +141,15 @@ class Health:
 
     def lost(self, what: str, ranks: Sequence[int], *, ended: bool) -> LockstepError:
         """End the group: this rank waits in ``what`` for ``ranks``, which ended, or else destroyed the group."""
+        known = fates.told(self._world[rank] for rank in ranks)
+        look_for = "" if known else "The error to look for is that rank's own; "
         return self.end(
             PeerLost(
-                f"{self.name} waits in {what} for {self.names(ranks)}, which "
+                (f"{known} " if known else "")
+                + f"{self.name} waits in {what} for {self.names(ranks)}, which "
                 + ("ended:\n" if ended else "destroyed the group:\n")
                 + self._lines(ranks)
-                + "\nThe error to look for is that rank's own; this group can't be used any more."
+                + f"\n{look_for}this group can't be used any more."
             )
         )
 
@@ -173,7 +178,9 @@ class Health:
     def waits_in(self, text: str) -> None:
         """Tell the others that this rank waits in ``text``, a send or a receive."""
         offset = self._layout.last_wait(self._rank)
-        self._segment.view[offset : offset + HEADER] = text.encode()[:HEADER].ljust(HEADER, b"\0")
+        self._segment.view[offset : offset + HEADER] = text.encode(errors="backslashreplace")[:HEADER].ljust(
+            HEADER, b"\0"
+        )
 
     def _lines(self, ranks: Iterable[int]) -> str:
         lines = [self._line(rank) for rank in ranks]

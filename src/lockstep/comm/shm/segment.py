@@ -14,6 +14,7 @@ with many groups would run out of them.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import json
 import mmap
@@ -42,6 +43,7 @@ _munmap = _libc.munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 _REMEDY = 'use the backend "gloo" (or "nccl" for GPUs) for this group'
+_FILE_LIMIT = "the limit of this user's files holds for shared memory, too; raise it with ulimit -f"
 _IDENTITY = struct.Struct("<32sqq")
 
 
@@ -129,7 +131,8 @@ class Segment:
         except (OSError, AttributeError) as error:
             if descriptor >= 0:
                 os.close(descriptor)
-            raise RendezvousError(f"no shared memory of {size} bytes can be made here ({error}): {_REMEDY}") from error
+            why = f"{error}: {_FILE_LIMIT}" if getattr(error, "errno", None) == errno.EFBIG else str(error)
+            raise RendezvousError(f"no shared memory of {size} bytes can be made here ({why}): {_REMEDY}") from error
         _IDENTITY.pack_into(memory, 0, nonce.encode(), size, chunk)
         return cls(memory), Offer(where, descriptor, nonce, size, chunk)
 

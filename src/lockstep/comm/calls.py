@@ -1,0 +1,58 @@
+"""Calls that all ranks must make together: by which name errors and the launcher know them.
+
+The usual mistake with them is ``if world.is_main: checkpointer.save()``: one rank waits for the others in a call that
+never comes there. What fails then is a collective far below; its error is to name the call that the script made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
+from lockstep.job import fates, flight
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def of_all_ranks(name: str) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """Decorate a public function that is collective; ``name`` is what a script calls, as ``World.mean()``."""
+
+    def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
+        @functools.wraps(function)
+        def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+            with calling(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+class calling:  # (used as a verb, like contextlib.suppress)
+    """A context: this rank is in ``name``, which all ranks must call. Within another one it does nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._outermost = False
+
+    def __enter__(self) -> None:
+        self._outermost = flight.begin_call(self._name)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if not self._outermost:
+            return
+        flight.end_call()
+        if isinstance(error, LockstepError) and _may_be_alone(error):
+            text, *rest = error.args
+            error.args = (f"{text}\n{fates.advice(self._name)}", *rest)
+
+
+def _may_be_alone(error: LockstepError) -> bool:
+    """Return whether the others may not have made the call; a rank that has failed is another matter."""
+    if isinstance(error, PeerLost):
+        return fates.WITHOUT_ERROR in str(error)
+    return isinstance(error, (CollectiveMismatch, CollectiveTimeout))

@@ -52,6 +52,11 @@ def test_all_machines_restart_together_with_the_same_bits(tmp_path: Path, calm: 
     assert "lockstep: on machine 1 (" in told, told
 
 
+def _told(done: Finished) -> str:
+    """What the launcher says after the line with the machines."""
+    return done.err.split("lockstep: ", 2)[2]
+
+
 _RAISING = """
 import sys
 import torch
@@ -72,13 +77,13 @@ def test_the_first_failure_is_told_on_every_machine(tmp_path: Path) -> None:
         codes, done = _codes(machines)
     assert codes == [1, 1], done
     for each in done:
-        report = each.err.partition("lockstep: ")[2]
+        report = _told(each)
         assert "rank 1 of 2 failed: exit code 1" in report, each.err
         assert "RuntimeError: the wrong path" in report
         assert "PeerLost" not in report
         assert "not restarted: it failed before its first step" in report
     elsewhere = next(each.err for each in done if "on machine 1" in each.err)
-    assert "line 7, in <module>" in elsewhere.partition("lockstep: ")[2], "with the traceback that is nowhere above"
+    assert "line 7, in <module>" in elsewhere.split("lockstep: ", 2)[2], "with the traceback that is nowhere above"
 
 
 def test_a_machine_that_comes_joins_without_a_step_lost(tmp_path: Path) -> None:

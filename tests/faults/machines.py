@@ -71,15 +71,19 @@ class Machines:
         restarts: int = 2,
         script: Path = jobs.SCRIPT,
         place: int | None = None,
+        launcher: tuple[str, ...] = (),
+        before: str = "",
         **env: str,
     ) -> Running:
-        """Start one more; ``options`` are the script's. ``place``: its network, counted from 0; None: the next one."""
+        """Start one more; ``options`` are the script's, ``launcher`` further ones of ``lockstep run``, ``before`` is as
+        for :class:`Running`. ``place``: its network, counted from 0; None: the next one."""
         number = len(self.running)
-        command = ["lockstep", "run", "-n", str(ranks), "--max-restarts", str(restarts), *self._options]
+        command = ["lockstep", "run", "-n", str(ranks), "--max-restarts", str(restarts), *self._options, *launcher]
         command += ["--log-dir", str(self._folder / f"logs-{number}"), str(script), str(self._folder), *options]
         # Launchers on one machine would find that their ranks can share memory.
         env = {"LOCKSTEP_BACKEND": "gloo", "PYTHONPATH": python_path(jobs.SCRIPT.parents[2]), **env}
-        before = _ENTER.format(name=self._network[number if place is None else place]) if self._network else ""
+        if self._network:
+            before += _ENTER.format(name=self._network[number if place is None else place])
         self._temporary.append(Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="machine-"))))
         env.setdefault("TMPDIR", str(self._temporary[-1]))
         job = Running(command, cwd=self._folder, env=environment(self._folder, torch=True, **env), before=before)

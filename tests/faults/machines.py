@@ -112,6 +112,27 @@ def client(machine: Running) -> int:
     return min(children(zygote(machine)))
 
 
+def sockets(pid: int, state: str) -> list[str]:
+    """The own addresses of a process's TCP sockets in a state (``0A``: it listens, ``01``: it is connected), as /proc
+    has them."""
+    own = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            own.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == state and f"socket:[{fields[9]}]" in own:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
+def listens(pid: int) -> bool:
+    """Whether a process has a TCP socket that listens."""
+    return bool(sockets(pid, "0A"))
+
+
 def kill_all(machine: Running) -> list[int]:
     """Kill a machine's processes, all at once; they are returned."""
     everyone = [machine.pid, *machine.tree()]

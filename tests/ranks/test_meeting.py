@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep._proc import children
 from lockstep.launch.spec import free_port
-from tests.faults.machines import Machines, client
+from tests.faults.machines import Machines, client, listens, zygote
 from tests.launching import Finished, wait_for
 
 pytestmark = pytest.mark.timeout(150)
@@ -147,16 +148,27 @@ def test_a_stranger_does_not_disturb_a_running_job(tmp_path: Path, script: Path,
     assert not any("start again" in each.err for each in done)
 
 
-@pytest.mark.parametrize("place", [0, 2], ids=["first", "last"])
-def test_a_stranger_does_not_keep_the_others_from_meeting(tmp_path: Path, script: Path, place: int) -> None:
+def test_a_stranger_does_not_keep_the_others_from_meeting(tmp_path: Path, script: Path) -> None:
     with Machines(tmp_path, "2:4") as machines:
-        for number in range(3):
-            machines.start(script=script, LOCKSTEP_KEY=OTHER if number == place else KEY)
+        for key in (KEY, KEY, OTHER):
+            machines.start(script=script, LOCKSTEP_KEY=key)
         done = _ends(machines)
-    codes = [each.code for each in done]
-    assert codes.pop(place) == 1, done
-    assert codes == [0, 0], done
+    assert sorted(each.code for each in done) == [0, 0, 1], done
     assert _started(tmp_path) == _TWO
+
+
+def test_a_stranger_with_the_store(tmp_path: Path, script: Path) -> None:
+    """Without it there is nowhere to meet, so all end, and none looks for it until its time is over."""
+    with Machines(tmp_path, "2:4") as machines:
+        stranger = machines.start(script=script, LOCKSTEP_KEY=OTHER)
+        wait_for(lambda: children(stranger.pid) and children(zygote(stranger)), "its client")
+        wait_for(lambda: listens(client(stranger)), "its store")
+        for _ in range(2):
+            machines.start(script=script, LOCKSTEP_KEY=KEY)
+        done = _ends(machines, limit=30)
+    assert [each.code for each in done] == [1, 1, 1], done
+    assert all("does not know the job's key that this machine has" in each.err for each in done), done
+    assert not _started(tmp_path)
 
 
 @pytest.mark.parametrize(

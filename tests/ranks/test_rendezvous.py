@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.spec import free_port
 from lockstep.runs.series import Series
 from tests.faults import jobs
-from tests.faults.machines import Machines, client, zygote
+from tests.faults.machines import Machines, client, sockets, zygote
 from tests.launching import Finished, Running, wait_for
 
 pytestmark = pytest.mark.timeout(150)
@@ -108,28 +107,12 @@ def test_a_machine_that_comes_joins_without_a_step_lost(tmp_path: Path) -> None:
     assert "1 machine wants to join" in done[0].err
 
 
-def _sockets(pid: int, state: str) -> list[str]:
-    """The own addresses of a process's TCP sockets in a state (``0A``: it listens, ``01``: it is connected), as /proc
-    has them."""
-    own = set()
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):  # closed meanwhile
-            own.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == state and f"socket:[{fields[9]}]" in own:
-                found.append(fields[1].partition(":")[0])
-    return found
-
-
 def test_a_signal_to_one_machine_stops_them_all(tmp_path: Path, calm: jobs.Calm) -> None:
     with Machines(tmp_path, "2") as machines:
         for _ in range(2):
             machines.start("--slow", "0.05")
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 3, "training")
-        listening = [address for machine in machines.running for address in _sockets(client(machine), "0A")]
+        listening = [address for machine in machines.running for address in sockets(client(machine), "0A")]
         assert listening == ["0100007F"] * 2, "the store of the rendezvous and that of the round, at 127.0.0.1 alone"
         os.kill(machines.running[1].pid, signal.SIGTERM)
         codes, done = _codes(machines)
@@ -251,7 +234,7 @@ def test_machines_meet_though_a_client_dies_while_they_wait(tmp_path: Path, numb
         for _ in range(2):
             waits = machines.start()
             wait_for(lambda: _has_client(waits), "its client")  # noqa: B023  (called before the next one)
-            wait_for(lambda: _sockets(client(waits), "01"), "its store")  # noqa: B023
+            wait_for(lambda: sockets(client(waits), "01"), "its store")  # noqa: B023
         os.kill(client(machines.running[number]), signal.SIGKILL)
         machines.start()
         codes, done = _codes(machines)

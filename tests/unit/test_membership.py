@@ -30,6 +30,7 @@ CARD = Card(
     last=-1,
     job="",
     history={},
+    serves=False,
     keyed=True,
     challenge="12",
     backend="",

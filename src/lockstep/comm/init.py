@@ -331,8 +331,8 @@ def _connect(identity: Identity, timeout: timedelta) -> Store:
         store = answer.get(timeout=timeout.total_seconds() + 2.0)
     except queue.Empty:
         raise TimeoutError(
-            "what listens at that port takes connections, but gives no answer as the store of rank 0 does: it is another "
-            "program, or a rank 0 that stands still"
+            "what listens at that port takes connections, but gives no answer as the store of rank 0 does: it is "
+            "another program, or a rank 0 that stands still"
         ) from None
     if isinstance(store, Exception):
         raise store
@@ -340,8 +340,8 @@ def _connect(identity: Identity, timeout: timedelta) -> Store:
 
 
 def _wait_for_rank_0(host: str, port: int, until: float) -> None:
-    """Wait until something listens where rank 0 serves the store: hosts start in any order, and a name may be known only
-    later. torch waits as well, with a stack of C++ frames for each try."""
+    """Wait until something listens where rank 0 serves the store: hosts start in any order, and a name may be known
+    only later. torch waits as well, with a stack of C++ frames for each try."""
     began, told = time.monotonic(), False
     while True:
         try:

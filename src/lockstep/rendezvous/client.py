@@ -34,6 +34,7 @@ import socket
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,8 +88,9 @@ _ECHO = 1.0
 _OPERATION = 30.0
 #: Seconds that the machines of an attempt wait for one that gives signs of life and does not come.
 _FORMING = 30.0
-#: Seconds that the machine with the store waits for the others to leave, at the job's end and where none can begin.
-_FAREWELL, _DISMISSAL = 5.0, 15.0
+#: Seconds that the machine with the store waits for the others to leave, at the job's end; and where none can begin, as
+#: long as they give signs of life.
+_FAREWELL, _DISMISSAL = 5.0, 60.0
 #: Seconds to wait for more machines once there are enough.
 _LAST_CALL = 2.0
 #: Seconds that a machine looks for others before it says so.
@@ -163,7 +165,10 @@ class _Client:
         self._cards: dict[int, tuple[Card, bool]] = {}
         self._unread: set[int] = set()
         self._drawn = 0
-        self._named: set[str] = set()
+        self._named: set[int] = set()
+        #: This machine's first ticket; since when too few have come that fit, but enough with those that do not.
+        self._first = 0
+        self._hopeless_since: float | None = None
         #: When the search ends; what was said of it last.
         self._limit = float("inf")
         self._next_word, self._said = 0.0, ""
@@ -310,17 +315,20 @@ class _Client:
                 written = self._shared.get(self._key(f"card/{ticket}"))
                 self._cards[ticket] = decode_card(written, key=self._options.key, ticket=ticket)
 
-    def _here(self, spent: Sequence[int]) -> dict[int, Card]:
-        """Return the newest cards of the machines that live and want to take part, by ticket; also those that do not
-        fit. ``spent``: tickets of rounds that were made."""
+    def _waiting(self, spent: Sequence[int]) -> dict[int, Card]:
+        """Return the newest cards of all machines that wanted to take part and have not, by ticket; also of those that
+        do not fit. ``spent``: tickets of rounds that were made."""
         newest = {card.name: ticket for ticket, (card, _) in sorted(self._cards.items())}
-        waiting = [ticket for ticket in newest.values() if ticket not in spent]
-        self._listen([self._cards[ticket][0].name for ticket in waiting])
+        return {ticket: self._cards[ticket][0] for ticket in newest.values() if ticket not in spent}
+
+    def _here(self, spent: Sequence[int]) -> dict[int, Card]:
+        """Return those of :meth:`_waiting` that live."""
+        waiting = self._waiting(spent)
+        self._listen([card.name for card in waiting.values()])
         now = time.monotonic()
         return {
             ticket: card
-            for ticket in waiting
-            for card in [self._cards[ticket][0]]
+            for ticket, card in waiting.items()
             if card.name == self._name or (self._signs.lives(card.name, now) and not self._has(f"gone/{card.name}"))
         }
 
@@ -380,11 +388,7 @@ class _Client:
         self._last, self._meets, self._ranks = meet.last, True, []
         self._next_beat = min(self._next_beat, time.monotonic())
         self._limit = time.monotonic() + (self._options.join_timeout if meet.seconds is None else meet.seconds)
-        self._shared.add(self._key("waiting"), 1)
-        try:
-            round_, warnings = self._gather(meet)
-        finally:
-            self._shared.add(self._key("waiting"), -1)
+        round_, warnings = self._gather(meet)
         self._last, self._meets = round_.number, False
         self._verdict_key = f"{round_.number}/verdict"
         self._say(Met(vars(round_), warnings))
@@ -404,6 +408,7 @@ class _Client:
             last=meet.last,
             job=meet.job,
             history=meet.history,
+            serves=self._serves,
             keyed=bool(options.key),
             challenge=secrets.token_hex(32),
             backend=options.backend,
@@ -417,6 +422,8 @@ class _Client:
         self._beat()
         ticket = self._shared.add(self._key("tickets"), 1)
         self._shared.set(self._key(f"card/{ticket}"), encode_card(mine, key=self._options.key, ticket=ticket))
+        self._first = self._first or ticket
+        self._hopeless_since = None
         came = time.monotonic()
         since: float | None = None
         while True:
@@ -433,14 +440,13 @@ class _Client:
             if ticket in self._cards and (attempt is None or self._is_over(attempt, fate)):
                 here = self._here(() if attempt is None else self._spent(attempt, fate))
                 fitting = {each: card for each, card in here.items() if not self._objection(mine, each)}
-                misfits = {each: card for each, card in here.items() if each not in fitting}
                 since = (since or now) if len(fitting) >= mine.least else None
                 self._end_if_over(meet)
                 tickets = enough(fitting, since=since, now=now, last_call=_LAST_CALL)
                 if tickets:
                     self._propose(attempt, fate, tickets)
                     continue
-                self._consider(mine, ticket, fitting, misfits, waited=now - came)
+                self._consider(mine, ticket, fitting, self._misfits(mine, here))
                 if now >= self._limit:
                     raise _Refusal(
                         f"too few machines came to {self.endpoint} in time (--join-timeout): "
@@ -451,7 +457,7 @@ class _Client:
             elif attempt is not None:
                 # A round goes on, as long as it takes: who waits for a place in it does not run out of time.
                 self._end_if_over(meet)
-                self._keep_out_of(attempt, mine)
+                self._keep_out_of(attempt, mine, ticket)
                 self._limit, came = now + self._options.join_timeout, now
                 self._look_on(self._said)
             self._idle(_TICK / 2)
@@ -581,54 +587,69 @@ class _Client:
         if not self._has("result"):
             return
         exit_code, why = json.loads(self._shared.get(self._key("result")))
-        self._shared.add(self._key(f"{meet.last}/left"), 1)
+        # The last word of a machine lets the one with the store leave, and that removes the file.
+        self._shared.set(self._key(f"gone/{self._name}"), "")
+        if meet.last >= 0:
+            self._shared.add(self._key(f"{meet.last}/left"), 1)
         kind, _, path = self.endpoint.partition(":")
         again = f" (to run it again: remove {path}, or give it another --rdzv-id)" if kind == "file" else ""
         over = f"the job at {self.endpoint} is over, and did not need this machine any more{again}"
         raise _Refusal(why or over, exit_code)
 
-    def _keep_out_of(self, attempt: Attempt, mine: Card) -> None:
+    def _keep_out_of(self, attempt: Attempt, mine: Card, own: int) -> None:
         """End if this machine does not fit those of a round that goes on."""
-        known = [ticket for ticket in attempt.tickets if ticket in self._cards]
-        objections = [self._objection(mine, ticket) for ticket in known]
-        if known and all(objections):
-            raise _Refusal(f"the rendezvous at {self.endpoint} failed: {objections[0]}")
+        misfits = [ticket for ticket in attempt.tickets if ticket in self._cards and self._objection(mine, ticket)]
+        if len(misfits) == len(attempt.tickets):
+            self._dismiss(mine, own, misfits[:1])
 
-    def _consider(
-        self, mine: Card, ticket: int, fitting: dict[int, Card], misfits: dict[int, Card], *, waited: float
-    ) -> None:
+    def _misfits(self, mine: Card, here: dict[int, Card]) -> list[int]:
+        """Return the tickets of machines that do not fit this one, also of those that have seen it and left again.
+
+        A store in memory is as old as its server; a file may hold what came of an earlier start.
+        """
+        older = self._first if self.endpoint.startswith("file:") else 0
+        newest = {card.name: ticket for ticket, (card, _) in sorted(self._cards.items())}
+        came = [ticket for ticket in newest.values() if ticket in here or ticket > older]
+        return [ticket for ticket in came if self._objection(mine, ticket)]
+
+    def _consider(self, mine: Card, ticket: int, fitting: dict[int, Card], misfits: Sequence[int]) -> None:
         """Name machines that do not fit, and end if for their sake there are too few; see Note [Membership]."""
-        begun = [each for each, card in misfits.items() if card.last >= 0 and mine.last < 0]
-        if begun:
-            raise _Refusal(f"the rendezvous at {self.endpoint} failed: {self._objection(mine, begun[0])}")
-        if mine.last < 0 and self._has(f"refused/{ticket}"):
-            self._read_cards()
-            self._dismiss(mine, ticket, [int(self._shared.get(self._key(f"refused/{ticket}")))])
-        if waited >= _LAST_CALL and misfits_end_it(fitting, misfits):
-            self._dismiss(mine, ticket, list(misfits))
         for text in self._strangers(mine, misfits):
             self._look_on(text)
+        if mine.last >= 0:
+            return
+        theirs = [each for each in misfits if self._cards[each][0].serves or self._cards[each][0].last >= 0]
+        if theirs:
+            self._dismiss(mine, ticket, theirs)
+        if self._has(f"refused/{ticket}"):
+            self._read_cards()
+            self._dismiss(mine, ticket, [int(self._shared.get(self._key(f"refused/{ticket}")))])
+        now = time.monotonic()
+        if not misfits_end_it(fitting, {each: self._cards[each][0] for each in misfits}):
+            self._hopeless_since = None
+        elif self._hopeless_since is None:
+            self._hopeless_since = now
+        elif now - self._hopeless_since >= _LAST_CALL:
+            self._dismiss(mine, ticket, misfits)
 
-    def _strangers(self, mine: Card, misfits: dict[int, Card]) -> list[str]:
+    def _strangers(self, mine: Card, misfits: Sequence[int]) -> list[str]:
         """Say who does not fit, and was not named yet."""
-        new = {ticket: card for ticket, card in misfits.items() if card.name not in self._named}
-        self._named |= {card.name for card in new.values()}
+        new = [ticket for ticket in misfits if ticket not in self._named]
+        self._named |= set(new)
         return [f"a machine was not let in: {self._objection(mine, ticket)}" for ticket in new]
 
     def _dismiss(self, mine: Card, own: int, misfits: Sequence[int]) -> NoReturn:
         """End, and have those end that do not fit. The machine with the store leaves after them, or they would look for
         it."""
         text = "; ".join(self._objection(mine, ticket) for ticket in misfits)
-        for ticket in misfits:
-            self._shared.set(self._key(f"refused/{ticket}"), str(own))
-        self._shared.set(self._key(f"gone/{self._name}"), "")
         limit = time.monotonic() + _DISMISSAL
-        while self._serves and time.monotonic() < limit:
-            self._read_cards()
-            if len(self._here(())) <= 1:
-                break
-            self._look_on(self._said)
-            self._idle(_TICK)
+        with suppress(RuntimeError):  # where the store has gone, so has the machine that served it, and nobody is told
+            for ticket in misfits:
+                self._shared.set(self._key(f"refused/{ticket}"), str(own))
+            self._shared.set(self._key(f"gone/{self._name}"), "")
+            while self._serves and self._is_awaited() and time.monotonic() < limit:
+                self._look_on(self._said)
+                self._idle(_TICK)
         raise _Refusal(f"the rendezvous at {self.endpoint} failed: {text}")
 
     # The round ---------------------------------------------------------------------------------------------------
@@ -658,6 +679,8 @@ class _Client:
             if echo is not None and self._signs.heard_since(others, echo[1] + _ECHO):
                 self._write(self._verdict_key, echo[0].to_json())
             if self._has(self._verdict_key):
+                if round_.node_rank == 0:  # whoever came meanwhile is named
+                    self._say(Alive(0, [], self._newcomers(attempt, mine)[1]))
                 self._say(Ended(json.loads(self._shared.get(self._key(self._verdict_key)))))
                 return
             for command in self._hear(_TICK):
@@ -678,8 +701,8 @@ class _Client:
         self._read_cards()
         here = self._here((*attempt.spent, *attempt.tickets))
         here = {ticket: card for ticket, card in here.items() if card.name not in attempt.names}
-        misfits = {ticket: card for ticket, card in here.items() if self._objection(mine, ticket)}
-        return len(here) - len(misfits), self._strangers(mine, misfits)
+        waiting = [ticket for ticket in here if not self._objection(mine, ticket)]
+        return len(waiting), self._strangers(mine, self._misfits(mine, here))
 
     def _leave(self, command: Leave) -> NoReturn:
         """Leave; the machine that serves the store does so when the others have, and those that wait to join."""
@@ -695,15 +718,26 @@ class _Client:
             left = self._base.add(self._key(f"{self._last}/left"), 1)
             limit = time.monotonic() + _FAREWELL
             stays = self._serves or self._server is not None or (kind == "file" and self._meets)
-            while stays and time.monotonic() < limit:
-                if left >= machines and self._base.add(self._key("waiting"), 0) <= int(self._meets):
-                    break
+            while stays and time.monotonic() < limit and (left < machines or self._is_awaited()):
+                self._beat()
                 select.select([], [], [], 0.02)
                 left = self._base.add(self._key(f"{self._last}/left"), 0)
             # Only who waits for the others removes the file: one that looked into it later would make it anew.
             if kind == "file" and stays and left >= machines:
                 Path(path).unlink(missing_ok=True)
         raise _Left
+
+    def _is_awaited(self) -> bool:
+        """Return whether a machine waits for a round, or to join one, and has not read yet that there will be none."""
+        self._read_cards()
+        attempt = self._read_attempt()
+        waiting = self._waiting(() if attempt is None else self._spent(attempt, self._fate(attempt)))
+        names = [card.name for card in waiting.values() if card.name != self._name]
+        now = time.monotonic()
+        for name in names:
+            self._signs.expect(name, now)
+        self._listen(names)
+        return any(not self._signs.is_silent(name, now) and not self._has(f"gone/{name}") for name in names)
 
     def _is_current(self) -> bool:
         """Return whether this machine took part in the job's last round, so that it may speak for the job."""

@@ -15,9 +15,10 @@ meet again without that one. So either all start a round, or none does, and none
 Nobody compares clocks: a machine lives if its counter changes while another one looks on, for as long as that one's own
 monotonic clock says. A machine that stood still finds the attempt decided when it wakes up, and takes part in the next.
 
-A machine whose card does not fit (another key, another ``--nnodes``) is not counted. While a job runs that is all: it
-is named, and ends when it sees the round that others have made. Where a job can't begin because too few of those that
-came fit, all of them end, each saying why; the first to find that out tells the others, and stays until they have gone.
+A machine whose card does not fit (another key, another ``--nnodes``) is not counted. It ends when it sees that it does
+not fit the machine with the store, or a round that others have made; machine 0 names it, and a job that runs goes on.
+Where a job can't begin because too few of those that came fit, all of them end, each saying why; the first to find that
+out tells the others, and if it has the store, it leaves after them.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Card:
     last: int
     job: str
     history: dict[str, Any]
+    #: Whether it has the store that all meet at: a machine that does not fit this one can't take part.
+    serves: bool
     #: Whether it has a key for the job, and random digits that the others prove theirs with.
     keyed: bool
     challenge: str

@@ -128,11 +128,6 @@ def sockets(pid: int, state: str) -> list[str]:
     return found
 
 
-def listens(pid: int) -> bool:
-    """Whether a process has a TCP socket that listens."""
-    return bool(sockets(pid, "0A"))
-
-
 def kill_all(machine: Running) -> list[int]:
     """Kill a machine's processes, all at once; they are returned."""
     everyone = [machine.pid, *machine.tree()]

@@ -12,8 +12,8 @@ import pytest
 
 from lockstep._proc import children
 from lockstep.launch.spec import free_port
-from tests.faults.machines import Machines, client, listens, zygote
-from tests.launching import Finished, wait_for
+from tests.faults.machines import Machines, client, sockets, zygote
+from tests.launching import Finished, Running, start, wait_for
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -25,8 +25,8 @@ import lockstep
 world = lockstep.init()
 open(f"{sys.argv[1]}/started-{world.rank}-of-{world.world_size}", "w").close()
 assert world.mean(float(world.rank)) == (world.world_size - 1) / 2
-while len(sys.argv) > 2 and not os.path.exists(sys.argv[2]):
-    world.mean(1.0)
+while len(sys.argv) > 2 and world.mean(float(os.path.exists(sys.argv[2]))) < 1.0:
+    pass
 """
 
 
@@ -40,6 +40,12 @@ def script(tmp_path: Path) -> Path:
 
 def _ends(machines: Machines, limit: float = 60.0) -> list[Finished]:
     return [machine.finish(limit) for machine in machines.running]
+
+
+def _serve(machine: Running) -> None:
+    """Wait until a machine serves the store that all meet at."""
+    wait_for(lambda: children(machine.pid) and children(zygote(machine)), "its client")
+    wait_for(lambda: sockets(client(machine), "0A"), "its store")
 
 
 def _started(folder: Path) -> set[str]:
@@ -150,23 +156,23 @@ def test_a_stranger_does_not_disturb_a_running_job(tmp_path: Path, script: Path,
 
 def test_a_stranger_does_not_keep_the_others_from_meeting(tmp_path: Path, script: Path) -> None:
     with Machines(tmp_path, "2:4") as machines:
-        for key in (KEY, KEY, OTHER):
-            machines.start(script=script, LOCKSTEP_KEY=key)
+        _serve(machines.start(script=script, LOCKSTEP_KEY=KEY))
+        second = machines.start(script=script, LOCKSTEP_KEY=KEY)
+        wait_for(lambda: children(second.pid) and children(zygote(second)), "its client")
+        wait_for(lambda: sockets(client(second), "01"), "its connection")
+        machines.start(script=script, LOCKSTEP_KEY=OTHER)
         done = _ends(machines)
-    assert sorted(each.code for each in done) == [0, 0, 1], done
+    assert [each.code for each in done] == [0, 0, 1], done
     assert _started(tmp_path) == _TWO
 
 
 def test_a_stranger_with_the_store(tmp_path: Path, script: Path) -> None:
     """Without it there is nowhere to meet, so all end, and none looks for it until its time is over."""
     with Machines(tmp_path, "2:4") as machines:
-        stranger = machines.start(script=script, LOCKSTEP_KEY=OTHER)
-        wait_for(lambda: children(stranger.pid) and children(zygote(stranger)), "its client")
-        wait_for(lambda: listens(client(stranger)), "its store")
-        for _ in range(2):
-            machines.start(script=script, LOCKSTEP_KEY=KEY)
+        _serve(machines.start(script=script, LOCKSTEP_KEY=OTHER))
+        machines.start(script=script, LOCKSTEP_KEY=KEY)
         done = _ends(machines, limit=30)
-    assert [each.code for each in done] == [1, 1, 1], done
+    assert [each.code for each in done] == [1, 1], done
     assert all("does not know the job's key that this machine has" in each.err for each in done), done
     assert not _started(tmp_path)
 
@@ -245,3 +251,41 @@ def test_another_program_at_the_port_is_told_by_what_it_does(tmp_path: Path, scr
             (done,) = _ends(machines, limit=20)
     assert done.code == 1
     assert f"a program takes connections at {endpoint}, but does not answer as a launcher's store does" in done.err
+
+
+def _fixed(folder: Path, script: Path, node: int, port: int, *, backend: str = "") -> Running:
+    """One of two machines that are known beforehand."""
+    options = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    options += ["--log-dir", str(folder / f"logs-{node}"), "--all-output"]
+    return start(
+        ["lockstep", "run", "-n", "1", *options, str(script), str(folder)], folder, torch=True, LOCKSTEP_BACKEND=backend
+    )
+
+
+def test_hosts_that_ask_for_different_backends(tmp_path: Path, script: Path) -> None:
+    """All ranks say so, and at once: each would wait for the others in its own way."""
+    port = free_port()
+    with (
+        _fixed(tmp_path, script, 0, port, backend="gloo") as first,
+        _fixed(tmp_path, script, 1, port) as second,
+    ):
+        done = [first.finish(30), second.finish(30)]
+    assert [each.code for each in done] == [1, 1], done
+    host = socket.gethostname()
+    for rank, each in enumerate(done):
+        text = f"rank {rank} of 2: the ranks ask for different backends (rank 0 on {host}: gloo; rank 1 on {host}: not "
+        assert text in each.out + each.err, each
+    assert not _started(tmp_path)
+
+
+def test_a_host_that_starts_before_the_first(tmp_path: Path, script: Path) -> None:
+    """It says what it waits for, in a line of lockstep's."""
+    port = free_port()
+    with _fixed(tmp_path, script, 1, port, backend="gloo") as second:
+        assert second.process.stderr is not None
+        said = second.process.stderr.readline()
+        assert f"waiting for rank 0, which does not listen yet at 127.0.0.1:{port}" in said
+        with _fixed(tmp_path, script, 0, port, backend="gloo") as first:
+            done = [first.finish(), second.finish()]
+    assert [each.code for each in done] == [0, 0], done
+    assert not any("c10d" in each.err for each in done), "torch's C++ has nothing to warn of"

@@ -9,6 +9,7 @@ whatever fails in it, is waited for by no other: all hear of it and take gloo to
 from __future__ import annotations
 
 import socket
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -24,6 +25,9 @@ from lockstep.comm.shm.register import make_engine
 from lockstep.comm.shm.rendezvous import ApartError, say_and_hear
 from lockstep.errors import EnvironmentMismatch, RendezvousError
 from lockstep.identity import Identity
+
+#: Seconds that rank 0 waits for the others to read why there will be no group.
+_FAREWELL = 10.0
 
 
 def open_fastest(store: Store, identity: Identity, timeout: float) -> None:
@@ -71,6 +75,11 @@ def compare_choices(store: Store, chosen: str | None, identity: Identity, timeou
     for rank, (name, host) in enumerate(words):
         asked.setdefault(name, []).append(f"rank {rank} on {host}")
     if len(asked) > 1:
+        # Rank 0 may have the store, so it is the last to leave.
+        store.add("read", 1)
+        limit = time.monotonic() + _FAREWELL
+        while identity.rank == 0 and store.add("read", 0) < identity.world_size and time.monotonic() < limit:
+            time.sleep(0.01)
         each = "; ".join(f"{', '.join(ranks)}: {name or 'not chosen'}" for name, ranks in asked.items())
         raise EnvironmentMismatch(
             f"rank {identity.rank} of {identity.world_size}: the ranks ask for different backends ({each}). Pass the "

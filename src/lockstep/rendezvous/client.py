@@ -457,7 +457,7 @@ class _Client:
             elif attempt is not None:
                 # A round goes on, as long as it takes: who waits for a place in it does not run out of time.
                 self._end_if_over(meet)
-                self._keep_out_of(attempt, mine, ticket)
+                self._keep_out_of(attempt, mine)
                 self._limit, came = now + self._options.join_timeout, now
                 self._look_on(self._said)
             self._idle(_TICK / 2)
@@ -596,11 +596,11 @@ class _Client:
         over = f"the job at {self.endpoint} is over, and did not need this machine any more{again}"
         raise _Refusal(why or over, exit_code)
 
-    def _keep_out_of(self, attempt: Attempt, mine: Card, own: int) -> None:
+    def _keep_out_of(self, attempt: Attempt, mine: Card) -> None:
         """End if this machine does not fit those of a round that goes on."""
         misfits = [ticket for ticket in attempt.tickets if ticket in self._cards and self._objection(mine, ticket)]
         if len(misfits) == len(attempt.tickets):
-            self._dismiss(mine, own, misfits[:1])
+            self._dismiss(mine, misfits[:1])
 
     def _misfits(self, mine: Card, here: dict[int, Card]) -> list[int]:
         """Return the tickets of machines that do not fit this one, also of those that have seen it and left again.
@@ -620,17 +620,17 @@ class _Client:
             return
         theirs = [each for each in misfits if self._cards[each][0].serves or self._cards[each][0].last >= 0]
         if theirs:
-            self._dismiss(mine, ticket, theirs)
-        if self._has(f"refused/{ticket}"):
+            self._dismiss(mine, theirs)
+        if len(fitting) < mine.least and self._has(f"refused/{ticket}"):
             self._read_cards()
-            self._dismiss(mine, ticket, [int(self._shared.get(self._key(f"refused/{ticket}")))])
+            self._dismiss(mine, [int(self._shared.get(self._key(f"refused/{ticket}")))])
         now = time.monotonic()
         if not misfits_end_it(fitting, {each: self._cards[each][0] for each in misfits}):
             self._hopeless_since = None
         elif self._hopeless_since is None:
             self._hopeless_since = now
         elif now - self._hopeless_since >= _LAST_CALL:
-            self._dismiss(mine, ticket, misfits)
+            self._dismiss(mine, misfits, told_by=ticket)
 
     def _strangers(self, mine: Card, misfits: Sequence[int]) -> list[str]:
         """Say who does not fit, and was not named yet."""
@@ -638,14 +638,19 @@ class _Client:
         self._named |= set(new)
         return [f"a machine was not let in: {self._objection(mine, ticket)}" for ticket in new]
 
-    def _dismiss(self, mine: Card, own: int, misfits: Sequence[int]) -> NoReturn:
-        """End, and have those end that do not fit. The machine with the store leaves after them, or they would look for
-        it."""
+    def _dismiss(self, mine: Card, misfits: Sequence[int], *, told_by: int | None = None) -> NoReturn:
+        """End because others do not fit. The machine with the store leaves after them, or they would look for it.
+
+        Args:
+            mine: this machine's card.
+            misfits: the others' tickets.
+            told_by: this machine's ticket, where the others can't begin either and are to be told; None: they can.
+        """
         text = "; ".join(self._objection(mine, ticket) for ticket in misfits)
         limit = time.monotonic() + _DISMISSAL
         with suppress(RuntimeError):  # where the store has gone, so has the machine that served it, and nobody is told
-            for ticket in misfits:
-                self._shared.set(self._key(f"refused/{ticket}"), str(own))
+            for ticket in misfits if told_by is not None else ():
+                self._shared.set(self._key(f"refused/{ticket}"), str(told_by))
             self._shared.set(self._key(f"gone/{self._name}"), "")
             while self._serves and self._is_awaited() and time.monotonic() < limit:
                 self._look_on(self._said)

@@ -376,28 +376,6 @@ def transforms_active() -> Callable[[], bool]:
     return active
 
 
-def quicken_rendezvous(handler: Any, wait: Callable[[float], None]) -> None:
-    """Have a ``DynamicRendezvousHandler`` look for the other machines as often as ``wait`` returns, and cheaply.
-
-    It looks once a second, which is most of what a restart takes, goes by what it has read for another second, and
-    hears nothing meanwhile; there is no setting for any of it. Each look takes a tenth of a second of processor time,
-    for the name in an event that nobody records: it is taken from a list of all frames with their source. Where
-    several machines' clients share a processor, such looks overtake each other's heartbeats for ever.
-
-    Args:
-        handler: of the rendezvous. The first and the last of this hold for all handlers of this process.
-        wait: called with the seconds for which it would sleep.
-    """
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    def delay(seconds: float | tuple[float, float]) -> None:
-        wait(seconds[1] if isinstance(seconds, tuple) else seconds)
-
-    dynamic_rendezvous._delay = delay  # type: ignore[attr-defined]
-    handler._state_holder._cache_duration = 0
-    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
-
-
 def wrapper_around() -> Callable[[nn.Module], str | None]:
     """Return what says which class of torch's runs a module as a part of itself, and averages its gradients; or None.
 

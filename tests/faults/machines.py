@@ -71,15 +71,19 @@ class Machines:
         restarts: int = 2,
         script: Path = jobs.SCRIPT,
         place: int | None = None,
+        launcher: tuple[str, ...] = (),
+        before: str = "",
         **env: str,
     ) -> Running:
-        """Start one more; ``options`` are the script's. ``place``: its network, counted from 0; None: the next one."""
+        """Start one more; ``options`` are the script's, ``launcher`` further ones of ``lockstep run``, ``before`` is as
+        for :class:`Running`. ``place``: its network, counted from 0; None: the next one."""
         number = len(self.running)
-        command = ["lockstep", "run", "-n", str(ranks), "--max-restarts", str(restarts), *self._options]
+        command = ["lockstep", "run", "-n", str(ranks), "--max-restarts", str(restarts), *self._options, *launcher]
         command += ["--log-dir", str(self._folder / f"logs-{number}"), str(script), str(self._folder), *options]
         # Launchers on one machine would find that their ranks can share memory.
         env = {"LOCKSTEP_BACKEND": "gloo", "PYTHONPATH": python_path(jobs.SCRIPT.parents[2]), **env}
-        before = _ENTER.format(name=self._network[number if place is None else place]) if self._network else ""
+        if self._network:
+            before += _ENTER.format(name=self._network[number if place is None else place])
         self._temporary.append(Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="machine-"))))
         env.setdefault("TMPDIR", str(self._temporary[-1]))
         job = Running(command, cwd=self._folder, env=environment(self._folder, torch=True, **env), before=before)
@@ -106,6 +110,22 @@ def zygote(machine: Running) -> int:
 def client(machine: Running) -> int:
     """A machine's rendezvous client: the first process that the zygote has forked."""
     return min(children(zygote(machine)))
+
+
+def sockets(pid: int, state: str) -> list[str]:
+    """The own addresses of a process's TCP sockets in a state (``0A``: it listens, ``01``: it is connected), as /proc
+    has them."""
+    own = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            own.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == state and f"socket:[{fields[9]}]" in own:
+                found.append(fields[1].partition(":")[0])
+    return found
 
 
 def kill_all(machine: Running) -> list[int]:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.spec import free_port
 from lockstep.runs.series import Series
 from tests.faults import jobs
-from tests.faults.machines import Machines, client, zygote
+from tests.faults.machines import Machines, client, sockets, zygote
 from tests.launching import Finished, Running, wait_for
 
 pytestmark = pytest.mark.timeout(150)
@@ -52,6 +51,11 @@ def test_all_machines_restart_together_with_the_same_bits(tmp_path: Path, calm: 
     assert "lockstep: on machine 1 (" in told, told
 
 
+def _told(done: Finished) -> str:
+    """What the launcher says after the line with the machines."""
+    return done.err.split("lockstep: ", 2)[2]
+
+
 _RAISING = """
 import sys
 import torch
@@ -72,13 +76,13 @@ def test_the_first_failure_is_told_on_every_machine(tmp_path: Path) -> None:
         codes, done = _codes(machines)
     assert codes == [1, 1], done
     for each in done:
-        report = each.err.partition("lockstep: ")[2]
+        report = _told(each)
         assert "rank 1 of 2 failed: exit code 1" in report, each.err
         assert "RuntimeError: the wrong path" in report
         assert "PeerLost" not in report
         assert "not restarted: it failed before its first step" in report
     elsewhere = next(each.err for each in done if "on machine 1" in each.err)
-    assert "line 7, in <module>" in elsewhere.partition("lockstep: ")[2], "with the traceback that is nowhere above"
+    assert "line 7, in <module>" in elsewhere.split("lockstep: ", 2)[2], "with the traceback that is nowhere above"
 
 
 def test_a_machine_that_comes_joins_without_a_step_lost(tmp_path: Path) -> None:
@@ -103,28 +107,12 @@ def test_a_machine_that_comes_joins_without_a_step_lost(tmp_path: Path) -> None:
     assert "1 machine wants to join" in done[0].err
 
 
-def _sockets(pid: int, state: str) -> list[str]:
-    """The own addresses of a process's TCP sockets in a state (``0A``: it listens, ``01``: it is connected), as /proc
-    has them."""
-    own = set()
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):  # closed meanwhile
-            own.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == state and f"socket:[{fields[9]}]" in own:
-                found.append(fields[1].partition(":")[0])
-    return found
-
-
 def test_a_signal_to_one_machine_stops_them_all(tmp_path: Path, calm: jobs.Calm) -> None:
     with Machines(tmp_path, "2") as machines:
         for _ in range(2):
             machines.start("--slow", "0.05")
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 3, "training")
-        listening = [address for machine in machines.running for address in _sockets(client(machine), "0A")]
+        listening = [address for machine in machines.running for address in sockets(client(machine), "0A")]
         assert listening == ["0100007F"] * 2, "the store of the rendezvous and that of the round, at 127.0.0.1 alone"
         os.kill(machines.running[1].pid, signal.SIGTERM)
         codes, done = _codes(machines)
@@ -246,7 +234,7 @@ def test_machines_meet_though_a_client_dies_while_they_wait(tmp_path: Path, numb
         for _ in range(2):
             waits = machines.start()
             wait_for(lambda: _has_client(waits), "its client")  # noqa: B023  (called before the next one)
-            wait_for(lambda: _sockets(client(waits), "01"), "its store")  # noqa: B023
+            wait_for(lambda: sockets(client(waits), "01"), "its store")  # noqa: B023
         os.kill(client(machines.running[number]), signal.SIGKILL)
         machines.start()
         codes, done = _codes(machines)

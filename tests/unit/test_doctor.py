@@ -421,8 +421,8 @@ def test_clocks_are_compared_with_each_other() -> None:
     found = one(compare_clocks({"a": Clock(0.0, 0.01), "b": Clock(-3.0, 0.01), "c": Clock(-1.0, 0.0)}), Level.WARNING)
     assert found.what.startswith("the clock of a is 3 s ahead of that of b")
     assert "chronyd" in found.advice
-    found = one(compare_clocks({"a": Clock(0.0, 0.01), "b": Clock(60.0, 0.01)}), Level.WRONG)
-    assert "loses machines that are more than 4 s behind" in found.what
+    found = one(compare_clocks({"a": Clock(0.0, 0.01), "b": Clock(60.0, 0.01)}), Level.WARNING)
+    assert "can't be put in order by their times" in found.what
     assert levels(compare_clocks({"a": Clock(0.0, 1.0), "b": Clock(3.0, 1.0)})) == {Level.OK}, "asked over a slow line"
 
 

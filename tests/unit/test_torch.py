@@ -12,8 +12,6 @@ import inspect
 import operator
 import subprocess
 import sys
-import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -324,34 +320,6 @@ def test_leave_out_of_flight_recorder() -> None:
 
 
 # --- nothing private elsewhere ---------------------------------------------------------------------------------------
-
-
-def test_quicken_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_delay", "get_method_name"):  # put back afterwards
-        monkeypatch.setattr(dynamic_rendezvous, name, getattr(dynamic_rendezvous, name))
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # else it opens one
-    waits: list[float] = []
-
-    def wait(seconds: float) -> None:
-        waits.append(seconds)
-        time.sleep(0.01)
-
-    store = dist.FileStore(str(tmp_path / "store"))  # type: ignore[attr-defined]
-    timeout = dynamic_rendezvous.RendezvousTimeout(last_call=timedelta(seconds=0.5))
-    handler = dynamic_rendezvous.DynamicRendezvousHandler.from_backend(
-        "job", store, C10dRendezvousBackend(store, "job"), min_nodes=1, max_nodes=2, timeout=timeout
-    )
-    _torch.quicken_rendezvous(handler, wait)
-    monkeypatch.setattr(inspect, "stack", lambda *_: pytest.fail("a list of all frames, with their source"))
-    assert handler.next_rendezvous().world_size == 1
-    assert set(waits) == {0.3, 1}, "before it looks first, and while it waits for a second machine"
-    reads = []
-    monkeypatch.setattr(C10dRendezvousBackend, "get_state", lambda *_: reads.append(1))
-    for _ in range(5):
-        handler.num_nodes_waiting()
-    assert len(reads) == 5
-    monkeypatch.undo()
-    assert handler.shutdown()
 
 
 def test_wrapper_around() -> None:

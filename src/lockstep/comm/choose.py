@@ -8,6 +8,8 @@ whatever fails in it, is waited for by no other: all hear of it and take gloo to
 
 from __future__ import annotations
 
+import socket
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -21,8 +23,11 @@ from lockstep import callsite, knobs
 from lockstep.comm.shm.group import Group
 from lockstep.comm.shm.register import make_engine
 from lockstep.comm.shm.rendezvous import ApartError, say_and_hear
-from lockstep.errors import RendezvousError, sentence
+from lockstep.errors import EnvironmentMismatch, RendezvousError, sentence
 from lockstep.identity import Identity
+
+#: Seconds that rank 0 waits for the others to read why there will be no group.
+_FAREWELL = 10.0
 
 
 def open_fastest(store: Store, identity: Identity, timeout: float) -> None:
@@ -49,6 +54,37 @@ def open_fastest(store: Store, identity: Identity, timeout: float) -> None:
         if identity.rank == 0:
             _warn(f"ranks of one machine can't share memory, so all gradients go through the network, by gloo: {why}")
     _hand_to_torch("gloo", PrefixStore("gloo", store), identity, timeout)
+
+
+def compare_choices(store: Store, chosen: str | None, identity: Identity, timeout: float) -> None:
+    """**Collective.** Refuse backends that differ between hosts: each of them would wait for the other hosts in its own
+    way until ``timeout``.
+
+    Args:
+        store: where the ranks meet; for this alone.
+        chosen: what the program, ``LOCKSTEP_BACKEND`` or this rank's device asks for; None: nothing does.
+        identity: this rank's.
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        EnvironmentMismatch: hosts ask for different backends; on all ranks.
+        RendezvousError: a rank did not come.
+    """
+    words = say_and_hear(store, "chosen", [chosen, socket.gethostname()], identity.rank, identity.world_size, timeout)
+    asked: dict[str | None, list[str]] = {}
+    for rank, (name, host) in enumerate(words):
+        asked.setdefault(name, []).append(f"rank {rank} on {host}")
+    if len(asked) > 1:
+        # Rank 0 may have the store, so it is the last to leave.
+        store.add("read", 1)
+        limit = time.monotonic() + _FAREWELL
+        while identity.rank == 0 and store.add("read", 0) < identity.world_size and time.monotonic() < limit:
+            time.sleep(0.01)
+        each = "; ".join(f"{', '.join(ranks)}: {name or 'not chosen'}" for name, ranks in asked.items())
+        raise EnvironmentMismatch(
+            f"rank {identity.rank} of {identity.world_size}: the ranks ask for different backends ({each}). Pass the "
+            f"same one to lockstep.init(), or set {knobs.BACKEND} alike on all hosts"
+        )
 
 
 def _warn(what: str) -> None:

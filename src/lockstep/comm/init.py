@@ -7,8 +7,10 @@ import os
 import queue
 import random
 import secrets
+import socket
 import sys
 import threading
+import time
 from datetime import timedelta
 from importlib.util import find_spec
 
@@ -18,17 +20,18 @@ import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in torch's stubs
     FileStore,
     HashStore,
+    PrefixStore,
     Store,
 )
 from torch.distributed.rendezvous import rendezvous
 from torch.optim import optimizer as optimizers
 
-from lockstep import knobs, machine
+from lockstep import callsite, knobs, machine
 from lockstep.comm import deterministic as determinism
 from lockstep.comm import ending, guests, mpirun, streams
 from lockstep.comm import tracing as _  # noqa: F401  (a trace sees collectives by it)
 from lockstep.comm.allocator import keep_freed_memory
-from lockstep.comm.choose import open_fastest
+from lockstep.comm.choose import compare_choices, open_fastest
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.gpu import Gpu
 from lockstep.comm.shm.register import register
@@ -39,6 +42,9 @@ from lockstep.job import device as gpu_time
 from lockstep.job import flight, tracing
 
 register()  # the backend "shm", where torch has not done it
+
+#: Seconds that a rank waits for rank 0 before it says so.
+_QUIET = 5.0
 
 _world: World | None = None
 #: Whether shutdown() may destroy the default group: not if the user's own code opened it.
@@ -260,6 +266,9 @@ def _open_group(backend: str | None, identity: Identity, timeout: float, device:
     try:
         _groups_opened += 1
         store = _rendezvous_store(identity, limit)
+        if identity.local_world_size < identity.world_size:
+            chosen = backend if backend or device.type == "cpu" else "that of its GPUs"
+            compare_choices(PrefixStore(f"choices/{_groups_opened}", store), chosen, identity, timeout)
         if backend is None and device.type == "cpu":
             open_fastest(store, identity, timeout)
             return
@@ -312,6 +321,9 @@ def _connect(identity: Identity, timeout: timedelta) -> Store:
     waits in a separate thread, which is abandoned if it does not come back: the caller gets the error and will end.
     """
     answer: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
+    until = time.monotonic() + timeout.total_seconds()
+    if identity.rank:
+        _wait_for_rank_0(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), until)
 
     def meet() -> None:
         try:
@@ -325,12 +337,31 @@ def _connect(identity: Identity, timeout: timedelta) -> Store:
         store = answer.get(timeout=timeout.total_seconds() + 2.0)
     except queue.Empty:
         raise TimeoutError(
-            "no answer from that port: nothing that listens there is a rendezvous of this job; "
-            "does another program use the port, or did rank 0 fail to start?"
+            "what listens at that port takes connections, but gives no answer as the store of rank 0 does: it is "
+            "another program, or a rank 0 that stands still"
         ) from None
     if isinstance(store, Exception):
         raise store
     return store
+
+
+def _wait_for_rank_0(host: str, port: int, until: float) -> None:
+    """Wait until something listens where rank 0 serves the store: hosts start in any order, and a name may be known
+    only later. torch waits as well, with a stack of C++ frames for each try."""
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=max(0.1, until - time.monotonic())):
+                return
+        except OSError as error:
+            why = f"{host}:{port}: {error.strerror or error}"
+        now = time.monotonic()
+        if now >= until:
+            raise TimeoutError(f"rank 0 does not listen at {why}")
+        if now - began > _QUIET and not told:
+            told = True
+            callsite.warn(f"waiting for rank 0, which does not listen yet at {why}")
+        time.sleep(0.05)
 
 
 def _hint(error: Exception, backend: str | None) -> str:

@@ -20,6 +20,7 @@ from lockstep.job.page import NAMES, Look, Phase
 from lockstep.launch.evidence import MachineFacts, ProcessFacts, Stack
 from lockstep.launch.policy import Ending, Failure, Refusal, first_failure
 from lockstep.launch.processes import name
+from lockstep.rendezvous.messages import Round
 
 #: Ranks that are listed one by one.
 _RANKS = 16
@@ -74,6 +75,17 @@ def met() -> None:
     """Let who shows the messages of several launchers know that they have found each other."""
     if _reader is not None:
         os.write(_reader, b'{"met": true}\n')
+
+
+def machines(round_: Round) -> str:
+    """Say which machines have met, and which ranks each of them has."""
+    first, each = 0, []
+    for node, count in enumerate(round_.ranks):
+        ranks = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
+        each.append(f"{ranks} on {round_.hosts[node]}")
+        first += count
+    count = len(round_.ranks)
+    return f"{count} machine{'' if count == 1 else 's'}, {first} rank{'' if first == 1 else 's'}: {'; '.join(each)}"
 
 
 # How a job ended -----------------------------------------------------------------------------------------------------

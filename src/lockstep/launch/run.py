@@ -30,7 +30,20 @@ from lockstep.launch.processes import SAVE, STOPPING, Arrival, SignalQueue, igno
 from lockstep.launch.report import say
 from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, Output, check_program, free_port, is_free
 from lockstep.rendezvous.handle import Rendezvous
-from lockstep.rendezvous.messages import Alive, End, Ended, Event, Kind, Leave, Looks, Meet, Met, Refused, Verdict
+from lockstep.rendezvous.messages import (
+    Alive,
+    End,
+    Ended,
+    Event,
+    Kind,
+    Leave,
+    Looking,
+    Looks,
+    Meet,
+    Met,
+    Refused,
+    Verdict,
+)
 from lockstep.runs.record import Recorder
 
 #: Open files that a rank needs here while it starts, and that everything else does.
@@ -177,7 +190,9 @@ class _Run:
         self._steps_when_asked: dict[int, int | None] = {}
         self._relay = Relay(launcher.selector)
         self._streams = Streams(self._spec, logs, self._relay)
-        self._others = None if self._spec.rendezvous is None else Rendezvous(self._spec.rendezvous)
+        self._others = None if self._spec.rendezvous is None else Rendezvous(self._spec.meeting())
+        #: When the search for the other machines ends, on the monotonic clock; None: it has not begun.
+        self._meet_by: float | None = None
         #: The number of the last round, and what tells this job from others; why this machine could not go on with it;
         #: why there will be none.
         self._last_round, self._job = -1, ""
@@ -188,6 +203,8 @@ class _Run:
         #: When a client that was told to leave has had enough time, on the monotonic clock.
         self._patience: float | None = None
         self._told_of_waiting = False
+        #: What was said of the machines that have met.
+        self._told_of_machines = ""
         launcher.selector.register(signals, selectors.EVENT_READ)
 
     def watch(self) -> int:
@@ -426,7 +443,8 @@ class _Run:
             job, fds = others.start()
             self._launcher.selector.register(others, selectors.EVENT_READ)
             self._fork(Fork(CLIENT, {}, job), fds)
-        others.meet(Meet(self._last_round, self._job, self._restarts.history, self._lost))
+        left = None if self._meet_by is None else max(0.0, self._meet_by - time.monotonic())
+        others.meet(Meet(self._last_round, self._job, self._restarts.history, self._lost, left))
 
     def _hear_others(self, others: Rendezvous, ready: set[object], now: float) -> None:
         """Act on what the client says, or on its silence."""
@@ -439,27 +457,31 @@ class _Run:
             for event in events:
                 self._on_event(event, now)
         if others.due is not None and now >= others.due:
-            if self._stage is _Stage.MEETING:  # it has limits of its own, so what it waits for has none
-                self._lost_clients = _CLIENTS
-                why = f"no answer from {others.options.endpoint}: does another program use the port?"
-            else:
-                why = "this machine has lost its connection to the others"
-            self._on_lost_client(others, why)
+            self._on_lost_client(
+                others, f"this machine has lost its connection to the others ({others.options.endpoint})"
+            )
         elif self._patience is not None and now >= self._patience:
             self._on_lost_client(others, "")
 
     def _on_event(self, event: Event, now: float) -> None:
         policy = self._launcher.policy
         match event:
+            case Looking(seconds, text):
+                self._meet_by = now + seconds
+                if text:
+                    say(text)
             case Met():
                 self._on_round(event)
-            case Alive(waiting, ranks):
+            case Alive(waiting, ranks, refused):
+                for text in refused:
+                    say(text)
                 self._launcher.attempt.hangs.hear(ranks, now)
                 if self._others is not None:
                     self._others.tell(Looks(self._launcher.attempt.hangs.told()))
                 self._on_waiting(waiting, now)
             case Refused(error, exit_code, again):
                 if self._stage is _Stage.MEETING and again and self._others is not None:
+                    self._lost_clients -= 1  # it has not died, and what it has lost may come back in time
                     self._on_lost_client(self._others, error)
                 elif self._stage is _Stage.MEETING:
                     self._refused, self._refused_with = error, exit_code
@@ -479,11 +501,15 @@ class _Run:
 
     def _on_round(self, met: Met) -> None:
         round_ = met.place
-        self._lost_clients, self._lost = 0, ""
+        self._lost_clients, self._lost, self._meet_by = 0, "", None
         self._last_round, self._job = round_.number, round_.job
         self._restarts.adopt(round_.history)
-        if met.warning:
-            say(met.warning, once=met.warning)
+        for warning in met.warnings:
+            say(warning, once=warning)
+        machines = report.machines(round_)
+        if machines != self._told_of_machines:
+            self._told_of_machines = machines
+            say(machines, once=machines)
         report.met()
         if self._launcher.policy.stopped_by is None:
             self._logs.restart = self._launcher.renew(round_).number - 1
@@ -515,7 +541,8 @@ class _Run:
             self._finish()
         elif self._stage is _Stage.MEETING:
             self._lost_clients += 1
-            if self._lost_clients > _CLIENTS:
+            is_late = self._meet_by is not None and time.monotonic() >= self._meet_by
+            if is_late or self._lost_clients > _CLIENTS:
                 self._refused = why
                 self._finish()
             else:

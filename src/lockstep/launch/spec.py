@@ -143,6 +143,13 @@ class JobSpec:
         """
         return Round(self.node_rank, (self.nproc,) * self.nnodes, address, port, number=number)
 
+    def meeting(self) -> Options:
+        """Return what the rendezvous needs to know, with what all machines should have in common."""
+        assert self.rendezvous is not None, "it was asked for"
+        program = f"-m {self.program.target}" if self.program.is_module else os.path.basename(self.program.target)
+        alike = {"what they run": program, "--max-restarts": str(self.max_restarts)}
+        return replace(self.rendezvous, backend=knobs.backend() or "", alike=alike)
+
     def arguments(self, local_rank: int) -> list[str]:
         """Return what follows the program's name in this rank's ``sys.argv``."""
         own = [f"{self.local_rank_option}={local_rank}"] if self.local_rank_option is not None else []

@@ -1,1 +1,1 @@
-"""Machines that start their ranks together and hear of each other's failures: rounds, over torch's rendezvous."""
+"""Machines that start their ranks together and hear of each other's failures: rounds, over torch's stores."""

@@ -1,14 +1,14 @@
 """Meet the other machines of a job, and watch over the round: a process of its own, forked from the zygote.
 
-It is the only part of the launcher that uses torch. Membership is torch's: ``DynamicRendezvousHandler`` over a c10d
-store (torch.distributed.elastic, documented as an extension point); it decides who takes part, and nothing else.
-What goes on within a round is ours, in keys of the round's own store.
+It is the only part of the launcher that uses torch, and of torch only its stores: keys with values, in the memory of
+one machine (``TCPStore``) or in a file that all share (``FileStore``). What the machines write there is JSON. Who takes
+part is decided as Note [Membership] in ``membership.py`` says.
 
 Note [A round]
 ~~~~~~~~~~~~~~
-The machines that have met form a round. Each writes who it is, and reads all others; machine 0 opens a new store on a
-free port, at which the ranks meet, so that nothing of an earlier round can be found there (in torch's own agent, ranks
-read addresses of the round before). Then each machine counts up its heartbeat twice a second.
+The machines that have met form a round. Machine 0 opens a new store on a free port, at which the ranks meet, so that
+nothing of an earlier round can be found there (in torch's own agent, ranks read addresses of the round before). Each
+machine counts up its signs of life twice a second, from when it comes until it leaves.
 
 A round ends by one *verdict*: the first machine that has a reason to end it writes it down (compare-and-set), and all
 act on it. A failure that reads like the echo of another (a lost peer) waits for the real one: until every other machine
@@ -18,45 +18,46 @@ When all ranks of a machine have ended well it says so, and the last machine to 
 machine that serves the store leaves last.
 
 Between two rounds there are no ranks, and nobody to write a verdict to: a machine of the last round that is told to
-stop then closes the rendezvous, and the others read the job's end there.
+stop then writes down the job's result, and the others read the job's end there.
+
+Nothing here waits inside the store: a machine that waits looks, hears its launcher, and gives its sign of life.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import hmac
 import json
 import os
+import platform
 import secrets
 import select
 import socket
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch.distributed import DistError, FileStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousGracefulExitError,
-    RendezvousStateError,
-    RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+import torch
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-from lockstep._torch import quicken_rendezvous
 from lockstep.job.messages import Channel, encode
-from lockstep.rendezvous.addresses import interface_of, is_only_here, own_address
-from lockstep.rendezvous.beats import Beats
+from lockstep.rendezvous.addresses import interface_of
 from lockstep.rendezvous.clocks import Look, ahead
+from lockstep.rendezvous.endpoint import PATIENCE, Knock
+from lockstep.rendezvous.membership import (
+    Attempt,
+    Card,
+    decode_card,
+    differences,
+    encode_card,
+    enough,
+    misfits_end_it,
+    objection,
+    proof,
+)
 from lockstep.rendezvous.messages import (
-    DEFAULT_PORT,
     SKEW,
     Alive,
     Command,
@@ -64,6 +65,7 @@ from lockstep.rendezvous.messages import (
     Ended,
     Kind,
     Leave,
+    Looking,
     Looks,
     Meet,
     Met,
@@ -73,29 +75,31 @@ from lockstep.rendezvous.messages import (
     Verdict,
     decode,
 )
+from lockstep.rendezvous.signs import SILENT, Signs
+from lockstep.version import __version__
 
-#: Seconds between two heartbeats, and between two looks at the verdict.
+#: Seconds between two signs of life, and between two looks at the verdict. While machines meet, between two of either.
 _BEAT, _TICK = 0.5, 0.1
 #: How often the machines that have met look at their clocks together.
 _CLOCKS = 4
-#: Seconds without a sign of life after which a machine is lost.
-SILENT = 4.0
-#: Seconds that a failure which reads like an echo waits for the real one, at least; more than between two heartbeats.
+#: Seconds that a failure which reads like an echo waits for the real one, at least: more than a sign of life takes.
 _ECHO = 1.0
 #: Seconds that an operation of a store may take. (A connection that is cut shows as silence long before.)
 _OPERATION = 30.0
-#: Seconds that the machines which have met wait for each other's word: one of them may have died as it came.
-_CARDS = 10.0
-#: Seconds within which a store that could not be reached has refused or dropped the connection: it may be going.
-_EARLY = 2.0
-#: Seconds that the machine with the store waits for the others to leave.
-_FAREWELL = 5.0
+#: Seconds that the machines of an attempt wait for one that gives signs of life and does not come.
+_FORMING = 30.0
+#: Seconds that the machine with the store waits for the others to leave, at the job's end; and where none can begin, as
+#: long as they give signs of life.
+_FAREWELL, _DISMISSAL = 5.0, 60.0
 #: Seconds to wait for more machines once there are enough.
 _LAST_CALL = 2.0
-#: What torch's handler raises in machines that wait when the job ends: for a place among the others, or as a spare.
-_OVER = (RendezvousClosedError, RendezvousGracefulExitError)
-#: What comes of a machine that has gone: the one with the store, or another one that was waited for.
-_CUT_OFF = (RendezvousConnectionError, RendezvousStateError, DistError, ConnectionError)
+#: Seconds that a machine looks for others before it says so.
+_QUIET = 5.0
+#: What to do where the store is lost in the middle of a job.
+_AGAIN = (
+    ". Is that machine up and reachable, and does the same command run there? Start the command again on all machines "
+    "to go on from the last checkpoint; --rdzv file:FOLDER, on a shared disk, survives any of them"
+)
 
 
 def main(fd: int, options: dict[str, Any]) -> NoReturn:
@@ -107,19 +111,29 @@ def main(fd: int, options: dict[str, Any]) -> NoReturn:
     """
     channel = Channel(socket.socket(fileno=fd))
     client = _Client(channel, Options(**options))
-    began = time.monotonic()
     try:
         client.serve()
-    except EOFError:
+    except (EOFError, BrokenPipeError):
         pass  # the launcher is gone
+    except _Refusal as error:
+        channel.send(encode(Refused(str(error), error.exit_code)))
     except Exception as error:  # noqa: BLE001  (whatever it is, the launcher tells the user; nobody reads this process)
-        again = isinstance(error, _CUT_OFF) and (client.is_connected or time.monotonic() - began < _EARLY)
-        channel.send(encode(Refused(_words(error, client.endpoint, client.ended), client.exit_code, again)))
+        # torch's stores have no type of their own for all that goes wrong in them.
+        again = isinstance(error, (RuntimeError, ConnectionError)) and client.is_connected
+        channel.send(encode(Refused(_words(error, client.endpoint, cut_off=again), 1, again)))
     os._exit(0)  # nothing here needs torch's teardown
 
 
 class _Left(Exception):
     """The launcher said to leave."""
+
+
+class _Refusal(Exception):
+    """This machine can't take part: the text for the user, and what its launcher is to end with."""
+
+    def __init__(self, text: str, exit_code: int = 1) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
 
 
 class _Client:
@@ -128,24 +142,41 @@ class _Client:
         self._options = options
         self._commands: list[Command] = []
         self.endpoint = options.endpoint
-        #: What the launcher is to end with if the machines can't meet.
-        self.exit_code = 1
-        #: Why the job is over that did not need this machine any more, where there is more to say.
-        self.ended = ""
         #: Whether the store that the machines meet at has answered.
         self.is_connected = False
-        #: The number of the last round that this machine took part in, and the round, if this process was there.
-        self._last = -1
-        self._round: Round | None = None
-        #: Whether it waits for the next one.
-        self._meets = False
+        self._name = secrets.token_hex(8)
+        self._base: Store | None = None
+        self._address = ""
         self._serves = False
         self._server: Store | None = None
+        #: The number of the last round that this machine took part in; that round, and who made it, if this process
+        #: was there; whether it waits for the next one.
+        self._last = -1
+        self._round: Round | None = None
+        self._attempt: Attempt | None = None
+        self._meets = False
+        self._verdict_key = ""
+        #: What this machine has counted up, when it gives the next sign of life, and how its ranks are.
+        self._count, self._next_beat = 0, 0.0
+        self._ranks: list[list[Any]] = []
+        self._signs = Signs()
+        #: All cards that were read, by ticket, with whether their machine knows the key; tickets that were drawn, and
+        #: whose cards are still to be read; whom this machine has told its launcher of.
+        self._cards: dict[int, tuple[Card, bool]] = {}
+        self._unread: set[int] = set()
+        self._drawn = 0
+        self._named: set[int] = set()
+        #: This machine's first ticket; since when too few have come that fit, but enough with those that do not.
+        self._first = 0
+        self._hopeless_since: float | None = None
+        #: When the search ends; what was said of it last.
+        self._limit = float("inf")
+        self._next_word, self._said = 0.0, ""
 
     def serve(self) -> None:
         meet = self._wait_for_meet()
-        self._connect()
         try:
+            self._connect(meet)
             while True:
                 self._tell_the_last_round(meet)
                 self._round = self._meet(meet)
@@ -157,7 +188,8 @@ class _Client:
     # Commands ----------------------------------------------------------------------------------------------------
 
     def _hear(self, seconds: float) -> Iterator[Command]:
-        """Yield what the launcher says within some seconds, if anything; leave if it says so."""
+        """Yield what the launcher says within some seconds, if anything; leave if it says so. Give signs of life."""
+        self._beat()
         if not self._commands and select.select([self._channel], [], [], max(0.0, seconds))[0]:
             for fields, _ in self._channel.receive():
                 command = decode(fields)
@@ -169,236 +201,530 @@ class _Client:
                 self._leave(command)
             yield command
 
+    def _idle(self, seconds: float) -> None:
+        """Let some time pass in which the launcher says nothing but to leave."""
+        for _ in self._hear(seconds):
+            pass
+
     def _wait_for_meet(self) -> Meet:
         while True:
-            for command in self._hear(3600.0):
-                if isinstance(command, Meet):
-                    return command
+            try:
+                for command in self._hear(_BEAT):
+                    if isinstance(command, Meet):
+                        return command
+            except RuntimeError:
+                # The store is gone, which ends the next meeting, with what to do about it. Until then there is nothing
+                # to tell the others.
+                self._next_beat = float("inf")
 
     def _say(self, message: object) -> None:
         self._channel.send(encode(message))
 
-    # The rendezvous ----------------------------------------------------------------------------------------------
+    def _look_on(self, text: str) -> None:
+        """Let the launcher know that this client still looks, and the user what for, if that is something new."""
+        now = time.monotonic()
+        new = text if text != self._said else ""
+        if new or now >= self._next_word:
+            self._next_word, self._said = now + _BEAT, text or self._said
+            self._say(Looking(self._limit - now, new))
 
-    def _connect(self) -> None:
-        options = self._options
-        limit = timedelta(seconds=options.join_timeout)
-        kind, _, path = options.endpoint.partition(":")
-        if kind == "file":
-            self._base: Store = FileStore(path)
-            self._address = options.local_addr or own_address(None)
-        else:
-            host, port = _split(options.endpoint)
-            if is_only_here(host, port):
-                host = options.local_addr or own_address(None)
-            self._address = options.local_addr or own_address((host, port))
-            listener = _listen(host, port)
-            self._serves = listener is not None
-            self._base = TCPStore(
-                host,
-                port,
-                is_master=self._serves,
-                timeout=limit,
-                wait_for_workers=False,
-                master_listen_fd=None if listener is None else listener.detach(),
-            )
+    # The store ---------------------------------------------------------------------------------------------------
+
+    def _connect(self, meet: Meet) -> None:
+        """Reach the store, or open it where it is to be. Others may start earlier than the machine that serves it, and
+        its name may be known only later, so this tries again until the time for all is over."""
+        began = time.monotonic()
+        self._limit = began + (self._options.join_timeout if meet.seconds is None else meet.seconds)
+        doubtful = False
+        while True:
+            knock = Knock(self._options.endpoint, self._options.local_addr, doubtful=doubtful)
+            knock.start()
+            abandoned = min(self._limit, time.monotonic() + PATIENCE)
+            while knock.is_alive() and time.monotonic() < abandoned:
+                self._look_on(self._said)
+                for _ in self._hear(0.005):
+                    pass
+            if not knock.is_alive() and knock.error is not None:
+                raise knock.error
+            if not knock.is_alive() and knock.store is not None:
+                break
+            doubtful, now = knock.connected, time.monotonic()
+            if now >= self._limit:
+                raise _Refusal(
+                    f"the rendezvous at {self.endpoint} failed: {knock.why}; that was so until --join-timeout"
+                    + (_AGAIN if meet.last >= 0 else "")
+                )
+            self._look_on(self._said if now - began < _QUIET else f"{knock.why}. Trying again until --join-timeout")
+            self._idle(_TICK)
+        self._base, self._address, self._serves = knock.store, knock.address, knock.serves
         self._base.set_timeout(timedelta(seconds=_OPERATION))
         self.is_connected = True
-        # torch's agent shares one store between all rounds unless this is set; then its handler remembers the address
-        # of a machine that may have left (it reads the variable at each round).
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self._handler = DynamicRendezvousHandler.from_backend(
-            options.job,
-            self._base,
-            C10dRendezvousBackend(self._base, options.job),
-            options.min_nodes,
-            options.max_nodes,
-            self._address,
-            RendezvousTimeout(join=timedelta(seconds=options.join_timeout), last_call=timedelta(seconds=_LAST_CALL)),
-            keep_alive_interval=1,
-            keep_alive_max_attempt=4,
-        )
-        quicken_rendezvous(self._handler, self._wait_for_others)
+        self._said = ""
+
+    @property
+    def _shared(self) -> Store:
+        """The store that all machines of the job meet at."""
+        assert self._base is not None, "it was reached"
+        return self._base
 
     def _key(self, name: str) -> str:
         return f"lockstep/{self._options.job}/{name}"
 
+    def _has(self, name: str) -> bool:
+        return bool(self._shared.check([self._key(name)]))
+
+    def _write(self, name: str, value: object) -> None:
+        """Write a value down, unless another machine was first."""
+        self._shared.compare_set(self._key(name), "", json.dumps(value))
+
+    def _beat(self) -> None:
+        """Give a sign of life, if it is time."""
+        now = time.monotonic()
+        if self._base is None or now < self._next_beat:
+            return
+        if self._count and now - self._next_beat > SILENT / 2:  # this process stood still, and heard nobody
+            self._signs.pause(now - self._next_beat)
+        self._count += 1
+        self._base.set(self._key(f"beat/{self._name}"), json.dumps([self._count, self._ranks]))
+        self._next_beat = time.monotonic() + (_TICK if self._meets else _BEAT)
+
+    def _listen(self, names: Sequence[str]) -> list[list[Any]]:
+        """Take other machines' signs of life. Return how their ranks are."""
+        others = [name for name in names if name != self._name]
+        ranks: list[list[Any]] = []
+        if others:
+            values = self._shared.multi_get([self._key(f"beat/{name}") for name in others])
+            now = time.monotonic()
+            for name, value in zip(others, values, strict=True):
+                count, theirs = json.loads(value)
+                self._signs.hear(name, count, now)
+                ranks += theirs
+        return ranks
+
+    # Who is here -------------------------------------------------------------------------------------------------
+
+    def _read_cards(self) -> None:
+        """Read the cards that have come since."""
+        if self._has("tickets"):
+            drawn = int(self._shared.get(self._key("tickets")))
+            self._unread |= set(range(self._drawn + 1, drawn + 1))
+            self._drawn = drawn
+        for ticket in sorted(self._unread):
+            if self._has(f"card/{ticket}"):
+                self._unread.discard(ticket)
+                written = self._shared.get(self._key(f"card/{ticket}"))
+                self._cards[ticket] = decode_card(written, key=self._options.key, ticket=ticket)
+
+    def _waiting(self, spent: Sequence[int]) -> dict[int, Card]:
+        """Return the newest cards of all machines that wanted to take part and have not, by ticket; also of those that
+        do not fit. ``spent``: tickets of rounds that were made."""
+        newest = {card.name: ticket for ticket, (card, _) in sorted(self._cards.items())}
+        return {ticket: self._cards[ticket][0] for ticket in newest.values() if ticket not in spent}
+
+    def _here(self, spent: Sequence[int]) -> dict[int, Card]:
+        """Return those of :meth:`_waiting` that live."""
+        waiting = self._waiting(spent)
+        self._listen([card.name for card in waiting.values()])
+        now = time.monotonic()
+        return {
+            ticket: card
+            for ticket, card in waiting.items()
+            if card.name == self._name or (self._signs.lives(card.name, now) and not self._has(f"gone/{card.name}"))
+        }
+
+    def _objection(self, mine: Card, ticket: int) -> str:
+        card, proved = self._cards[ticket]
+        return objection(mine, card, proved=proved)
+
+    def _read_attempt(self) -> Attempt | None:
+        return Attempt.decode(self._shared.get(self._key("attempt"))) if self._has("attempt") else None
+
+    def _fate(self, attempt: Attempt) -> dict[str, Any] | None:
+        """Return what came of an attempt: ``{"failed": why}`` or ``{"made": …}``; None: it is not known yet."""
+        name = f"attempt/{attempt.count}/fate"
+        fate: dict[str, Any] | None = json.loads(self._shared.get(self._key(name))) if self._has(name) else None
+        return fate
+
+    def _fail(self, attempt: Attempt, why: str) -> None:
+        self._write(f"attempt/{attempt.count}/fate", {"failed": why})
+
+    def _missing(self, attempt: Attempt) -> list[int]:
+        """Return which machines of an attempt, by node rank, have left or are silent."""
+        now = time.monotonic()
+        for name in attempt.names:
+            if name != self._name:
+                self._signs.expect(name, now)
+        self._listen(attempt.names)
+        return [
+            node
+            for node, name in enumerate(attempt.names)
+            if name != self._name and (self._signs.is_silent(name, now) or self._has(f"gone/{name}"))
+        ]
+
+    def _is_over(self, attempt: Attempt, fate: dict[str, Any] | None) -> bool:
+        """Return whether an attempt that this machine does not wait for has failed, or its machines all have left what
+        it has become."""
+        if fate is not None and "failed" in fate:
+            return True
+        missing = self._missing(attempt)
+        if fate is None:
+            if missing:
+                self._fail(attempt, "a machine that had come has gone")
+            return False
+        newest = {card.name: ticket for ticket, (card, _) in sorted(self._cards.items())}
+        members = enumerate(zip(attempt.names, attempt.tickets, strict=True))
+        return all(node in missing or newest.get(name, 0) > ticket for node, (name, ticket) in members)
+
+    # The next round ----------------------------------------------------------------------------------------------
+
     def _tell_the_last_round(self, meet: Meet) -> None:
         """Let the other machines of a round that this one can't go on with know it, if they are still in it."""
         if meet.lost and meet.last >= 0:
-            verdict = Verdict(Kind.LOST, -1, meet.lost)
-            self._base.compare_set(self._key(f"{meet.last}/verdict"), "", json.dumps(verdict.to_json()))
+            self._write(f"{meet.last}/verdict", Verdict(Kind.LOST, -1, meet.lost).to_json())
 
     def _meet(self, meet: Meet) -> Round:
-        """Take part in the next round; see Note [A round]."""
+        """Take part in the next round; see Note [Membership]."""
         self._server = None  # of the round before
-        self._last, self._meets = meet.last, True
-        self._base.add(self._key("waiting"), 1)
-        try:
-            info = self._handler.next_rendezvous()
-        except _OVER:
-            self.exit_code, self.ended = json.loads(self._base.get(self._key("result")))
-            self._base.add(self._key(f"{meet.last}/left"), 1)
-            raise
-        finally:
-            self._base.add(self._key("waiting"), -1)
-        self._store, self._node, nodes = info.store, info.rank, info.world_size
-        card = {
-            "ranks": self._options.ranks,
-            "host": f"{socket.gethostname()}, {self._address}",
-            "last": meet.last,
-            "job": meet.job,
-            "history": meet.history,
-            "challenge": secrets.token_hex(32),
-        }
-        self._store.set(f"card/{self._node}", json.dumps(card))
-        try:
-            self._store.wait([f"card/{node}" for node in range(nodes)], timedelta(seconds=_CARDS))
-        except DistError as error:
-            raise ConnectionError("a machine that had come has gone before the ranks could start") from error
-        cards = [json.loads(self._store.get(f"card/{node}")) for node in range(nodes)]
-        self._prove([card["challenge"] for card in cards], [card["host"] for card in cards])
-        if self._node == 0:
-            listener = socket.create_server(
-                (self._address, 0), family=socket.AF_INET6 if ":" in self._address else socket.AF_INET
-            )
-            port = listener.getsockname()[1]
-            self._server = TCPStore(
-                self._address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
-            counted = self._base.add(self._key("rounds"), 1) - 1
-            newest = max(card["last"] for card in cards) + 1  # more where a store was lost with its counter
-            if newest > counted:
-                self._base.add(self._key("rounds"), newest - counted)
-            number = max(counted, newest)
-            job = max(cards, key=lambda card: int(card["last"]))["job"] or secrets.token_hex(16)
-            self._store.set("round", json.dumps([number, self._address, port, job]))
-        number, address, port, job = json.loads(self._store.get("round"))
-        walls, looks = self._look_at_clocks(nodes)
-        known = max((card["history"] for card in cards), key=lambda history: int(history.get("used", 0)))
-        round_ = Round(
-            node_rank=self._node,
-            ranks=tuple(card["ranks"] for card in cards),
-            address=address,
-            port=port,
-            number=number,
-            job=job,
-            hosts=tuple(card["host"] for card in cards),
-            history=known,
-            interface=interface_of(self._address),
-            served=True,
-            clock=ahead(looks[self._node], looks[0]),
-        )
-        self._last, self._meets = number, False
-        self._verdict_key = self._key(f"{number}/verdict")
-        self._say(Met(vars(round_), _skew(walls, round_)))
+        self._last, self._meets, self._ranks = meet.last, True, []
+        self._next_beat = min(self._next_beat, time.monotonic())
+        self._limit = time.monotonic() + (self._options.join_timeout if meet.seconds is None else meet.seconds)
+        round_, warnings = self._gather(meet)
+        self._last, self._meets = round_.number, False
+        self._verdict_key = f"{round_.number}/verdict"
+        self._say(Met(vars(round_), warnings))
         return round_
 
-    def _wait_for_others(self, seconds: float) -> None:
-        """Wait a moment until torch's rendezvous looks again, or leave if the launcher says so."""
-        for _ in self._hear(min(seconds, _TICK)):
-            pass  # nothing else is said meanwhile
+    def _card(self, meet: Meet) -> Card:
+        options = self._options
+        versions = {"torch": torch.__version__, "Python": platform.python_version()}
+        return Card(
+            name=self._name,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            address=self._address,
+            ranks=options.ranks,
+            least=options.min_nodes,
+            most=options.max_nodes,
+            last=meet.last,
+            job=meet.job,
+            history=meet.history,
+            serves=self._serves,
+            keyed=bool(options.key),
+            challenge=secrets.token_hex(32),
+            backend=options.backend,
+            lockstep=__version__,
+            others=options.alike | versions,
+        )
 
-    def _prove(self, challenges: list[str], hosts: list[str]) -> None:
-        """Show that this machine knows the job's key, and that the others do: a keyed digest (HMAC, RFC 2104) of what
-        all of them have drawn for this round."""
-        key = bytes.fromhex(self._options.key)
+    def _gather(self, meet: Meet) -> tuple[Round, list[str]]:
+        """Wait until there are enough machines, and make a round with them."""
+        mine = self._card(meet)
+        self._beat()
+        ticket = self._shared.add(self._key("tickets"), 1)
+        self._shared.set(self._key(f"card/{ticket}"), encode_card(mine, key=self._options.key, ticket=ticket))
+        self._first = self._first or ticket
+        self._hopeless_since = None
+        came = time.monotonic()
+        since: float | None = None
+        while True:
+            self._read_cards()
+            attempt = self._read_attempt()
+            fate = None if attempt is None else self._fate(attempt)
+            if attempt is not None and ticket in attempt.tickets and not (fate and "failed" in fate):
+                made = self._form(attempt, ticket, mine)
+                if made is not None:
+                    return made
+                since = None
+                continue
+            now = time.monotonic()
+            if ticket in self._cards and (attempt is None or self._is_over(attempt, fate)):
+                here = self._here(() if attempt is None else self._spent(attempt, fate))
+                fitting = {each: card for each, card in here.items() if not self._objection(mine, each)}
+                since = (since or now) if len(fitting) >= mine.least else None
+                self._end_if_over(meet)
+                tickets = enough(fitting, since=since, now=now, last_call=_LAST_CALL)
+                if tickets:
+                    self._propose(attempt, fate, tickets)
+                    continue
+                self._consider(mine, ticket, fitting, self._misfits(mine, here))
+                if now >= self._limit:
+                    raise _Refusal(
+                        f"too few machines came to {self.endpoint} in time (--join-timeout): "
+                        f"{_are_here(fitting, mine)}; run the same command on each of them"
+                    )
+                quiet = now - came < _QUIET or len(fitting) >= mine.least
+                self._look_on(self._said if quiet else _are_here(fitting, mine))
+            elif attempt is not None:
+                # A round goes on, as long as it takes: who waits for a place in it does not run out of time.
+                self._end_if_over(meet)
+                self._keep_out_of(attempt, mine)
+                self._limit, came = now + self._options.join_timeout, now
+                self._look_on(self._said)
+            self._idle(_TICK / 2)
 
-        def proof(node: int) -> str:
-            return hmac.new(key, json.dumps([node, challenges]).encode(), hashlib.sha256).hexdigest()
+    def _spent(self, attempt: Attempt, fate: dict[str, Any] | None) -> tuple[int, ...]:
+        """Return the tickets of rounds that were made, this attempt's too if it was."""
+        return attempt.spent + (attempt.tickets if fate is not None and "made" in fate else ())
 
-        self._store.set(f"proof/{self._node}", proof(self._node) if key else "none")
-        for node, host in enumerate(hosts):
-            given = self._store.get(f"proof/{node}").decode()
-            if not hmac.compare_digest(given, proof(node) if key else "none"):
-                raise ValueError(
-                    f"machine {node} ({host}) does not know the job's key that this machine has"
-                    if key
-                    else f"machine {node} ({host}) has a key for this job, and this machine has none"
-                )
+    def _propose(self, last: Attempt | None, fate: dict[str, Any] | None, tickets: Sequence[int]) -> None:
+        """Write down who is to make the next round, unless another machine was first."""
+        cards = [self._cards[ticket][0] for ticket in tickets]
+        number = 0 if last is None else last.number + int(fate is not None and "made" in fate)
+        spent: tuple[int, ...] = ()
+        if last is not None:
+            newest = {card.name: ticket for ticket, (card, _) in sorted(self._cards.items())}
+            spent = tuple(ticket for ticket in self._spent(last, fate) if ticket in newest.values())
+        attempt = Attempt(
+            count=1 if last is None else last.count + 1,
+            number=max(number, *(card.last + 1 for card in cards)),  # more where a store was lost with what it knew
+            tickets=tuple(tickets),
+            names=tuple(card.name for card in cards),
+            spent=spent,
+        )
+        self._shared.compare_set(self._key("attempt"), "" if last is None else last.encode(), attempt.encode())
 
-    def _look_at_clocks(self, nodes: int) -> tuple[list[float], list[list[Look]]]:
+    def _form(self, attempt: Attempt, ticket: int, mine: Card) -> tuple[Round, list[str]] | None:
+        """Make a round with the machines of an attempt; None: it has failed."""
+        self._attempt = attempt
+        self._store = PrefixStore(self._key(f"attempt/{attempt.count}"), self._shared)
+        while not all(each in self._cards for each in attempt.tickets):
+            self._read_cards()
+            self._idle(0.001)
+        node, cards = attempt.tickets.index(ticket), [self._cards[each][0] for each in attempt.tickets]
+        if not mine.least <= len(cards) <= mine.most:
+            self._fail(attempt, f"{len(cards)} machines are not as many as --nnodes says")
+            return None
+        challenges = [card.challenge for card in cards]
+        self._store.set(f"proof/{node}", proof(self._options.key, node, challenges))
+        if not self._await(attempt, "proof"):
+            return None
+        for other, each in enumerate(attempt.tickets):
+            if self._store.get(f"proof/{other}").decode() != proof(self._options.key, other, challenges):
+                self._cards[each] = cards[other], False
+                self._fail(attempt, f"machine {other} ({cards[other].place}) does not know the job's key")
+                return None
+        seen = self._look_at_clocks(attempt, node)
+        if seen is None:
+            return None
+        walls, looks = seen
+        if node == 0:
+            self._open(attempt, cards)
+        if not self._await(attempt, "fate"):
+            return None
+        fate = self._fate(attempt)
+        if fate is None or "made" not in fate:
+            return None
+        address, port, job = fate["made"]
+        round_ = Round(
+            node_rank=node,
+            ranks=tuple(card.ranks for card in cards),
+            address=address,
+            port=port,
+            number=attempt.number,
+            job=job,
+            hosts=tuple(card.place for card in cards),
+            history=max((card.history for card in cards), key=lambda history: int(history.get("used", 0))),
+            interface=interface_of(self._address),
+            served=True,
+            clock=ahead(looks[node], looks[0]),
+        )
+        return round_, [each for each in (_skew(walls, round_), *differences(cards)) if each]
+
+    def _await(self, attempt: Attempt, what: str) -> bool:
+        """Wait until every machine of an attempt has written ``what`` (of fates there is one). False: it has failed."""
+        keys = [what] if what == "fate" else [f"{what}/{node}" for node in range(len(attempt.names))]
+        limit, pause, next_look = time.monotonic() + _FORMING, 0.0005, 0.0
+        while not self._store.check(keys):
+            self._idle(pause)
+            pause = min(2 * pause, 0.02)
+            now = time.monotonic()
+            if now < next_look:
+                continue
+            next_look = now + _TICK
+            self._look_on(self._said)
+            missing = self._missing(attempt)
+            if not missing and now >= limit:
+                missing = [node for node, key in enumerate(keys) if not self._store.check([key])]
+            if missing:
+                hosts = ", ".join(self._cards[attempt.tickets[node]][0].place for node in missing)
+                self._fail(attempt, f"waited for {hosts}")
+            fate = self._fate(attempt)
+            if fate is not None and "failed" in fate:
+                return False
+        return True
+
+    def _open(self, attempt: Attempt, cards: Sequence[Card]) -> None:
+        """Open the store at which the ranks meet, and make the round."""
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        listener = socket.create_server((self._address, 0), family=family)
+        port = listener.getsockname()[1]
+        self._server = TCPStore(
+            self._address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        job = max(cards, key=lambda card: card.last).job or secrets.token_hex(16)
+        self._write(f"attempt/{attempt.count}/fate", {"made": [self._address, port, job]})
+
+    def _look_at_clocks(self, attempt: Attempt, node: int) -> tuple[list[float], list[list[Look]]] | None:
         """Return what the machines' wall clocks show at one moment, to within the time that a message takes, and what
-        each has seen of :func:`ahead`'s looks."""
+        each has seen of :func:`ahead`'s looks; None: the attempt has failed."""
         looks = []
         for number in range(_CLOCKS):
             before = time.monotonic_ns()
-            self._store.set(f"here/{number}/{self._node}", "")
-            self._store.wait([f"here/{number}/{node}" for node in range(nodes)])
+            self._store.set(f"here/{number}/{node}", "")
+            if not self._await(attempt, f"here/{number}"):
+                return None
             looks.append((before, time.monotonic_ns()))
-        self._store.set(f"clock/{self._node}", json.dumps([time.time(), looks]))
-        said = [json.loads(self._store.get(f"clock/{node}")) for node in range(nodes)]
+        self._store.set(f"clock/{node}", json.dumps([time.time(), looks]))
+        if not self._await(attempt, "clock"):
+            return None
+        said = [json.loads(self._store.get(f"clock/{other}")) for other in range(len(attempt.names))]
         return [wall for wall, _ in said], [[(first, last) for first, last in seen] for _, seen in said]
+
+    # Where there will be none ------------------------------------------------------------------------------------
+
+    def _end_if_over(self, meet: Meet) -> None:
+        """End with the job's result, if it has one."""
+        if not self._has("result"):
+            return
+        exit_code, why = json.loads(self._shared.get(self._key("result")))
+        # The last word of a machine lets the one with the store leave, and that removes the file.
+        self._shared.set(self._key(f"gone/{self._name}"), "")
+        if meet.last >= 0:
+            self._shared.add(self._key(f"{meet.last}/left"), 1)
+        kind, _, path = self.endpoint.partition(":")
+        again = f" (to run it again: remove {path}, or give it another --rdzv-id)" if kind == "file" else ""
+        over = f"the job at {self.endpoint} is over, and did not need this machine any more{again}"
+        raise _Refusal(why or over, exit_code)
+
+    def _keep_out_of(self, attempt: Attempt, mine: Card) -> None:
+        """End if this machine does not fit those of a round that goes on."""
+        misfits = [ticket for ticket in attempt.tickets if ticket in self._cards and self._objection(mine, ticket)]
+        if len(misfits) == len(attempt.tickets):
+            self._dismiss(mine, misfits[:1])
+
+    def _misfits(self, mine: Card, here: dict[int, Card]) -> list[int]:
+        """Return the tickets of machines that do not fit this one, also of those that have seen it and left again.
+
+        A store in memory is as old as its server; a file may hold what came of an earlier start.
+        """
+        older = self._first if self.endpoint.startswith("file:") else 0
+        newest = {card.name: ticket for ticket, (card, _) in sorted(self._cards.items())}
+        came = [ticket for ticket in newest.values() if ticket in here or ticket > older]
+        return [ticket for ticket in came if self._objection(mine, ticket)]
+
+    def _consider(self, mine: Card, ticket: int, fitting: dict[int, Card], misfits: Sequence[int]) -> None:
+        """Name machines that do not fit, and end if for their sake there are too few; see Note [Membership]."""
+        for text in self._strangers(mine, misfits):
+            self._look_on(text)
+        if mine.last >= 0:
+            return
+        theirs = [each for each in misfits if self._cards[each][0].serves or self._cards[each][0].last >= 0]
+        if theirs:
+            self._dismiss(mine, theirs)
+        if len(fitting) < mine.least and self._has(f"refused/{ticket}"):
+            self._read_cards()
+            self._dismiss(mine, [int(self._shared.get(self._key(f"refused/{ticket}")))])
+        now = time.monotonic()
+        if not misfits_end_it(fitting, {each: self._cards[each][0] for each in misfits}):
+            self._hopeless_since = None
+        elif self._hopeless_since is None:
+            self._hopeless_since = now
+        elif now - self._hopeless_since >= _LAST_CALL:
+            self._dismiss(mine, misfits, told_by=ticket)
+
+    def _strangers(self, mine: Card, misfits: Sequence[int]) -> list[str]:
+        """Say who does not fit, and was not named yet."""
+        new = [ticket for ticket in misfits if ticket not in self._named]
+        self._named |= set(new)
+        return [f"a machine was not let in: {self._objection(mine, ticket)}" for ticket in new]
+
+    def _dismiss(self, mine: Card, misfits: Sequence[int], *, told_by: int | None = None) -> NoReturn:
+        """End because others do not fit. The machine with the store leaves after them, or they would look for it.
+
+        Args:
+            mine: this machine's card.
+            misfits: the others' tickets.
+            told_by: this machine's ticket, where the others can't begin either and are to be told; None: they can.
+        """
+        text = "; ".join(self._objection(mine, ticket) for ticket in misfits)
+        limit = time.monotonic() + _DISMISSAL
+        with suppress(RuntimeError):  # where the store has gone, so has the machine that served it, and nobody is told
+            for ticket in misfits if told_by is not None else ():
+                self._shared.set(self._key(f"refused/{ticket}"), str(told_by))
+            self._shared.set(self._key(f"gone/{self._name}"), "")
+            while self._serves and self._is_awaited() and time.monotonic() < limit:
+                self._look_on(self._said)
+                self._idle(_TICK)
+        raise _Refusal(f"the rendezvous at {self.endpoint} failed: {text}")
 
     # The round ---------------------------------------------------------------------------------------------------
 
     def _attend(self, round_: Round) -> None:
         """Watch over the round until it has a verdict."""
-        now = time.monotonic()
-        others = [node for node in range(len(round_.ranks)) if node != self._node]
-        beats, count, next_beat = Beats(others, now, silent=SILENT), 0, now
+        attempt = self._attempt
+        assert attempt is not None, "the round was made of it"
+        mine = self._cards[attempt.tickets[round_.node_rank]][0]
+        others = [name for name in attempt.names if name != self._name]
+        next_look = time.monotonic()
         echo: tuple[Verdict, float] | None = None
-        ranks: list[list[Any]] = []
         while True:
             now = time.monotonic()
-            if now >= next_beat:
-                if now - next_beat > SILENT / 2:  # this process stood still, and heard nobody
-                    beats.pause(now - next_beat)
-                next_beat, count = now + _BEAT, count + 1
-                others_ranks = self._beat(beats, [count, ranks], now)
-                waiting = self._handler.num_nodes_waiting() if self._node == 0 else 0
-                self._say(Alive(waiting, others_ranks))
-                lost = beats.lost(now)
+            if now >= next_look:
+                next_look = now + _BEAT
+                others_ranks = self._listen(others)
+                waiting, refused = self._newcomers(attempt, mine) if round_.node_rank == 0 else (0, [])
+                self._say(Alive(waiting, others_ranks, refused))
+                lost = [node for node, name in enumerate(attempt.names) if self._signs.is_silent(name, now)]
                 if lost:
                     who = ", ".join(round_.host(node) for node in lost)
-                    self._write(Verdict(Kind.LOST, self._node, f"{who} gave no sign of life for {SILENT:g} s"))
-            # What was counted up before is read up to a heartbeat later; so what counts is what is heard after a while.
-            if echo is not None and beats.heard_since(echo[1] + _ECHO):
-                self._write(echo[0])
-            if self._base.check([self._verdict_key]):
-                self._say(Ended(json.loads(self._base.get(self._verdict_key))))
+                    text = f"{who} gave no sign of life for {SILENT:g} s"
+                    self._write(self._verdict_key, Verdict(Kind.LOST, round_.node_rank, text).to_json())
+            # What was counted up before is read up to a sign of life later; so what counts is what is heard after a
+            # while.
+            if echo is not None and self._signs.heard_since(others, echo[1] + _ECHO):
+                self._write(self._verdict_key, echo[0].to_json())
+            if self._has(self._verdict_key):
+                if round_.node_rank == 0:  # whoever came meanwhile is named
+                    self._say(Alive(0, [], self._newcomers(attempt, mine)[1]))
+                self._say(Ended(json.loads(self._shared.get(self._key(self._verdict_key)))))
                 return
             for command in self._hear(_TICK):
                 if isinstance(command, Looks):
-                    ranks = command.ranks
+                    self._ranks = command.ranks
                 if isinstance(command, End):
                     verdict = Verdict.from_json(command.verdict)
                     if verdict.kind is Kind.DONE:
                         if self._store.add("done", 1) == len(round_.ranks):
-                            self._write(verdict)
+                            self._write(self._verdict_key, verdict.to_json())
                     elif verdict.echo:
                         echo = verdict, time.monotonic()
                     else:
-                        self._write(verdict)
+                        self._write(self._verdict_key, verdict.to_json())
 
-    def _beat(self, beats: Beats, beat: list[Any], now: float) -> list[list[Any]]:
-        """Give a sign of life and take the others'. Return how their ranks are."""
-        self._store.set(f"alive/{self._node}", json.dumps(beat))
-        known = [node for node in beats.nodes if self._store.check([f"alive/{node}"])]
-        ranks: list[list[Any]] = []
-        if known:
-            for node, value in zip(known, self._store.multi_get([f"alive/{node}" for node in known]), strict=True):
-                count, theirs = json.loads(value)
-                beats.hear(node, count, now)
-                ranks += theirs
-        return ranks
-
-    def _write(self, verdict: Verdict) -> None:
-        self._base.compare_set(self._verdict_key, "", json.dumps(verdict.to_json()))
+    def _newcomers(self, attempt: Attempt, mine: Card) -> tuple[int, list[str]]:
+        """Return how many machines wait to join, and which may not, as far as they were not named yet."""
+        self._read_cards()
+        here = self._here((*attempt.spent, *attempt.tickets))
+        here = {ticket: card for ticket, card in here.items() if card.name not in attempt.names}
+        waiting = [ticket for ticket in here if not self._objection(mine, ticket)]
+        return len(waiting), self._strangers(mine, self._misfits(mine, here))
 
     def _leave(self, command: Leave) -> NoReturn:
         """Leave; the machine that serves the store does so when the others have, and those that wait to join."""
-        if command.over and self._is_current():
+        if self._base is None:
+            raise _Left
+        over = command.over and self._is_current()
+        if over:  # written before this machine counts as gone: who sees that it has gone finds the result
             self._base.set(self._key("result"), json.dumps([command.exit_code, command.why]))
-            self._handler.set_closed()
+        self._base.set(self._key(f"gone/{self._name}"), "")
+        if over:
             machines = 1 if self._round is None else len(self._round.ranks)
             kind, _, path = self._options.endpoint.partition(":")
             left = self._base.add(self._key(f"{self._last}/left"), 1)
             limit = time.monotonic() + _FAREWELL
             stays = self._serves or self._server is not None or (kind == "file" and self._meets)
-            while stays and time.monotonic() < limit:
-                if left >= machines and self._base.add(self._key("waiting"), 0) <= int(self._meets):
-                    break
+            while stays and time.monotonic() < limit and (left < machines or self._is_awaited()):
+                self._beat()
                 select.select([], [], [], 0.02)
                 left = self._base.add(self._key(f"{self._last}/left"), 0)
             # Only who waits for the others removes the file: one that looked into it later would make it anew.
@@ -406,31 +732,32 @@ class _Client:
                 Path(path).unlink(missing_ok=True)
         raise _Left
 
+    def _is_awaited(self) -> bool:
+        """Return whether a machine waits for a round, or to join one, and has not read yet that there will be none."""
+        self._read_cards()
+        attempt = self._read_attempt()
+        waiting = self._waiting(() if attempt is None else self._spent(attempt, self._fate(attempt)))
+        names = [card.name for card in waiting.values() if card.name != self._name]
+        now = time.monotonic()
+        for name in names:
+            self._signs.expect(name, now)
+        self._listen(names)
+        return any(not self._signs.is_silent(name, now) and not self._has(f"gone/{name}") for name in names)
+
     def _is_current(self) -> bool:
         """Return whether this machine took part in the job's last round, so that it may speak for the job."""
-        return self._last >= 0 and self._base.add(self._key("rounds"), 0) == self._last + 1
+        attempt = self._read_attempt()
+        if attempt is None or self._last < 0:
+            return False
+        fate = self._fate(attempt)
+        newest = attempt.number if fate is not None and "made" in fate else attempt.number - 1
+        return self._last == newest
 
 
-def _split(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(DEFAULT_PORT))
-    return host.strip("[]"), int(port)
-
-
-def _listen(host: str, port: int) -> socket.socket | None:
-    """Listen at ``host``, on that address only, if it is one of this machine and nobody does so yet."""
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        server = socket.socket(family, kind, protocol)
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            server.bind(address)
-            server.listen(1024)
-        except OSError as error:
-            server.close()
-            if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
-                raise
-        else:
-            return server
-    return None
+def _are_here(here: dict[int, Card], mine: Card) -> str:
+    """Say how many machines are there, and which."""
+    machines = f"{mine.least} machine{'' if mine.least == 1 else 's'} {'is' if len(here) == 1 else 'are'} here"
+    return f"{len(here)} of {machines}: {'; '.join(card.place for card in here.values())}"
 
 
 def _skew(clocks: list[float], round_: Round) -> str:
@@ -440,31 +767,18 @@ def _skew(clocks: list[float], round_: Round) -> str:
         return ""
     return (
         f"the clock of {round_.host(clocks.index(fastest))} is {fastest - slowest:.0f} s ahead of that of "
-        f"{round_.host(clocks.index(slowest))}: torch's rendezvous compares them, and loses machines that are more "
-        "than 4 s behind; set them (chrony, ntpd)"
+        f"{round_.host(clocks.index(slowest))}: training does not depend on it, but times in logs and of files do; set "
+        "them (chrony, ntpd)"
     )
 
 
-def _words(error: Exception, endpoint: str, ended: str) -> str:
-    """Say why the machines could not meet; ``ended`` is why the job is over, where there is more to say."""
-    if isinstance(error, RendezvousTimeoutError):
-        return f"too few machines came to {endpoint} in time (--join-timeout): run the same command on each of them"
-    if isinstance(error, _OVER):
-        if ended:
-            return ended
-        kind, _, path = endpoint.partition(":")
-        again = f" (to run it again: remove {path}, or give it another --rdzv-id)" if kind == "file" else ""
-        return f"the job at {endpoint} is over, and did not need this machine any more{again}"
-    if not isinstance(error, (RendezvousError, RuntimeError, OSError, ValueError)):
+def _words(error: Exception, endpoint: str, *, cut_off: bool) -> str:
+    """Say why the machines could not meet."""
+    what = str(error)
+    if isinstance(error, DistError):  # whose own words name addresses that nobody has given it
+        what = "the connection to the launchers' store has ended"
+    if cut_off and not endpoint.startswith("file:"):
+        what += _AGAIN
+    elif not isinstance(error, (DistError, OSError, ValueError)):
         return "".join(traceback.format_exception(error))
-    cause: BaseException = error
-    while cause.__cause__ is not None and not isinstance(cause, ConnectionError):
-        cause = cause.__cause__
-    what = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-    hint = ""
-    if not endpoint.startswith("file:") and isinstance(error, _CUT_OFF):
-        hint = (
-            ". Is that machine up and reachable, and does the same command run there? Start the command again on all "
-            "machines to go on from the last checkpoint; --rdzv file:FOLDER, on a shared disk, survives any one of them"
-        )
-    return f"the rendezvous at {endpoint} failed: {what}{hint}"
+    return f"the rendezvous at {endpoint} failed: {what}"

@@ -16,6 +16,7 @@ from lockstep.rendezvous.messages import (
     Ended,
     Event,
     Leave,
+    Looking,
     Looks,
     Meet,
     Met,
@@ -27,8 +28,8 @@ from lockstep.rendezvous.messages import (
 #: Seconds without a word from a client in a round after which it counts as cut off: a little more than after which the
 #: others count this machine as lost, so that they say so first.
 _CUT_OFF = 5.0
-#: Seconds beyond its own limit that a client may take to meet the others.
-_SPARE = 15.0
+#: The same while it looks for the store and the others: an operation of a store that has gone may take long.
+_STUCK = 15.0
 
 
 class Rendezvous:
@@ -71,7 +72,7 @@ class Rendezvous:
 
     def meet(self, meet: Meet) -> None:
         """Have it take part in the next round; the answer is :class:`Met` or :class:`Refused`."""
-        self._deadline = time.monotonic() + self.options.join_timeout + _SPARE
+        self._deadline = time.monotonic() + _STUCK
         self._send(meet)
 
     def end(self, end: End) -> None:
@@ -92,7 +93,9 @@ class Rendezvous:
         assert self._channel is not None, "a client was started"
         events = [decode(fields) for fields, _ in self._channel.receive()]
         for event in events:
-            if isinstance(event, Met | Alive):
+            if isinstance(event, Looking):
+                self._deadline = time.monotonic() + _STUCK
+            elif isinstance(event, Met | Alive):
                 self._deadline = time.monotonic() + _CUT_OFF
             elif isinstance(event, Ended | Refused):
                 self._deadline = None

@@ -10,7 +10,7 @@ from lockstep.identity import Identity
 
 #: Where the launchers meet, unless the user names a port.
 DEFAULT_PORT = 29400
-#: Seconds by which the machines' clocks may differ before the user is told: torch's rendezvous compares them.
+#: Seconds by which the machines' clocks may differ before the user is told.
 SKEW = 2.0
 
 # The round -----------------------------------------------------------------------------------------------------------
@@ -139,6 +139,10 @@ class Options:
     local_addr: str | None = None
     #: The job's key, as hexadecimal digits; empty: none.
     key: str = ""
+    #: The default backend that the user has chosen; empty: none. All machines must have chosen the same.
+    backend: str = ""
+    #: What should be the same on all machines, by what it is called in messages.
+    alike: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,8 @@ class Meet:
     history: dict[str, Any] = field(default_factory=dict)
     #: Why that round can't go on, if the others may not know.
     lost: str = ""
+    #: Seconds that are left to meet in, where a client before this one has used some up; None: all of them.
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -186,8 +192,8 @@ class Met:
     """The machines have met."""
 
     round: dict[str, Any]
-    #: What the user should know: clocks that differ.
-    warning: str = ""
+    #: What the user should know, one message each: clocks that differ, versions.
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def place(self) -> Round:
@@ -198,6 +204,16 @@ class Met:
 
 
 @dataclass(frozen=True)
+class Looking:
+    """This client looks for the store or the other machines. Said at least twice a second until they have met."""
+
+    #: Seconds that are left.
+    seconds: float
+    #: What to tell the user: who is here, what is waited for, who was refused; empty: nothing.
+    text: str = ""
+
+
+@dataclass(frozen=True)
 class Alive:
     """This client and the store are there. Said twice a second while a round goes on."""
 
@@ -205,6 +221,8 @@ class Alive:
     waiting: int = 0
     #: How the ranks of the other machines are.
     ranks: list[list[Any]] = field(default_factory=list)
+    #: Machines that wanted to join, and why they may not.
+    refused: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -226,7 +244,7 @@ class Refused:
 
 
 Command = Meet | End | Looks | Leave
-Event = Met | Alive | Ended | Refused
+Event = Looking | Met | Alive | Ended | Refused
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*Command.__args__, *Event.__args__)}
 
 

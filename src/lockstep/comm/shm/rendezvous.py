@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
@@ -17,7 +16,8 @@ from lockstep.comm.shm.layout import Layout
 from lockstep.comm.shm.segment import Offer, Segment, Whereabouts
 from lockstep.errors import LockstepError, RendezvousError
 
-_STEP = timedelta(seconds=1)
+#: Seconds between two looks into the store: the first, and the longest.
+_PAUSES = 0.0002, 0.02
 T = TypeVar("T")
 
 
@@ -136,15 +136,22 @@ def _hear(store: Store, key: str, word: Any, rank: int, size: int, limit: float)
 
 
 def _get(store: Store, key: str, limit: float, missing: str) -> bytes:
-    """Return the value of ``key``, when it is there. (Short waits, repeated: a store's own limit may be any.)"""
-    begun = time.monotonic()
-    while True:
-        try:
-            store.wait([key], _STEP)
-            return bytes(store.get(key))
-        except RuntimeError as error:  # torch has no type of its own for "not yet"
+    """Return the value of ``key``, when it is there.
+
+    It asks and sleeps: a wait in torch's store has a limit that may be any, and prints a warning when it ends.
+    """
+    begun, pause = time.monotonic(), _PAUSES[0]
+    try:
+        while not store.check([key]):
             now = time.monotonic()
-            if now >= limit or "timeout" not in str(error).lower():
-                raise RendezvousError(
-                    f'{missing} to the process group ("shm") within {now - begun:.1f} s. The store says: {error}'
-                ) from error
+            if now >= limit:
+                raise RendezvousError(f'{missing} to the process group ("shm") within {now - begun:.1f} s')
+            time.sleep(min(pause, limit - now))
+            pause = min(2 * pause, _PAUSES[1])
+        return bytes(store.get(key))
+    except RendezvousError:
+        raise
+    except RuntimeError as error:  # torch's stores have no type of their own for what goes wrong in them
+        raise RendezvousError(
+            f'{missing} to the process group ("shm") within {time.monotonic() - begun:.1f} s. The store says: {error}'
+        ) from error

@@ -1,0 +1,173 @@
+"""Who takes part in a round: what machines say of themselves, who fits whom, and when there are enough. Pure.
+
+Note [Membership]
+~~~~~~~~~~~~~~~~~
+A machine that wants to take part draws a *ticket* (a counter in the store), writes its *card*, and counts up its signs
+of life. A round begins as an *attempt*: the first machine that sees enough others writes down who is in it, by a
+compare-and-set of the last attempt, so there is one order of attempts that all machines read alike. It may do so only
+when the last attempt is over: it has failed, or each of its machines is back with a newer ticket, has left, or is
+silent.
+
+An attempt has one *fate*, written once as well. All machines in it have to come and show that they know the job's key;
+then the first of them writes that it is made. Any machine that waits for one in vain writes that it has failed, and all
+meet again without that one. So either all start a round, or none does, and none with fewer machines than the minimum.
+
+Nobody compares clocks: a machine lives if its counter changes while another one looks on, for as long as that one's own
+monotonic clock says. A machine that stood still finds the attempt decided when it wakes up, and takes part in the next.
+
+A machine whose card does not fit (another key, another ``--nnodes``) is not counted. It ends when it sees that it does
+not fit the machine with the store, or a round that others have made; machine 0 names it, and a job that runs goes on.
+Where a job can't begin because too few of those that came fit, all of them end, each saying why; the first to find that
+out tells the others, and if it has the store, it leaves after them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a machine says of itself when it wants to take part."""
+
+    #: Tells its rendezvous client from all others, and stays from round to round.
+    name: str
+    pid: int
+    host: str
+    address: str
+    #: Ranks on this machine.
+    ranks: int
+    #: As after ``--nnodes``.
+    least: int
+    most: int
+    #: The last round that it took part in (-1: none), the job, and what it knows of the job's restarts.
+    last: int
+    job: str
+    history: dict[str, Any]
+    #: Whether it has the store that all meet at: a machine that does not fit this one can't take part.
+    serves: bool
+    #: Whether it has a key for the job, and random digits that the others prove theirs with.
+    keyed: bool
+    challenge: str
+    #: The default backend that the user has chosen there, and what else should be the same on all machines: by what it
+    #: is called in messages.
+    backend: str
+    lockstep: str
+    others: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """The host and its address, for messages."""
+        return f"{self.host}, {self.address}"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Machines that are to make a round, in order of their node ranks."""
+
+    #: Counts attempts; there is none before 1.
+    count: int
+    #: What the round will be called if it is made.
+    number: int
+    tickets: tuple[int, ...]
+    names: tuple[str, ...]
+    #: Tickets of the rounds before, where their machines have no newer ones.
+    spent: tuple[int, ...] = ()
+
+    def encode(self) -> str:
+        """Return what :meth:`decode` reads back."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Attempt:
+        """Read what another machine wrote."""
+        fields: dict[str, Any] = json.loads(text)
+        lists: dict[str, Any] = {name: tuple(fields.pop(name)) for name in ("tickets", "names", "spent")}
+        return cls(**fields, **lists)
+
+
+def proof(key: str, *what: object) -> str:
+    """Return a keyed digest (HMAC with SHA-256, RFC 2104) of ``what``, or "none" where there is no key."""
+    if not key:
+        return "none"
+    return hmac.new(bytes.fromhex(key), json.dumps(what).encode(), hashlib.sha256).hexdigest()
+
+
+def encode_card(card: Card, *, key: str, ticket: int) -> str:
+    """Return a card as it is written down, with the proof that its machine knows the key."""
+    text = json.dumps(asdict(card))
+    return json.dumps([text, proof(key, ticket, text)])
+
+
+def decode_card(written: str | bytes, *, key: str, ticket: int) -> tuple[Card, bool]:
+    """Return a card, and whether its machine knows the key."""
+    text, given = json.loads(written)
+    return Card(**json.loads(text)), hmac.compare_digest(given, proof(key, ticket, text))
+
+
+def objection(mine: Card, card: Card, *, proved: bool) -> str:
+    """Say why a machine and this one can't train together; empty if they can."""
+    who = f"the machine {card.host} ({card.address})"
+    if not proved:
+        if mine.keyed:
+            return f"{who} does not know the job's key that this machine has"
+        return f"{who} has a key for this job, and this machine has none"
+    if (card.least, card.most) != (mine.least, mine.most):
+        return f"{who} was started with --nnodes {_nodes(card)}, and this machine with --nnodes {_nodes(mine)}"
+    if card.lockstep != mine.lockstep:
+        return f"{who} has lockstep {card.lockstep}, and this machine {mine.lockstep}: install the same version"
+    if card.backend != mine.backend:
+        return f"{who} {_backend(card)}, and this machine {_backend(mine)}: set LOCKSTEP_BACKEND alike on all machines"
+    return ""
+
+
+def _nodes(card: Card) -> str:
+    return str(card.least) if card.least == card.most else f"{card.least}:{card.most}"
+
+
+def _backend(card: Card) -> str:
+    return f"asks for the backend {card.backend}" if card.backend else "leaves the choice of a backend to lockstep"
+
+
+def differences(cards: Sequence[Card]) -> list[str]:
+    """Say what machines of a round bring that should be the same on all of them, a line for each such thing."""
+    lines = []
+    for what in cards[0].others:
+        said: dict[str, list[str]] = {}
+        for node, card in enumerate(cards):
+            said.setdefault(card.others.get(what, "not said"), []).append(f"machine {node} ({card.host})")
+        if len(said) > 1:
+            each = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in said.items())
+            lines.append(f"the machines differ in {what}: {each}")
+    return lines
+
+
+def enough(cards: Mapping[int, Card], *, since: float | None, now: float, last_call: float) -> list[int]:
+    """Return the tickets that a new attempt is to have, in order of node ranks; none: not yet.
+
+    Args:
+        cards: by ticket, of all that fit, live and want to take part: at least one, this machine's own.
+        since: since when there have been enough of them, on this machine's clock; None: there are not.
+        now: the same clock.
+        last_call: seconds that further machines have to come.
+    """
+    any_card = next(iter(cards.values()))
+    if len(cards) < any_card.least or (len(cards) < any_card.most and (since is None or now - since < last_call)):
+        return []
+    # Those of the last round keep their places before others that wait for one.
+    chosen = sorted(cards, key=lambda ticket: (-cards[ticket].last, ticket))[: any_card.most]
+    # On one host the order is that of the starts, whoever came back first.
+    return sorted(chosen, key=lambda ticket: (cards[ticket].address, cards[ticket].pid, ticket))
+
+
+def misfits_end_it(cards: Mapping[int, Card], misfits: Mapping[int, Card]) -> bool:
+    """Return whether enough machines came for a job to begin, but too few of them fit each other."""
+    everyone = [*cards.values(), *misfits.values()]
+    if not misfits or any(card.last >= 0 for card in cards.values()):
+        return False
+    return len(cards) < next(iter(cards.values())).least and len(everyone) >= min(card.least for card in everyone)

@@ -1,0 +1,46 @@
+"""Which machines give signs of life, by counters that change: clocks need not agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+#: Seconds without a sign of life after which a machine is lost.
+SILENT = 4.0
+
+
+class Signs:
+    """What was heard of other machines, and when, on this machine's monotonic clock."""
+
+    def __init__(self) -> None:
+        #: By name: the counter, when it changed last, and whether it has changed since it was read first.
+        self._heard: dict[str, tuple[int, float, bool]] = {}
+
+    def expect(self, name: str, now: float) -> None:
+        """Note since when a machine has been known, unless something was heard of it already."""
+        self._heard.setdefault(name, (-1, now, False))
+
+    def hear(self, name: str, count: int, now: float) -> None:
+        """Note a machine's counter as it is now. What was counted before this machine listened is no sign of life."""
+        known = self._heard.get(name)
+        if known is None or (known[0] == -1 and not known[2]):
+            self._heard[name] = count, now, False
+        elif count != known[0]:
+            self._heard[name] = count, now, True
+
+    def pause(self, seconds: float) -> None:
+        """Leave out a time in which this machine itself stood still, and could hear nobody."""
+        self._heard = {name: (count, at + seconds, lives) for name, (count, at, lives) in self._heard.items()}
+
+    def lives(self, name: str, now: float) -> bool:
+        """Return whether a machine has given a sign of life while this one listened, and not too long ago."""
+        _, at, lives = self._heard.get(name, (-1, now, False))
+        return lives and now - at <= SILENT
+
+    def is_silent(self, name: str, now: float) -> bool:
+        """Return whether a machine has been silent for too long."""
+        known = self._heard.get(name)
+        return known is not None and now - known[1] > SILENT
+
+    def heard_since(self, names: Iterable[str], moment: float) -> bool:
+        """Return whether every one of these machines has given a sign of life after ``moment``."""
+        return all(self._heard[name][2] and self._heard[name][1] > moment for name in names)

@@ -1,0 +1,291 @@
+"""Machines that meet: late messages, clocks that differ, machines that do not belong to the job, or come late."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from lockstep._proc import children
+from lockstep.launch.spec import free_port
+from tests.faults.machines import Machines, client, sockets, zygote
+from tests.launching import Finished, Running, start, wait_for
+
+pytestmark = pytest.mark.timeout(150)
+
+KEY, OTHER = "ab" * 32, "cd" * 32
+
+_SHORT = """
+import os, sys
+import lockstep
+world = lockstep.init()
+open(f"{sys.argv[1]}/started-{world.rank}-of-{world.world_size}", "w").close()
+assert world.mean(float(world.rank)) == (world.world_size - 1) / 2
+while len(sys.argv) > 2 and world.mean(float(os.path.exists(sys.argv[2]))) < 1.0:
+    pass
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A job that is over at once, or when the file is there that is its second argument."""
+    path = tmp_path / "train.py"
+    path.write_text(_SHORT)
+    return path
+
+
+def _ends(machines: Machines, limit: float = 60.0) -> list[Finished]:
+    return [machine.finish(limit) for machine in machines.running]
+
+
+def _serve(machine: Running) -> None:
+    """Wait until a machine serves the store that all meet at."""
+    wait_for(lambda: children(machine.pid) and children(zygote(machine)), "its client")
+    wait_for(lambda: sockets(client(machine), "0A"), "its store")
+
+
+def _started(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("started-*")}
+
+
+_TWO = {"started-0-of-2", "started-1-of-2"}
+
+#: Whatever is written while machines meet and leave.
+_ALL = "tickets|card|attempt|proof|here|clock|fate|verdict|done|result|gone|left|waiting|refused|rank"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shared", [False, True], ids=["port", "file"])
+def test_late_messages(tmp_path: Path, script: Path, seed: int, shared: bool) -> None:
+    (tmp_path / "shared").mkdir()
+    with Machines(tmp_path, "2", endpoint=f"file:{tmp_path / 'shared'}" if shared else None) as machines:
+        for number in range(2):
+            machines.start(script=script, before=_late(_ALL, 0.4, seed=2 * seed + number))
+        done = _ends(machines)
+    assert [each.code for each in done] == [0, 0], done
+    assert _started(tmp_path) == _TWO
+    assert not any("start again" in each.err for each in done), done
+
+
+def _late(pattern: str, seconds: float, *, seed: int | None = None) -> str:
+    return f"from tests.ranks.planted import late_messages\nlate_messages({pattern!r}, {seconds}, seed={seed})\n"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("number", [0, 1])
+def test_machines_without_the_jobs_key_are_refused_however_late_messages_are(
+    tmp_path: Path, script: Path, number: int, seed: int
+) -> None:
+    with Machines(tmp_path, "2") as machines:
+        for index in range(2):
+            key = KEY if index == number else ""
+            machines.start(script=script, before=_late(_ALL, 0.6, seed=2 * seed + index), LOCKSTEP_KEY=key)
+        done = _ends(machines)
+    assert [each.code for each in done] == [1, 1], done
+    assert "does not know the job's key that this machine has" in done[number].err
+    assert "has a key for this job, and this machine has none" in done[1 - number].err
+    assert not _started(tmp_path)
+
+
+@pytest.mark.parametrize("ahead", [-30.0, -5.0, 3.0, 30.0])
+def test_clocks_may_differ(tmp_path: Path, script: Path, ahead: float) -> None:
+    with Machines(tmp_path, "2") as machines:
+        machines.start(script=script)
+        machines.start(script=script, before=f"from tests.ranks.planted import another_clock\nanother_clock({ahead})\n")
+        done = _ends(machines)
+    assert [each.code for each in done] == [0, 0], done
+    assert _started(tmp_path) == _TWO
+    for each in done:
+        assert f"is {abs(ahead):.0f} s ahead of that of machine " in each.err, each.err
+
+
+@pytest.mark.parametrize("message", ["proof", "clock"])
+def test_a_machine_that_stalls_as_a_round_is_made(tmp_path: Path, script: Path, message: str) -> None:
+    """It wakes up when the others have given it up, and all meet again: never one of them alone."""
+    stalls = (
+        "import os, signal, torch.distributed as dist\n"
+        "plain = dist.Store.set\n"
+        "def stall(self, key, value):\n"
+        f"    if key.startswith({message!r}) and not os.path.exists('stalled'):\n"
+        "        open('stalled', 'w').close()\n"
+        "        os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    plain(self, key, value)\n"
+        "dist.Store.set = stall\n"
+    )
+    tells = (
+        "import lockstep.rendezvous.client as client\n"
+        "plain = client._Client._fail\n"
+        "def fail(self, *what):\n"
+        "    plain(self, *what)\n"
+        "    open('failed', 'w').close()\n"
+        "client._Client._fail = fail\n"
+    )
+    with Machines(tmp_path, "2") as machines:
+        machines.start(script=script, before=tells)
+        stalled = machines.start(script=script, before=stalls)
+        wait_for((tmp_path / "failed").exists, "the end of the attempt", limit=30)
+        assert not _started(tmp_path), "none starts with fewer machines than the minimum"
+        os.kill(client(stalled), signal.SIGCONT)
+        done = _ends(machines)
+    assert [each.code for each in done] == [0, 0], done
+    assert _started(tmp_path) == _TWO
+
+
+@pytest.mark.parametrize("key", [OTHER, ""], ids=["wrong", "none"])
+def test_a_stranger_does_not_disturb_a_running_job(tmp_path: Path, script: Path, key: str) -> None:
+    with Machines(tmp_path, "2:3") as machines:
+        for _ in range(2):
+            machines.start(str(tmp_path / "go"), script=script, LOCKSTEP_KEY=KEY)
+        wait_for(lambda: _started(tmp_path) == _TWO, "training")
+        stranger = machines.start(script=script, LOCKSTEP_KEY=key)
+        refused = stranger.finish()
+        (tmp_path / "go").touch()
+        done = [machine.finish() for machine in machines.running[:2]]
+    assert refused.code == 1, refused
+    assert ("has a key for this job" if not key else "does not know the job's key") in refused.err
+    assert [each.code for each in done] == [0, 0], done
+    named = [each.err for each in done if "a machine was not let in" in each.err]
+    assert len(named) == 1, done
+    assert f"the machine {socket.gethostname()} (127.0.0.1) does not know the job's key" in named[0]
+    assert not any("start again" in each.err for each in done)
+
+
+def test_a_stranger_does_not_keep_the_others_from_meeting(tmp_path: Path, script: Path) -> None:
+    with Machines(tmp_path, "2:4") as machines:
+        _serve(machines.start(script=script, LOCKSTEP_KEY=KEY))
+        second = machines.start(script=script, LOCKSTEP_KEY=KEY)
+        wait_for(lambda: children(second.pid) and children(zygote(second)), "its client")
+        wait_for(lambda: sockets(client(second), "01"), "its connection")
+        machines.start(script=script, LOCKSTEP_KEY=OTHER)
+        done = _ends(machines)
+    assert [each.code for each in done] == [0, 0, 1], done
+    assert _started(tmp_path) == _TWO
+
+
+def test_a_stranger_with_the_store(tmp_path: Path, script: Path) -> None:
+    """Without it there is nowhere to meet, so all end, and none looks for it until its time is over."""
+    with Machines(tmp_path, "2:4") as machines:
+        _serve(machines.start(script=script, LOCKSTEP_KEY=OTHER))
+        machines.start(script=script, LOCKSTEP_KEY=KEY)
+        done = _ends(machines, limit=30)
+    assert [each.code for each in done] == [1, 1], done
+    assert all("does not know the job's key that this machine has" in each.err for each in done), done
+    assert not _started(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend", "said"),
+    [
+        (("--nnodes", "3"), "gloo", "was started with --nnodes 3, and this machine with --nnodes 2"),
+        (
+            (),
+            "",
+            "leaves the choice of a backend to lockstep, and this machine asks for the backend",
+        ),
+    ],
+    ids=["nnodes", "backend"],
+)
+def test_machines_that_can_not_train_together_end_at_once(
+    tmp_path: Path, script: Path, launcher: tuple[str, ...], backend: str, said: str
+) -> None:
+    with Machines(tmp_path, "2") as machines:
+        machines.start(script=script)
+        machines.start(script=script, launcher=launcher, LOCKSTEP_BACKEND=backend)
+        done = _ends(machines, limit=30)
+    assert [each.code for each in done] == [1, 1], done
+    assert said in done[0].err, done
+    assert not _started(tmp_path)
+
+
+def test_what_machines_bring_is_told(tmp_path: Path, script: Path) -> None:
+    other = tmp_path / "other.py"
+    other.write_text(_SHORT)
+    with Machines(tmp_path, "2") as machines:
+        machines.start(script=script, restarts=1)
+        machines.start(script=other, restarts=3)
+        done = _ends(machines)
+    assert [each.code for each in done] == [0, 0], done
+    for each in done:
+        assert re.search(r"machines differ in what they run: (train|other)\.py on machine 0 \(.*\); ", each.err), (
+            each.err
+        )
+        assert "the machines differ in --max-restarts: " in each.err
+        assert re.search(r"lockstep: 2 machines, 2 ranks: rank 0 on \S+, 127\.0\.0\.1; rank 1 on ", each.err), each.err
+
+
+def test_who_waits_says_who_is_here(tmp_path: Path, script: Path) -> None:
+    with Machines(tmp_path, "2", options=("--join-timeout", "8")) as machines:
+        machines.start(script=script)
+        (done,) = _ends(machines)
+    assert done.code == 1
+    assert f"lockstep: 1 of 2 machines is here: {socket.gethostname()}, 127.0.0.1\n" in done.err, done.err
+    assert "too few machines came to 127.0.0.1:" in done.err
+
+
+def test_a_name_that_is_known_only_later(tmp_path: Path, script: Path) -> None:
+    endpoint = f"box-0.train:{free_port()}"
+    known = tmp_path / "known"
+    before = (
+        f"from tests.ranks.planted import unknown_until\nunknown_until({str(known)!r}, 'box-0.train', '127.0.0.1')\n"
+    )
+    with Machines(tmp_path, "2", endpoint=endpoint, options=("--local-addr", "127.0.0.1")) as machines:
+        first = machines.start(script=script, before=before)
+        assert first.process.stderr is not None
+        said = first.process.stderr.readline()
+        assert said.startswith("lockstep: the name box-0.train can't be resolved: "), said
+        known.touch()
+        machines.start(script=script, before=before)
+        done = _ends(machines)
+    assert [each.code for each in done] == [0, 0], done
+
+
+def test_another_program_at_the_port_is_told_by_what_it_does(tmp_path: Path, script: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        with Machines(tmp_path, "2", endpoint=endpoint, options=("--join-timeout", "4")) as machines:
+            machines.start(script=script)
+            (done,) = _ends(machines, limit=20)
+    assert done.code == 1
+    assert f"a program takes connections at {endpoint}, but does not answer as a launcher's store does" in done.err
+
+
+def _fixed(folder: Path, script: Path, node: int, port: int, *, backend: str = "") -> Running:
+    """One of two machines that are known beforehand."""
+    options = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    options += ["--log-dir", str(folder / f"logs-{node}"), "--all-output"]
+    return start(
+        ["lockstep", "run", "-n", "1", *options, str(script), str(folder)], folder, torch=True, LOCKSTEP_BACKEND=backend
+    )
+
+
+def test_hosts_that_ask_for_different_backends(tmp_path: Path, script: Path) -> None:
+    """All ranks say so, and at once: each would wait for the others in its own way."""
+    port = free_port()
+    with (
+        _fixed(tmp_path, script, 0, port, backend="gloo") as first,
+        _fixed(tmp_path, script, 1, port) as second,
+    ):
+        done = [first.finish(30), second.finish(30)]
+    assert [each.code for each in done] == [1, 1], done
+    host = socket.gethostname()
+    for rank, each in enumerate(done):
+        text = f"rank {rank} of 2: the ranks ask for different backends (rank 0 on {host}: gloo; rank 1 on {host}: not "
+        assert text in each.out + each.err, each
+    assert not _started(tmp_path)
+
+
+def test_a_host_that_starts_before_the_first(tmp_path: Path, script: Path) -> None:
+    """It says what it waits for, in a line of lockstep's."""
+    port = free_port()
+    with _fixed(tmp_path, script, 1, port, backend="gloo") as second:
+        assert second.process.stderr is not None
+        said = second.process.stderr.readline()
+        assert f"waiting for rank 0, which does not listen yet at 127.0.0.1:{port}" in said
+        with _fixed(tmp_path, script, 0, port, backend="gloo") as first:
+            done = [first.finish(), second.finish()]
+    assert [each.code for each in done] == [0, 0], done
+    assert not any("c10d" in each.err for each in done), "torch's C++ has nothing to warn of"

@@ -1,0 +1,140 @@
+"""Who takes part in a round: who lives, who fits, and when there are enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lockstep.rendezvous.membership import (
+    Attempt,
+    Card,
+    decode_card,
+    differences,
+    encode_card,
+    enough,
+    misfits_end_it,
+    objection,
+)
+from lockstep.rendezvous.signs import SILENT, Signs
+
+KEY, OTHER = "ab" * 32, "cd" * 32
+CARD = Card(
+    name="a",
+    pid=10,
+    host="box-a",
+    address="10.0.0.1",
+    ranks=2,
+    least=2,
+    most=4,
+    last=-1,
+    job="",
+    history={},
+    serves=False,
+    keyed=True,
+    challenge="12",
+    backend="",
+    lockstep="1.0",
+    others={"torch": "2.13", "Python": "3.11"},
+)
+
+
+def _cards(count: int) -> dict[int, Card]:
+    return {n: replace(CARD, name=f"m{n}", address=f"10.0.0.{9 - n}", pid=n) for n in range(1, count + 1)}
+
+
+def test_what_was_counted_before_is_no_sign_of_life() -> None:
+    signs = Signs()
+    signs.hear("a", 7, now=100.0)
+    assert not signs.lives("a", 100.0)
+    signs.hear("a", 7, now=101.0)
+    assert not signs.lives("a", 101.0)
+    signs.hear("a", 8, now=102.0)
+    assert signs.lives("a", 102.0 + SILENT)
+    assert not signs.lives("a", 102.1 + SILENT)
+
+
+def test_a_machine_that_is_expected_and_says_nothing_is_silent() -> None:
+    signs = Signs()
+    assert not signs.is_silent("a", 1e9), "nobody expects it"
+    signs.expect("a", 10.0)
+    signs.expect("a", 13.0)
+    assert not signs.is_silent("a", 10.0 + SILENT)
+    assert signs.is_silent("a", 10.1 + SILENT)
+
+
+def test_a_machine_that_stood_still_has_heard_nobody() -> None:
+    signs = Signs()
+    for count in (1, 2):
+        signs.hear("a", count, now=10.0)
+    signs.pause(60.0)
+    assert signs.lives("a", 70.0)
+    assert not signs.heard_since(["a"], 70.0)
+    signs.hear("a", 3, now=71.0)
+    assert signs.heard_since(["a"], 70.0)
+
+
+def test_an_attempt_is_read_as_it_was_written() -> None:
+    attempt = Attempt(3, 1, (4, 7), ("a", "b"), (1, 2))
+    assert Attempt.decode(attempt.encode()) == attempt
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "proved"),
+    [(KEY, KEY, True), (KEY, OTHER, False), (KEY, "", False), ("", KEY, False), ("", "", True)],
+)
+def test_a_card_is_proved_by_the_key(mine: str, theirs: str, proved: bool) -> None:
+    assert decode_card(encode_card(CARD, key=theirs, ticket=5), key=mine, ticket=5) == (CARD, proved)
+
+
+def test_a_proof_is_of_one_card_and_ticket() -> None:
+    written = encode_card(CARD, key=KEY, ticket=5)
+    assert not decode_card(written, key=KEY, ticket=6)[1]
+    assert not decode_card(written.replace("box-a", "box-b"), key=KEY, ticket=5)[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"least": 3, "most": 3}, "was started with --nnodes 3, and this machine with --nnodes 2:4"),
+        ({"backend": "gloo"}, "asks for the backend gloo, and this machine leaves the choice"),
+        ({"lockstep": "0.9"}, "has lockstep 0.9, and this machine 1.0"),
+        ({"others": {"torch": "2.14"}, "ranks": 7}, ""),
+    ],
+)
+def test_who_fits(change: dict[str, object], said: str) -> None:
+    text = objection(CARD, replace(CARD, **change), proved=True)  # type: ignore[arg-type]
+    assert said in text
+    assert bool(said) == bool(text)
+    if said:
+        assert "box-a (10.0.0.1)" in text
+
+
+def test_what_differs_is_said_in_a_line_for_each_thing() -> None:
+    lines = differences([CARD, replace(CARD, host="box-b", others={"torch": "2.14", "Python": "3.11"})])
+    assert lines == ["the machines differ in torch: 2.13 on machine 0 (box-a); 2.14 on machine 1 (box-b)"]
+
+
+def test_never_fewer_than_the_minimum_and_never_more_than_the_maximum() -> None:
+    long_ago = -1e9
+    assert enough(_cards(1), since=long_ago, now=0.0, last_call=2.0) == []
+    assert enough(_cards(2), since=None, now=0.0, last_call=2.0) == []
+    assert enough(_cards(2), since=0.0, now=1.9, last_call=2.0) == []
+    assert enough(_cards(2), since=0.0, now=2.0, last_call=2.0) == [2, 1], "by address"
+    assert enough(_cards(4), since=0.0, now=0.0, last_call=2.0) == [4, 3, 2, 1]
+    assert enough(_cards(6), since=0.0, now=0.0, last_call=2.0) == [4, 3, 2, 1], "the first to come"
+
+
+def test_members_of_the_last_round_keep_their_places() -> None:
+    cards = _cards(6)
+    cards[6] = replace(cards[6], last=3)
+    assert 6 in enough(cards, since=0.0, now=0.0, last_call=2.0)
+
+
+def test_misfits_end_only_what_has_not_begun() -> None:
+    one, other = _cards(1), {9: replace(CARD, name="x", least=3, most=3)}
+    assert misfits_end_it(one, other)
+    assert misfits_end_it(other, one), "both see it alike"
+    assert not misfits_end_it(one, {})
+    assert not misfits_end_it(_cards(2), other), "enough fit"
+    assert not misfits_end_it({1: replace(CARD, last=0)}, other)

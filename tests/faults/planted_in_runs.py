@@ -71,7 +71,7 @@ RUN_FAULTS = [
     Fault(
         "random number generators are not restored",
         "checkpoint/restore.py",
-        """        state.restore_rng(contents.parts["rng"][world.rank], world.device)\n""",
+        """        state.restore_rng(states[world.rank], world.device)\n""",
         "        pass\n",
         ("tests/ranks/test_resume.py",),
     ),

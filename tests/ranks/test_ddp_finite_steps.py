@@ -253,7 +253,7 @@ def _with_closures() -> None:
                 optimizer.zero_grad()
                 loss = squares(model, w.rank, step) * (float("nan") if step == 1 and w.rank == 1 else 1.0)
                 differentiate(loss)
-                return loss
+                return torch.tensor(w.mean(loss))  # (LBFGS goes by it, so it is to be the same on all ranks)
 
             before = [param.detach().clone() for param in model.parameters()]
             with warnings.catch_warnings(record=True) as caught:

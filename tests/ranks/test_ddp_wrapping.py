@@ -328,8 +328,8 @@ def test_replicate_says_of_each_argument_of_torchs_class_what_becomes_of_it() ->
             "'Linear' object has no attribute 'module': lockstep.replicate returns the model",
         ),
         ("model.no_sync()", "'Linear' object has no attribute 'no_sync': accumulate within lockstep.no_sync(model)"),
-        ("model.modul", "'Linear' object has no attribute 'modul'\n"),
-        ("torch.nn.Linear(1, 1).module", "'Linear' object has no attribute 'module'\n"),
+        ("model.modul", "'Linear' object has no attribute 'modul'. Did you mean: "),
+        ("torch.nn.Linear(1, 1).module", "'Linear' object has no attribute 'module'. Did you mean: "),
     ],
 )
 def test_what_torchs_wrapper_has_and_a_replica_has_not_is_explained(tmp_path: Path, use: str, words: str) -> None:

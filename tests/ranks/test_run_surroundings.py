@@ -94,6 +94,7 @@ def test_a_job_outlives_the_reader_of_its_output(option: str, both: str, tmp_pat
 
 _WAITS = """
 import os, time
+open({go!r} + "-" + os.environ["RANK"], "w").close()
 print(os.environ["LOCKSTEP_JOB_DIR"] if os.environ["RANK"] == "0" else "", flush=True)
 while not os.path.exists({go!r}):
     time.sleep(0.01)
@@ -110,7 +111,7 @@ def test_a_folder_that_is_removed_meanwhile_changes_no_exit_code(what: str, code
     with start(["lockstep", "run", "-n", "2", str(tmp_path / "train.py")], work, cold=True) as job:
         folder = Path(job.read_line())
         logs = work / "state" / "lockstep" / "logs"
-        wait_for(logs.exists, "a log")
+        wait_for(lambda: logs.exists() and (tmp_path / "go-1").exists(), "a log, and a second rank that runs")
         gone = {"job": folder.parent, "logs": logs, "cwd": work}[what]
         subprocess.run(["rm", "-rf", str(gone)], check=True)
         go.touch()

@@ -231,6 +231,12 @@ def test_batch_norm() -> None:
     assert all(issubclass(kind, _torch.batch_norm()) for kind in kinds)
 
 
+def test_norm_base() -> None:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm3d)
+    assert all(issubclass(kind, _torch.norm_base()) for kind in kinds)
+    assert not issubclass(nn.LayerNorm, _torch.norm_base())
+
+
 def test_original_of_and_its_prefix() -> None:
     module = nn.Linear(2, 1)
     compiled = torch.compile(module, backend="eager")
@@ -377,7 +383,7 @@ def test_private_names_stand_in_one_file() -> None:
                 read |= {alias.name: f"{file}:{node.lineno}: {alias.name}" for alias in node.names}
     listed = {name for names in (_torch.ATTRIBUTES | _torch.OVERRIDDEN).values() for name in names}
     # Of Python's: os._exit, subprocess, multiprocessing.
-    pythons = {"_exit", "_args_from_interpreter_flags", "_inheriting", "_resource_tracker"}
+    pythons = {"_config", "_exit", "_args_from_interpreter_flags", "_inheriting", "_resource_tracker"}
     private = {name for name in read if name.startswith("_") and not name.startswith("__")}
     stray = private - own - listed - pythons - {"_torch"}
     assert {name: read[name] for name in stray} == {}

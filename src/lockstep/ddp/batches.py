@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import mul
 
 import torch
 import torch.distributed as dist
@@ -70,7 +71,7 @@ class BatchFlags:
             CollectiveMismatch: they do.
         """
         read = sums.tolist()
-        if not any(one and zero for one, zero in zip(read[::2], read[1::2], strict=True)):
+        if not any(map(mul, read[::2], read[1::2])):
             return
         told = all_gather_records(self._written, self._group)
         raise CollectiveMismatch(

@@ -155,6 +155,9 @@ class Bucket:
         self.positions = tuple(positions)
         self.params = list(params)
         self._sizes = [param.numel() for param in params]
+        real = 2 if params[0].is_complex() else 1
+        #: Where each parameter's gradient ends in ``message``.
+        self.ends = [end * real for end in accumulate(self._sizes)]
         total, count = sum(self._sizes), len(params)
         counts, places = 0 if count_flags is None else len(count_flags), PLACES if marks_place else 0
         self._parts = [total, count, finite_flags, compares, batch_flags, places, counts]
@@ -208,11 +211,6 @@ class Bucket:
         # What is counted while nobody but the bucket holds anything of it.
         self._owners_alone = _owners_of_storage(self._storage)
         self._references_alone, self._references_of_one = _references_to(self.views), _references_to(self.views[:1])
-
-    @property
-    def ends(self) -> list[int]:
-        """Where each parameter's gradient ends in :attr:`message`."""
-        return [end * (2 if self.flat.is_complex() else 1) for end in accumulate(self._sizes)]
 
     def begin(self) -> None:
         """Begin a backward."""

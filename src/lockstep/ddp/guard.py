@@ -137,7 +137,8 @@ class StepGuard:
         Raises:
             NonFiniteGradient: an earlier average that was not finite has reached the parameters; on all ranks.
         """
-        self._refuse_reached(whoami)
+        if self._is_suspect or self._unread:
+            self._refuse_reached(whoami)
         seen, self._seen = self._seen, {}
         self._is_suspect, self._is_counted = flagged, False
         if not flagged:

@@ -346,6 +346,8 @@ _CRASHES = {
     signal.SIGFPE: "compiled code divided an integer by zero",
     signal.SIGSYS: "it made a system call that this container forbids",
 }
+#: The path for which there was no room, as Python writes it; compiled code and multiprocessing say none.
+_NAMED = re.compile(r"No space left on device: '")
 #: Bytes without which nothing can be made in /dev/shm.
 _SMALLEST = 65536
 _TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata", "unable to open shared memory object")
@@ -396,7 +398,7 @@ def _shared(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     no_space = "No space left on device" in text
     # A semaphore of multiprocessing (a queue, a loader with workers) does not say where there was no room for it.
     no_room = facts.shared is not None and facts.shared[1] < _SMALLEST
-    full = no_space and ("/torch_" in text or "shm" in text or no_room)
+    full = no_space and ("/torch_" in text or "shm" in text or (no_room and not _NAMED.search(text)))
     found = _found_worker(ending)
     bus = ending.state.exit_code == -signal.SIGBUS or (found is not None and "Bus" in (found["signal"] or ""))
     if not (full or bus):

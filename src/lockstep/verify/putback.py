@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep import _units
 from lockstep.errors import LockstepError
 
 _LINES, _LOCK = "journal.jsonl", "lock"
@@ -180,8 +181,8 @@ class Journal:
             free = shutil.disk_usage(self._folder).free - _FREE
             if found.st_size > free:
                 raise TooLarge(
-                    f"the script is about to change {where} ({found.st_size / 2**30:.1f} GiB), of which a copy is kept "
-                    f"while it is verified, and {self._folder} has no room for it ({max(free, 0) / 2**30:.1f} GiB): "
+                    f"the script is about to change {where} ({_units.size(found.st_size)}), of which a copy is kept "
+                    f"while it is verified, and {self._folder} has no room for it ({_units.size(max(free, 0))}): "
                     "set TMPDIR to a larger disk, or let the script write elsewhere"
                 )
             copy = f"{len(self._known)}-{os.getpid()}"

@@ -190,7 +190,7 @@ class Rounds:
         headers = self._headers[self.buffer]
         headers[self.rank][0] = int(flag)
         self.sync()
-        return any(header[0] for header in headers)
+        return 1 in [header[0] for header in headers]
 
     def _header(self, rank: int, buffer: int) -> memoryview:
         offset = self._layout.header(rank, buffer)

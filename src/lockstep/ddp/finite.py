@@ -9,6 +9,7 @@ infinite sum where they are near the end of their dtype's range. Then nothing is
 
 from __future__ import annotations
 
+from cmath import isfinite
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -29,7 +30,7 @@ MOST_SKIPPED = 100
 
 def is_finite(values: Tensor) -> bool:
     """Return whether all of ``values`` are finite; see Note [Looking at gradients]. Waits for their device."""
-    return bool(total_of(values).isfinite()) or bool(values.isfinite().all())
+    return isfinite(total_of(values).item()) or bool(values.isfinite().all())
 
 
 def words_for(found: Mapping[int, Sequence[str]]) -> str:

@@ -23,6 +23,7 @@ not finite all ranks raise. The same goes for parameters that were stepped by ot
 
 from __future__ import annotations
 
+from cmath import isfinite
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -94,7 +95,7 @@ class StepGuard:
             return  # it is looked at while it is reduced
         if bucket.flat.device.type != "cpu":
             bucket.bad.copy_(_doubt(bucket.values))
-        elif not bool(total_of(bucket.values).isfinite()):
+        elif not isfinite(total_of(bucket.values).item()):
             bad = {names[bucket.positions[slot]] for slot, view in enumerate(bucket.views) if not is_finite(view)}
             if bad:
                 bucket.bad.fill_(1)
@@ -120,7 +121,7 @@ class StepGuard:
             self._read_later(bucket.bad if bucket.result is None else _doubt(bucket.values), of_this=True)
             return False
         # (What a comm hook returns need not be finite, whatever it was given.)
-        if bool(bucket.bad.any()):
+        if any(bucket.bad.tolist()):
             return True
         return (bucket.result is not None or look is not None) and not is_finite(bucket.values)
 

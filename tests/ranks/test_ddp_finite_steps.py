@@ -249,11 +249,11 @@ def _with_closures() -> None:
         optimizer = make(model.parameters(), lr=0.1)
         for step in range(3):
 
-            def closure(step: int = step, model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+            def closure(step: int = step, model: nn.Module = model, optimizer: Any = optimizer) -> float:
                 optimizer.zero_grad()
                 loss = squares(model, w.rank, step) * (float("nan") if step == 1 and w.rank == 1 else 1.0)
                 differentiate(loss)
-                return loss
+                return float(w.mean(loss))  # LBFGS goes by it
 
             before = [param.detach().clone() for param in model.parameters()]
             with warnings.catch_warnings(record=True) as caught:
@@ -312,6 +312,44 @@ def test_parameters_that_were_stepped_by_hand_are_found_in_the_next_backward() -
         assert f"rank {rank} of 2, step 2: an average of gradients was infinite or NaN" in str(outcome.message)
         assert "step 1: of '0.bias'" in str(outcome.message)
         assert "it has reached the parameters: '0.weight'" in str(outcome.message)
+
+
+class _Forbidding(nn.Module):
+    """With a parameter that is infinite on purpose: a transition that is forbidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.transitions = nn.Parameter(torch.tensor([[0.0, -torch.inf], [1.0, 2.0]], dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.net(x).mean() * self.transitions.softmax(1)
+        return scores
+
+
+def _forbids(by_hand: bool) -> None:
+    w = lockstep.init(timeout=20)
+    model = lockstep.replicate(_Forbidding())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(batch(w.rank, step, 4, 5)).square().mean()
+        differentiate(loss * (float("inf") if step == 1 and w.rank == 1 else 1.0))
+        if by_hand:
+            with torch.no_grad():
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.sub_(0.1 * param.grad)
+        elif step != 1:  # its script has looked, as a GradScaler does
+            optimizer.step()
+
+
+@OVER_BOTH
+def test_parameters_that_are_infinite_on_purpose_have_not_been_reached() -> None:
+    run_ranks(_forbids, 2, False)
+    for outcome in collect_outcomes(_forbids, 2, True):
+        assert outcome.error == "NonFiniteGradient", outcome.traceback
+        assert "it has reached the parameters: 'net.0.weight'" in str(outcome.message)
 
 
 def _sharded_state() -> None:

@@ -59,6 +59,8 @@ class StepGuard:
         self._group, self._rank, self._world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self._params: list[Parameter] = []
         self._names: dict[int, str] = {}
+        #: Parameters that were not finite before the last average came that is not: some are infinite on purpose.
+        self._not_finite: set[int] = set()
         #: By rank, names of parameters whose gradients were seen to be bad in the backward under way.
         self._seen: dict[int, set[str]] = {}
         self._looks: dict[int, Look] = {}
@@ -74,6 +76,7 @@ class StepGuard:
 
     def turn_to(self, params: Sequence[Parameter], names: Sequence[str]) -> None:
         """From now on guard these parameters."""
+        self._not_finite |= _not_finite(param for param in params if id(param) not in self._names)
         self._params = list(params)
         self._names = {id(param): name for param, name in zip(params, names, strict=True)}
 
@@ -144,6 +147,7 @@ class StepGuard:
             self._in_a_row = 0
             quiet(self)
             return False
+        self._not_finite = _not_finite(self._params)
         mine = {str(rank): sorted(names)[:_MOST_NAMES] for rank, names in seen.items()}
         found: dict[int, set[str]] = {}
         for rank, names in chain.from_iterable(each.items() for each in all_gather_records(mine, self._group)):
@@ -171,7 +175,8 @@ class StepGuard:
             each.is_older = True
         if not self._is_suspect and not was_flagged:
             return
-        bad = [self._names[id(param)] for param in self._params if not is_finite(param.detach())]
+        reached = _not_finite(self._params) - self._not_finite
+        bad = [name for each, name in self._names.items() if each in reached]
         if bad:
             quiet(self)
             raise NonFiniteGradient(
@@ -230,6 +235,11 @@ class StepGuard:
                 "says what else can be done",
                 RuntimeWarning,
             )
+
+
+def _not_finite(params: Iterable[Parameter]) -> set[int]:
+    """Return the ids of those that are not finite."""
+    return {id(param) for param in params if not is_finite(param.detach())}
 
 
 def _dense(params: Iterable[Tensor]) -> list[Tensor]:

@@ -114,6 +114,48 @@ def test_a_world_of_one_too() -> None:
     assert "because the gradients of '2.weight' on rank 0 are. " in said[0]
 
 
+class _Kinds(nn.Module):
+    """With parameters of many dtypes, small and large, strided in another order, and without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = ((3,), (200, 200), (2, 3, 4, 5), (0,))
+        dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+        self.all = nn.ParameterList(torch.ones(shape, dtype=dtype) for shape in shapes for dtype in dtypes)
+        for param in self.all:
+            if param.dim() == 4:
+                param.data = param.data.to(memory_format=torch.channels_last)
+        self.words = nn.Embedding(5, 3, sparse=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        terms = [(torch.view_as_real(each) if each.is_complex() else each).double().square() for each in self.all]
+        return sum((term.mean() for term in terms if term.numel()), self.words(tokens).double().square().mean())
+
+
+def _kinds() -> None:
+    lockstep.init()
+    model = lockstep.replicate(_Kinds())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole = [param for param in model.parameters() if param.numel()]
+    for bad in [None, *whole]:
+        optimizer.zero_grad()
+        differentiate(model(torch.arange(3)))
+        if bad is not None:
+            assert bad.grad is not None
+            values = bad.grad._values() if bad.grad.is_sparse else bad.grad
+            values[-1] = float("nan")
+        before = [param.detach().clone() for param in whole]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if bad is not None else "error", RuntimeWarning)
+            optimizer.step()
+        same = [torch.equal(one, two) for one, two in zip(before, whole, strict=True)]
+        assert all(same) == (bad is not None)
+
+
+def test_gradients_of_all_kinds_are_looked_at() -> None:
+    run_ranks(_kinds, 1)
+
+
 def _in_slices() -> list[str]:
     w = lockstep.init(timeout=20)
     data = TensorDataset(batch(0, 0, 24, 5), torch.arange(24))

@@ -171,7 +171,7 @@ class SlicedBuffers:
             if any(_moved_by(now, then, step.sizes[number] * times) for times in (1, forwards)):
                 step.note_mistake(
                     f"buffer {name} counts samples: slice {number} of {step.sizes[number]} has moved it by so many. "
-                    "The mean over slices is the size of a slice and not of the batch, so what is weighed by that count "
+                    "The mean over slices is the size of a slice, not of the batch, so what is weighed by that count "
                     f"would be wrong. {_ADVICE}"
                 )
             if self._first is None and _rows_moved(now, then):

@@ -114,6 +114,48 @@ def test_a_world_of_one_too() -> None:
     assert "because the gradients of '2.weight' on rank 0 are. " in said[0]
 
 
+class _Kinds(nn.Module):
+    """With parameters of many dtypes, small and large, strided in another order, and without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = ((3,), (200, 200), (2, 3, 4, 5), (0,))
+        dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+        self.all = nn.ParameterList(torch.ones(shape, dtype=dtype) for shape in shapes for dtype in dtypes)
+        for param in self.all:
+            if param.dim() == 4:
+                param.data = param.data.to(memory_format=torch.channels_last)
+        self.words = nn.Embedding(5, 3, sparse=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        terms = [(torch.view_as_real(each) if each.is_complex() else each).double().square() for each in self.all]
+        return sum((term.mean() for term in terms if term.numel()), self.words(tokens).double().square().mean())
+
+
+def _kinds() -> None:
+    lockstep.init()
+    model = lockstep.replicate(_Kinds())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole = [param for param in model.parameters() if param.numel()]
+    for bad in [None, *whole]:
+        optimizer.zero_grad()
+        differentiate(model(torch.arange(3)))
+        if bad is not None:
+            assert bad.grad is not None
+            values = bad.grad._values() if bad.grad.is_sparse else bad.grad
+            values[-1] = float("nan")
+        before = [param.detach().clone() for param in whole]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if bad is not None else "error", RuntimeWarning)
+            optimizer.step()
+        same = [torch.equal(one, two) for one, two in zip(before, whole, strict=True)]
+        assert all(same) == (bad is not None)
+
+
+def test_gradients_of_all_kinds_are_looked_at() -> None:
+    run_ranks(_kinds, 1)
+
+
 def _in_slices() -> list[str]:
     w = lockstep.init(timeout=20)
     data = TensorDataset(batch(0, 0, 24, 5), torch.arange(24))
@@ -249,11 +291,11 @@ def _with_closures() -> None:
         optimizer = make(model.parameters(), lr=0.1)
         for step in range(3):
 
-            def closure(step: int = step, model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+            def closure(step: int = step, model: nn.Module = model, optimizer: Any = optimizer) -> float:
                 optimizer.zero_grad()
                 loss = squares(model, w.rank, step) * (float("nan") if step == 1 and w.rank == 1 else 1.0)
                 differentiate(loss)
-                return torch.tensor(w.mean(loss))  # (LBFGS goes by it, so it is to be the same on all ranks)
+                return float(w.mean(loss))  # LBFGS goes by it
 
             before = [param.detach().clone() for param in model.parameters()]
             with warnings.catch_warnings(record=True) as caught:
@@ -312,6 +354,44 @@ def test_parameters_that_were_stepped_by_hand_are_found_in_the_next_backward() -
         assert f"rank {rank} of 2, step 2: an average of gradients was infinite or NaN" in str(outcome.message)
         assert "step 1: of '0.bias'" in str(outcome.message)
         assert "it has reached the parameters: '0.weight'" in str(outcome.message)
+
+
+class _Forbidding(nn.Module):
+    """With a parameter that is infinite on purpose: a transition that is forbidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.transitions = nn.Parameter(torch.tensor([[0.0, -torch.inf], [1.0, 2.0]], dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.net(x).mean() * self.transitions.softmax(1)
+        return scores
+
+
+def _forbids(by_hand: bool) -> None:
+    w = lockstep.init(timeout=20)
+    model = lockstep.replicate(_Forbidding())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(batch(w.rank, step, 4, 5)).square().mean()
+        differentiate(loss * (float("inf") if step == 1 and w.rank == 1 else 1.0))
+        if by_hand:
+            with torch.no_grad():
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.sub_(0.1 * param.grad)
+        elif step != 1:  # its script has looked, as a GradScaler does
+            optimizer.step()
+
+
+@OVER_BOTH
+def test_parameters_that_are_infinite_on_purpose_have_not_been_reached() -> None:
+    run_ranks(_forbids, 2, False)
+    for outcome in collect_outcomes(_forbids, 2, True):
+        assert outcome.error == "NonFiniteGradient", outcome.traceback
+        assert "it has reached the parameters: 'net.0.weight'" in str(outcome.message)
 
 
 def _sharded_state() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from tests.backends import EACH_BACKEND, OVER_BOTH
@@ -48,6 +49,53 @@ def test_a_step_with_gradients_that_were_never_averaged_is_an_error(how: str) ->
         assert f"rank {rank} of 2, after {averaged} averaged backwards: SGD is about to step with gradients" in message
         assert "those of '0.weight', '0.bias'" in message
         assert "with nullcontext() if is_last else lockstep.no_sync(model)" in message
+
+
+def _last_window_without_samples() -> None:
+    """The last window is one batch of one sample: the other rank accumulates nothing in it."""
+    lockstep.init(timeout=20)
+    model = lockstep.replicate(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = lockstep.shard(DataLoader(TensorDataset(torch.ones(9, 5).double()), batch_size=2))
+    for number, (inputs,) in enumerate(loader):
+        closes = number % 2 == 1
+        with nullcontext() if closes else lockstep.no_sync(model):
+            differentiate(model(inputs).square().mean())
+        if closes or number + 1 == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+    raise AssertionError("nothing was noticed")
+
+
+@OVER_BOTH
+def test_a_rank_without_a_sample_in_the_last_window_hears_of_it_too() -> None:
+    for rank, outcome in enumerate(collect_outcomes(_last_window_without_samples, 2)):
+        assert outcome.error == "LockstepError", outcome.traceback
+        message = str(outcome.message)
+        assert f"rank {rank} of 2, after 2 averaged backwards: SGD is about to step with gradients" in message
+        assert "those of '0.weight', '0.bias'" in message
+
+
+def _averages_by_itself_for_shares_of_an_optimizer() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    w = lockstep.init(timeout=20)
+    model = lockstep.replicate(mlp())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    for step in range(3):
+        with lockstep.no_sync(model):
+            differentiate(squares(model, w.rank, step))
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+            assert param.grad is not None
+            param.grad.div_(w.world_size)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@OVER_BOTH
+def test_an_optimizer_within_another_compares_nothing_again() -> None:
+    run_ranks(_averages_by_itself_for_shares_of_an_optimizer, 2)
 
 
 def _rightly_so() -> None:

@@ -235,6 +235,25 @@ class Extremes(nn.Module):
         return out
 
 
+class Normalised(nn.Module):
+    """With moments of its inputs over all samples so far, and how many these were, as agents have them."""
+
+    count: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(10, 5)
+        self.register_buffer("count", torch.tensor(1e-4))
+        self.register_buffer("mean", torch.zeros(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.count += len(x)
+            self.mean += (x.mean(0) - self.mean) * len(x) / self.count
+        return self.net(x - self.mean)  # type: ignore[no-any-return]
+
+
 class Counting(nn.Module):
     """Counts its samples."""
 
@@ -266,6 +285,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: Momentum(queue="at the front"), "buffer 'queue' of Momentum was changed in different elements"),
     (Codes, "' of Codes was changed"),
     (lambda: Extremes(float("inf"), float("-inf")), "buffer 'least' of Extremes began as an infinite value"),
+    (Normalised, "buffer 'count' of Normalised counts samples: slice 0 of "),
     (Counting, "buffer 'seen' of Counting holds a whole number that slice 0 changed by"),
     (_quantized, "' of FakeQuantize holds a whole number"),
 ]

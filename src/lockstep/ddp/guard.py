@@ -23,7 +23,7 @@ not finite all ranks raise. The same goes for parameters that were stepped by ot
 
 from __future__ import annotations
 
-from cmath import isfinite
+import cmath
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -60,6 +60,8 @@ class StepGuard:
         self._group, self._rank, self._world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self._params: list[Parameter] = []
         self._names: dict[int, str] = {}
+        #: Parameters that were not finite before the last average came that is not: some are infinite on purpose.
+        self._not_finite: set[int] = set()
         #: By rank, names of parameters whose gradients were seen to be bad in the backward under way.
         self._seen: dict[int, set[str]] = {}
         self._looks: dict[int, Look] = {}
@@ -75,6 +77,7 @@ class StepGuard:
 
     def turn_to(self, params: Sequence[Parameter], names: Sequence[str]) -> None:
         """From now on guard these parameters."""
+        self._not_finite |= _not_finite(param for param in params if id(param) not in self._names)
         self._params = list(params)
         self._names = {id(param): name for param, name in zip(params, names, strict=True)}
 
@@ -95,7 +98,7 @@ class StepGuard:
             return  # it is looked at while it is reduced
         if bucket.flat.device.type != "cpu":
             bucket.bad.copy_(_doubt(bucket.values))
-        elif not isfinite(total_of(bucket.values).item()):
+        elif not cmath.isfinite(total_of(bucket.values).item()):
             bad = {names[bucket.positions[slot]] for slot, view in enumerate(bucket.views) if not is_finite(view)}
             if bad:
                 bucket.bad.fill_(1)
@@ -146,6 +149,7 @@ class StepGuard:
             self._in_a_row = 0
             quiet(self)
             return False
+        self._not_finite = _not_finite(self._params)
         mine = {str(rank): sorted(names)[:_MOST_NAMES] for rank, names in seen.items()}
         found: dict[int, set[str]] = {}
         for rank, names in chain.from_iterable(each.items() for each in all_gather_records(mine, self._group)):
@@ -173,7 +177,8 @@ class StepGuard:
             each.is_older = True
         if not self._is_suspect and not was_flagged:
             return
-        bad = [self._names[id(param)] for param in self._params if not is_finite(param.detach())]
+        reached = _not_finite(self._params) - self._not_finite
+        bad = [name for each, name in self._names.items() if each in reached]
         if bad:
             quiet(self)
             raise NonFiniteGradient(
@@ -198,11 +203,11 @@ class StepGuard:
         mine = [param for param in params_of(optimizer) if id(param) in self._names and param.grad is not None]
         if not mine:
             return
-        if any(param.device.type != "cpu" for param in mine):
+        if not all(param.is_cpu for param in mine):
             if not self._unread:  # else each bucket has been looked at
                 self._read_later(_doubts(_dense(mine)), of_this=False)
             return
-        if bool(_doubts(_dense(mine)) == 0):
+        if _are_sound(mine):
             self._in_a_row = 0
             return
         bad = [self._names[id(param)] for param in mine if any(not is_finite(grad) for grad in _dense([param]))]
@@ -234,10 +239,29 @@ class StepGuard:
             )
 
 
+def _not_finite(params: Iterable[Parameter]) -> set[int]:
+    """Return the ids of those that are not finite."""
+    return {id(param) for param in params if not is_finite(param.detach())}
+
+
 def _dense(params: Iterable[Tensor]) -> list[Tensor]:
     """Return the values in the parameters' gradients."""
     grads = [param.grad.detach() for param in params if param.grad is not None]
     return [grad if grad.layout == torch.strided else grad._values() for grad in grads]
+
+
+def _are_sound(params: Iterable[Tensor]) -> bool:
+    """Return whether the parameters' gradients, on a CPU, are finite for certain. Called in each step of a rank that is
+    alone, so it does no more than it must: small gradients are joined, which takes less than to add up each of them."""
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for grad in [param.grad for param in params]:
+        assert grad is not None  # (for the type checker)
+        values = grad if grad.layout is torch.strided else grad._values()
+        if values.numel() < SMALL:
+            small.setdefault(values.dtype, []).append(values.flatten())
+        elif not cmath.isfinite(total_of(values).item()):
+            return False
+    return all(cmath.isfinite(total_of(torch.cat(those)).item()) for those in small.values())
 
 
 def _doubt(values: Tensor) -> Tensor:

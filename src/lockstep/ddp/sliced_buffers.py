@@ -16,6 +16,7 @@ any other buffer it is told by what the slices do to it. Refused is one
 - of whole numbers that the slices change differently, or by something else than a count of forwards: a queue's place;
 - of which the slices write different elements, or write some to different values and leave others: codes, queues;
 - whose rows a slice has moved along: a queue again;
+- that a slice moves by the number of its samples: a count of them, which a mean over slices makes too small;
 - that begins as an infinite value: a smallest or largest value seen so far.
 
 Each slice leaves a mark of what it did to a buffer. The marks of all slices of all ranks must be the same, so whether a
@@ -100,7 +101,7 @@ class SlicedBuffers:
                 change = torch.where(now_ == then, 0.0, now_ - then)
                 moved.append(torch.where(then.isinf(), now_, change).mul_(part))
                 if name:
-                    self._mark_real(step, number, name, now_, then, marks)
+                    self._mark_real(step, number, name, now_, then, marks, forwards=forwards)
             else:
                 if is_first:
                     self._counts[index] = buffer.detach().clone()
@@ -150,7 +151,9 @@ class SlicedBuffers:
 
     # What is refused ------------------------------------------------------------------------------------------------
 
-    def _mark_real(self, step: SlicedStep, number: int, name: str, now: Tensor, then: Tensor, marks: Marks) -> None:
+    def _mark_real(
+        self, step: SlicedStep, number: int, name: str, now: Tensor, then: Tensor, marks: Marks, *, forwards: int
+    ) -> None:
         same = (now == then) | (now.isnan() & then.isnan())
         if bool(same.all()):
             return
@@ -165,6 +168,12 @@ class SlicedBuffers:
             marks[name] = f"some:{_digest(same)}:{_digest(now)}"
         else:
             marks[name] = "all"
+            if any(_moved_by(now, then, step.sizes[number] * times) for times in (1, forwards)):
+                step.note_mistake(
+                    f"buffer {name} counts samples: slice {number} of {step.sizes[number]} has moved it by so many. "
+                    "The mean over slices is the size of a slice, not of the batch, so what is weighed by that count "
+                    f"would be wrong. {_ADVICE}"
+                )
             if self._first is None and _rows_moved(now, then):
                 step.note_mistake(
                     f"buffer {name} is a queue: slice {number} has moved its rows along. Every slice of a step begins "
@@ -262,6 +271,12 @@ def _names_of(module: nn.Module, buffers: Sequence[Tensor]) -> list[str]:
                 full = f"{path}.{name}" if path else name
                 said[id(buffer)] = "" if is_statistic else f"'{full}' of {type(part).__name__}"
     return [said.get(id(buffer), "") for buffer in buffers]
+
+
+def _moved_by(now: Tensor, then: Tensor, samples: int) -> bool:
+    """Return whether all elements have moved by that many, to rounding; False for one, which counts batches."""
+    most = 4 * torch.finfo(now.dtype).eps * max(float(now.abs().max()), 1.0)
+    return samples > 1 and bool(((now - then - samples).abs() <= most).all())
 
 
 def _rows_moved(now: Tensor, then: Tensor) -> bool:

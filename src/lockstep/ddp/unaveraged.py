@@ -7,8 +7,9 @@ of an epoch is often shorter, its last backward is inside ``no_sync`` like the o
 each rank's own gradients: the replicas part, and nothing shows it. So a step with such gradients is an error.
 
 A script may have averaged them by itself (``all_reduce`` on each ``grad``). Then they are the same on all ranks, so
-before it is an error the ranks compare their digests: they do so only where gradients have accumulated that the
-optimizer holds, which no loop does that lets ``backward`` average.
+before it is an error the ranks compare their digests: they do so only where the last backward was inside ``no_sync``
+and the optimizer holds parameters of its replica, which no loop does that lets ``backward`` average. That is the same
+on all ranks, and what has accumulated is not: a rank without a sample in the last batch has nothing.
 
 Ranks that train apart on purpose and average parameters by a script's own means (local SGD inside ``no_sync``) say so:
 with ``compare_every=None`` replicas need not be equal, and this is not looked at either. torch's own PostLocalSGD does
@@ -41,6 +42,8 @@ class Unaveraged:
         watch_steps()
         self._group, self._reducer = group, reducer
         self._is_off = False
+        #: Parameters whose gradients the ranks have compared since the last backward.
+        self._compared: set[int] = set()
 
     def stop(self) -> None:
         """Look for nothing from now on."""
@@ -52,24 +55,26 @@ class Unaveraged:
         if is_averaged:
             quiet(self)
         elif not self._is_off:
+            self._compared.clear()
             alert(self)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """**Collective** if the optimizer holds gradients that have accumulated and were not averaged.
+        """**Collective** if the optimizer holds parameters of this replica. Compare what has accumulated there.
 
         Raises:
-            LockstepError: they differ; on all ranks.
+            LockstepError: the ranks have accumulated different gradients; on all ranks.
         """
-        held = {id(param) for param in params_of(optimizer)}
-        waiting = [(name, param.grad) for name, param in self._reducer().accumulated() if id(param) in held]
-        grads = [(name, grad) for name, grad in waiting if grad is not None]
-        if not grads:
+        reducer, held = self._reducer(), {id(param) for param in params_of(optimizer)} - self._compared
+        if not any(id(param) in held for param in reducer.params):
             return
-        told = all_gather_records([digest_of_start(grad) for _, grad in grads], self._group)
+        self._compared |= held  # an optimizer may step another one inside its own step, with some of its parameters
+        waiting = [(name, param.grad) for name, param in reducer.accumulated() if id(param) in held]
+        mine = [[name, digest_of_start(grad)] for name, grad in waiting if grad is not None]
+        told = all_gather_records(mine, self._group)
         if all(each == told[0] for each in told):
-            return  # the script has averaged them, or put zeros there
+            return  # the script has averaged them, or cleared them
         rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        names = listed([repr(name) for name, _ in grads], most=5)
+        names = listed([repr(name) for name in dict.fromkeys(name for each in told for name, _ in each)], most=5)
         raise LockstepError(
             f"rank {rank} of {world_size}, after {self._reducer().step} averaged backwards: {type(optimizer).__name__} "
             "is about to step with gradients that were accumulated inside no_sync and never averaged, so that the "

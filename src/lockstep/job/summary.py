@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep import _units
-from lockstep.job.account import FEWEST_LOOKS, FEWEST_STEPS, Account, Ledger, Progress
+from lockstep.job.account import FEWEST_LOOKS, FEWEST_STEPS, Ledger, Progress, TimeAccount
 from lockstep.job.page import NAMES, Phase
 from lockstep.job.stretches import Stretch, find
 
@@ -62,7 +62,7 @@ class Bottleneck(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Summary(Account):
+class Summary(TimeAccount):
     """What the time of one start of the ranks went to, or of several on the same ranks."""
 
     #: Optimizer steps of each rank, those that were not watched included.
@@ -106,7 +106,7 @@ class Summary(Account):
         if not ledger.moments:
             return None
         first, last = ledger.moments[0], ledger.moments[-1]
-        account = Account.between(first, last, here)
+        account = TimeAccount.between(first, last, here)
         return cls(
             account.seconds,
             account.looks,

@@ -1,4 +1,4 @@
-"""The end of a job: what ranks hold then is compared, by the last of them to come and without anybody's waiting.
+"""The end of a job: what ranks hold then is compared by the last of them to come, and no rank waits.
 
 Ranks end when they end, and one that waits at its exit for another that never comes would hang. So each leaves what it
 has to say in the process group's store, and then looks whether all have: the last one finds everything there and

@@ -153,7 +153,7 @@ class StepGuard:
         return False
 
     def averaged_unseen(self, whoami: str) -> None:
-        """Note an average that nobody has looked at: in front of the optimizer's step it is."""
+        """Note an average that was not looked at: in front of the optimizer's step it is."""
         self._refuse_reached(lambda: whoami)
         self._found, self._whoami, self._is_suspect, self._is_counted = {}, whoami, False, False
         alert(self)

@@ -55,7 +55,7 @@ class Progress:
     steps: int
     #: Seconds by phase, waiting included.
     seconds: tuple[float, ...]
-    #: Samples that its steps were taken with; 0: nobody counts them.
+    #: Samples that its steps were taken with; 0: they are not counted.
     samples: int = 0
     #: Seconds for which others have waited while it worked, those of several added up, and shared by those that worked.
     held: float = 0.0

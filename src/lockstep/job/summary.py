@@ -149,7 +149,7 @@ class Summary(TimeAccount):
 
     @property
     def samples(self) -> int:
-        """Samples that these ranks took the watched steps with; 0: nobody counts them."""
+        """Samples that these ranks took the watched steps with; 0: they are not counted."""
         return sum(rank.samples for rank in self.ranks.values())
 
     @property
@@ -346,7 +346,7 @@ class RunSummary:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples that these ranks took steps with, each second; None: nobody counts them."""
+        """Samples that these ranks took steps with, each second; None: they are not counted."""
         samples, seconds = (sum(values) for values in zip(*((p.samples, p.seconds) for p in self.parts), strict=True))
         return samples / seconds if samples and seconds else None
 

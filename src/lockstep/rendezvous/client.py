@@ -161,7 +161,7 @@ class _Client:
         self._ranks: list[list[Any]] = []
         self._signs = Signs()
         #: All cards that were read, by ticket, with whether their machine knows the key; tickets that were drawn, and
-        #: whose cards are still to be read; whom this machine has told its launcher of.
+        #: whose cards are still to be read; of which machines it has told its launcher.
         self._cards: dict[int, tuple[Card, bool]] = {}
         self._unread: set[int] = set()
         self._drawn = 0
@@ -775,7 +775,7 @@ def _skew(clocks: list[float], round_: Round) -> str:
 def _words(error: Exception, endpoint: str, *, cut_off: bool) -> str:
     """Say why the machines could not meet."""
     what = str(error)
-    if isinstance(error, DistError):  # whose own words name addresses that nobody has given it
+    if isinstance(error, DistError):  # whose own words name addresses that it was never given
         what = "the connection to the launchers' store has ended"
     if cut_off and not endpoint.startswith("file:"):
         what += _AGAIN

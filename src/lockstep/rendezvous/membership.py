@@ -1,4 +1,4 @@
-"""Who takes part in a round: what machines say of themselves, who fits whom, and when there are enough. Pure.
+"""Who takes part in a round: what machines say of themselves, which fit each other, and when there are enough. Pure.
 
 Note [Membership]
 ~~~~~~~~~~~~~~~~~

@@ -198,7 +198,7 @@ def test_ranks_that_follow_each_other_are_a_range(ranks: Iterable[int], text: st
 def test_no_room_for_a_semaphore_is_told() -> None:
     facts = replace(_NOT_KNOWN, shared=(1 << 26, 0))
     failed = _ending(0, 1, 5.1, raised="OSError: [Errno 28] No space left on device", raised_at=5.0)
-    assert "/dev/shm (64 MiB, of which 0 MiB are free now) was full" in describe(Outcome((failed,), facts, 1))
+    assert "/dev/shm (64 MiB, of which 0 bytes are free now) was full" in describe(Outcome((failed,), facts, 1))
     assert "/dev/shm" not in describe(Outcome((failed,), replace(facts, shared=(1 << 26, 1 << 25)), 1))
 
 

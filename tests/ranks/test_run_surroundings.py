@@ -95,6 +95,7 @@ def test_a_job_outlives_the_reader_of_its_output(option: str, both: str, tmp_pat
 _WAITS = """
 import os, time
 print(os.environ["LOCKSTEP_JOB_DIR"] if os.environ["RANK"] == "0" else "", flush=True)
+open({go!r} + os.environ["RANK"], "w").close()
 while not os.path.exists({go!r}):
     time.sleep(0.01)
 raise SystemExit({code})
@@ -111,11 +112,12 @@ def test_a_folder_that_is_removed_meanwhile_changes_no_exit_code(what: str, code
         folder = Path(job.read_line())
         logs = work / "state" / "lockstep" / "logs"
         wait_for(logs.exists, "a log")
+        wait_for(lambda: all((tmp_path / f"go{rank}").exists() for rank in range(2)), "both ranks, which start in it")
         gone = {"job": folder.parent, "logs": logs, "cwd": work}[what]
         subprocess.run(["rm", "-rf", str(gone)], check=True)
         go.touch()
         done = job.finish()
-    assert (done.code, "Traceback" in done.err) == (code, False)
+    assert (done.code, "Traceback" in done.err) == (code, False), done
     if what == "job":
         assert done.err.count("was removed while the job runs") == 1
 

@@ -36,7 +36,7 @@ class NoLocalPath(LockstepError, ValueError):
 def local_path(given: str | os.PathLike[str], what: str) -> Path:
     """Return a path that a user gave; every one of them comes through here.
 
-    ``s3://bucket/run`` is a valid name for a folder below the current one, which nobody means: what was saved there
+    ``s3://bucket/run`` is a valid name for a folder below the current one, which is never meant: what was saved there
     would be lost with the machine.
 
     Args:

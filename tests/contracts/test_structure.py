@@ -9,9 +9,11 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
-import grimp
+import pytest
 
 import lockstep
+
+grimp = pytest.importorskip("grimp", reason="not in the environments of other versions of torch")
 
 _PACKAGE = Path(lockstep.__file__).parent
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.job.account import Account, Ledger, Moment
+from lockstep.job.account import Ledger, Milestone, TimeAccount
 from lockstep.job.page import Phase
 from lockstep.job.stretches import Stretch, find
 from tests.simulated import simulate
@@ -82,7 +82,7 @@ def test_ranks_of_other_machines_are_blamed_only_where_it_is_surer() -> None:
 def test_the_stretches_of_many_ranks_are_found_quickly() -> None:
     moments = simulate(8, slow=lambda rank, now: 1.5 if rank == 1 and 20 <= now < 40 else 1.0).moments
     many = [
-        Moment(each.at, each.looks, {rank: each.ranks[rank % 4 if rank != 5 else 0] for rank in range(256)})
+        Milestone(each.at, each.looks, {rank: each.ranks[rank % 4 if rank != 5 else 0] for rank in range(256)})
         for each in moments
     ]
     begun = time.perf_counter()
@@ -103,5 +103,5 @@ def test_progress_adds_up() -> None:
     both, whole = middle.since(first).plus(last.since(middle)), last.since(first)
     assert replace(both, seconds=(), held=0.0) == replace(whole, seconds=(), held=0.0)
     assert (*both.seconds, both.held) == pytest.approx((*whole.seconds, whole.held))
-    account = Account.between(moments[0], moments[-1], range(2))
+    account = TimeAccount.between(moments[0], moments[-1], range(2))
     assert account.step == pytest.approx(account.seconds / account.steps)

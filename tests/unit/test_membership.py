@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lockstep.rendezvous.membership import (
-    Attempt,
     Card,
+    RoundAttempt,
     decode_card,
     differences,
     encode_card,
@@ -75,8 +75,8 @@ def test_a_machine_that_stood_still_has_heard_nobody() -> None:
 
 
 def test_an_attempt_is_read_as_it_was_written() -> None:
-    attempt = Attempt(3, 1, (4, 7), ("a", "b"), (1, 2))
-    assert Attempt.decode(attempt.encode()) == attempt
+    attempt = RoundAttempt(3, 1, (4, 7), ("a", "b"), (1, 2))
+    assert RoundAttempt.decode(attempt.encode()) == attempt
 
 
 @pytest.mark.parametrize(

@@ -101,12 +101,17 @@ class StepBoundary:
         saver = self._saver()
         if saver is None or not self._watched:
             return
-        self.listen()
+        if not self._requests.listening:
+            self.listen()
         self._boundaries += 1
         training = saver._local_training
         if training is not None:
             training.between_steps()
-        due = self._agreed(saver).due(self._count(saver), wanted=self._requests.wanted)
+        agreement = self._agreement or self._agree(training)
+        count = saver.step if self._counts_steps else self._boundaries
+        if training is not None:
+            count = training.rounds  # see Note [Rounds and agreements] in comm/local_training.py
+        due = agreement.due(count, wanted=self._requests.wanted)
         if last and due is None:
             due = self._due_at_last()
         if due is Action.SAVE:
@@ -128,7 +133,12 @@ class StepBoundary:
             return
         self._watched = True
         self.listen()
-        if self._agreed(saver).ask(self._count(saver), wanted=self._requests.wanted) is not Action.STOP:
+        training = saver._local_training
+        agreement = self._agreement or self._agree(training)
+        count = saver.step if self._counts_steps else self._boundaries
+        if training is not None:
+            count = training.rounds
+        if agreement.ask(count, wanted=self._requests.wanted) is not Action.STOP:
             return
         if self._meeting is None:
             rank, count = self._world.rank, self._world.world_size
@@ -136,18 +146,11 @@ class StepBoundary:
         if self._meeting.attend():
             self._save_and_leave(saver, go_back())
 
-    def _agreed(self, saver: Saver) -> Agreement:
-        if self._agreement is None:
-            training = saver._local_training
-            lead = None if training is None else training.lead
-            self._agreement = Agreement(_board(self._world), world_size=self._world.world_size, lead=lead)
+    def _agree(self, training: LocalTraining | None) -> Agreement:
+        """Begin to agree with the other ranks."""
+        lead = None if training is None else training.lead
+        self._agreement = Agreement(_board(self._world), world_size=self._world.world_size, lead=lead)
         return self._agreement
-
-    def _count(self, saver: Saver) -> int:
-        training = saver._local_training
-        if training is not None:
-            return training.rounds  # see Note [Rounds and agreements] in comm/local_training.py
-        return saver.step if self._counts_steps else self._boundaries
 
     def _due_at_last(self) -> Action | None:
         """Find the most urgent request to any rank, by asking all."""

@@ -6,8 +6,8 @@ An evaluation has no steps to agree on, and ranks may have different numbers of 
 to save and leave there says that it is here, and waits until all others are here as well, or one of them can't come:
 its page says that it waits in a collective, for this rank most likely. What comes of it is one key of the group's
 store, written by compare-and-set: "go" by whoever sees all ranks here, "off" by whoever gives up, and the first counts
-for all. After "off" the ranks go on as if nothing had been asked, and the next attempt has the next number. So nobody
-waits for a rank that waits for it, and no rank saves alone. An evaluation with a collective in each turn comes to "go"
+for all. After "off" the ranks go on as if nothing had been asked, and the next attempt has the next number. So no rank
+waits for one that waits for it, and no rank saves alone. An evaluation with a collective in each turn comes to "go"
 one turn later, when all ranks have left the collective; in one where some have finished, all go on to the next step and
 save there.
 """

@@ -204,8 +204,8 @@ def _words_on_not_finite(path: Path, not_finite: dict[str, list[str]]) -> str:
     return (
         f"the checkpoint {path.name} holds values that are NaN or infinite, in {finite.in_words(not_finite)}: no "
         f"finite checkpoint in {path.parent} is removed for it, and a run resumes from the newest finite one; stop "
-        "this run and start it again to do so (lockstep.replicate(model, check_finite=True) names the rank and the "
-        "parameter where such a gradient begins)"
+        "this run and start it again to do so (with check_finite='step', the default of lockstep.replicate, a gradient "
+        "that is not finite is named by rank and parameter)"
     )
 
 

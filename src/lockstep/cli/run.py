@@ -58,7 +58,13 @@ import click
     metavar="STEPS[:FROM]",
     help="Record what all ranks do in so many steps, after FROM steps (10), in a file for ui.perfetto.dev.",
 )
-@click.option("--grace", default=10.0, show_default=True, metavar="SECONDS", help="Time to stop before being killed.")
+@click.option(
+    "--grace",
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time to save and stop before being killed; a loop that evaluates for longer saves nothing by itself.",
+)
 @click.option(
     "--max-restarts",
     "--max_restarts",

@@ -1,4 +1,4 @@
-"""The end of a job: what ranks hold then is compared, by the last of them to come and without anybody's waiting.
+"""The end of a job: what ranks hold then is compared by the last of them to come, and no rank waits.
 
 Ranks end when they end, and one that waits at its exit for another that never comes would hang. So each leaves what it
 has to say in the process group's store, and then looks whether all have: the last one finds everything there and
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep import _torch, callsite
 
 
-class Ending(Protocol):
+class Compared(Protocol):
     """Has something to compare at the end."""
 
     def at_end(self) -> tuple[str, Sequence[Sequence[str]]] | None:
@@ -30,7 +30,7 @@ _living: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _said: dict[int, tuple[str, Sequence[Sequence[str]]]] = {}
 
 
-def follow(number: int, ending: Ending) -> None:
+def follow(number: int, ending: Compared) -> None:
     """Compare what ``ending`` says at the end with what those of this number say on the other ranks. It is held
     weakly."""
     _living[number] = ending
@@ -42,7 +42,7 @@ def leave(number: int) -> None:
     _said.pop(number, None)
 
 
-def say_now(number: int, ending: Ending) -> None:
+def say_now(number: int, ending: Compared) -> None:
     """Ask ``ending`` now, since it will be gone at the end."""
     if number in _living:
         leave(number)

@@ -2,7 +2,7 @@
 
 A backend that adds up in its ranks' own time has every piece of the sum in the processor's cache once, and there it
 costs next to nothing to look. "shm" does so for memory that it reduces in place (comm/memory.py); other backends know
-nothing of it, and then :attr:`Look.has_looked` stays False.
+nothing of it, and then :attr:`SumLook.has_looked` stays False.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def total_of(values: Tensor) -> Tensor:
     return values.sum(dtype=torch.float32) if values.dtype in _HALVES else values.sum()
 
 
-class Look:
+class SumLook:
     """What was seen in one sum over the ranks.
 
     Used as a context: the all-reduce that this thread issues in it is looked at. All ranks look, or none.
@@ -33,13 +33,13 @@ class Look:
 
     def __init__(self, ends: Sequence[int]) -> None:
         self._ends = ends
-        self._before: Look | None = None
+        self._before: SumLook | None = None
         #: Whether the backend has looked, and whether any rank has seen a value that is not finite: alike on all ranks.
         self.has_looked = self.is_suspicious = False
         #: By rank, the parts in which its values were not finite, as far as this rank has seen them.
         self.found: dict[int, set[int]] = {}
 
-    def __enter__(self) -> Look:
+    def __enter__(self) -> SumLook:
         self._before, _current.look = _current.look, self
         return self
 
@@ -76,12 +76,12 @@ class Look:
 
 
 class _Current(threading.local):
-    look: Look | None = None
+    look: SumLook | None = None
 
 
 _current = _Current()
 
 
-def current() -> Look | None:
+def current() -> SumLook | None:
     """Return what is to look at the all-reduce that this thread is about to issue."""
     return _current.look

@@ -12,7 +12,7 @@ too.
 They travel in the flags of the last bucket (Note [Bucket layout]): for each bit of a digest of them a flag for "it is
 1" and one for "it is 0", as in Note [Replicas compared], so that a difference shows on every rank, whatever the dtype.
 Two batches have the same digest by accident once in 2¹² pairs, and the next pair has another. A rank that can't tell
-which batch it is in sets no flag, and differs from nobody:
+which batch it is in sets no flag, and differs from no other:
 
 - the batch was handed out to another thread, which fetches ahead for the one that computes, as far as it gets;
 - inside ``join``, where ranks rightly run out of data;

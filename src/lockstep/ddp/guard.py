@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from lockstep import callsite
 from lockstep.comm.exchange import all_gather_records
-from lockstep.comm.looks import Look, total_of
+from lockstep.comm.looks import SumLook, total_of
 from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.finite import MOST_SKIPPED, is_finite, words_for
 from lockstep.ddp.stepping import alert, leave_out, params_of, quiet, watch_steps
@@ -64,7 +64,7 @@ class StepGuard:
         self._not_finite: set[int] = set()
         #: By rank, names of parameters whose gradients were seen to be bad in the backward under way.
         self._seen: dict[int, set[str]] = {}
-        self._looks: dict[int, Look] = {}
+        self._looks: dict[int, SumLook] = {}
         #: Where the last average came from, if it is not finite, and what all ranks know of its origin.
         self._whoami = ""
         self._found: dict[int, list[str]] = {}
@@ -108,7 +108,7 @@ class StepGuard:
         """Return a context in which the backend looks, if the bucket lies in memory of its own."""
         if not bucket.is_shared:
             return nullcontext()
-        look = self._looks[bucket.index] = Look(bucket.ends)
+        look = self._looks[bucket.index] = SumLook(bucket.ends)
         return look
 
     def is_flagged(self, bucket: Bucket, names: Sequence[str]) -> bool:
@@ -159,7 +159,7 @@ class StepGuard:
         return False
 
     def averaged_unseen(self, whoami: str) -> None:
-        """Note an average that nobody has looked at: in front of the optimizer's step it is."""
+        """Note an average that was not looked at: in front of the optimizer's step it is."""
         self._refuse_reached(lambda: whoami)
         self._found, self._whoami, self._is_suspect, self._is_counted = {}, whoami, False, False
         alert(self)

@@ -1,4 +1,4 @@
-"""A count of items that was said outside of a loader's loop, and that nobody has taken back."""
+"""A count of items that was said outside of a loader's loop, and holds until another one is said."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class SlicedBuffers:
         if bool((then.isinf() & ~same).any()):
             step.note_mistake(
                 f"buffer {name} began as an infinite value and was changed in slice {number}, as a smallest or largest "
-                "value seen so far is: the mean over slices of such values is none of them. Let a forward outside of "
+                "value seen so far is, and the mean of such values is not another one. Let a forward outside of "
                 "the steps give it its first value if it is a moving average of them; else leave it fixed while you "
                 f"train in slices (an observer of quantization: disable_observer). {_ADVICE}"
             )

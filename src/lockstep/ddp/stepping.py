@@ -3,7 +3,7 @@
 Between the backward that averages and the optimizer's step a script may do anything with its gradients: unscale them
 and not step at all (a GradScaler), clip them, put numbers in the place of NaN, look at them and ``continue``. What is
 wrong with them matters when an optimizer takes them, so that is where it is looked at: by a hook of torch's that runs
-before every step of every optimizer, and does nothing but ask whether anybody has anything to look at.
+before every step of every optimizer, and does nothing but ask whether there is anything to look at.
 """
 
 from __future__ import annotations

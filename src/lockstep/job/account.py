@@ -55,7 +55,7 @@ class Progress:
     steps: int
     #: Seconds by phase, waiting included.
     seconds: tuple[float, ...]
-    #: Samples that its steps were taken with; 0: nobody counts them.
+    #: Samples that its steps were taken with; 0: they are not counted.
     samples: int = 0
     #: Seconds for which others have waited while it worked, those of several added up, and shared by those that worked.
     held: float = 0.0
@@ -104,7 +104,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Moment:
+class Milestone:
     """How far the ranks had come at a moment."""
 
     at: float
@@ -129,7 +129,7 @@ class Straggler:
 
 
 @dataclass(frozen=True)
-class Account:
+class TimeAccount:
     """What each rank did in some time."""
 
     seconds: float
@@ -139,7 +139,7 @@ class Account:
     here: Collection[int]
 
     @classmethod
-    def between(cls, before: Moment, after: Moment, here: Collection[int]) -> Account:
+    def between(cls, before: Milestone, after: Milestone, here: Collection[int]) -> TimeAccount:
         """Return what lies between two moments of a start."""
         seconds = after.at - before.at
         spent = {rank: now.since(before.ranks[rank]) for rank, now in after.ranks.items()}
@@ -219,7 +219,7 @@ class Ledger:
 
     def __init__(self) -> None:
         #: From the first that counts to the last. Where there are too many, every other one goes.
-        self.moments: list[Moment] = []
+        self.moments: list[Milestone] = []
         #: Of so many moments one is kept, how many there were, and whether the last is there only until the next.
         self._stride, self._count, self._passes = 1, 0, False
 
@@ -240,7 +240,7 @@ class Ledger:
         """
         if not ranks or any(rank.steps < WARM for rank in ranks.values()):
             return
-        moment, moments = Moment(now, looks, dict(ranks)), self.moments
+        moment, moments = Milestone(now, looks, dict(ranks)), self.moments
         if not moments or not ranks.keys() <= moments[0].ranks.keys():
             self.moments, self._stride, self._count, self._passes = [moment], 1, 0, False
         elif len(ranks) == len(moments[0].ranks) and _train_on(moments[-1].ranks, ranks):

@@ -43,13 +43,13 @@ def _compared(there: Look, here: Look) -> str:
     ended = f"ended the program {WITHOUT_ERROR}"
     differ = "the ranks took different numbers of steps"
     if there.steps is None or here.steps is None or there.steps == here.steps == 0:
-        return f"{ended}: {differ}, or what this rank waits in was left out there"
+        return f"{ended}: {differ}, or the call in which this rank waits was left out there"
     after = f"{ended} after {_steps(there.steps)}"
     if there.steps != here.steps:
         return f"{after}, and this rank has taken {here.steps}: {differ}"
     if here.mark.phase in _WITHIN_STEP:
         return f"{after}, and this rank is in its step {here.steps + 1}: {differ}"
-    return f"{after}, as many as this rank has taken: what this rank waits in was left out there"
+    return f"{after}, as many as this rank has taken: the call in which this rank waits was left out there"
 
 
 def _steps(count: int) -> str:

@@ -262,7 +262,7 @@ class Requests:
         elif signum == _SAVE:
             self.save = True
         elif signum == signal.SIGHUP and self._hung_up():
-            pass  # the shell has said it, the kernel says it again: nobody is there who could ask twice
+            pass  # the shell has said it, the kernel says it again: there is no one left to ask twice
         elif self._of_a_failed_job():
             _as_by_default(signum, frame)
         elif self.stop is None:

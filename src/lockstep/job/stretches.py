@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lockstep.job.account import Account, Moment
+from lockstep.job.account import Milestone, TimeAccount
 from lockstep.job.page import Phase
 
 #: What a stretch has to cost of its time, how surely that must be known, and how many seconds it must have.
@@ -53,7 +53,7 @@ class Stretch:
         return self.lost / (self.end - self.begin)
 
 
-def find(moments: Sequence[Moment], here: Collection[int]) -> list[Stretch]:
+def find(moments: Sequence[Milestone], here: Collection[int]) -> list[Stretch]:
     """Return the stretches of one start in which a rank held up the others, in order. See Note [Stretches].
 
     Args:
@@ -65,7 +65,7 @@ def find(moments: Sequence[Moment], here: Collection[int]) -> list[Stretch]:
     longer: dict[int, list[float]] = {rank: [] for rank in moments[0].ranks}
     lengths = [after.at - before.at for before, after in pairwise(moments)]
     for before, after in pairwise(moments):
-        work = {rank: each.work for rank, each in Account.between(before, after, here).ranks.items()}
+        work = {rank: each.work for rank, each in TimeAccount.between(before, after, here).ranks.items()}
         usual = statistics.median_low(work.values())
         for rank, each in work.items():
             longer[rank].append(each - usual)
@@ -111,11 +111,11 @@ def _greatest(scores: Sequence[float], begin: int, end: int) -> tuple[int, int]:
     return first, last
 
 
-def _judged(before: Moment, after: Moment, here: Collection[int], rank: int) -> Stretch | None:
+def _judged(before: Milestone, after: Milestone, here: Collection[int], rank: int) -> Stretch | None:
     """Return the time between two moments as a stretch, if it is surely one of this rank."""
     if after.at - before.at < _SHORTEST:
         return None
-    account = Account.between(before, after, here)
+    account = TimeAccount.between(before, after, here)
     found = account.straggler(costs=_COSTS, sure=_SURE)
     if found is None or found.rank != rank:
         return None

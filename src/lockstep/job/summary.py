@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep import _units
-from lockstep.job.account import FEWEST_LOOKS, FEWEST_STEPS, Account, Ledger, Progress
+from lockstep.job.account import FEWEST_LOOKS, FEWEST_STEPS, Ledger, Progress, TimeAccount
 from lockstep.job.page import NAMES, Phase
 from lockstep.job.stretches import Stretch, find
 
@@ -62,7 +62,7 @@ class Bottleneck(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Summary(Account):
+class Summary(TimeAccount):
     """What the time of one start of the ranks went to, or of several on the same ranks."""
 
     #: Optimizer steps of each rank, those that were not watched included.
@@ -106,7 +106,7 @@ class Summary(Account):
         if not ledger.moments:
             return None
         first, last = ledger.moments[0], ledger.moments[-1]
-        account = Account.between(first, last, here)
+        account = TimeAccount.between(first, last, here)
         return cls(
             account.seconds,
             account.looks,
@@ -149,7 +149,7 @@ class Summary(Account):
 
     @property
     def samples(self) -> int:
-        """Samples that these ranks took the watched steps with; 0: nobody counts them."""
+        """Samples that these ranks took the watched steps with; 0: they are not counted."""
         return sum(rank.samples for rank in self.ranks.values())
 
     @property
@@ -346,7 +346,7 @@ class RunSummary:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples that these ranks took steps with, each second; None: nobody counts them."""
+        """Samples that these ranks took steps with, each second; None: they are not counted."""
         samples, seconds = (sum(values) for values in zip(*((p.samples, p.seconds) for p in self.parts), strict=True))
         return samples / seconds if samples and seconds else None
 

@@ -77,9 +77,11 @@ class ProcessFacts:
         where = f" in {self.call}" if self.call and self.state not in "tT" else ""
         function = f" ({self.function})" if self.function and self.state not in "RtT" else ""
         if self.standstill is Standstill.STARVED:
-            return "ready to run, but other processes have the processor (is the machine overloaded, its priority low?)"
+            return (
+                "ready to run, but other processes have the processor (is the machine overloaded, or its priority low?)"
+            )
         if self.standstill is Standstill.FROZEN:
-            return "frozen, with its cgroup (by a container's pause, or who else writes to the cgroup's freezer)"
+            return "frozen, with its cgroup (by a container's pause, or by whatever writes to the cgroup's freezer)"
         return f"{_STATES.get(self.state, f'in state {self.state}')}{where}{function}"
 
 

@@ -338,8 +338,8 @@ class Launcher:
         if not self._told_of_loss and not self.attempt.folder.is_dir():
             self._told_of_loss = True
             say(
-                f"the job's folder {self.attempt.folder} was removed while the job runs. It goes on; what its "
-                "processes leave for each other there, errors of ranks and the place where groups open, is lost"
+                f"the job's folder {self.attempt.folder} was removed while the job runs. The job goes on, but what "
+                "its processes leave for each other there (errors of ranks, the place where groups open) is lost"
             )
 
     def _look(self, now: float) -> None:

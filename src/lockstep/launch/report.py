@@ -181,7 +181,7 @@ def outside_a_step(looks: Mapping[int, Look], signum: signal.Signals, *, left: f
         left: seconds until they are killed.
     """
     rank, look = next(iter(looks.items()))
-    others = f", and so are {len(looks) - 1} more" if len(looks) > 1 else ""
+    others = f" ({len(looks) - 1} more outside of a step, too)" if len(looks) > 1 else ""
     return (
         f"{signum.name} came outside of a training step: rank {rank} is in {NAMES[look.mark.phase]}{others}. The ranks "
         f"save once they come to their next step; those that have not saved in {left:.0f} s are killed, and the run "
@@ -407,7 +407,7 @@ def _shared(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     if facts.shared is not None:
         size = f" ({_units.size(facts.shared[0])}, of which {_units.size(facts.shared[1])} are free now)"
     if full:
-        yield f"/dev/shm{size} was full; DataLoader workers pass their batches through it, and semaphores are there"
+        yield f"/dev/shm{size} was full; it holds the batches of DataLoader workers, and semaphores"
     else:
         yield f"a mapped file lost its memory: most often /dev/shm{size} is full,"
         yield "  through which DataLoader workers pass their batches"

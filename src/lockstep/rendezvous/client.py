@@ -47,8 +47,8 @@ from lockstep.rendezvous.addresses import interface_of
 from lockstep.rendezvous.clocks import Look, ahead
 from lockstep.rendezvous.endpoint import PATIENCE, Knock
 from lockstep.rendezvous.membership import (
-    Attempt,
     Card,
+    RoundAttempt,
     decode_card,
     differences,
     encode_card,
@@ -153,7 +153,7 @@ class _Client:
         #: was there; whether it waits for the next one.
         self._last = -1
         self._round: Round | None = None
-        self._attempt: Attempt | None = None
+        self._attempt: RoundAttempt | None = None
         self._meets = False
         self._verdict_key = ""
         #: What this machine has counted up, when it gives the next sign of life, and how its ranks are.
@@ -161,7 +161,7 @@ class _Client:
         self._ranks: list[list[Any]] = []
         self._signs = Signs()
         #: All cards that were read, by ticket, with whether their machine knows the key; tickets that were drawn, and
-        #: whose cards are still to be read; whom this machine has told its launcher of.
+        #: whose cards are still to be read; of which machines it has told its launcher.
         self._cards: dict[int, tuple[Card, bool]] = {}
         self._unread: set[int] = set()
         self._drawn = 0
@@ -336,19 +336,19 @@ class _Client:
         card, proved = self._cards[ticket]
         return objection(mine, card, proved=proved)
 
-    def _read_attempt(self) -> Attempt | None:
-        return Attempt.decode(self._shared.get(self._key("attempt"))) if self._has("attempt") else None
+    def _read_attempt(self) -> RoundAttempt | None:
+        return RoundAttempt.decode(self._shared.get(self._key("attempt"))) if self._has("attempt") else None
 
-    def _fate(self, attempt: Attempt) -> dict[str, Any] | None:
+    def _fate(self, attempt: RoundAttempt) -> dict[str, Any] | None:
         """Return what came of an attempt: ``{"failed": why}`` or ``{"made": …}``; None: it is not known yet."""
         name = f"attempt/{attempt.count}/fate"
         fate: dict[str, Any] | None = json.loads(self._shared.get(self._key(name))) if self._has(name) else None
         return fate
 
-    def _fail(self, attempt: Attempt, why: str) -> None:
+    def _fail(self, attempt: RoundAttempt, why: str) -> None:
         self._write(f"attempt/{attempt.count}/fate", {"failed": why})
 
-    def _missing(self, attempt: Attempt) -> list[int]:
+    def _missing(self, attempt: RoundAttempt) -> list[int]:
         """Return which machines of an attempt, by node rank, have left or are silent."""
         now = time.monotonic()
         for name in attempt.names:
@@ -361,7 +361,7 @@ class _Client:
             if name != self._name and (self._signs.is_silent(name, now) or self._has(f"gone/{name}"))
         ]
 
-    def _is_over(self, attempt: Attempt, fate: dict[str, Any] | None) -> bool:
+    def _is_over(self, attempt: RoundAttempt, fate: dict[str, Any] | None) -> bool:
         """Return whether an attempt that this machine does not wait for has failed, or its machines all have left what
         it has become."""
         if fate is not None and "failed" in fate:
@@ -462,11 +462,11 @@ class _Client:
                 self._look_on(self._said)
             self._idle(_TICK / 2)
 
-    def _spent(self, attempt: Attempt, fate: dict[str, Any] | None) -> tuple[int, ...]:
+    def _spent(self, attempt: RoundAttempt, fate: dict[str, Any] | None) -> tuple[int, ...]:
         """Return the tickets of rounds that were made, this attempt's too if it was."""
         return attempt.spent + (attempt.tickets if fate is not None and "made" in fate else ())
 
-    def _propose(self, last: Attempt | None, fate: dict[str, Any] | None, tickets: Sequence[int]) -> None:
+    def _propose(self, last: RoundAttempt | None, fate: dict[str, Any] | None, tickets: Sequence[int]) -> None:
         """Write down who is to make the next round, unless another machine was first."""
         cards = [self._cards[ticket][0] for ticket in tickets]
         number = 0 if last is None else last.number + int(fate is not None and "made" in fate)
@@ -474,7 +474,7 @@ class _Client:
         if last is not None:
             newest = {card.name: ticket for ticket, (card, _) in sorted(self._cards.items())}
             spent = tuple(ticket for ticket in self._spent(last, fate) if ticket in newest.values())
-        attempt = Attempt(
+        attempt = RoundAttempt(
             count=1 if last is None else last.count + 1,
             number=max(number, *(card.last + 1 for card in cards)),  # more where a store was lost with what it knew
             tickets=tuple(tickets),
@@ -483,7 +483,7 @@ class _Client:
         )
         self._shared.compare_set(self._key("attempt"), "" if last is None else last.encode(), attempt.encode())
 
-    def _form(self, attempt: Attempt, ticket: int, mine: Card) -> tuple[Round, list[str]] | None:
+    def _form(self, attempt: RoundAttempt, ticket: int, mine: Card) -> tuple[Round, list[str]] | None:
         """Make a round with the machines of an attempt; None: it has failed."""
         self._attempt = attempt
         self._store = PrefixStore(self._key(f"attempt/{attempt.count}"), self._shared)
@@ -530,7 +530,7 @@ class _Client:
         )
         return round_, [each for each in (_skew(walls, round_), *differences(cards)) if each]
 
-    def _await(self, attempt: Attempt, what: str) -> bool:
+    def _await(self, attempt: RoundAttempt, what: str) -> bool:
         """Wait until every machine of an attempt has written ``what`` (of fates there is one). False: it has failed."""
         keys = [what] if what == "fate" else [f"{what}/{node}" for node in range(len(attempt.names))]
         limit, pause, next_look = time.monotonic() + _FORMING, 0.0005, 0.0
@@ -553,7 +553,7 @@ class _Client:
                 return False
         return True
 
-    def _open(self, attempt: Attempt, cards: Sequence[Card]) -> None:
+    def _open(self, attempt: RoundAttempt, cards: Sequence[Card]) -> None:
         """Open the store at which the ranks meet, and make the round."""
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         listener = socket.create_server((self._address, 0), family=family)
@@ -564,7 +564,7 @@ class _Client:
         job = max(cards, key=lambda card: card.last).job or secrets.token_hex(16)
         self._write(f"attempt/{attempt.count}/fate", {"made": [self._address, port, job]})
 
-    def _look_at_clocks(self, attempt: Attempt, node: int) -> tuple[list[float], list[list[Look]]] | None:
+    def _look_at_clocks(self, attempt: RoundAttempt, node: int) -> tuple[list[float], list[list[Look]]] | None:
         """Return what the machines' wall clocks show at one moment, to within the time that a message takes, and what
         each has seen of :func:`ahead`'s looks; None: the attempt has failed."""
         looks = []
@@ -596,7 +596,7 @@ class _Client:
         over = f"the job at {self.endpoint} is over, and did not need this machine any more{again}"
         raise _Refusal(why or over, exit_code)
 
-    def _keep_out_of(self, attempt: Attempt, mine: Card) -> None:
+    def _keep_out_of(self, attempt: RoundAttempt, mine: Card) -> None:
         """End if this machine does not fit those of a round that goes on."""
         misfits = [ticket for ticket in attempt.tickets if ticket in self._cards and self._objection(mine, ticket)]
         if len(misfits) == len(attempt.tickets):
@@ -701,7 +701,7 @@ class _Client:
                     else:
                         self._write(self._verdict_key, verdict.to_json())
 
-    def _newcomers(self, attempt: Attempt, mine: Card) -> tuple[int, list[str]]:
+    def _newcomers(self, attempt: RoundAttempt, mine: Card) -> tuple[int, list[str]]:
         """Return how many machines wait to join, and which may not, as far as they were not named yet."""
         self._read_cards()
         here = self._here((*attempt.spent, *attempt.tickets))
@@ -775,7 +775,7 @@ def _skew(clocks: list[float], round_: Round) -> str:
 def _words(error: Exception, endpoint: str, *, cut_off: bool) -> str:
     """Say why the machines could not meet."""
     what = str(error)
-    if isinstance(error, DistError):  # whose own words name addresses that nobody has given it
+    if isinstance(error, DistError):  # whose own words name addresses that it was never given
         what = "the connection to the launchers' store has ended"
     if cut_off and not endpoint.startswith("file:"):
         what += _AGAIN

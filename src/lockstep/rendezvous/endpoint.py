@@ -99,7 +99,7 @@ class Knock(threading.Thread):
             f"a program takes connections at {where}, but does not answer as a launcher's store does: it is another "
             "program, or a launcher that stands still"
         )
-        with contextlib.suppress(RuntimeError, OSError):  # torch's words name addresses that nobody has given it
+        with contextlib.suppress(RuntimeError, OSError):  # torch's words name addresses that it was never given
             self.store = TCPStore(
                 host, port, is_master=False, timeout=timedelta(seconds=PATIENCE), wait_for_workers=False
             )
@@ -125,7 +125,7 @@ def split(endpoint: str) -> tuple[str, int]:
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """Listen at ``host``, on that address only, if it is one of this machine and nobody does so yet."""
+    """Listen at ``host``, on that address only, if it is one of this machine and nothing does so yet."""
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         server = socket.socket(family, kind, protocol)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Who takes part in a round: what machines say of themselves, who fits whom, and when there are enough. Pure.
+"""Who takes part in a round: what machines say of themselves, which fit each other, and when there are enough. Pure.
 
 Note [Membership]
 ~~~~~~~~~~~~~~~~~
@@ -67,7 +67,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class RoundAttempt:
     """Machines that are to make a round, in order of their node ranks."""
 
     #: Counts attempts; there is none before 1.
@@ -84,7 +84,7 @@ class Attempt:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: str | bytes) -> Attempt:
+    def decode(cls, text: str | bytes) -> RoundAttempt:
         """Read what another machine wrote."""
         fields: dict[str, Any] = json.loads(text)
         lists: dict[str, Any] = {name: tuple(fields.pop(name)) for name in ("tickets", "names", "spent")}

@@ -28,7 +28,7 @@ class Signs:
             self._heard[name] = count, now, True
 
     def pause(self, seconds: float) -> None:
-        """Leave out a time in which this machine itself stood still, and could hear nobody."""
+        """Leave out a time in which this machine itself stood still, and could hear no other."""
         self._heard = {name: (count, at + seconds, lives) for name, (count, at, lives) in self._heard.items()}
 
     def lives(self, name: str, now: float) -> bool:

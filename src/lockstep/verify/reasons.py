@@ -541,7 +541,8 @@ def _gradient(difference: Difference, step: int) -> list[Reason]:
                     Cause.GATHERED,
                     f"{where}, and they have {_and(map(str, counts))} samples",
                     "each rank's gradients are weighed by its own samples, those that it sends to the samples of "
-                    "others too: keep batches equal (drop_last=True), or see docs/weights.md",
+                    "others too: gather with lockstep.gathered (docs/gathered.md), say world.weigh(1) before the "
+                    "backward, or keep batches equal (drop_last=True)",
                 )
             ]
         return [
@@ -549,7 +550,8 @@ def _gradient(difference: Difference, step: int) -> list[Reason]:
                 Cause.GATHERED,
                 f"{where}, and the loss is that of one rank{_scaled(difference, step)}",
                 "torch.distributed.all_gather passes no gradient on to other ranks, and "
-                "torch.distributed.nn.functional.all_gather adds up theirs: see docs/weights.md",
+                "torch.distributed.nn.functional.all_gather adds up theirs: lockstep.gathered does what a loss of the "
+                "whole batch needs (docs/gathered.md)",
                 sure=False,
             )
         ]

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.comm.looks import Look
+from lockstep.comm.looks import SumLook
 from lockstep.comm.memory import RowOrder, add_up
 from lockstep.comm.shm.layout import part
 from lockstep.comm.shm.reduction import Reduction
@@ -114,7 +114,7 @@ def _by_parts(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -> None:
         result[0].copy_(result[1])
 
 
-def all_reduce_shared(rounds: Rounds, views: Tensors, reduction: Reduction, look: Look | None = None) -> None:
+def all_reduce_shared(rounds: Rounds, views: Tensors, reduction: Reduction, look: SumLook | None = None) -> None:
     """Combine ``views`` (one tensor's memory on each rank, in order of rank) element by element, into each of them.
 
     Nothing is copied in or out. One round says that every rank's elements are there (and compares fingerprints); each

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.comm.looks import Look
+from lockstep.comm.looks import SumLook
 from lockstep.comm.shm import tensors
 from lockstep.comm.shm.health import again
 from lockstep.comm.shm.reduction import Reduction
@@ -150,7 +150,7 @@ class Engine(ABC):
         tensor: torch.Tensor,
         how: Reduction,
         part: Part | None,  # noqa: ARG002  (as find)
-        look: Look | None = None,  # noqa: ARG002
+        look: SumLook | None = None,  # noqa: ARG002
     ) -> None:
         """**Collective.** Combine a caller's tensor over all ranks, in place.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
-from lockstep.comm.looks import Look
+from lockstep.comm.looks import SumLook
 from lockstep.comm.memory import RowOrder
 from lockstep.comm.shm import collectives, tensors
 from lockstep.comm.shm.engine import Engine, Tensors
@@ -113,7 +113,7 @@ class MemoryEngine(Engine):
         collectives.all_reduce(self._rounds, flat, how)
 
     def all_reduce_tensor(
-        self, tensor: torch.Tensor, how: Reduction, part: Part | None, look: Look | None = None
+        self, tensor: torch.Tensor, how: Reduction, part: Part | None, look: SumLook | None = None
     ) -> None:
         """See :class:`Engine`. Nothing is copied for a part of shared memory; for a small tensor little is called."""
         rounds = self._rounds

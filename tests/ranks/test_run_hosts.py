@@ -83,7 +83,9 @@ def test_all_output_of_all_hosts(server: Sshd, tmp_path: Path, says: Path) -> No
     assert sorted(done.out.splitlines()) == sorted(
         f"{f'[{rank}] ' if rank else ''}out {rank} of 4 [] " for rank in range(4)
     )
-    assert sorted(done.err.splitlines()) == sorted(f"{f'[{rank}] ' if rank else ''}err {rank}" for rank in range(4))
+    machines, *lines = done.err.splitlines()
+    assert machines.startswith("lockstep: 2 machines, 4 ranks: ranks 0 to 1 on "), done.err
+    assert sorted(lines) == sorted(f"{f'[{rank}] ' if rank else ''}err {rank}" for rank in range(4))
 
 
 _RAISING = """

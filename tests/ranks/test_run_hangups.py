@@ -19,6 +19,7 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.runs import history
 from tests.faults import jobs
 from tests.launching import LIMIT, environment, gone_within, killed_afterwards, python_path, wait_for
+from tests.sshd import sshd
 
 _TRAIN = """
 import atexit, os, sys, time
@@ -242,25 +243,17 @@ def test_a_terminal_that_goes_at_any_place(tmp_path: Path, place: str) -> None:
     assert bool(job.saved_at()) == (code == EXIT_SAVED)
 
 
-#: Stands for the ssh client: every host is this machine.
-_SSH = """#!/bin/sh
-for last; do :; done
-case " $* " in *" -G "*) echo "hostname 127.0.0.1"; exit;; esac
-exec sh -c "$last"
-"""
-
-
 def test_a_job_on_several_hosts_saves_when_its_terminal_goes(tmp_path: Path) -> None:
-    ssh = tmp_path / "ssh"
-    ssh.write_text(_SSH)
-    ssh.chmod(0o700)
     command = _run("--hosts", "one,two", "-n", "1", str(jobs.SCRIPT), str(tmp_path), "--slow", "0.05", "--epochs", "50")
-    env = {"LOCKSTEP_SSH": str(ssh), "LOCKSTEP_BACKEND": "gloo", "PYTHONPATH": python_path(jobs.SCRIPT.parents[2])}
-    with _in_a_terminal(tmp_path, command, env=env) as job:
-        job.wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 3, "training", 120.0)
-        there = _proc.descendants(job.leader)
-        with killed_afterwards(there):
-            job.hang_up()
-            assert job.code() == EXIT_SAVED
-            assert gone_within(there, 10.0) == []
+    path = python_path(jobs.SCRIPT.parents[2])
+    (tmp_path / "sshd").mkdir(mode=0o700)
+    with sshd(tmp_path / "sshd") as server:
+        env = {"LOCKSTEP_SSH": server.client, "LOCKSTEP_BACKEND": "gloo", "PYTHONPATH": path}
+        with _in_a_terminal(tmp_path, command, env=env) as job:
+            job.wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 3, "training", 120.0)
+            there = [*_proc.descendants(job.leader), *_proc.descendants(server.pid)]
+            with killed_afterwards(there):
+                job.hang_up()
+                assert job.code() == EXIT_SAVED
+                assert gone_within(there, 10.0) == []
     assert job.saved_at() == max(line["step"] for line in jobs.lines(tmp_path, 0) if "step" in line)

@@ -67,8 +67,9 @@ def test_rank_0_has_the_terminal(server: Sshd, tmp_path: Path, says: Path) -> No
     assert done.code == 0, done
     assert done.out == """out 0 of 3 ['a b', "$HOME 'x'", '--'] \n"""
     lines = done.err.splitlines()
-    assert lines[0] == "err 0"
-    wrote = {line.partition(" wrote is in ")[0] for line in lines[1:]}
+    assert lines[0].startswith("lockstep: 2 machines, 3 ranks: rank"), done.err
+    assert lines[1] == "err 0"
+    wrote = {line.partition(" wrote is in ")[0] for line in lines[2:]}
     assert wrote in (  # which host is which machine, the launchers agree on by themselves
         {"lockstep: on two: what ranks 1, 2"},
         {"lockstep: on one: what rank 2", "lockstep: on two: what rank 1"},
@@ -82,7 +83,9 @@ def test_all_output_of_all_hosts(server: Sshd, tmp_path: Path, says: Path) -> No
     assert sorted(done.out.splitlines()) == sorted(
         f"{f'[{rank}] ' if rank else ''}out {rank} of 4 [] " for rank in range(4)
     )
-    assert sorted(done.err.splitlines()) == sorted(f"{f'[{rank}] ' if rank else ''}err {rank}" for rank in range(4))
+    machines, *lines = done.err.splitlines()
+    assert machines.startswith("lockstep: 2 machines, 4 ranks: ranks 0 to 1 on "), done.err
+    assert sorted(lines) == sorted(f"{f'[{rank}] ' if rank else ''}err {rank}" for rank in range(4))
 
 
 _RAISING = """

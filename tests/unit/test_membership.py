@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from lockstep.rendezvous.membership import (
     enough,
     misfits_end_it,
     objection,
+    proof,
 )
 from lockstep.rendezvous.signs import SILENT, Signs
 
@@ -108,6 +110,20 @@ def test_who_fits(change: dict[str, object], said: str) -> None:
     assert bool(said) == bool(text)
     if said:
         assert "box-a (10.0.0.1)" in text
+
+
+@pytest.mark.parametrize("has_more", [True, False])
+def test_the_card_of_another_version_is_read_and_its_machine_refused_by_name(has_more: bool) -> None:
+    said = json.loads(json.loads(encode_card(replace(CARD, lockstep="2.0"), key=KEY, ticket=3))[0])
+    if has_more:
+        said["colour"] = "green"
+    else:
+        del said["backend"], said["least"]
+    text = json.dumps(said)
+    card, proved = decode_card(json.dumps([text, proof(KEY, 3, text)]), key=KEY, ticket=3)
+    assert proved
+    objected = objection(CARD, card, proved=proved)
+    assert objected == "the machine box-a (10.0.0.1) has lockstep 2.0, and this machine 1.0: install the same version"
 
 
 def test_what_differs_is_said_in_a_line_for_each_thing() -> None:

@@ -27,7 +27,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 
@@ -64,6 +64,26 @@ class Card:
     def place(self) -> str:
         """The host and its address, for messages."""
         return f"{self.host}, {self.address}"
+
+
+#: What a card says where its machine's version of lockstep says nothing.
+_BLANK = Card(
+    name="",
+    pid=0,
+    host="",
+    address="",
+    ranks=0,
+    least=1,
+    most=1,
+    last=-1,
+    job="",
+    history={},
+    serves=False,
+    keyed=False,
+    challenge="",
+    backend="",
+    lockstep="of an unknown version",
+)
 
 
 @dataclass(frozen=True)
@@ -105,9 +125,15 @@ def encode_card(card: Card, *, key: str, ticket: int) -> str:
 
 
 def decode_card(written: str | bytes, *, key: str, ticket: int) -> tuple[Card, bool]:
-    """Return a card, and whether its machine knows the key."""
+    """Return a card, and whether its machine knows the key.
+
+    Another version of lockstep may say more or less on its card. It is read all the same, so that its machine can be
+    refused by name, and does not end the job of those that read it.
+    """
     text, given = json.loads(written)
-    return Card(**json.loads(text)), hmac.compare_digest(given, proof(key, ticket, text))
+    known = {each.name for each in fields(Card)}
+    said = {name: value for name, value in json.loads(text).items() if name in known}
+    return replace(_BLANK, **said), hmac.compare_digest(given, proof(key, ticket, text))
 
 
 def objection(mine: Card, card: Card, *, proved: bool) -> str:
@@ -117,10 +143,10 @@ def objection(mine: Card, card: Card, *, proved: bool) -> str:
         if mine.keyed:
             return f"{who} does not know the job's key that this machine has"
         return f"{who} has a key for this job, and this machine has none"
-    if (card.least, card.most) != (mine.least, mine.most):
-        return f"{who} was started with --nnodes {_nodes(card)}, and this machine with --nnodes {_nodes(mine)}"
     if card.lockstep != mine.lockstep:
         return f"{who} has lockstep {card.lockstep}, and this machine {mine.lockstep}: install the same version"
+    if (card.least, card.most) != (mine.least, mine.most):
+        return f"{who} was started with --nnodes {_nodes(card)}, and this machine with --nnodes {_nodes(mine)}"
     if card.backend != mine.backend:
         return f"{who} {_backend(card)}, and this machine {_backend(mine)}: set LOCKSTEP_BACKEND alike on all machines"
     return ""

@@ -126,6 +126,31 @@ def test_the_card_of_another_version_is_read_and_its_machine_refused_by_name(has
     assert objected == "the machine box-a (10.0.0.1) has lockstep 2.0, and this machine 1.0: install the same version"
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        "",
+        "no JSON",
+        "[]",
+        "3",
+        '["{}"]',
+        '["{", "none"]',
+        '["[]", "none"]',
+        "[1, 2]",
+        '["{\\"ranks\\": \\"two\\"}", "none"]',
+    ],
+)
+def test_what_is_no_card_is_refused_and_ends_nothing(written: str) -> None:
+    card, proved = decode_card(written, key=KEY, ticket=3)
+    assert not proved
+    assert "does not know the job's key" in objection(replace(CARD, keyed=True), card, proved=proved)
+
+
+def test_a_card_without_a_field_is_no_card_of_a_keyed_machine() -> None:
+    card, proved = decode_card(json.dumps(["{}", "é"]), key=KEY, ticket=3)
+    assert (card.host, proved) == ("", False)
+
+
 def test_what_differs_is_said_in_a_line_for_each_thing() -> None:
     lines = differences([CARD, replace(CARD, host="box-b", others={"torch": "2.14", "Python": "3.11"})])
     assert lines == ["the machines differ in torch: 2.13 on machine 0 (box-a); 2.14 on machine 1 (box-b)"]

@@ -290,7 +290,10 @@ class _Client:
 
     def _listen(self, names: Sequence[str]) -> list[list[Any]]:
         """Take other machines' signs of life. Return how their ranks are."""
+        # (A machine gives its first sign before it draws a ticket. To ask for one that was never given would wait.)
         others = [name for name in names if name != self._name]
+        if others and not self._shared.check([self._key(f"beat/{name}") for name in others]):
+            others = [name for name in others if self._has(f"beat/{name}")]
         ranks: list[list[Any]] = []
         if others:
             values = self._shared.multi_get([self._key(f"beat/{name}") for name in others])

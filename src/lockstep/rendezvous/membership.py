@@ -128,12 +128,20 @@ def decode_card(written: str | bytes, *, key: str, ticket: int) -> tuple[Card, b
     """Return a card, and whether its machine knows the key.
 
     Another version of lockstep may say more or less on its card. It is read all the same, so that its machine can be
-    refused by name, and does not end the job of those that read it.
+    refused by name, and does not end the job of those that read it. What is no card at all is that of a machine without
+    a name, which does not know the key.
     """
-    text, given = json.loads(written)
-    known = {each.name for each in fields(Card)}
-    said = {name: value for name, value in json.loads(text).items() if name in known}
-    return replace(_BLANK, **said), hmac.compare_digest(given, proof(key, ticket, text))
+    try:
+        text, given = json.loads(written)
+        values = json.loads(text)
+        said = {each.name: values[each.name] for each in fields(Card) if each.name in values}
+        fits = all(type(value) is type(getattr(_BLANK, name)) for name, value in said.items())
+        proved = hmac.compare_digest(given.encode(), proof(key, ticket, text).encode())
+    except (ValueError, TypeError, AttributeError):  # it is not JSON, or JSON of something else
+        fits, proved = False, False
+    if not fits:
+        return replace(_BLANK, name=f"ticket {ticket}", host="unknown", address="its card can't be read"), False
+    return replace(_BLANK, **said), proved
 
 
 def objection(mine: Card, card: Card, *, proved: bool) -> str:

@@ -123,9 +123,15 @@ def test_a_machine_that_stalls_as_a_round_is_made(tmp_path: Path, script: Path, 
         "    plain(self, *what)\n"
         "    open('failed', 'w').close()\n"
         "client._Client._fail = fail\n"
+        "connect = client._Client._connect\n"
+        "def connected(self, *what):\n"
+        "    connect(self, *what)\n"
+        "    open('connected', 'w').close()\n"
+        "client._Client._connect = connected\n"
     )
     with Machines(tmp_path, "2") as machines:
         machines.start(script=script, before=tells)
+        wait_for((tmp_path / "connected").exists, "the first machine's store")  # else the one that stalls may have it
         stalled = machines.start(script=script, before=stalls)
         wait_for((tmp_path / "failed").exists, "the end of the attempt", limit=30)
         assert not _started(tmp_path), "none starts with fewer machines than the minimum"

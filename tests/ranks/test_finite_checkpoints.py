@@ -20,12 +20,13 @@ from tests.harness import run_ranks
 
 
 class _Net(nn.Module):
-    """Parameters, one of them infinite on purpose, and buffers of every kind."""
+    """Parameters, one of them infinite on purpose and one frozen that is NaN, and buffers of every kind."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 2)
         self.forbidden = nn.Parameter(torch.tensor([0.0, -math.inf]))
+        self.unread = nn.Parameter(torch.tensor([math.nan, 1.0]), requires_grad=False)
         self.register_buffer("mask", torch.full((2, 2), -math.inf))
         self.register_buffer("mean", torch.full((2,), math.nan))
 
@@ -84,7 +85,7 @@ def _resume(folder: str, only_finite: bool) -> tuple[int, tuple[str, ...], bool,
 def test_saves_of_nan_warn_and_leave_what_is_sound_and_a_resume_takes_that(tmp_path: Path, in_background: bool) -> None:
     main, other = run_ranks(_become_nan, 2, str(tmp_path), in_background)
     assert main["kept"] == [f"step-0000000{step}" for step in (2, 3, 4, 8)], "keep=3, and the newest of the others"
-    assert main["said"][:4] == [[]] * 4, "neither buffers nor the infinity that was meant count"
+    assert main["said"][:4] == [[]] * 4, "neither buffers nor what was not finite from the start count"
     assert other["said"] == [[]] * 8, "on rank 0 alone"
     for step, said in enumerate(main["said"][4:], 5):
         assert len(said) == 1, said

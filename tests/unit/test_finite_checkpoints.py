@@ -20,7 +20,7 @@ from torch import nn
 import lockstep
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.blocks import BLOCK
-from lockstep.checkpoint.finite import Bound, in_words, infinite
+from lockstep.checkpoint.finite import Bound, Meant, frozen_nan, in_words, infinite
 from lockstep.checkpoint.plan import StateLayout, plan_writes
 from lockstep.checkpoint.read import read, read_manifest
 from lockstep.checkpoint.retention import Entry, Retention, entries, prune, superfluous
@@ -134,10 +134,20 @@ def test_nan_counts_in_a_single_number_too(tmp_path: Path) -> None:
     assert read_manifest(_save(tmp_path, 1, state)).not_finite == {"optimizer.safetensors": ["optimizer.estimate"]}
 
 
+def test_nan_counts_in_parameters_that_train_whatever_they_were_at_first() -> None:
+    tensors = {
+        name: nn.Parameter(torch.tensor([_NAN, 1.0]), requires_grad=name == "trained") for name in ("trained", "table")
+    }
+    assert frozen_nan([*tensors.items(), ("whole", torch.ones(2))]) == {"table"}
+    assert Meant(nan=frozenset({"table"})).bounds(tensors) == {"trained": False}
+
+
 def test_infinities_that_are_meant_do_not_count_but_nan_beside_them_does() -> None:
     for values, wrong in (([1.0, -_INF], False), ([_NAN, -_INF], True)):
         model = {"forbidden": torch.tensor(values), "scale": torch.ones(1)}
-        layout = StateLayout.of(model, {}, parameters=frozenset(model), is_main=True, infinite=frozenset({"forbidden"}))
+        layout = StateLayout.of(
+            model, {}, parameters=frozenset(model), is_main=True, meant=Meant(frozenset({"forbidden"}))
+        )
         plan = plan_writes(layout, [layout.outline()], rank=0, texts={})
         beyond = [
             number

@@ -19,6 +19,7 @@ from lockstep._files import local_path
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
+from lockstep.checkpoint.finite import Meant
 from lockstep.checkpoint.locks import RunLock
 from lockstep.checkpoint.passes import EndOfPass
 from lockstep.checkpoint.plan import WritePlan
@@ -113,8 +114,8 @@ class Checkpointer:
         self._owns_folder = False
         #: The names of checkpoints that restore() found damaged.
         self._damaged: set[str] = set()
-        #: Which tensors hold infinities that are meant; see Note [Finite] in ``finite.py``.
-        self._infinite = frozenset[str]()
+        #: Which tensors are not finite on purpose; see Note [Finite] in ``finite.py``.
+        self._meant = Meant()
         #: What is told where the run is, and the step of the checkpoint that it resumed from.
         self._followers: list[Follower] = []
         self._resumed_from: int | None = None
@@ -155,9 +156,9 @@ class Checkpointer:
         return self._run.local_training
 
     def _refuse_unsavable(self) -> tuple[str, str]:
-        """Refuse what can't be saved, and note which infinities are meant. Return the model's parameters in short."""
+        """Refuse what can't be saved, and note what need not be finite. Return the model's parameters in short."""
         self._run.refuse_unsavable()
-        self._infinite = self._run.infinite()
+        self._meant = self._run.meant()
         return parameters_in_short(self._run.model)
 
     def _claim_folder(self) -> tuple[RunLock | None, int]:
@@ -358,9 +359,7 @@ class Checkpointer:
             raise
         except LockstepError as error:  # the same on every rank
             raise CheckpointError(f"what goes with the checkpoint could not be written: {error}") from error
-        plan = prepare(
-            run, self._world, step=position.step, before=self._refuse_foreign_folder, infinite=self._infinite
-        )
+        plan = prepare(run, self._world, step=position.step, before=self._refuse_foreign_folder, meant=self._meant)
         drift = words_on_drift(plan)
         if drift and self._world.is_main and not self._said_apart:
             self._said_apart = True
@@ -420,7 +419,7 @@ class Checkpointer:
             return None
         _, contents = search.found
         load(contents, self._run, self._world)
-        self._infinite |= self._run.infinite()
+        self._meant = self._run.meant(since=self._meant)
         self._position.resume_from(contents.manifest)
         self._owns_folder = True
         self._resumed_from = self._position.step

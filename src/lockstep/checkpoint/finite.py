@@ -12,12 +12,13 @@ and statistics that the next batches replace, and whatever else is in ``extra``.
 
 Two kinds of infinities are meant, and only NaN counts there: those of a parameter that had some when the Checkpointer
 was made or when it restored the run (logits that forbid a transition), and those of single numbers in an optimizer's
-state ("the smallest loss so far").
+state ("the smallest loss so far"). And a frozen parameter that held NaN when the Checkpointer was made (a table with a
+row that is never read) is not judged at all: no training has made it so, and none will mend it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +67,36 @@ class Bound:
         return int(bits.view(f"i{self.width}").max()) <= self.largest and int(bits.max()) <= self.largest + sign
 
 
+@dataclass(frozen=True)
+class Meant:
+    """Which tensors are not finite on purpose, by their names in their files."""
+
+    #: They hold infinities: only NaN counts there.
+    infinite: frozenset[str] = frozenset()
+    #: They held NaN before there was any training: nothing counts there.
+    nan: frozenset[str] = frozenset()
+
+    def bounds(self, names: Iterable[str]) -> dict[str, bool]:
+        """Return the names that are judged, and whether infinities are meant there."""
+        return {name: name in self.infinite for name in names if name not in self.nan}
+
+
+NOTHING_MEANT = Meant()
+
+
 def infinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> frozenset[str]:
     """Name the tensors that hold an infinity. One copy from each device."""
+    return _with_any(torch.isinf, tensors)
+
+
+def frozen_nan(tensors: Iterable[tuple[str, torch.Tensor]]) -> frozenset[str]:
+    """Name the tensors that take no gradient and hold NaN. One copy from each device."""
+    return _with_any(torch.isnan, ((name, tensor) for name, tensor in tensors if not tensor.requires_grad))
+
+
+def _with_any(
+    test: Callable[[torch.Tensor], torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> frozenset[str]:
     asked: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors:
         if nn.parameter.is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
@@ -75,7 +104,7 @@ def infinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> frozenset[str]:
         real = tensor.detach()
         if real.dtype.itemsize == 1:  # torch can't tell for all of these
             real = real.half()
-        asked.setdefault(tensor.device, []).append((name, torch.isinf(real).any()))
+        asked.setdefault(tensor.device, []).append((name, test(real).any()))
     return frozenset(
         name
         for those in asked.values()

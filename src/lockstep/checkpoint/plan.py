@@ -14,7 +14,7 @@ import torch
 
 from lockstep.checkpoint.blocks import Part, cut, divide
 from lockstep.checkpoint.encoding import encode
-from lockstep.checkpoint.finite import Bound
+from lockstep.checkpoint.finite import NOTHING_MEANT, Bound, Meant
 from lockstep.checkpoint.manifest import MODEL, FileEntry
 from lockstep.checkpoint.safetensors import TensorFile, lay_out
 
@@ -45,7 +45,7 @@ class StateLayout:
         own: Any = None,
         world_size: int = 1,
         judged: Callable[[str], bool] = is_of_an_optimizer,
-        infinite: frozenset[str] = frozenset(),
+        meant: Meant = NOTHING_MEANT,
     ) -> StateLayout:
         """Lay a run's state out in files.
 
@@ -64,13 +64,13 @@ class StateLayout:
             own: the tree that this rank holds alone, of the same names, shapes and dtypes on all ranks; None: nothing.
             world_size: how many ranks hold such a tree.
             judged: whether a tensor of a part should be finite, as parameters should, by its name in its file.
-            infinite: the names of parameters, and of tensors of parts, whose infinities are meant.
+            meant: which parameters, and tensors of parts, are not finite on purpose.
 
         Raises:
             CheckpointError: something can't be written down.
         """
         tensors = {name: value for name, value in model.items() if isinstance(value, torch.Tensor)}
-        bounded = {name: name in infinite for name in parameters}
+        bounded = meant.bounds(parameters)
         files = [lay_out(MODEL, tensors, where="model", alike=parameters, judged=bounded)]
         texts: dict[str, bytes] = {}
         others = {name: value for name, value in model.items() if name not in tensors}
@@ -83,7 +83,7 @@ class StateLayout:
             encoded = encode(tree, kept, where=part)
             if kept:
                 same = None if part in alike else frozenset[str]()
-                bounded = _judged(kept, judged, infinite)
+                bounded = _judged(kept, judged, meant)
                 files.append(lay_out(f"{part}.safetensors", kept, where=part, alike=same, judged=bounded))
             if is_main:
                 texts[f"{part}.json"] = text(encoded)
@@ -105,11 +105,10 @@ class StateLayout:
         )
 
 
-def _judged(
-    tensors: Mapping[str, torch.Tensor], judged: Callable[[str], bool], infinite: frozenset[str]
-) -> dict[str, bool]:
+def _judged(tensors: Mapping[str, torch.Tensor], judged: Callable[[str], bool], meant: Meant) -> dict[str, bool]:
     """Name the tensors that should be finite, and say whether infinities are meant; see Note [Finite]."""
-    return {name: name in infinite or tensor.numel() == 1 for name, tensor in tensors.items() if judged(name)}
+    bounds = meant.bounds(name for name in tensors if judged(name))
+    return {name: infinite or tensors[name].numel() == 1 for name, infinite in bounds.items()}
 
 
 def _lay_out_ranks(own: Any, world_size: int, judged: Callable[[str], bool]) -> tuple[TensorFile, list[Any]]:
@@ -122,7 +121,7 @@ def _lay_out_ranks(own: Any, world_size: int, judged: Callable[[str], bool]) -> 
         encoded.append(encode(own, kept, where=f"ranks.{rank}"))
         tensors.update(kept)
         owners.update(dict.fromkeys(kept, rank))
-    bounded = _judged(tensors, judged, frozenset())
+    bounded = _judged(tensors, judged, NOTHING_MEANT)
     file = lay_out("ranks.safetensors", tensors, where="ranks", alike=frozenset(), owners=owners, judged=bounded)
     return file, encoded
 

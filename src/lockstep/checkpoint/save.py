@@ -65,12 +65,12 @@ class Announcement:
 
 
 def prepare(
-    run: RunState, world: World, *, step: int, before: Callable[[], None], infinite: frozenset[str] = frozenset()
+    run: RunState, world: World, *, step: int, before: Callable[[], None], meant: finite.Meant = finite.NOTHING_MEANT
 ) -> WritePlan:
     """**Collective.** Decide what this rank is to write of a checkpoint at ``step``; nothing is copied yet.
 
-    ``before`` is run on each rank first; what it raises is raised on all. ``infinite`` names the tensors whose
-    infinities are meant (:meth:`RunState.infinite`).
+    ``before`` is run on each rank first; what it raises is raised on all. ``meant`` names the tensors that
+    are not finite on purpose (:meth:`RunState.meant`).
 
     Raises:
         CheckpointError: a rank's state can't be written down, or the ranks are not at the same step.
@@ -78,7 +78,7 @@ def prepare(
 
     def announce() -> tuple[StateLayout, Announcement]:
         before()
-        layout = _lay_out(run, world, infinite)
+        layout = _lay_out(run, world, meant)
         loader = None if run.loader is None else encode(run.loader.state_dict(), None, where="loader")
         return layout, Announcement(step, state.capture_rng(world.device), loader, layout.outline())
 
@@ -98,7 +98,7 @@ def prepare(
     return plan_writes(layout, [rank.outline for rank in ranks], rank=world.rank, texts=texts)
 
 
-def _lay_out(run: RunState, world: World, infinite: frozenset[str]) -> StateLayout:
+def _lay_out(run: RunState, world: World, meant: finite.Meant) -> StateLayout:
     model = bare(run.model)
     plain = plain_names(model)
     parameters = frozenset(plain(name) for name, _ in model.named_parameters(remove_duplicate=False))
@@ -112,7 +112,7 @@ def _lay_out(run: RunState, world: World, infinite: frozenset[str]) -> StateLayo
         own=run.own_tree(),
         world_size=world.world_size,
         judged=run.judges(),
-        infinite=infinite,
+        meant=meant,
     )
 
 

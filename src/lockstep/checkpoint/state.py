@@ -141,9 +141,17 @@ class RunState:
         parameters = {name for name, _ in self._parameters_in_extra()}
         return lambda name: is_of_an_optimizer(name) or name in parameters or name.startswith(begins)
 
-    def infinite(self) -> frozenset[str]:
-        """Name the parameters that hold infinities: the model's as in its own file, others as for :meth:`judges`."""
-        return finite.infinite([*_parameters_of(bare(self.model)), *self._parameters_in_extra()])
+    def meant(self, since: finite.Meant | None = None) -> finite.Meant:
+        """Name the parameters that are not finite now: the model's as in its own file, others as for :meth:`judges`.
+
+        Args:
+            since: what was found before training began; NaN that came later is not meant. None: it is to begin.
+        """
+        named = [*_parameters_of(bare(self.model)), *self._parameters_in_extra()]
+        infinite = finite.infinite(named)
+        if since is None:
+            return finite.Meant(infinite, finite.frozen_nan(named))
+        return finite.Meant(since.infinite | infinite, since.nan)
 
     def _parameters_in_extra(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, thing in self.extra.items():

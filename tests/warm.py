@@ -78,8 +78,8 @@ _PRELOAD = [
     "lockstep.verify.observe",
 ]
 
-#: What only the examples read, which the environments of other versions of torch lack.
-_OPTIONAL = ["sklearn", "torchvision"]
+#: What only the examples read, or tests that run elsewhere: the environments of other versions and libraries lack it.
+_OPTIONAL = ["sklearn", "torchvision", "hypothesis"]
 
 
 def preload(*modules: str) -> None:

@@ -714,33 +714,26 @@ class _Client:
 
     def _leave(self, command: Leave) -> NoReturn:
         """Leave; the machine that serves the store does so when the others have, and those that wait to join."""
-        with suppress(
-            RuntimeError
-        ):  # where the store has gone, so has the machine that served it: the job's end is known
-            self._take_leave(command)
-        raise _Left
-
-    def _take_leave(self, command: Leave) -> None:
         if self._base is None:
-            return
+            raise _Left
         over = command.over and self._is_current()
         if over:  # written before this machine counts as gone: who sees that it has gone finds the result
             self._base.set(self._key("result"), json.dumps([command.exit_code, command.why]))
         self._base.set(self._key(f"gone/{self._name}"), "")
-        if not over:
-            return
-        machines = 1 if self._round is None else len(self._round.ranks)
-        kind, _, path = self._options.endpoint.partition(":")
-        left = self._base.add(self._key(f"{self._last}/left"), 1)
-        limit = time.monotonic() + _FAREWELL
-        stays = self._serves or self._server is not None or (kind == "file" and self._meets)
-        while stays and time.monotonic() < limit and (left < machines or self._is_awaited()):
-            self._beat()
-            select.select([], [], [], 0.02)
-            left = self._base.add(self._key(f"{self._last}/left"), 0)
-        # Only who waits for the others removes the file: one that looked into it later would make it anew.
-        if kind == "file" and stays and left >= machines:
-            Path(path).unlink(missing_ok=True)
+        if over:
+            machines = 1 if self._round is None else len(self._round.ranks)
+            kind, _, path = self._options.endpoint.partition(":")
+            left = self._base.add(self._key(f"{self._last}/left"), 1)
+            limit = time.monotonic() + _FAREWELL
+            stays = self._serves or self._server is not None or (kind == "file" and self._meets)
+            while stays and time.monotonic() < limit and (left < machines or self._is_awaited()):
+                self._beat()
+                select.select([], [], [], 0.02)
+                left = self._base.add(self._key(f"{self._last}/left"), 0)
+            # Only who waits for the others removes the file: one that looked into it later would make it anew.
+            if kind == "file" and stays and left >= machines:
+                Path(path).unlink(missing_ok=True)
+        raise _Left
 
     def _is_awaited(self) -> bool:
         """Return whether a machine waits for a round, or to join one, and has not read yet that there will be none."""

@@ -74,7 +74,7 @@ def test_by_hand(tmp_path: Path, variables: dict[str, str]) -> None:
         Running([*run, _SCRIPT], cwd=tmp_path, env=env, cold=True) as two,
     ):
         done = [each.finish(_LIMIT) for each in (one, two)]
-    assert [each.code for each in done] == [0, 0], "\n".join(each.err for each in done)
+    assert [each.code for each in done] == [0, 0], done
     assert all("restart 1 of 1" in each.err for each in done)
     _has_resumed(tmp_path)
 

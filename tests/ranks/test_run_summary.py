@@ -189,7 +189,11 @@ def test_two_runs_are_compared_for_ci(tmp_path: Path) -> None:
     found = re.search(r"the median step of B takes (\d+\.\d)% longer, more than chance", slower.stdout)
     assert found, slower.stdout
     longer = float(found[1])
-    assert 20 < longer < 600, slower.stdout
+    before, after = (
+        float(each) for each in re.findall(r"^median step +([\d.]+) ms.*? ([\d.]+) ms", slower.stdout, re.M)[0]
+    )
+    assert abs((after / before - 1) * 100 - longer) < 2, slower.stdout
+    assert longer > 50, slower.stdout
     assert _say(tmp_path, "compare", "a/", "b/", "--fail-over", f"{longer - 1}%").returncode == 1
     assert _say(tmp_path, "compare", "a/", "b/", "--fail-over", f"{longer + 1}%").returncode == 0
     assert _say(tmp_path, "compare", "b/", "a/", "--fail-over", "0").returncode == 0

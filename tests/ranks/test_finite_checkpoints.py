@@ -149,6 +149,23 @@ def test_what_only_another_rank_writes_is_known_to_all(tmp_path: Path) -> None:
     assert run_ranks(_seen_by_one_rank, 2, str(tmp_path)) == [{"model.safetensors": ["3.weight"]}] * 2
 
 
+def _thawed(folder: str) -> list[dict[str, list[str]] | None]:
+    lockstep.init()
+    model, optimizer, saved = _start(folder)
+    found = []
+    for is_trained in (False, True):
+        model.unread.requires_grad_(is_trained)
+        _step(model, optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append(read_manifest(saved.save()).not_finite)
+    return found
+
+
+def test_nan_of_a_frozen_parameter_counts_once_it_trains(tmp_path: Path) -> None:
+    assert run_ranks(_thawed, 2, str(tmp_path)) == [[None, {"model.safetensors": ["unread"]}]] * 2
+
+
 def _beside_the_model(folder: str) -> list[dict[str, list[str]] | None]:
     lockstep.init()
     model = nn.Linear(2, 2)

@@ -19,7 +19,7 @@ from lockstep._files import local_path
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
-from lockstep.checkpoint.finite import Meant
+from lockstep.checkpoint.finite import NOTHING_MEANT
 from lockstep.checkpoint.locks import RunLock
 from lockstep.checkpoint.passes import EndOfPass
 from lockstep.checkpoint.plan import WritePlan
@@ -114,8 +114,8 @@ class Checkpointer:
         self._owns_folder = False
         #: The names of checkpoints that restore() found damaged.
         self._damaged: set[str] = set()
-        #: Which tensors are not finite on purpose; see Note [Finite] in ``finite.py``.
-        self._meant = Meant()
+        #: Which tensors need not be finite; see Note [Finite] in ``finite.py``.
+        self._meant = NOTHING_MEANT
         #: What is told where the run is, and the step of the checkpoint that it resumed from.
         self._followers: list[Follower] = []
         self._resumed_from: int | None = None

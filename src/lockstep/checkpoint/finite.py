@@ -13,7 +13,7 @@ and statistics that the next batches replace, and whatever else is in ``extra``.
 Two kinds of infinities are meant, and only NaN counts there: those of a parameter that had some when the Checkpointer
 was made or when it restored the run (logits that forbid a transition), and those of single numbers in an optimizer's
 state ("the smallest loss so far"). And a frozen parameter that held NaN when the Checkpointer was made (a table with a
-row that is never read) is not judged at all: no training has made it so, and none will mend it.
+row that is never read) is not judged as long as it is frozen: no training has made it so.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Bound:
 
 @dataclass(frozen=True)
 class Meant:
-    """Which tensors are not finite on purpose, by their names in their files."""
+    """Which tensors need not be finite, by their names in their files."""
 
-    #: They hold infinities: only NaN counts there.
+    #: They hold infinities on purpose: only NaN counts there.
     infinite: frozenset[str] = frozenset()
-    #: They held NaN before there was any training: nothing counts there.
+    #: They are frozen, and held NaN before there was any training: nothing counts there.
     nan: frozenset[str] = frozenset()
 
     def bounds(self, names: Iterable[str]) -> dict[str, bool]:
@@ -81,6 +81,7 @@ class Meant:
         return {name: name in self.infinite for name in names if name not in self.nan}
 
 
+#: All tensors should be finite.
 NOTHING_MEANT = Meant()
 
 

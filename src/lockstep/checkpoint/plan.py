@@ -64,7 +64,7 @@ class StateLayout:
             own: the tree that this rank holds alone, of the same names, shapes and dtypes on all ranks; None: nothing.
             world_size: how many ranks hold such a tree.
             judged: whether a tensor of a part should be finite, as parameters should, by its name in its file.
-            meant: which parameters, and tensors of parts, are not finite on purpose.
+            meant: which parameters, and tensors of parts, need not be finite.
 
         Raises:
             CheckpointError: something can't be written down.

@@ -69,8 +69,8 @@ def prepare(
 ) -> WritePlan:
     """**Collective.** Decide what this rank is to write of a checkpoint at ``step``; nothing is copied yet.
 
-    ``before`` is run on each rank first; what it raises is raised on all. ``meant`` names the tensors that
-    are not finite on purpose (:meth:`RunState.meant`).
+    ``before`` is run on each rank first; what it raises is raised on all. ``meant`` names the tensors that need
+    not be finite (:meth:`RunState.meant`).
 
     Raises:
         CheckpointError: a rank's state can't be written down, or the ranks are not at the same step.
@@ -112,7 +112,7 @@ def _lay_out(run: RunState, world: World, meant: finite.Meant) -> StateLayout:
         own=run.own_tree(),
         world_size=world.world_size,
         judged=run.judges(),
-        meant=meant,
+        meant=run.without_trained(meant),
     )
 
 

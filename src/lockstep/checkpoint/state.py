@@ -147,11 +147,21 @@ class RunState:
         Args:
             since: what was found before training began; NaN that came later is not meant. None: it is to begin.
         """
-        named = [*_parameters_of(bare(self.model)), *self._parameters_in_extra()]
+        named = self._named_parameters()
         infinite = finite.infinite(named)
         if since is None:
             return finite.Meant(infinite, finite.frozen_nan(named))
         return finite.Meant(since.infinite | infinite, since.nan)
+
+    def without_trained(self, meant: finite.Meant) -> finite.Meant:
+        """Return ``meant`` without the parameters that were frozen and train by now: their NaN counts."""
+        if not meant.nan:
+            return meant
+        trained = {name for name, parameter in self._named_parameters() if parameter.requires_grad}
+        return finite.Meant(meant.infinite, meant.nan - trained)
+
+    def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        return [*_parameters_of(bare(self.model)), *self._parameters_in_extra()]
 
     def _parameters_in_extra(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, thing in self.extra.items():

@@ -93,6 +93,11 @@ class Running:
         assert self.process.stdout is not None
         return self.process.stdout.readline().rstrip("\n")
 
+    def read_error(self) -> str:
+        """The next line on standard error."""
+        assert self.process.stderr is not None
+        return self.process.stderr.readline().rstrip("\n")
+
     def finish(self, limit: float = LIMIT) -> Finished:
         out, err = self.process.communicate(timeout=limit)
         return Finished(self.process.wait(), out, err)

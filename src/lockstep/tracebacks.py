@@ -7,6 +7,8 @@ the user's own code is what to look at. ``LOCKSTEP_TRACEBACK=full`` leaves every
 from __future__ import annotations
 
 import contextlib
+import io
+import sys
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -57,12 +59,22 @@ def text(error: BaseException) -> str:
     To put it together takes code of the program's: an exception's ``__str__``, its notes, a SyntaxError's fields.
     """
     try:
-        return "".join(traceback.format_exception(error))
+        return _formatted(error)
     except BaseException as trouble:  # noqa: BLE001  (nothing may hide the error that is to be told)
         lines = ["Traceback (most recent call last):\n"]
         with contextlib.suppress(Exception):
             lines += traceback.format_tb(error.__traceback__)
         return "".join([*lines, f"{named(error)}\n(Python can't show all of it: {named(trouble)})\n"])
+
+
+def _formatted(error: BaseException) -> str:
+    if sys.version_info >= (3, 12):
+        return "".join(traceback.format_exception(error))
+    # Until 3.12 only the interpreter's own display has "Did you mean", and it knows no other stream.
+    written = io.StringIO()
+    with contextlib.redirect_stderr(written):
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    return written.getvalue()
 
 
 def _members(error: BaseException) -> list[BaseException]:

@@ -1,6 +1,7 @@
 """Take steps in which rank 1 is slower than the others in one phase, or no rank is; run by ``lockstep run``.
 
-``stragglers.py PHASE PART SECONDS``: in ``data``, ``forward`` or ``own``, by this part of the others' work in a step.
+``stragglers.py PHASE PART SECONDS [STEPS]``: in ``data``, ``forward`` or ``own``, by this part of the others' work in a
+step. The clock is looked at every 50 steps, or STEPS.
 Each rank prints, by its own clock, the seconds of a step and those of its work in it.
 """
 
@@ -61,6 +62,7 @@ class Data(Dataset[torch.Tensor]):
 
 def main() -> None:
     phase, part, seconds = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+    between = int(sys.argv[4]) if len(sys.argv) > 4 else 50
     torch.set_num_threads(1)
     world = lockstep.init()
     worker = Worker(phase, 3 * WORK * part if world.rank == 1 else 0.0)
@@ -73,7 +75,7 @@ def main() -> None:
         model(batch).square().mean().backward()
         optimizer.step()
         worker.work("own")
-        if steps % 50 == 0 and world.all_reduce(time.monotonic(), "max") > begun + seconds:
+        if steps % between == 0 and world.all_reduce(time.monotonic(), "max") > begun + seconds:
             print(world.rank, (time.monotonic() - begun) / steps, worker.spent / steps)
             break
 

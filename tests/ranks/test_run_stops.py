@@ -149,12 +149,22 @@ def test_a_save_that_fails_on_the_way_out_is_told(tmp_path: Path) -> None:
 
 
 def test_sigusr1_kills_nobody_who_has_no_use_for_it(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import os\nprint('here', flush=True)\nprint(input())\n")
+    os.mkfifo(tmp_path / "go")
+    (tmp_path / "train.py").write_text("print('here', flush=True)\nopen('go').read()\n")
     with start(["lockstep", "run", "-n", "1", "train.py"], tmp_path) as job:
         assert job.read_line() == "here"
-        os.killpg(job.pid, signal.SIGUSR1)
+        os.kill(job.pid, signal.SIGUSR1)
+        assert job.read_error().startswith("lockstep: SIGUSR1: no rank can save now; only a Checkpointer")
+        (tmp_path / "go").write_text("")
         done = job.finish()
-    assert "SIGUSR1" in done.err
+    assert done.code == 0, done
+
+
+def test_a_launcher_on_its_way_out_has_no_use_for_sigusr1(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    late = "import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGUSR1)\n"
+    done = run(["lockstep", "run", "-n", "1", "train.py"], tmp_path, before=late)
+    assert done.code == 0, done
 
 
 def _asked_under_another_launcher(folder: str) -> None:

@@ -156,3 +156,8 @@ def test_the_members_of_a_group_are_folded_as_well() -> None:
     tracebacks.fold(group)
     frames = traceback.extract_tb(member.__traceback__)
     assert {frame.filename.rpartition("/")[2] for frame in frames} == {"test_tracebacks.py"}
+
+
+def test_what_python_thinks_was_meant_is_told() -> None:
+    error = _raised(lambda: cast(Any, torch.nn.Linear(1, 1)).weigth)
+    assert tracebacks.text(error).endswith("'Linear' object has no attribute 'weigth'. Did you mean: 'weight'?\n")

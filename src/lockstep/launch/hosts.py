@@ -391,7 +391,7 @@ class _Job:
 
     def close(self) -> None:
         """Take signals as before."""
-        self._signals.close()
+        self._signals.close(keep={SAVE})  # as in run()
 
     # From the first to the last --------------------------------------------------------------------------------------
 

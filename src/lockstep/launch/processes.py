@@ -217,11 +217,10 @@ class SignalQueue:
         except BlockingIOError:
             return arrivals
 
-    def close(self, *, unblock: bool = True) -> None:
-        """Close the descriptor; ``unblock``: signals interrupt again."""
+    def close(self, *, keep: Iterable[int] = ()) -> None:
+        """Close the descriptor. Signals interrupt again, but those of ``keep`` stay blocked, now without a reader."""
         os.close(self._fd)
-        if unblock:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, {*self._old_mask, *(self._signums & set(keep))})
 
 
 def ignored(signums: Iterable[signal.Signals] = (*STOPPING, SAVE)) -> frozenset[signal.Signals]:

@@ -77,10 +77,11 @@ def run(spec: JobSpec) -> int:
         _open_standard_streams()
         terminal.outlive()
         signals = SignalQueue(s for s in (*STOPPING, SAVE, signal.SIGWINCH) if s not in ignored())
-        ended_saved = False
-        # After an agreed stop signals stay blocked to the very end: a scheduler that sees one machine's launcher leave
-        # may stop the others by a second signal, which would hide that they have saved.
-        undo.callback(lambda: signals.close(unblock=not ended_saved))
+        # Who asks a job to save at its last moment must not end a launcher that has nothing left to save. After an
+        # agreed stop all signals stay blocked to the very end: a scheduler that sees one machine's launcher leave may
+        # stop the others by a second signal, which would hide that they have saved.
+        over = {SAVE}
+        undo.callback(lambda: signals.close(keep=over))
         processes.become_subreaper()
         folder = JobFolder()
         undo.callback(folder.remove)
@@ -92,7 +93,8 @@ def run(spec: JobSpec) -> int:
         job = _Run(launcher, logs=logs, signals=signals, file=file)
         undo.callback(job.close)
         code = job.watch()
-        ended_saved = code == EXIT_SAVED
+        if code == EXIT_SAVED:
+            over.update(STOPPING)
         return code
 
 

@@ -49,8 +49,9 @@ format: $(READY)  ## let ruff format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-faults: $(READY)  ## the longer campaigns of killed and stuck processes; the other tests hold a selection of them
-	$(BIN)/python -m pytest -m campaign
+faults: $(READY)  ## the longer campaigns of killed and stuck processes, of which the other tests hold a selection (hours)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist load --max-worker-restart 0 -m "campaign and not timed"
+	$(BIN)/python -m pytest -m "campaign and timed"
 
 newest:  ## the demo and the tests of torch's internals, on the newest torch there is
 	$(call environment,.venv-newest,$(PYTHON),--upgrade torch)

@@ -38,6 +38,7 @@ print(*(f"{phase.name}={seconds / sum(spent.values())}" for phase, seconds in sp
 """
 
 
+@pytest.mark.timed
 @pytest.mark.campaign  # a machine with other work looks late, and its sleeps are longer
 def test_the_share_of_each_phase_is_right_to_three_points(tmp_path: Path) -> None:
     pages = Pages(tmp_path, 2)

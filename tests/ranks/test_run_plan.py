@@ -104,6 +104,7 @@ def test_what_can_not_be_planned_with_says_why(tmp_path: Path, way: str, why: st
         Recorded.of(history.read(tmp_path / "run"))
 
 
+@pytest.mark.timed
 @pytest.mark.campaign  # what other work takes away between the two runs was not planned
 def test_more_ranks_take_what_was_planned(tmp_path: Path) -> None:
     """Each rank computes by sleeping, so that this machine has cores for all of them."""

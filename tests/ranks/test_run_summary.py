@@ -57,6 +57,7 @@ def test_a_slow_rank_is_blamed_with_its_phase_and_what_it_costs(tmp_path: Path) 
     assert re.search(r"lockstep: [\d,]+ steps, [\d.]+ ms each, \d+ samples/s on 2 ranks(;.*)?\n", done.err)
 
 
+@pytest.mark.timed
 @pytest.mark.campaign
 @pytest.mark.parametrize("turn", range(5))
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -68,6 +69,7 @@ def test_slow_ranks(tmp_path: Path, phase: str, ranks: int, part: float, backend
     _blames_rank_1(done.err, done.out, phase, within=0.05)
 
 
+@pytest.mark.timed
 @pytest.mark.campaign
 @pytest.mark.parametrize("turn", range(10))
 @pytest.mark.parametrize("backend", ["shm", "gloo"])

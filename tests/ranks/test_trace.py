@@ -52,6 +52,7 @@ def test_arrows_lead_from_the_slow_rank_to_those_that_wait(tmp_path: Path, backe
     assert forward[1] - forward[0] == pytest.approx(6 * 150e3, rel=0.5), "five times three times 10 ms, in six steps"
 
 
+@pytest.mark.timed
 @pytest.mark.campaign  # some hundred looks are off by a point, and by two on a busy machine
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -15,14 +15,14 @@ GRADIENT_FAULTS = [
     Fault(
         "the mean is over ranks, not over samples",
         "ddp/backward.py",
-        "        factor = self._weight.factor\n",
-        "        factor = 1.0\n",
+        "self.factor, self._divisor, self._kept = factor, divisor, kept\n",
+        "self.factor, self._divisor, self._kept = 1.0, divisor, kept\n",
         ("tests/ranks/test_ddp_weights.py",),
     ),
     Fault(
         "bad gradients are averaged all the same",
         "ddp/finite.py",
-        "        bucket.bad[bad] = 1\n",
+        "        flags[bad] = 1\n",
         "",
         ("tests/ranks/test_ddp_replica.py", "-k", "non_finite or skipped"),
     ),

@@ -1,14 +1,12 @@
 """A look at sums while they are made: at values that are not finite, without another pass over memory.
 
 A backend that adds up in its ranks' own time has every piece of the sum in the processor's cache once, and there it
-costs next to nothing to look. "shm" does so for memory that it reduces in place (comm/memory.py); other backends know
-nothing of it, and then :attr:`SumLook.has_looked` stays False.
+costs next to nothing to look. "shm" does so for memory that it reduces in place (comm/memory.py).
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 
 import torch
@@ -23,9 +21,7 @@ def total_of(values: Tensor) -> Tensor:
 
 
 class SumLook:
-    """What was seen in one sum over the ranks.
-
-    Used as a context: the all-reduce that this thread issues in it is looked at. All ranks look, or none.
+    """What was seen in the latest of the sums of one tensor over the ranks. All ranks look, or none.
 
     Args:
         ends: where each part of the tensor ends that is told from the others, in elements.
@@ -33,18 +29,15 @@ class SumLook:
 
     def __init__(self, ends: Sequence[int]) -> None:
         self._ends = ends
-        self._before: SumLook | None = None
-        #: Whether the backend has looked, and whether any rank has seen a value that is not finite: alike on all ranks.
-        self.has_looked = self.is_suspicious = False
+        #: Whether any rank has seen a value that is not finite: alike on all ranks.
+        self.is_suspicious = False
         #: By rank, the parts in which its values were not finite, as far as this rank has seen them.
         self.found: dict[int, set[int]] = {}
 
-    def __enter__(self) -> SumLook:
-        self._before, _current.look = _current.look, self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _current.look = self._before
+    def begin(self) -> None:
+        """Forget the last sum."""
+        self.is_suspicious = False
+        self.found.clear()
 
     def at(self, pieces: Sequence[Tensor], start: int) -> None:
         """Look at a piece of the sum.
@@ -73,15 +66,3 @@ class SumLook:
         if len(positions):
             parts = torch.bucketize(positions, torch.tensor(self._ends), right=True).unique().tolist()
             self.found.setdefault(rank, set()).update(parts)
-
-
-class _Current(threading.local):
-    look: SumLook | None = None
-
-
-_current = _Current()
-
-
-def current() -> SumLook | None:
-    """Return what is to look at the all-reduce that this thread is about to issue."""
-    return _current.look

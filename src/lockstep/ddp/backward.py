@@ -12,7 +12,7 @@ Note [Labels]
 ~~~~~~~~~~~~~
 If backward fails on one rank, which catches that and continues, its next backward meets the others' present one. So a
 bucket's all-reduce is labelled with the number of the backward, for backends that compare labels (modulo a small
-number, since labels are kept), and with whether its gradients are weighed by items.
+number, since labels are kept).
 
 Note [Unused parameters]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -31,36 +31,28 @@ hook that zeroes ``grad`` in place is not found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.labels import labelled
 from lockstep.comm.waiting import wait_for
-from lockstep.ddp.batches import BatchFlags
-from lockstep.ddp.bucket import PLACES, Bucket
+from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.comm_hooks import CommHook, GradBucket
-from lockstep.ddp.counts import MIXED, Weight, are_mixed, unit_of_means, unit_of_sums
-from lockstep.ddp.drift import DriftCheck
-from lockstep.ddp.finite import FiniteLook
+from lockstep.ddp.left_out import LABELS, count_left_out
+from lockstep.ddp.rider import Rider
 from lockstep.ddp.sparse import SparseSlot, SparseTransfer
-from lockstep.errors import CollectiveMismatch, LockstepError, NonFiniteGradient, sentence
+from lockstep.errors import LockstepError
 from lockstep.share import Place
 
-#: See Note [Labels].
-_LABELS = 16
 #: Factors kept as tensors; ever new shares must not fill the memory.
 _MOST_SCALES = 64
-_NOTHING = nullcontext()
-_LEFT_OUT, _WEIGHED = "without a backward", "weighed by items"
 
 
 @dataclass(eq=False)
@@ -81,18 +73,12 @@ class Averaging:
     as_view: bool
     #: An all-reduce returns when it is complete; see Note [One reduction].
     at_once: bool
-    #: Looks at the gradients before they are sent.
-    finite: FiniteLook | None
-    #: Compares the replicas in some of the steps.
-    drift: DriftCheck | None = None
-    #: Compares which batches the ranks are in.
-    batches: BatchFlags | None = None
+    #: What travels with the gradients, in the order of its flags in the buckets.
+    riders: Sequence[Rider] = ()
     #: Synchronised backwards that have ended.
     step: int = 0
     #: Positions of parameters with gradients that were accumulated without synchronisation.
     pending: set[int] = field(default_factory=set)
-    #: Items of all ranks in the last backward that counted them.
-    last_items: int | None = None
 
     def __post_init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -100,12 +86,17 @@ class Averaging:
         self.comm_hook: tuple[Any, CommHook] | None = None
         #: Whether anything is sent at all; a world of one has nobody to send to.
         self.sends = self.world_size > 1
+        #: By bucket, who rides in it, each with the place of its flags.
+        self.riding = [
+            [(rider, place) for place, rider in enumerate(self.riders) if len(bucket.flags[place])]
+            for bucket in self.buckets
+        ]
         #: Where the parameters whose gradient has come are listed.
         self.arrived = [bucket.arrived for bucket in self.buckets] + [slot.arrived for slot in self.sparse]
         self.call = dist.AllreduceOptions()
         self.call.asyncOp = not self.at_once
         self.labels = [
-            [labelled(f"backward {n} of each {_LABELS}, {self.describe(bucket)}") for n in range(_LABELS)]
+            [labelled(f"backward {n} of each {LABELS}, {self.describe(bucket)}") for n in range(LABELS)]
             for bucket in self.buckets
         ]
         self._scales: dict[tuple[float, torch.dtype], Tensor] = {}
@@ -138,12 +129,14 @@ class Averaging:
 
 
 class Backward:
-    """The backward that is under way.
+    """The backward that is under way. What riders know of it: :class:`~lockstep.ddp.rider.BackwardState`.
 
     Args:
         averaging: what it has in common with all others.
         sync: whether gradients are averaged in it; if not, they accumulate on this rank.
-        weight: how much this rank's gradients count.
+        factor: what this rank's gradients are multiplied by, for the mean over ranks (Note [Exact mean]). 0 discards
+            them.
+        divisor: what the sum over ranks is divided by.
         kept: copies of gradients, by position, that are put back if no rank used the parameter.
         discards: its own gradients count nothing, so one that is gone at the end is not a mistake.
         number: how many synchronised backwards have begun, this one included if it is one; see Note [Labels].
@@ -154,30 +147,23 @@ class Backward:
         averaging: Averaging,
         *,
         sync: bool,
-        weight: Weight,
+        factor: float,
+        divisor: int,
         kept: dict[int, Tensor],
         discards: bool,
         number: int,
     ) -> None:
         self._all = averaging
         self.sync, self.number = sync, number
-        self._weight, self._kept = weight, kept
-        #: Of float16 buckets that no total of items is known for, the gradients of this rank, by index.
-        self._unweighed: dict[int, Tensor] = {}
-        #: Forwards since the last averaged backward that had none, and how far this rank is, to be compared with the
-        #: others; see Note [Left-out backwards].
-        self.left_out = 0
-        self.place = 0
-        #: Which batch this rank is in; see Note [Batches compared].
+        self.is_hooked = averaging.comm_hook is not None
+        self.factor, self._divisor, self._kept = factor, divisor, kept
+        self.left_out = self.place = 0
         self.batch: Place | None = None
-        #: Whether this rank's flags say what it holds; see Note [Replicas compared].
-        self._compares = False
-        #: What to raise at the end, on all ranks, if replicas differ.
-        self.drifted: LockstepError | None = None
+        self.skipped = False
+        #: What riders would have raised at the end, on all ranks.
+        self.found: LockstepError | None = None
         #: Index of the bucket to issue next; see Note [Issue order].
         self.next = 0
-        #: Whether gradients were bad, so that all ranks leave this step out.
-        self.skipped = False
         #: The comm hook's latest future.
         self._in_hook: torch.futures.Future[Any] | None = None
         for bucket in averaging.buckets:
@@ -186,29 +172,21 @@ class Backward:
         looks = not discards and averaging.sends
         self._versions = [param._version for param in averaging.params] if looks else []
 
+    def name_of(self, bucket: Bucket, slot: int) -> str:
+        """Return the name of a parameter."""
+        return self._all.names[bucket.positions[slot]]
+
+    def whoami(self) -> str:
+        """Say which rank this is, and how far it has come."""
+        return self._all.whoami()
+
     def arrivals(self) -> Iterable[int]:
         """Return the positions of the parameters that got a gradient, as often as they did."""
         return chain.from_iterable(self._all.arrived)
 
     def scale(self, bucket: Bucket) -> Tensor | None:
         """Return what gradients are multiplied by on their way into ``bucket``; a comm hook divides by itself."""
-        factor = self._weight.factor
-        if self._weight.items is not None:
-            factor = 1.0 if self._keeps(bucket) else factor / self._unit(bucket)
-        elif self._all.comm_hook is None:
-            factor /= self._weight.divisor
-        return self._all.scale(bucket, factor)
-
-    def _unit(self, bucket: Bucket) -> float:
-        """Return what items are counted in in ``bucket``; see Note [Counts in the flags]."""
-        if self._all.comm_hook is not None:
-            return unit_of_means(self._all.last_items, self._all.world_size)
-        return unit_of_sums(self._all.last_items) if bucket.flat.dtype is torch.float16 else 1.0
-
-    def _keeps(self, bucket: Bucket) -> bool:
-        """Return whether the gradients of ``bucket`` may have to be sent once more."""
-        is_first = self._weight.items is not None and self._all.last_items is None
-        return is_first and bucket.flat.dtype is torch.float16 and self._all.comm_hook is None
+        return self._all.scale(bucket, self.factor if self.is_hooked else self.factor / self._divisor)
 
     def leave_to_holders(self) -> None:
         """See Note [Gradients held elsewhere]; without views every gradient is its parameter's own."""
@@ -236,17 +214,14 @@ class Backward:
 
     def issue_next(self) -> None:
         """**Collective.** Fill the next bucket and begin to reduce it; under ``no_grad``."""
-        bucket = self._all.buckets[self.next]
+        bucket, riding = self._all.buckets[self.next], self._all.riding[self.next]
         bucket.counted, self.next = len(bucket.arrived), self.next + 1
         bucket.missing = bucket.find_missing(self._all.pending)
-        if not self._all.sends and self._all.finite is None:
+        if not (self._all.sends or riding):
             return
         self._fill(bucket)
-        if self._all.finite is not None:
-            self._all.finite.inspect(bucket, self._all.names, is_hooked=self._all.comm_hook is not None)
-        if self._keeps(bucket):
-            self._unweighed[bucket.index] = bucket.values.clone()
-            self._multiply(bucket, self._weight.factor)
+        for rider, place in riding:
+            rider.write(bucket, bucket.flags[place], self)
         if self._all.comm_hook is not None:
             self._issue_hook(*self._all.comm_hook, bucket)
         elif self._all.world_size > 1:
@@ -260,44 +235,75 @@ class Backward:
             The positions of the parameters that no rank used.
 
         Raises:
-            NonFiniteGradient: as :meth:`~lockstep.ddp.finite.FiniteCheck.verdict`, on all ranks.
-            CollectiveMismatch: the ranks are in different backwards.
+            NonFiniteGradient, CollectiveMismatch: from riders, on all ranks.
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
-        drift = self._all.drift if write and self._all.sends else None
-        self._compares = drift is not None and drift.count()
-        while self.next < len(self._all.buckets):
+        buckets = self._all.buckets
+        while self.next < len(buckets):
             self.issue_next()
-        if not self._all.sends and self._all.finite is None:
-            self._divide_alone()
-            return self.missing()
-        unused = self._collect(write=write and self._all.sends)
+        if not (self._all.sends or self._all.riders):
+            return self._weigh_alone()
+        sparse = self._wait_for_all()
+        try:
+            self._read(sparse)
+        except LockstepError:
+            for bucket in buckets if write else ():
+                self._restore_unused(bucket)
+            raise
+        if self.skipped:
+            return []
         if not self._all.sends:
-            self._divide_alone()
-            return self.missing()
-        self._refuse_other_backward()
-        if self._all.batches is not None and self._all.buckets:
-            self._all.batches.refuse_others(self._all.buckets[-1].batch, self._all.whoami)
-        if drift is not None and self._compares:
-            has_bucket = bool(self._all.buckets)
-            self.drifted = drift.judge(self._all.buckets[-1].compared) if has_bucket else drift.exchange_alone()
+            return self._weigh_alone()
+        unused = [position for bucket in buckets for position in self._write(bucket)] if write else []
+        for slot, transfer in zip(self._all.sparse, sparse, strict=True):
+            if not transfer.complete(write=write) and write:
+                unused.append(slot.position)
         return unused
+
+    def _weigh_alone(self) -> list[int]:
+        """Do in place what filling and averaging do elsewhere. Return the positions of what got no gradient."""
+        if self.factor != 1:  # of several batches that were accumulated
+            for param in self._all.params:
+                if param.grad is not None:
+                    param.grad.mul_(self.factor)
+        return self.missing()
+
+    def _wait_for_all(self) -> list[SparseTransfer]:
+        """**Collective.** Wait for all buckets. Return what was begun of the sparse gradients."""
+        buckets = self._all.buckets
+        if not (self.is_hooked and self._all.world_size > 1):
+            sparse = [self._issue_sparse(slot) for slot in self._all.sparse]
+            for bucket in buckets:
+                self._wait(bucket)
+            return sparse
+        for bucket in buckets:  # see Note [Issue order]
+            self._wait(bucket)
+        # (What the hook itself sends may come from any thread, so it goes without a label.)
+        if buckets:
+            with self._label(buckets[-1]):
+                self._exchange_flags()
+        return [self._issue_sparse(slot) for slot in self._all.sparse]
+
+    def _read(self, sparse: Sequence[SparseTransfer]) -> None:
+        """**Collective** where riders say so. Let them read what all ranks have told."""
+        for transfer in sparse:
+            transfer.hear()
+        for bucket, riding in zip(self._all.buckets, self._all.riding, strict=True):
+            for rider, place in riding:
+                self.found = rider.read(bucket, bucket.flags[place], self) or self.found
+        if not self._all.buckets:
+            for rider in self._all.riders:
+                self.found = rider.alone(self) or self.found
 
     def _fill(self, bucket: Bucket) -> None:
         """Put this rank's gradients into ``bucket``; see Note [Unused parameters]."""
-        bucket.reset_flags(self.place)
-        if self._compares and self._all.drift is not None and len(bucket.compared):
-            self._all.drift.fill(bucket.compared)
-        if self._all.batches is not None and len(bucket.batch):
-            self._all.batches.fill(bucket.batch, self.batch)
-        if self._weight.items is not None:
-            bucket.say_count(self._weight.items, is_mixed=self._weight.is_mixed)
+        bucket.reset_flags()
         grads = [param.grad for param in bucket.params]
         absent = bucket.missing
         for slot, grad in enumerate(grads):
             if grad is None and slot not in bucket.missing:
                 absent = [*absent, slot]  # discarded, or Note [Taken gradients]
-        if self._weight.factor == 0:
+        if self.factor == 0:
             self._keep_views(bucket, range(len(bucket)))
             bucket.values.zero_()
             absent = list(range(len(bucket)))
@@ -305,7 +311,7 @@ class Backward:
             self._keep_views(bucket, absent)
             bucket.pack_some(grads, self.scale(bucket))
         else:
-            self._pack(bucket, [grad for grad in grads if grad is not None])
+            self._pack(bucket, cast("list[Tensor]", grads))
         if absent:
             bucket.used[absent] = 0
         bucket.missing = absent
@@ -331,140 +337,33 @@ class Backward:
                 self._kept[position] = grad.clone()
 
     def _all_reduce(self, bucket: Bucket) -> None:
-        # The group's own method: dist.all_reduce does the same with checks that take longer than a small bucket.
-        call: Callable[[], dist.Work] = lambda: self._all.group.allreduce([bucket.message], self._all.call)  # noqa: E731
-        with self._label(bucket), self._looking(bucket):
-            if self._all.at_once:
+        with self._label(bucket):
+            if bucket.sum_up is not None:
                 what = lambda: f"{self._all.whoami()}: averaging {self._all.describe(bucket)}"  # noqa: E731
-                wait_for(call, what, name=None)  # a backend that reduces at once sleeps, and tells of it, by itself
+                wait_for(bucket.sum_up, what, name=None)  # it sleeps, and tells of it, by itself
             else:
-                bucket.wait = call().wait
-
-    def _looking(self, bucket: Bucket) -> AbstractContextManager[object]:
-        return _NOTHING if self._all.finite is None else self._all.finite.reducing(bucket)
+                # The group's own method: dist.all_reduce has checks that take longer than a small bucket.
+                bucket.wait = self._all.group.allreduce([bucket.message], self._all.call).wait
 
     def _label(self, bucket: Bucket) -> labelled:
-        backward = self.number % _LABELS
-        tells = self.left_out and bucket is self._all.buckets[-1]
-        if tells or self._weight.items is not None:
-            said = [f"backward {backward} of each {_LABELS}"]
-            said += [_WEIGHED] if self._weight.items is not None else []
-            said += [f"after {_count_left_out(self.left_out)}"] if tells else []
-            return labelled(", ".join([*said, self._all.describe(bucket)]))
+        backward = self.number % LABELS
+        if self.left_out and bucket.is_last:
+            said = f"backward {backward} of each {LABELS}, after {count_left_out(self.left_out)}"
+            return labelled(f"{said}, {self._all.describe(bucket)}")
         return self._all.labels[bucket.index][backward]
 
     def _issue_hook(self, state: Any, hook: CommHook, bucket: Bucket) -> None:
         if self._in_hook is not None:
             before = f"{self._all.whoami()}: averaging the bucket before bucket {bucket.index}"
             wait_for(self._in_hook.wait, lambda: before)
-        future = self._in_hook = hook(state, GradBucket(bucket, is_last=bucket.index == len(self._all.buckets) - 1))
+        future = self._in_hook = hook(state, GradBucket(bucket))
         bucket.wait, bucket.result = future.wait, future.value
 
     def _issue_sparse(self, slot: SparseSlot) -> SparseTransfer:
         used = bool(slot.arrived) or slot.position in self._all.pending
-        weight = self._weight
-        factor = weight.factor if weight.items is not None else weight.factor / weight.divisor
-        return slot.issue(factor, used, self._all.finite, items=weight.items, is_mixed=weight.is_mixed)
+        return slot.issue(self.factor / self._divisor, used)
 
     # Handing out ----------------------------------------------------------------------------------------------------
-
-    def _collect(self, *, write: bool) -> list[int]:
-        """Wait for all that was sent. Return the positions of the parameters that no rank used, unless the step is
-        skipped."""
-        buckets, checked = self._all.buckets, self._all.finite is not None
-        hooked = self._all.comm_hook is not None and self._all.world_size > 1
-        unused: list[int] = []
-        if hooked:  # see Note [Issue order]
-            for bucket in buckets:
-                self._wait(bucket)
-            # (What the hook itself sends may come from any thread, so it goes without a label.)
-            if buckets:
-                with self._label(buckets[-1]):
-                    self._exchange_flags()
-        sparse = [self._issue_sparse(slot) for slot in self._all.sparse]
-        late = checked or hooked or self._weight.items is not None
-        for bucket in () if hooked else buckets:
-            self._wait(bucket)
-            if write and not late:
-                unused += self._write(bucket)
-        if checked:
-            self.skipped = self._judge(sparse, restore=write)
-            if self.skipped:
-                return []
-        total = self._divide(sparse) if write else None
-        if write and late:
-            for bucket in buckets:
-                unused += self._write(bucket)
-        for slot, transfer in zip(self._all.sparse, sparse, strict=True):
-            if not transfer.complete(write=write, divisor=total or 1) and write:
-                unused.append(slot.position)
-        return unused
-
-    # Items ----------------------------------------------------------------------------------------------------------
-
-    def _divide(self, sparse: Sequence[SparseTransfer]) -> int | None:
-        """Divide what has come back by the items of all ranks, if they are counted. Return their number.
-
-        See Note [Counts in the flags]. Where not all ranks have counted, nothing is divided: all are about to raise.
-        """
-        if self._weight.items is None:
-            return None
-        buckets = self._all.buckets
-        if buckets:
-            sums = (buckets[-1].counts.real if buckets[-1].flat.is_complex() else buckets[-1].counts).tolist()
-            flags = buckets[-1].count_flags
-            if are_mixed(sums) or flags is None:
-                return None
-            total = flags.total(sums)
-        else:
-            total = sum(transfer.items() for transfer in sparse[:1])
-        self._refuse_nothing(total)
-        for bucket in buckets:
-            if bucket.index in self._unweighed and not bool(bucket.values.isfinite().all()):
-                self._send_again(bucket, total)
-            else:
-                averaged_over = 1 if self._all.comm_hook is None else self._all.world_size
-                self._multiply(bucket, averaged_over * self._unit(bucket) / total)
-        if self._all.world_size == 1:  # with a comm hook; sparse gradients are where they were
-            self._multiply_gradients([slot.param for slot in self._all.sparse], self._weight.factor / total)
-        self._all.last_items = total
-        return total
-
-    def _send_again(self, bucket: Bucket, total: int) -> None:
-        """**Collective.** Average ``bucket``, whose weighed sums have overflowed, by weights of at most 1."""
-        bucket.values.copy_(self._unweighed[bucket.index])
-        self._multiply(bucket, self._weight.factor / total)
-        self._all_reduce(bucket)
-        self._wait(bucket)
-
-    def _divide_alone(self) -> None:
-        """Do the same where nobody else is: in place, if several batches with items of their own were accumulated."""
-        if self._weight.items is None or self.skipped:
-            return
-        self._refuse_nothing(self._weight.items)
-        if self._weight.is_mixed:
-            raise self._mixed()
-        self._multiply_gradients(self._all.params, self._weight.factor / self._weight.items)
-
-    def _multiply_gradients(self, params: Iterable[Parameter], factor: float) -> None:
-        for param in params:
-            if param.grad is not None and factor != 1:
-                param.grad.mul_(factor)
-
-    def _multiply(self, bucket: Bucket, factor: float) -> None:
-        scale = self._all.scale(bucket, factor)
-        if scale is not None:
-            bucket.values.mul_(scale)
-
-    def _refuse_nothing(self, total: int) -> None:
-        if total == 0:
-            raise LockstepError(
-                f"{self._all.whoami()}: every rank has said world.weigh(0), so there is nothing to take a mean of: "
-                "leave this step out, on all ranks"
-            )
-
-    def _mixed(self) -> CollectiveMismatch:
-        return CollectiveMismatch(f"{self._all.whoami()}: {MIXED}")
 
     def missing(self) -> list[int]:
         """Return the positions of the parameters that got no gradient on this rank."""
@@ -499,19 +398,6 @@ class Backward:
                 )
             if tensor.data_ptr() != bucket.values.data_ptr():
                 bucket.values.copy_(tensor.view(-1))
-
-    def _judge(self, sparse: Sequence[SparseTransfer], *, restore: bool) -> bool:
-        """Return whether this step is skipped."""
-        assert self._all.finite is not None  # (for the type checker)
-        finite, names = self._all.finite, self._all.names
-        flags = [transfer.is_bad() for transfer in sparse]
-        flags += [finite.is_flagged(bucket, names) for bucket in self._all.buckets]
-        try:
-            return finite.verdict(flagged=any(flags), whoami=self._all.whoami)
-        except NonFiniteGradient:
-            for bucket in self._all.buckets if restore else ():
-                self._restore_unused(bucket)
-            raise
 
     def _restore_unused(self, bucket: Bucket) -> list[int]:
         """Restore the gradients that no rank used as they were before the reduction. Return their slots."""
@@ -570,44 +456,3 @@ class Backward:
                     "checkpoint, and let the optimizer step after backward"
                 )
         return None
-
-    def _refuse_other_backward(self) -> None:
-        """Raise on all ranks if they were in different backwards, where the backend has not compared labels."""
-        last = self._all.buckets[-1] if self._all.buckets else None
-        if last is None or (not last.marks_place and self._weight.items is None):
-            return
-        marks = last.marks.tolist()
-        places, counts = marks[:-2], marks[-2:]
-        if not places or places.count(0) == PLACES - 1:
-            if are_mixed(counts):
-                raise self._mixed()
-            return
-        mine = [self.number % _LABELS, self.left_out]
-        told = [
-            f"rank {rank} in backward {backward} of each {_LABELS}"
-            + (f", after {_count_left_out(left_out)}" if left_out else "")
-            for rank, (backward, left_out) in enumerate(all_gather_records(mine, self._all.group))
-        ]
-        raise CollectiveMismatch(
-            f"{self._all.whoami()}: the ranks averaged the gradients of different backwards: {'; '.join(told)}"
-        )
-
-
-def _count_left_out(number: int) -> str:
-    """Count forwards without a backward, in the words that :func:`explained` looks for."""
-    return f"{number} forward{'' if number == 1 else 's'} {_LEFT_OUT}"
-
-
-def explained(error: CollectiveMismatch) -> CollectiveMismatch:
-    """Return ``error`` with a remedy, if some rank said that it left a backward out; else ``error`` itself."""
-    text = str(error)
-    if text.count("backward ") > text.count(_WEIGHED) > 0:
-        return CollectiveMismatch(f"{sentence(str(error))} That is, {MIXED}")
-    if _LEFT_OUT not in text:
-        return error
-    return CollectiveMismatch(
-        f"{sentence(str(error))} A rank that runs a forward for training and leaves its backward out (a `continue` "
-        "before it) would be averaged with the others' next batch from then on. Decide that on all ranks together, for "
-        "instance with world.all_reduce(int(bad), 'max'). If its loss only has no use for an output, let it count "
-        "nothing: loss + 0 * out.sum(). A forward that is not for training belongs under torch.no_grad()"
-    )

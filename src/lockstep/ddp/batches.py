@@ -24,7 +24,7 @@ GPU the flags are not read, since that would wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from operator import mul
 
@@ -33,19 +33,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.exchange import all_gather_records
+from lockstep.ddp.bucket import Bucket
+from lockstep.ddp.rider import BackwardState
 from lockstep.errors import CollectiveMismatch
 from lockstep.share import Place
 
 #: Bits of a digest.
 _BITS = 12
-#: Flags in the last bucket.
-FLAGS = 2 * _BITS
+_FLAGS = 2 * _BITS
 #: Odd numbers; the first is 2⁶⁴ divided by the golden ratio, whose multiples' upper bits differ for numbers in a row.
 _GOLDEN, _OF_EPOCHS, _OF_LOADERS = 0x9E3779B97F4A7C15, 0x85EBCA77, 0xC2B2AE3D
 
 
 class BatchFlags:
-    """Writes a rank's place into flags, and compares all ranks' by their sums; see Note [Batches compared].
+    """A rider that compares which batch each rank is in; see Note [Batches compared].
 
     Args:
         group: the ranks.
@@ -54,38 +55,44 @@ class BatchFlags:
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self._group = group
-        self._written: Place | None = None
         #: The flags of each digest.
         self._rows = _rows(dtype)
 
-    def fill(self, flags: Tensor, place: Place | None) -> None:
-        """Write ``place`` (nothing for None) into the flags of this rank, which are 0: 1-D [FLAGS]."""
-        self._written = place
-        if place is not None:
-            flags.copy_(self._rows[_digest(place)])
+    def width(self, parameters: int, *, is_last: bool) -> int:  # noqa: ARG002  (as the protocol has it)
+        """See :class:`~lockstep.ddp.rider.Rider`."""
+        return _FLAGS if is_last else 0
 
-    def refuse_others(self, sums: Tensor, whoami: Callable[[], str]) -> None:
-        """**Collective** if the ranks' batches differ. Raise on all of them if so.
+    def write(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:  # noqa: ARG002
+        """See :class:`~lockstep.ddp.rider.Rider`."""
+        if sending.batch is not None:
+            flags.copy_(self._rows[_digest(sending.batch)])
+
+    def read(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:  # noqa: ARG002
+        """See :class:`~lockstep.ddp.rider.Rider`.
 
         Raises:
-            CollectiveMismatch: they do.
+            CollectiveMismatch: the ranks' batches differ; on all ranks.
         """
-        read = sums.tolist()
+        read = flags.tolist()
         if not any(map(mul, read[::2], read[1::2])):
             return
-        told = all_gather_records(self._written, self._group)
+        told = all_gather_records(sending.batch, self._group)
         raise CollectiveMismatch(
-            f"{whoami()}: the ranks averaged the gradients of different batches: {_words(told)}. A rank has left its "
-            "loop before the others, or skipped, repeated or reordered batches; from there on its steps are averaged "
-            "with other batches' steps. Decide such a thing on all ranks together: `if world.all_reduce(int(stop), "
-            "'max'): break`. Where a batch of one rank is not to count: world.weigh(0), or loss * 0"
+            f"{sending.whoami()}: the ranks averaged the gradients of different batches: {_words(told)}. A rank has "
+            "left its loop before the others, or skipped, repeated or reordered batches; from there on its steps are "
+            "averaged with other batches' steps. Decide such a thing on all ranks together: `if "
+            "world.all_reduce(int(stop), 'max'): break`. Where a batch of one rank is not to count: world.weigh(0), or "
+            "loss * 0"
         )
+
+    def alone(self, sending: BackwardState) -> None:
+        """See :class:`~lockstep.ddp.rider.Rider`: nothing is told without a bucket."""
 
 
 @lru_cache(maxsize=8)
 def _rows(dtype: torch.dtype) -> Tensor:
     bits = torch.arange(1 << _BITS).unsqueeze(1) >> torch.arange(_BITS) & 1
-    return torch.stack([bits, 1 - bits], dim=2).view(-1, FLAGS).to(dtype)
+    return torch.stack([bits, 1 - bits], dim=2).view(-1, _FLAGS).to(dtype)
 
 
 def _digest(place: Place) -> int:

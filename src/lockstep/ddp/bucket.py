@@ -4,20 +4,13 @@ Note [Bucket layout]
 ~~~~~~~~~~~~~~~~~~~~
 ::
 
-    | gradient of parameter 0 | 1 | ... | used 0 | used 1 | ... | bad | compared | batch | places | counts |
+    | gradient of parameter 0 | 1 | ... | used 0 | used 1 | ... | flags of one rider | of another | ...
 
-``used i`` is 1 where this rank has a gradient for parameter i since the last reduction and 0 where it has none;
-``bad`` (a flag for each parameter, or one for all, or none: ``check_finite``) is not 0 where gradients are not finite.
-They are summed over the ranks together with the gradients, so that every rank can know which parameters no rank used,
-and whether any were bad, without a second collective. ``places`` (only in the last bucket, over backends that know no
-labels) are a few flags of which each rank sets one, according to how far it has come: more than one that is not 0 says
-that the ranks are in different backwards, see Note [Left-out backwards]. ``batch`` (only in the last bucket) says which
-batch the gradients are of: Note [Batches compared] in ``ddp/batches.py``. ``compared`` (only in the last bucket) says
-in some steps what a rank holds: Note [Replicas compared] in ``ddp/drift.py``. ``counts`` (only in the last bucket) say
-how many items this rank's gradients are the mean of, if the script counts them: Note [Counts in the flags] in
-``ddp/counts.py``. Flags are read only when
-the answer matters, because reading them waits for the device. Those before ``counts`` never exceed the world size, so
-that even bfloat16 tells 0 from more than 0.
+``used i`` is 1 where this rank has a gradient for parameter i since the last reduction and 0 where it has none. It is
+summed over the ranks together with the gradients, so that every rank can know which parameters no rank used, without a
+second collective. So are the flags of what else the ranks tell each other in a backward, most of it in the last bucket:
+see ``rider.py``. Flags are read only when the answer matters, because reading them waits for the device. A rank sets
+them to 0 or 1, so that even in bfloat16 their sums tell 0 from more than 0.
 
 Note [Gradients held elsewhere]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -46,8 +39,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep import _torch
+from lockstep.comm.looks import SumLook
 from lockstep.comm.memory import InPlaceMemory
-from lockstep.ddp.counts import CountFlags
 
 #: One call for a whole bucket.
 _foreach_copy = _torch.foreach_copy()
@@ -56,8 +49,6 @@ _owners_of_tensor = _torch.tensor_use_count()
 
 #: Below this many elements for each parameter, the cost of a copy is the call and not the memory.
 SMALL = 32 * 1024
-#: Flags for where the ranks are; a rank that is this many backwards behind is not told from one that is not.
-PLACES = 4
 #: Held elements are put aside if they are less than one in so many; see Note [Gradients held elsewhere].
 _FEW = 8
 
@@ -114,6 +105,14 @@ class Bucket:
     """The flat memory of some parameters' gradients.
 
     **Collective** to construct if ``memory`` is given: the group's own, which it reduces in place.
+
+    Args:
+        index: its place in the order in which buckets are reduced; ``is_last``: no other follows.
+        positions: of the parameters in the reducer's list.
+        params: the parameters.
+        widths: how many flags each rider has in it.
+        memory: where it is to lie; None: in this process's own.
+        looks: have such memory looked at while it is added up.
     """
 
     #: All of it, gradients and flags; what is all-reduced. 1-D, the parameters' dtype and device; owned here.
@@ -122,16 +121,8 @@ class Bucket:
     values: Tensor
     #: Flag per parameter; see Note [Bucket layout]. 1-D view of ``flat``.
     used: Tensor
-    #: Flags for gradients that are not finite, or empty. 1-D view of ``flat``.
-    bad: Tensor
-    #: Flags for where the ranks are, or empty. 1-D view of ``flat``.
-    places: Tensor
-    #: Flags for a digest of what the rank holds, or empty. 1-D view of ``flat``.
-    compared: Tensor
-    #: Flags for the batch that the gradients are of, or empty. 1-D view of ``flat``.
-    batch: Tensor
-    #: Flags for counts of items, or empty. 1-D view of ``flat``.
-    counts: Tensor
+    #: The flags of each rider. 1-D views of ``flat``.
+    flags: list[Tensor]
     #: One view of ``values`` per parameter, with its shape and strides.
     views: list[Tensor]
 
@@ -141,16 +132,12 @@ class Bucket:
         positions: Sequence[int],
         params: Sequence[Parameter],
         *,
-        finite_flags: int = 0,
-        marks_place: bool = False,
-        compares: int = 0,
-        batch_flags: int = 0,
-        count_flags: CountFlags | None = None,
+        widths: Sequence[int] = (),
+        is_last: bool = False,
         memory: InPlaceMemory | None = None,
+        looks: bool = False,
     ) -> None:
-        self.index = index
-        #: What writes and reads ``counts``.
-        self.count_flags = count_flags
+        self.index, self.is_last = index, is_last
         #: The parameters' positions in the reducer's list.
         self.positions = tuple(positions)
         self.params = list(params)
@@ -159,8 +146,7 @@ class Bucket:
         #: Where each parameter's gradient ends in ``message``.
         self.ends = [end * real for end in accumulate(self._sizes)]
         total, count = sum(self._sizes), len(params)
-        counts, places = 0 if count_flags is None else len(count_flags), PLACES if marks_place else 0
-        self._parts = [total, count, finite_flags, compares, batch_flags, places, counts]
+        self._parts = [total, count, *widths]
         self._small = total < SMALL * count
         #: Of the backward under way: positions of the parameters whose gradient has come, in order; more than once if
         #: it came in portions. Always the same list.
@@ -180,11 +166,16 @@ class Bucket:
         self._put_aside: dict[int, Tensor] = {}
         allocate: Callable[..., Tensor] = torch.zeros if memory is None else memory.allocate_tensor
         self._lay_out(allocate(sum(self._parts), dtype=params[0].dtype, device=params[0].device))
+        #: What looks at the sum while it is made.
+        self.look = SumLook(self.ends) if looks and memory is not None else None
+        #: **Collective.** Adds it up over all ranks, at once, if it lies in the group's own memory.
+        self.sum_up = None if memory is None else memory.in_place_sum(self.message, self.look)
+        self._count_owners()
 
     def _lay_out(self, flat: Tensor) -> None:
         self.flat = flat
         parts = flat.split_with_sizes(self._parts)
-        self.values, self.used, self.bad, self.compared, self.batch, self.places, self.counts = parts
+        self.values, self.used, *self.flags = parts
         #: All flags. 1-D view of ``flat``.
         self.tail = flat[self._parts[0] :]
         self.views = [
@@ -193,22 +184,13 @@ class Bucket:
         ]
         #: What is all-reduced: ``flat``, as real numbers if it is complex, since backends know no others.
         self.message = torch.view_as_real(flat) if flat.is_complex() else flat
-        _, used, bad, compared, batch, places, counts = self._parts
-        #: Which backward this rank is in, and whether it has counted items; what every rank reads if it says the first.
-        self.marks = flat[len(flat) - places - counts :][: places + 2]
-        uncounted = [] if self.count_flags is None else self.count_flags.unweighed
-        before = [1] * used + [0] * (bad + compared + batch)
-        #: What ``tail`` is at first, for each place.
-        self._fresh_flags = [
-            torch.tensor(before + [int(place == own) for place in range(places)] + uncounted, dtype=flat.dtype).to(
-                flat.device
-            )
-            for own in range(max(places, 1))
-        ]
-        #: Whether it says where the ranks are.
-        self.marks_place = places > 0
+        _, used, *others = self._parts
+        #: What ``tail`` is at first.
+        self._fresh_flags = torch.tensor([1] * used + [0] * sum(others), dtype=flat.dtype).to(flat.device)
         self._storage = flat.untyped_storage()
-        # What is counted while nobody but the bucket holds anything of it.
+
+    def _count_owners(self) -> None:
+        """Count while only the bucket holds anything of it."""
         self._owners_alone = _owners_of_storage(self._storage)
         self._references_alone, self._references_of_one = _references_to(self.views), _references_to(self.views[:1])
 
@@ -242,15 +224,11 @@ class Bucket:
                 self._put_aside = {slot: self.views[slot].clone() for slot in held}
             else:
                 self._lay_out(torch.empty_like(self.flat))
+                self._count_owners()
 
-    def reset_flags(self, place: int) -> None:
-        """Begin anew: all parameters are used, none is bad, and this rank is at ``place``."""
-        self.tail.copy_(self._fresh_flags[place % len(self._fresh_flags)])
-
-    def say_count(self, items: int, *, is_mixed: bool) -> None:
-        """Write this rank's count of items, if the bucket has flags for it."""
-        if self.count_flags is not None:
-            self.counts.copy_(torch.tensor(self.count_flags.flags(items, is_mixed=is_mixed), dtype=self.flat.dtype))
+    def reset_flags(self) -> None:
+        """Begin anew: all parameters are used, and riders have said nothing."""
+        self.tail.copy_(self._fresh_flags)
 
     def put_back(self) -> None:
         """End a backward: restore what others hold."""

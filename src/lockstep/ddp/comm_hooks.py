@@ -34,8 +34,8 @@ def keeps_equal(hook: CommHook) -> bool:
 class GradBucket:
     """A bucket as a comm hook sees it: the methods of :class:`torch.distributed.GradBucket`."""
 
-    def __init__(self, bucket: Bucket, *, is_last: bool) -> None:
-        self._bucket, self._is_last = bucket, is_last
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
         self._buffer = bucket.values
 
     def index(self) -> int:
@@ -44,7 +44,7 @@ class GradBucket:
 
     def is_last(self) -> bool:
         """Return whether this is the last bucket of this backward."""
-        return self._is_last
+        return self._bucket.is_last
 
     def buffer(self) -> Tensor:
         """Return all gradients of the bucket, 1-D, not yet divided by the world size."""

@@ -57,8 +57,10 @@ from torch.nn import Parameter
 from lockstep import callsite
 from lockstep.comm.exchange import all_gather_records, group_device
 from lockstep.comm.waiting import wait_for
+from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.difference import Difference, advise, describe, find_difference
 from lockstep.ddp.digest import BITS, Holdings, Part, watch_optimizers
+from lockstep.ddp.rider import BackwardState
 from lockstep.errors import ReplicaMismatch
 
 #: Part of the time of a step that comparing may take, and for how many steps a round may last.
@@ -162,6 +164,8 @@ class DriftCheck:
         self._parts: list[Part] = []
         self._schedule, self._costs = Schedule(every), Costs()
         self._paused = self._is_stopped = False
+        #: Whether replicas are compared in the backward under way.
+        self._is_due = False
         #: By part: the step in which it was found equal last; 0: when the replicas were made.
         self._equal_at: list[int] = []
         #: Identities of what is a rank's own, and of what was equal on all ranks once; see Note [A rank's own].
@@ -194,6 +198,26 @@ class DriftCheck:
         """Compare nothing while ranks are not in the same step, as within join."""
         if joins is not self._paused and not self._is_stopped:
             self._paused, self._has_joined = joins, True
+
+    # With the gradients: see Rider -----------------------------------------------------------------------------------
+
+    def width(self, parameters: int, *, is_last: bool) -> int:  # noqa: ARG002  (as the protocol has it)
+        """See :class:`~lockstep.ddp.rider.Rider`."""
+        return FLAGS if is_last else 0
+
+    def write(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:  # noqa: ARG002
+        """See :class:`~lockstep.ddp.rider.Rider`."""
+        self._is_due = self.count()
+        if self._is_due:
+            self.fill(flags)
+
+    def read(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> ReplicaMismatch | None:  # noqa: ARG002
+        """See :class:`~lockstep.ddp.rider.Rider`."""
+        return self.judge(flags) if self._is_due else None
+
+    def alone(self, sending: BackwardState) -> ReplicaMismatch | None:  # noqa: ARG002
+        """See :class:`~lockstep.ddp.rider.Rider`."""
+        return self.exchange_alone() if self.count() else None
 
     # Sending --------------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from cmath import isfinite
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +20,7 @@ from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.looks import total_of
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.options import CheckFinite
+from lockstep.ddp.rider import BackwardState
 from lockstep.errors import NonFiniteGradient, listed
 
 #: Steps skipped one after the other before training that goes nowhere is an error.
@@ -40,42 +39,8 @@ def words_for(found: Mapping[int, Sequence[str]]) -> str:
     )
 
 
-class FiniteLook(Protocol):
-    """What looks at the gradients of a backward, while they are averaged."""
-
-    def flags(self, parameters: int) -> int:
-        """Return how many flags a bucket of so many parameters has for it."""
-        ...
-
-    def inspect(self, bucket: Bucket, names: Sequence[str], *, is_hooked: bool) -> None:
-        """Look at what this rank is about to send.
-
-        Args:
-            bucket: filled.
-            names: of all parameters, by position.
-            is_hooked: a comm hook reduces it, and not the backend.
-        """
-        ...
-
-    def reducing(self, bucket: Bucket) -> AbstractContextManager[object]:
-        """Return a context in which ``bucket`` is all-reduced."""
-        ...
-
-    def is_flagged(self, bucket: Bucket, names: Sequence[str]) -> bool:
-        """Return whether any rank has flagged ``bucket``, which has come back; the same on all ranks."""
-        ...
-
-    def inspect_rows(self, rows: Tensor, name: str) -> bool:
-        """Look at a sparse gradient; return whether to flag it."""
-        ...
-
-    def verdict(self, *, flagged: bool, whoami: Callable[[], str]) -> bool:
-        """**Collective** if ``flagged``. Decide what becomes of this step. Return whether it is skipped."""
-        ...
-
-
 class FiniteCheck:
-    """What ``check_finite`` does. ``inspect`` runs on every bucket before it is sent, ``verdict`` after all have come.
+    """A rider that does what ``check_finite`` says with gradients that are not finite.
 
     A rank that stopped at its own bad gradient would leave the others waiting, and one that skipped its step alone
     would part from them. So it sends the bucket all the same, with the flags of Note [Bucket layout], and all ranks
@@ -86,34 +51,46 @@ class FiniteCheck:
     def __init__(self, policy: CheckFinite, group: dist.ProcessGroup) -> None:
         self._policy, self._group = policy, group
         self._mine: list[str] = []
+        #: Whether any rank has flagged a gradient of the backward under way; the same on all ranks.
+        self._is_flagged = False
         self._skipped_in_a_row = 0
 
-    def flags(self, parameters: int) -> int:
-        """Return one for each parameter."""
+    def width(self, parameters: int, *, is_last: bool) -> int:  # noqa: ARG002  (as the protocol has it)
+        """See :class:`~lockstep.ddp.rider.Rider`: a flag for each parameter."""
         return parameters
 
-    def inspect(self, bucket: Bucket, names: Sequence[str], *, is_hooked: bool) -> None:  # noqa: ARG002
-        """Flag the parameters of ``bucket`` whose gradients are not finite."""
+    def write(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:
+        """See :class:`~lockstep.ddp.rider.Rider`."""
         if is_finite(bucket.values):
             return
         bad = [slot for slot, view in enumerate(bucket.views) if not is_finite(view)]
-        bucket.bad[bad] = 1
-        self._mine += [names[bucket.positions[slot]] for slot in bad]
+        flags[bad] = 1
+        self._mine += [sending.name_of(bucket, slot) for slot in bad]
 
-    def reducing(self, bucket: Bucket) -> AbstractContextManager[object]:  # noqa: ARG002  (as the protocol has it)
-        """Return a context that does nothing."""
-        return nullcontext()
+    def read(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:
+        """See :class:`~lockstep.ddp.rider.Rider`. The last bucket decides what becomes of the step.
 
-    def is_flagged(self, bucket: Bucket, names: Sequence[str]) -> bool:  # noqa: ARG002  (as the protocol has it)
-        """Return whether any rank has flagged a parameter of ``bucket``."""
-        return bool(bucket.bad.any())
+        Raises:
+            NonFiniteGradient: as :meth:`verdict`.
+        """
+        self._is_flagged |= bool(flags.any())
+        if bucket.is_last:
+            self.alone(sending)
+
+    def alone(self, sending: BackwardState) -> None:
+        """See :class:`~lockstep.ddp.rider.Rider`."""
+        sending.skipped |= self.verdict(flagged=self._is_flagged, whoami=sending.whoami)
 
     def inspect_rows(self, rows: Tensor, name: str) -> bool:
-        """Do the same for a sparse gradient; return whether to flag it."""
+        """See :class:`~lockstep.ddp.sparse.RowLook`."""
         if is_finite(rows):
             return False
         self._mine.append(name)
         return True
+
+    def note_flagged_rows(self) -> None:
+        """See :class:`~lockstep.ddp.sparse.RowLook`."""
+        self._is_flagged = True
 
     def inspect_sums(self, sums: Sequence[Sequence[Tensor | None]], names: Sequence[str]) -> None:
         """Do the same for the sums of a rank's slices: each has a tensor or None for each of ``names``."""
@@ -130,7 +107,7 @@ class FiniteCheck:
         Raises:
             NonFiniteGradient: with the policy "raise", or after too many skipped steps; the same on all ranks.
         """
-        mine, self._mine = self._mine, []
+        mine, self._mine, self._is_flagged = self._mine, [], False
         if not flagged:
             self._skipped_in_a_row = 0
             return False

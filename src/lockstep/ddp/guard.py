@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import cmath
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 
 import torch
@@ -36,9 +35,10 @@ from torch.optim import Optimizer
 
 from lockstep import callsite
 from lockstep.comm.exchange import all_gather_records
-from lockstep.comm.looks import SumLook, total_of
+from lockstep.comm.looks import total_of
 from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.finite import MOST_SKIPPED, is_finite, words_for
+from lockstep.ddp.rider import BackwardState
 from lockstep.ddp.stepping import alert, leave_out, params_of, quiet, watch_steps
 from lockstep.errors import NonFiniteGradient, listed
 
@@ -64,7 +64,8 @@ class StepGuard:
         self._not_finite: set[int] = set()
         #: By rank, names of parameters whose gradients were seen to be bad in the backward under way.
         self._seen: dict[int, set[str]] = {}
-        self._looks: dict[int, SumLook] = {}
+        #: Whether any rank has seen one; the same on all ranks.
+        self._is_flagged = False
         #: Where the last average came from, if it is not finite, and what all ranks know of its origin.
         self._whoami = ""
         self._found: dict[int, list[str]] = {}
@@ -86,57 +87,60 @@ class StepGuard:
         quiet(self)
         self._params = []
 
-    # While gradients are averaged: see FiniteLook ---------------------------------------------------------------------
+    # While gradients are averaged: see Rider and RowLook --------------------------------------------------------------
 
-    def flags(self, parameters: int) -> int:
-        """Return one for all parameters of a bucket."""
+    def width(self, parameters: int, *, is_last: bool) -> int:  # noqa: ARG002  (as the protocol has it)
+        """See :class:`~lockstep.ddp.rider.Rider`: one flag for all parameters of a bucket."""
         return min(parameters, 1)
 
-    def inspect(self, bucket: Bucket, names: Sequence[str], *, is_hooked: bool) -> None:
-        """Flag ``bucket`` if the gradients in it are not finite."""
-        if bucket.is_shared and not is_hooked:
-            return  # it is looked at while it is reduced
-        if bucket.flat.device.type != "cpu":
-            bucket.bad.copy_(_doubt(bucket.values))
+    def write(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:
+        """See :class:`~lockstep.ddp.rider.Rider`."""
+        if bucket.look is not None and not sending.is_hooked:
+            bucket.look.begin()  # it looks while the sum is made
+        elif bucket.flat.device.type != "cpu":
+            flags.copy_(_doubt(bucket.values))
         elif not cmath.isfinite(total_of(bucket.values).item()):
-            bad = {names[bucket.positions[slot]] for slot, view in enumerate(bucket.views) if not is_finite(view)}
+            bad = {sending.name_of(bucket, slot) for slot, view in enumerate(bucket.views) if not is_finite(view)}
             if bad:
-                bucket.bad.fill_(1)
+                flags.fill_(1)
                 self._seen.setdefault(self._rank, set()).update(bad)
 
-    def reducing(self, bucket: Bucket) -> AbstractContextManager[object]:
-        """Return a context in which the backend looks, if the bucket lies in memory of its own."""
-        if not bucket.is_shared:
-            return nullcontext()
-        look = self._looks[bucket.index] = SumLook(bucket.ends)
-        return look
+    def read(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:
+        """See :class:`~lockstep.ddp.rider.Rider`. On a GPU what is flagged is found in the next backward.
 
-    def is_flagged(self, bucket: Bucket, names: Sequence[str]) -> bool:
-        """Return whether the average is not finite; on a GPU False, and it is found in the next backward."""
-        look = self._looks.pop(bucket.index, None)
-        if look is not None and look.has_looked:
-            for rank, slots in look.found.items():
+        Raises:
+            NonFiniteGradient: as :meth:`_conclude`.
+        """
+        if bucket.look is not None and not sending.is_hooked:
+            self._is_flagged |= bucket.look.is_suspicious
+            for rank, slots in bucket.look.found.items():
                 # Flags lie behind the gradients, and no rank's are infinite.
-                bad = {names[bucket.positions[slot]] for slot in slots if slot < len(bucket)}
+                bad = {sending.name_of(bucket, slot) for slot in slots if slot < len(bucket)}
                 self._seen.setdefault(rank, set()).update(bad)
-            return look.is_suspicious
-        if bucket.flat.device.type != "cpu":
-            self._read_later(bucket.bad if bucket.result is None else _doubt(bucket.values), of_this=True)
-            return False
-        # (What a comm hook returns need not be finite, whatever it was given.)
-        if any(bucket.bad.tolist()):
-            return True
-        return (bucket.result is not None or look is not None) and not is_finite(bucket.values)
+        elif bucket.flat.device.type != "cpu":
+            self._read_later(_doubt(bucket.values) if sending.is_hooked else flags, of_this=True)
+        else:  # (What a comm hook returns need not be finite, whatever it was given.)
+            self._is_flagged |= flags.item() != 0 or (sending.is_hooked and not is_finite(bucket.values))
+        if bucket.is_last:
+            self._conclude(sending.whoami)
+
+    def alone(self, sending: BackwardState) -> None:
+        """See :class:`~lockstep.ddp.rider.Rider`."""
+        self._conclude(sending.whoami)
 
     def inspect_rows(self, rows: Tensor, name: str) -> bool:
-        """Look at a sparse gradient; return whether to flag it."""
+        """See :class:`~lockstep.ddp.sparse.RowLook`."""
         if is_finite(rows):
             return False
         self._seen.setdefault(self._rank, set()).add(name)
         return True
 
-    def verdict(self, *, flagged: bool, whoami: Callable[[], str]) -> bool:
-        """**Collective** if ``flagged``. Note what to look at in front of the optimizer's step. Return False.
+    def note_flagged_rows(self) -> None:
+        """See :class:`~lockstep.ddp.sparse.RowLook`."""
+        self._is_flagged = True
+
+    def _conclude(self, whoami: Callable[[], str]) -> None:
+        """**Collective** if a gradient was flagged. Note what to look at in front of the optimizer's step.
 
         Raises:
             NonFiniteGradient: an earlier average that was not finite has reached the parameters; on all ranks.
@@ -144,11 +148,11 @@ class StepGuard:
         if self._is_suspect or self._unread:
             self._refuse_reached(whoami)
         seen, self._seen = self._seen, {}
-        self._is_suspect, self._is_counted = flagged, False
-        if not flagged:
+        self._is_suspect, self._is_flagged, self._is_counted = self._is_flagged, False, False
+        if not self._is_suspect:
             self._in_a_row = 0
             quiet(self)
-            return False
+            return
         self._not_finite = _not_finite(self._params)
         mine = {str(rank): sorted(names)[:_MOST_NAMES] for rank, names in seen.items()}
         found: dict[int, set[str]] = {}
@@ -156,7 +160,6 @@ class StepGuard:
             found.setdefault(int(rank), set()).update(names)
         self._found, self._whoami = {rank: sorted(names) for rank, names in found.items()}, whoami()
         alert(self)
-        return False
 
     def averaged_unseen(self, whoami: str) -> None:
         """Note an average that was not looked at: in front of the optimizer's step it is."""

@@ -27,7 +27,7 @@ from lockstep.ddp.timing import refuse_to_time
 from lockstep.errors import LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
-from lockstep.share import BatchesInHand
+from lockstep.share import BatchesInHand, Items
 
 _batch_norm = _torch.batch_norm()
 
@@ -106,10 +106,12 @@ class LocalReplica(Replica):
         """Return 0 for an empty slice, whose gradients are NaN, and 1 for any other: each rank's mean is its own."""
         return 1.0 if super()._weight(in_hand) else 0.0
 
-    def _refuse_contested_share(self) -> None:
-        world = current_world()
-        if world is not None and world.world_size == self._world_size:
-            world.in_hand.take(self._items)
+    def _take_share(self, forward: Forward) -> Items | None:
+        """Take it, whatever else is in hand: each rank's mean is its own."""
+        items, in_hand = self._items_of(forward), self._in_hand()
+        if in_hand is not None:
+            in_hand.take(items)
+        return items
 
     def _begin(self, forward: Forward) -> None:
         if self._items is not None:

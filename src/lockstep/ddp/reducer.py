@@ -33,19 +33,20 @@ A backward's gradients count ``w`` (Note [Exact mean]), and the reducer multipli
 Gradients that were accumulated without synchronisation are multiplied together with the new ones, which is right as
 long as the weights are equal. If they are not, then at the start of the backward
 
-- what has accumulated is multiplied by the weight it was waiting for, in place;
-- what comes in is multiplied by its own weight before it is added, by a hook on the parameter;
-- the reducer multiplies by 1.
+- what comes in is multiplied by its own weight and divided by that which the accumulated gradients wait for, before it
+  is added, by a hook on the parameter;
+- the reducer multiplies by the latter. If that is 0 what has accumulated is zeroed instead.
 
 What was in ``grad`` before the accumulation began is the same on all ranks, and the weights of all ranks sum to the
 world size, so multiplying it as well changes nothing in the end. An empty slice (w = 0) holds NaN, which no factor
 removes: what comes in is replaced by zeros, and a ``grad`` that was None is None again afterwards.
 
-Where items are counted (Note [Counts in the flags] in ``counts.py``), w is their number, and what was accumulated is
-one mean over all of them: the rank tells the sum of its counts. Weights then do not sum to what is divided by, and what
-was in ``grad`` before would lose part of itself: it is put aside when the accumulation begins, and added to the average
-in the end. And a script that drops what has accumulated (``zero_grad``) has dropped its items, too, which is seen:
-gradients that are gone, or that are zero and were written to since.
+Where items are counted (Note [Items of all ranks] in ``items.py``), w is their number until the whole is known, and
+what was accumulated is one mean over all of them: the rank tells the sum of its counts. The weights of the first
+backward then do not sum to the whole, and what was in ``grad`` before would lose part of itself: it is put aside when
+the accumulation begins, and added to the average in the end. And a script that drops what has accumulated
+(``zero_grad``) has dropped its items, too, which is seen: gradients that are gone, or that are zero and were written to
+since.
 """
 
 from __future__ import annotations
@@ -62,15 +63,14 @@ from torch.nn import Parameter
 
 from lockstep import _torch
 from lockstep.comm.waiting import wait_for
-from lockstep.ddp.backward import Averaging, Backward, explained
-from lockstep.ddp.batches import BatchFlags
+from lockstep.ddp.backward import Averaging, Backward
 from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.comm_hooks import CommHook
-from lockstep.ddp.counts import Weight
 from lockstep.ddp.digest import digest_of_start
-from lockstep.ddp.drift import DriftCheck
-from lockstep.ddp.finite import FiniteLook
 from lockstep.ddp.hooks import BackwardListener
+from lockstep.ddp.items import ItemTotals, explain_mixed
+from lockstep.ddp.left_out import explain_left_out
+from lockstep.ddp.rider import Rider
 from lockstep.ddp.sparse import SparseSlot
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.share import MOST_ITEMS, Place
@@ -103,9 +103,7 @@ class Reducer:
         as_view: let every grad be a view of its bucket.
         overlap: issue buckets during backward.
         at_once: an all-reduce returns when it is complete; see Note [One reduction].
-        finite: looks at the gradients before they are sent.
-        drift: compares the replicas in some of the steps.
-        batches: compares which batches the ranks are in.
+        riders: what travels with the gradients, in the order of its flags in the buckets.
         listener: is told of a gradient that comes while no backward is under way.
     """
 
@@ -120,22 +118,18 @@ class Reducer:
         as_view: bool = True,
         overlap: bool = True,
         at_once: bool = False,
-        finite: FiniteLook | None = None,
-        drift: DriftCheck | None = None,
-        batches: BatchFlags | None = None,
+        riders: Sequence[Rider] = (),
         listener: BackwardListener | None = None,
     ) -> None:
         #: The parameters that are trained.
         self.params = list(params)
         #: The backward that is under way.
         self.backward: Backward | None = None
-        self._all = Averaging(
-            self.params, list(names), list(buckets), list(sparse), group, as_view, at_once, finite, drift, batches
-        )
+        self._all = Averaging(self.params, list(names), list(buckets), list(sparse), group, as_view, at_once, riders)
         self._listener, self._overlap = listener, overlap
         self._home = {position: bucket for bucket in buckets for position in bucket.positions}
         self._sparse = {slot.position: slot for slot in sparse}
-        self._weights = AccumulatedWeights(params)
+        self._weights, self._totals = AccumulatedWeights(params), ItemTotals(group)
         # What the buckets are laid out for: all dtypes, and devices, for which the first and the last are asked.
         self._ends = [*self.params[:1], *self.params[-1:]]
         self._dtypes, self._devices = [*map(_dtype, self.params)], [*map(_device, self._ends)]
@@ -175,18 +169,28 @@ class Reducer:
 
     # Events ---------------------------------------------------------------------------------------------------------
 
-    def begin(self, *, sync: bool, weight: float = 1.0, divisor: int | None = None, items: int | None = None) -> None:
-        """Begin a backward.
+    def begin(
+        self,
+        *,
+        sync: bool,
+        weight: float = 1.0,
+        divisor: int | None = None,
+        items: int | None = None,
+        joins: bool = False,
+    ) -> None:
+        """Begin a backward. **Collective** if it averages and items are counted, see Note [Items of all ranks].
 
         Args:
             sync: whether gradients are averaged in it; if not, they accumulate on this rank.
             weight: this rank's gradients count this much; see Note [Exact mean]. 0 discards them.
             divisor: what the sum over ranks is divided by; the world size if None.
             items: how many items they are the mean of, where these are counted: instead of ``weight``.
+            joins: ranks may have run out of batches, and count no items.
 
         Raises:
             CollectiveTimeout, PeerLost: an earlier backward ended with an error while buckets were under way, and
                 they can't be completed.
+            CollectiveMismatch, LockstepError: as :meth:`~lockstep.ddp.items.ItemTotals.weight`.
         """
         self._drain()
         weights = self._weights
@@ -195,17 +199,30 @@ class Reducer:
         elif weights.items is not None:
             weights.leave_uncounted()
         own = weight if items is None else float(items)
+        item = self._weigh_item() if sync and not joins else 1.0
         in_buckets, kept = weights.enter(own, self._all.pending)
-        said = Weight(in_buckets, self._all.world_size if divisor is None else divisor, weights.items, weights.is_mixed)
-        self._open(sync=sync, weight=said, kept=kept, discards=own == 0 or in_buckets == 0)
+        self._open(
+            sync=sync, factor=in_buckets * item, divisor=divisor, kept=kept, discards=own == 0 or in_buckets == 0
+        )
 
-    def _open(self, *, sync: bool, weight: Weight, kept: dict[int, Tensor], discards: bool) -> None:
+    def _weigh_item(self) -> float:
+        """**Collective** if items are counted. Return what this rank's weight is to be multiplied by."""
+        weights = self._weights
+        try:
+            weight = self._totals.weight(weights.items, is_mixed=weights.is_mixed, whoami=self._all.whoami)
+        except LockstepError:
+            weights.leave(synced=True)
+            raise
+        return 1.0 if weight is None else weight
+
+    def _open(self, *, sync: bool, factor: float, divisor: int | None, kept: dict[int, Tensor], discards: bool) -> None:
         self._begun += sync
-        self._packs_early = sync and self._learned and self._all.sends and weight.factor != 0
+        self._packs_early = sync and self._learned and self._all.sends and factor != 0
         backward = self.make_backward(
             self._all,
             sync=sync,
-            weight=weight,
+            factor=factor,
+            divisor=self._all.world_size if divisor is None else divisor,
             kept=kept,
             discards=discards,
             number=self._begun,
@@ -218,6 +235,7 @@ class Reducer:
         """Average in the backward that is under way, although it began as an unsynchronised one."""
         backward = self._present()
         if not backward.sync:
+            backward.factor *= self._weigh_item()
             self._begun += 1
             backward.sync, backward.number = True, self._begun
             backward.leave_to_holders()
@@ -294,27 +312,29 @@ class Reducer:
             unused = backward.average_rest(write=True)
             if backward.skipped:
                 self._drop_gradients()
-            self._weights.add_back()
+            if self._weights.aside:
+                self._weights.add_back()
             if not self._learned:
                 self._learn()
             self._all.pending.clear()
             self._all.step += 1
             names = None if backward.skipped else [self._all.names[position] for position in sorted(unused)]
-            return BackwardOutcome(mistake or backward.drifted, backward.missing(), names)
+            return BackwardOutcome(mistake or backward.found, backward.missing(), names)
         except CollectiveMismatch as error:
-            raise explained(error) from error
+            raise explain_mixed(explain_left_out(error)) from error
         finally:
             self._close()
 
     def abandon(self) -> None:
         """Forget the backward under way, which ended with an error. ``begin`` waits for what was sent."""
-        self._weights.leave(synced=False)
+        if self.backward is not None:
+            self._weights.leave(synced=False)
         self._close()
 
     def match_without_gradients(self, divisor: int) -> None:
         """**Collective.** Take part in the others' synchronised backward, with nothing to add and nothing to get."""
         self._drain()
-        self._open(sync=True, weight=Weight(0.0, divisor), kept={}, discards=True)
+        self._open(sync=True, factor=0.0, divisor=divisor, kept={}, discards=True)
         backward = self._present()
         backward.place = self._begun + self._left_out
         try:
@@ -355,7 +375,7 @@ class Reducer:
         """Continue where a reducer over other parameters of the same module stands."""
         self._all.step = old._all.step
         self._all.use_hook(old._all.comm_hook)
-        self._all.last_items = old._all.last_items
+        self._totals.take_over(old._totals)
         self._begun, self._left_out = old._begun, old._left_out
         if old._all.pending:
             self._all.pending = {i for i, param in enumerate(self.params) if param.grad is not None}
@@ -455,7 +475,7 @@ class AccumulatedWeights:
         #: Whether some of what has accumulated was counted and some was not.
         self.is_mixed = False
         #: Parameters, and the gradients that they had before the accumulation.
-        self._aside: list[tuple[Parameter, Tensor]] = []
+        self.aside: list[tuple[Parameter, Tensor]] = []
         #: What it has left so far, and how often each was written to.
         self._accumulated: list[tuple[Tensor, int]] = []
 
@@ -469,7 +489,7 @@ class AccumulatedWeights:
             self._waiting = None
         if self._waiting is None:
             self.items, self.is_mixed = 0, False
-            self._aside.clear()
+            self.aside.clear()
             if not sync:
                 self._put_aside()
         elif self.items is None:
@@ -482,7 +502,7 @@ class AccumulatedWeights:
         """Begin a backward whose items are not counted, after one whose items were."""
         if self._waiting is None or self._is_dropped():
             self._waiting, self.items = None, None
-            self._aside.clear()
+            self.aside.clear()
         else:
             self.is_mixed = True
 
@@ -499,17 +519,17 @@ class AccumulatedWeights:
         for param in self._params:
             grad = param.grad
             if grad is not None and (grad.layout != torch.strided or bool(grad.any())):
-                self._aside.append((param, grad.clone()))
+                self.aside.append((param, grad.clone()))
                 grad.zero_()
 
     @torch.no_grad()
     def add_back(self) -> None:
         """Add what was there before the accumulation to the averages."""
-        for param, before in self._aside:
+        for param, before in self.aside:
             grad = param.grad
             if grad is not None:
                 param.grad = grad.add_(before) if grad.layout == torch.strided else grad + before
-        self._aside.clear()
+        self.aside.clear()
 
     def enter(self, weight: float, pending: set[int]) -> tuple[float, dict[int, Tensor]]:
         """Begin a backward with ``weight``.
@@ -519,22 +539,22 @@ class AccumulatedWeights:
             pending: positions of the parameters with accumulated gradients.
 
         Returns:
-            The weight that the buckets are to use, and copies of the gradients that were multiplied although nobody may
-            have used their parameter, by position.
+            The weight that the buckets are to use, and copies of the gradients that were zeroed although perhaps no
+            rank has used their parameter, by position.
         """
         waiting = self._waiting
         kept: dict[int, Tensor] = {}
-        if waiting is None or waiting == weight or all(param.grad is None for param in self._params):
-            self._bucket_weight = weight
-            if weight != 0:
-                return weight, kept
-        else:
-            kept = self._multiply_accumulated(waiting, pending)
-            self._bucket_weight = 1.0
+        if waiting is None or all(param.grad is None for param in self._params):
+            waiting = weight
+        elif waiting == 0 and weight != 0:
+            kept = self._drop_accumulated(pending)
+            waiting = weight
+        self._bucket_weight = waiting
         if weight == 0:
             self._absent = [param for param in self._params if param.grad is None]
-        self._weigh_incoming(weight)
-        return self._bucket_weight, kept
+        if weight == 0 or weight != waiting:
+            self._weigh_incoming(weight and weight / waiting)
+        return waiting, kept
 
     def leave(self, *, synced: bool) -> None:
         """End the backward, before its gradients are averaged."""
@@ -555,24 +575,20 @@ class AccumulatedWeights:
         """Continue where the weights of other parameters of the same module stand."""
         self._waiting = old._waiting
         self.items, self.is_mixed = old.items, old.is_mixed
-        self._aside, self._accumulated = old._aside, old._accumulated
+        self.aside, self._accumulated = old.aside, old._accumulated
 
     def forget(self) -> None:
         """Forget that anything has accumulated."""
         self._waiting = None
 
     @torch.no_grad()
-    def _multiply_accumulated(self, waiting: float, pending: set[int]) -> dict[int, Tensor]:
+    def _drop_accumulated(self, pending: set[int]) -> dict[int, Tensor]:
         kept: dict[int, Tensor] = {}
         for position, param in enumerate(self._params):
-            if param.grad is None:
-                continue
-            if position not in pending:
-                kept[position] = param.grad.clone()
-            if waiting == 0:
+            if param.grad is not None:
+                if position not in pending:
+                    kept[position] = param.grad.clone()
                 param.grad.zero_()
-            else:
-                param.grad.mul_(waiting)
         return kept
 
     def _weigh_incoming(self, weight: float) -> None:

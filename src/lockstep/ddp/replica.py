@@ -18,23 +18,23 @@ from lockstep.comm import ending, slicing, streams
 from lockstep.comm.init import current_world
 from lockstep.comm.labels import compares_labels
 from lockstep.comm.memory import InPlaceMemory, in_place_memory
-from lockstep.ddp.batches import FLAGS as BATCH_FLAGS
 from lockstep.ddp.batches import BatchFlags
 from lockstep.ddp.bucket import Bucket, ParameterSpec, plan_buckets
 from lockstep.ddp.buffers import broadcast_tensors
 from lockstep.ddp.comm_hooks import CommHook, keeps_equal
 from lockstep.ddp.compare import compare_replicas
-from lockstep.ddp.counts import CountFlags
-from lockstep.ddp.drift import FLAGS, DriftCheck
-from lockstep.ddp.finite import FiniteCheck, FiniteLook
+from lockstep.ddp.drift import DriftCheck
+from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.guard import StepGuard
 from lockstep.ddp.hooks import BackwardListener, BackwardWatch, Forward
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
 from lockstep.ddp.kept_count import KeptCount
+from lockstep.ddp.left_out import LeftOut
 from lockstep.ddp.members import Buffers, buffers_of, parameters_of, tensors_of
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.reducer import Reducer
+from lockstep.ddp.rider import Rider
 from lockstep.ddp.sliced import SlicedGradients
 from lockstep.ddp.sparse import SparseSlot
 from lockstep.ddp.timing import Timing, refuse_to_time, time_steps
@@ -121,7 +121,7 @@ class Replica(Joinable, BackwardListener):
     def _lay_out(self, module: nn.Module) -> Reducer:
         """Plan the buckets for the parameters that are trained now, and listen to them."""
         names, params = self._find_trained(module)
-        finite = self._look_for_finite(params, names)
+        look = self._look_for_finite(params, names)
         self._look_for_unaveraged()
         sparse_ids = _sparse_parameters(module)
         sparse = [i for i, param in enumerate(params) if id(param) in sparse_ids]
@@ -132,7 +132,7 @@ class Replica(Joinable, BackwardListener):
             caps=self._options.bucket_caps if memory is None else [_ALL],
         )
         positions = [[dense[i] for i in bucket] for bucket in plan]
-        batches = self._compare_batches(params[positions[-1][0]]) if positions else None
+        riders = self._find_riders(look, params[positions[-1][0]] if positions else None)
         reducer = Reducer(
             params,
             names,
@@ -141,23 +141,19 @@ class Replica(Joinable, BackwardListener):
                     index,
                     chosen,
                     [params[i] for i in chosen],
-                    finite_flags=0 if finite is None else finite.flags(len(chosen)),
-                    marks_place=index == len(positions) - 1 and self._marks_place(params[chosen[0]].device),
-                    compares=FLAGS if index == len(positions) - 1 and self._drift is not None else 0,
-                    batch_flags=BATCH_FLAGS if index == len(positions) - 1 and batches is not None else 0,
-                    count_flags=self._count_flags(params[chosen[0]].dtype) if index == len(positions) - 1 else None,
+                    widths=[rider.width(len(chosen), is_last=chosen is positions[-1]) for rider in riders],
+                    is_last=chosen is positions[-1],
                     memory=memory,
+                    looks=self._guard is not None,
                 )
                 for index, chosen in enumerate(positions)
             ],
-            sparse=[SparseSlot(i, params[i], names[i], self._group) for i in sparse],
+            sparse=[SparseSlot(i, params[i], names[i], self._group, look) for i in sparse],
             group=self._group,
             as_view=self._options.gradient_as_bucket_view,
             overlap=memory is None and self._options.overlap is not False,
             at_once=memory is not None,
-            finite=finite,
-            drift=self._drift,
-            batches=batches,
+            riders=riders,
             listener=self,
         )
         self._handles = [
@@ -176,7 +172,7 @@ class Replica(Joinable, BackwardListener):
             self._drift.turn_to(list(parameters_of(module)))
         return [name for name, _ in named], [param for _, param in named]
 
-    def _look_for_finite(self, params: list[nn.Parameter], names: list[str]) -> FiniteLook | None:
+    def _look_for_finite(self, params: list[nn.Parameter], names: list[str]) -> StepGuard | FiniteCheck | None:
         """Return what looks at gradients while they are averaged."""
         policy = self._options.check_finite
         if policy == "step":
@@ -190,11 +186,20 @@ class Replica(Joinable, BackwardListener):
         if self._unaveraged is None and self._options.compares and self._world_size > 1:
             self._unaveraged = Unaveraged(self._group, lambda: self._reducer)
 
-    def _compare_batches(self, param: nn.Parameter) -> BatchFlags | None:
-        """Return what compares which batches the ranks are in, in a bucket like ``param``."""
-        if self._world_size == 1 or param.device.type != "cpu" or self._in_hand() is None:
-            return None
-        return BatchFlags(self._group, param.dtype)
+    def _find_riders(self, look: StepGuard | FiniteCheck | None, param: nn.Parameter | None) -> list[Rider]:
+        """Return what travels with the gradients.
+
+        Args:
+            look: what looks at them.
+            param: of the last bucket, whose flags are like it; None: there is no bucket.
+        """
+        riders: list[Rider] = [] if look is None else [look]
+        if self._world_size > 1 and param is not None and param.device.type == "cpu":
+            if not compares_labels(self._group, param.device):
+                riders.insert(0, LeftOut(self._group, param.dtype))
+            if self._in_hand() is not None:
+                riders.append(BatchFlags(self._group, param.dtype))
+        return riders if self._drift is None else [*riders, self._drift]
 
     def _make_timing(self) -> Timing | None:
         """Have some of the steps to come timed; see Note [Timed steps] in timing.py."""
@@ -208,13 +213,6 @@ class Replica(Joinable, BackwardListener):
         if self._options.overlap is True or any(param.device != params[0].device for param in params):
             return None
         return in_place_memory(self._group, params[0].device) if params else None
-
-    def _marks_place(self, device: torch.device) -> bool:
-        """Return whether the last bucket says which backward it is of; see Note [Left-out backwards]."""
-        return device.type == "cpu" and not compares_labels(self._group, device)
-
-    def _count_flags(self, dtype: torch.dtype) -> CountFlags:
-        return CountFlags(dtype, rank=self._rank, world_size=self._world_size)
 
     def _lay_out_again(self, module: nn.Module) -> None:
         """Lay the buckets out anew: parameters that were frozen are trained now."""
@@ -398,20 +396,28 @@ class Replica(Joinable, BackwardListener):
         world = current_world()
         return None if world is None or world.world_size != self._world_size else world.in_hand
 
-    def _refuse_contested_share(self) -> None:
-        """See Note [Batches in hand]."""
-        world = current_world()
-        if world is not None and world.world_size == self._world_size:
-            if slicing.current() is None:  # a slice weighs what it holds, whatever else is in hand
-                world.refuse_contested_share("this backward", of_backward=True)
-            world.in_hand.take(self._items)
+    def _take_share(self, forward: Forward) -> Items | None:
+        """Take what the backward under way is weighed by from what is in hand; see Note [Batches in hand].
 
-    def _find_items(self, forward: Forward) -> Items | None:
-        """See Note [Counted items]."""
+        Returns:
+            Items, if they are counted (Note [Counted items]); None: the share of samples that the forward has found.
+        """
         world = current_world()
-        if world is None or slicing.current() is not None:  # a step in slices weighs them itself
+        if world is None:
             return None
-        return world.in_hand.items_for(forward.items)
+        is_sliced = slicing.current() is not None  # a slice weighs what it holds, whatever else is in hand
+        items = None if is_sliced else world.in_hand.items_for(forward.items)
+        if world.world_size == self._world_size:
+            if not is_sliced:
+                world.refuse_contested_share("this backward", of_backward=True)
+            world.in_hand.take(items)
+            if items is not None and world.in_hand.is_outside(items):
+                self._kept_count.weighs(items)
+        return items
+
+    def _items_of(self, forward: Forward) -> Items | None:
+        world = current_world()
+        return None if world is None or slicing.current() is not None else world.in_hand.items_for(forward.items)
 
     # Backward -------------------------------------------------------------------------------------------------------
 
@@ -433,11 +439,7 @@ class Replica(Joinable, BackwardListener):
         self._refuse_other_slice(forward)
         if forward.slice is not None:
             _raise_if(self._unfit_for_slices)
-        self._items = self._find_items(forward)
-        self._refuse_contested_share()
-        in_hand = self._in_hand()
-        if self._items is not None and in_hand is not None and in_hand.is_outside(self._items):
-            self._kept_count.weighs(self._items)
+        self._items = self._take_share(forward)
         if _torch.in_compiled_autograd():
             raise LockstepError(
                 f"rank {self._rank} of {self._world_size}: compiled autograd runs this backward, and it does not tell "
@@ -460,7 +462,13 @@ class Replica(Joinable, BackwardListener):
                 f"{self._whoami()}: world.weigh inside lockstep.join: a rank that has run out of batches does not know "
                 "that the others count items. Let lockstep.shard cut the batches, so that every rank takes every step"
             )
-        self._reducer.begin(sync=forward.sync, weight=forward.weight, divisor=forward.divisor, items=items)
+        self._reducer.begin(
+            sync=forward.sync,
+            weight=forward.weight,
+            divisor=forward.divisor,
+            items=items,
+            joins=self._join_config.enable,
+        )
 
     def backward_joins(self, forward: Forward) -> None:
         """Raise if this forward weighs differently; average if it does."""
@@ -471,7 +479,7 @@ class Replica(Joinable, BackwardListener):
         # (Through which forward a backward comes first need not be the same on all ranks.)
         if forward.batch is not None:
             self._batch = max(self._batch or (), forward.batch)
-        if self._find_items(forward) is not self._items:
+        if self._items_of(forward) is not self._items:
             raise LockstepError(
                 f"{self._whoami()}: one backward goes through forwards that were weighed apart (World.weigh), so no "
                 "one number of items makes their mean exact: call backward once for each (inside lockstep.no_sync for "

@@ -1,11 +1,13 @@
 """Sparse gradients (of embeddings with ``sparse=True``): gathered from every rank and added up.
 
 Ranks touch different rows, so there is nothing to line up in a flat bucket. Each rank announces how many rows it has,
-whether they are finite, and how many items they are the mean of, if the script counts these; then it sends its row
-numbers and its rows, padded to the longest. The sum of all is the gradient.
+and whether they are finite; then it sends its row numbers and its rows, padded to the longest. The sum of all is the
+gradient.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,50 +15,55 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.comm.waiting import wait_for
-from lockstep.ddp.counts import MIXED
-from lockstep.ddp.finite import FiniteLook
-from lockstep.errors import CollectiveMismatch
 
 #: What a rank says instead of its number of rows if it did not use the parameter at all.
 _UNUSED = -1
-#: What a rank says instead of its items if it has not counted them, or only some of them.
-_UNCOUNTED, _MIXED = -1, -2
+
+
+class RowLook(Protocol):
+    """What looks at the rows of sparse gradients, which lie in no bucket."""
+
+    def inspect_rows(self, rows: Tensor, name: str) -> bool:
+        """Look at what this rank is about to send; return whether to flag it."""
+        ...
+
+    def note_flagged_rows(self) -> None:
+        """Note that some rank has flagged its rows; called on all ranks."""
+        ...
 
 
 class SparseSlot:
-    """One parameter with a sparse gradient."""
+    """One parameter with a sparse gradient.
 
-    def __init__(self, position: int, param: Parameter, name: str, group: dist.ProcessGroup) -> None:
+    Args:
+        position: the parameter's, in the reducer's list.
+        param: the parameter.
+        name: its name.
+        group: the ranks that gather.
+        look: looks at this rank's rows, whether to tell all ranks that they are not finite.
+    """
+
+    def __init__(
+        self, position: int, param: Parameter, name: str, group: dist.ProcessGroup, look: RowLook | None = None
+    ) -> None:
         #: The parameter's position in the reducer's list.
         self.position = position
-        #: The parameter, its name, and the ranks that gather.
-        self.param, self.name, self.group = param, name, group
+        #: The parameter, its name, the ranks that gather, and what looks at its rows.
+        self.param, self.name, self.group, self.look = param, name, group, look
         #: Its position, as often as it got a gradient in the backward under way. Always the same list.
         self.arrived: list[int] = []
 
-    def issue(
-        self,
-        scale: float,
-        used: bool,
-        finite: FiniteLook | None = None,
-        *,
-        items: int | None = None,
-        is_mixed: bool = False,
-    ) -> SparseTransfer:
+    def issue(self, scale: float, used: bool) -> SparseTransfer:
         """**Collective.** Begin to gather.
 
         Args:
             scale: what this rank's gradient is multiplied by; 0 discards it.
             used: whether the parameter got a gradient since the last reduction.
-            finite: looks at this rank's rows, whether to tell all ranks that they are not finite.
-            items: how many items this rank's gradient is of, by which it is scaled; None: they are not counted.
-            is_mixed: they were counted for some of what was accumulated only.
         """
         indices, values = self._contribution(scale)
         count = len(indices) if (used and scale != 0) or len(indices) else _UNUSED
-        bad = finite is not None and finite.inspect_rows(values, self.name)
-        counted = _UNCOUNTED if items is None else _MIXED if is_mixed else items
-        return SparseTransfer(self, indices, values, said=(count, int(bad), counted))
+        bad = self.look is not None and self.look.inspect_rows(values, self.name)
+        return SparseTransfer(self, indices, values, said=(count, int(bad)))
 
     def _contribution(self, scale: float) -> tuple[Tensor, Tensor]:
         """Return row numbers (1-D) and rows (rows x the parameter's trailing shape) of this rank's gradient."""
@@ -73,56 +80,43 @@ class SparseSlot:
 class SparseTransfer:
     """One reduction of one sparse gradient, under way."""
 
-    def __init__(self, slot: SparseSlot, indices: Tensor, values: Tensor, *, said: tuple[int, int, int]) -> None:
-        self._name, self._param, self._group = slot.name, slot.param, slot.group
+    def __init__(self, slot: SparseSlot, indices: Tensor, values: Tensor, *, said: tuple[int, int]) -> None:
+        self._name, self._param, self._group, self._look = slot.name, slot.param, slot.group, slot.look
         self._world_size = dist.get_world_size(slot.group)
         self._indices, self._values = indices, values
         mine = torch.tensor(said, dtype=torch.int64, device=values.device)
         self._announced = [mine]
         self._work: dist.Work | None = None
+        self._counts: list[int] | None = None
         if self._world_size > 1:
             self._announced = [torch.zeros_like(mine) for _ in range(self._world_size)]
             self._work = dist.all_gather(self._announced, mine, group=slot.group, async_op=True)
 
-    def is_bad(self) -> bool:
-        """**Collective.** Return whether any rank said that its rows are not finite."""
-        return any(bad for _, bad, _ in self._announcements())
+    def hear(self) -> list[int]:
+        """**Collective.** Return how many rows each rank has, and have it noted if any rank has flagged its own."""
+        if self._counts is None:
+            if self._work is not None:
+                wait_for(self._work.wait, self._describe)
+            told = [each.tolist() for each in self._announced]
+            if self._look is not None and any(bad for _, bad in told):
+                self._look.note_flagged_rows()
+            self._counts = [count for count, _ in told]
+        return self._counts
 
-    def items(self) -> int:
-        """**Collective.** Return the items of all ranks, which all count them.
-
-        Raises:
-            CollectiveMismatch: some rank does not; on every rank.
-        """
-        return sum(items for _, _, items in self._announcements())
-
-    def complete(self, *, write: bool, divisor: int = 1) -> bool:
-        """**Collective.** Gather the rows and, if ``write``, make their sum, divided by ``divisor``, the gradient.
+    def complete(self, *, write: bool) -> bool:
+        """**Collective.** Gather the rows and, if ``write``, make their sum the gradient.
 
         Returns:
             Whether any rank used the parameter; if none did, ``grad`` is left alone.
-
-        Raises:
-            CollectiveMismatch: some ranks count items and others don't; on every rank.
         """
-        counts = [count for count, _, _ in self._announcements()]
+        counts = self.hear()
         if all(count == _UNUSED for count in counts):
             return False
         if self._world_size > 1:
             gathered = self._gather([max(0, count) for count in counts], self._indices, self._values)
             if write:
-                self._param.grad = gathered if divisor == 1 else gathered / divisor
+                self._param.grad = gathered
         return True
-
-    def _announcements(self) -> list[list[int]]:
-        """Return (rows, whether they are bad, items) of every rank."""
-        if self._work is not None:
-            wait_for(self._work.wait, self._describe)
-            self._work = None
-        told: list[list[int]] = [each.tolist() for each in self._announced]
-        if any(items < 0 for *_, items in told) and any(items != _UNCOUNTED for *_, items in told):
-            raise CollectiveMismatch(f"{self._describe()}: {MIXED}")
-        return told
 
     def _gather(self, rows: list[int], indices: Tensor, values: Tensor) -> Tensor:
         longest, trailing = max(rows), self._param.shape[1:]

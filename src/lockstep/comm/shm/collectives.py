@@ -140,7 +140,7 @@ def all_reduce_shared(rounds: Rounds, views: Tensors, reduction: Reduction, look
     if look is None:
         rounds.sync()
     else:
-        look.is_suspicious, look.has_looked = rounds.sync_with(look.is_suspicious), True
+        look.is_suspicious = rounds.sync_with(look.is_suspicious)
 
 
 def add_rows_shared(rounds: Rounds, views: Tensors, order: RowOrder) -> None:

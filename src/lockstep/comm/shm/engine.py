@@ -19,7 +19,6 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.comm.looks import SumLook
 from lockstep.comm.shm import tensors
 from lockstep.comm.shm.health import again
 from lockstep.comm.shm.reduction import Reduction
@@ -145,20 +144,13 @@ class Engine(ABC):
 
     # --- what an engine may do better than this --------------------------------------------------------------------
 
-    def all_reduce_tensor(
-        self,
-        tensor: torch.Tensor,
-        how: Reduction,
-        part: Part | None,  # noqa: ARG002  (as find)
-        look: SumLook | None = None,  # noqa: ARG002
-    ) -> None:
+    def all_reduce_tensor(self, tensor: torch.Tensor, how: Reduction, part: Part | None) -> None:  # noqa: ARG002
         """**Collective.** Combine a caller's tensor over all ranks, in place.
 
         Args:
             tensor: dense, as the caller has it.
             how: how to combine.
             part: what :meth:`find` said of it.
-            look: looks at the sum while it is made, where that costs next to nothing; on all ranks, or on none.
         """
         flat = tensors.target(tensor)
         self.all_reduce(flat if flat.dtype is how.dtype else flat.view(how.dtype), how)

@@ -62,12 +62,7 @@ class Group:
         """
         if self._closed or self._process != _process or self.engine.known() is not None:
             self.check(name)
-        turns = self._turns
-        if not asynchronous and not turns.queue and turns.lock.acquire(False):
-            try:
-                self._run(name, fingerprint, move, timeout)
-            finally:
-                turns.lock.release()
+        if not asynchronous and self._run_at_once(name, fingerprint, move, timeout):
             return ShmWork(name, result)
 
         def run() -> None:
@@ -75,10 +70,28 @@ class Group:
             self._run(name, fingerprint, move, timeout)
 
         work = ShmWork(name, result, run)
-        turns.put(work)
+        self._turns.put(work)
         if not asynchronous:
             work.wait()
         return work
+
+    def complete(self, name: str, fingerprint: bytes, move: Move, timeout: float) -> None:
+        """**Collective.** Do as :meth:`issue`, for a caller that waits and needs no Work."""
+        if self._closed or self._process != _process or self.engine.known() is not None:
+            self.check(name)
+        if not self._run_at_once(name, fingerprint, move, timeout):
+            self.issue(name, fingerprint, move, [], timeout, False)
+
+    def _run_at_once(self, name: str, fingerprint: bytes, move: Move, timeout: float) -> bool:
+        """Run a collective if it is its turn; return whether it was."""
+        turns = self._turns
+        if turns.queue or not turns.lock.acquire(False):
+            return False
+        try:
+            self._run(name, fingerprint, move, timeout)
+        finally:
+            turns.lock.release()
+        return True
 
     def check(self, name: str) -> None:
         """Refuse to begin ``name`` where it can't work."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
@@ -112,22 +112,28 @@ class MemoryEngine(Engine):
         """See :class:`Engine`."""
         collectives.all_reduce(self._rounds, flat, how)
 
-    def all_reduce_tensor(
-        self, tensor: torch.Tensor, how: Reduction, part: Part | None, look: SumLook | None = None
-    ) -> None:
+    def all_reduce_tensor(self, tensor: torch.Tensor, how: Reduction, part: Part | None) -> None:
         """See :class:`Engine`. Nothing is copied for a part of shared memory; for a small tensor little is called."""
         rounds = self._rounds
         if part is not None:
-            views = part.views(tensors.target(tensor))
-            if views[0].dtype is not how.dtype:
-                views = [view.view(how.dtype) for view in views]
-            collectives.all_reduce_shared(rounds, views, how, look)
+            collectives.all_reduce_shared(rounds, _views(tensor, how, part), how)
             return
         small = rounds.small(how.dtype, tensor.numel()) if how.factor == 1 else None
         if small is not None and tensor.__class__ in _PLAIN and tensors.is_flat(tensor):
             collectives.all_reduce_small(rounds, tensor.data_ptr(), small, how)
         else:
             super().all_reduce_tensor(tensor, how, part)
+
+    def in_place_sum(
+        self, tensor: torch.Tensor, how: Reduction, part: Part, look: SumLook | None
+    ) -> Callable[[Engine], None]:
+        """Return what adds up ``tensor``, once its turn has come; see :class:`~lockstep.comm.memory.InPlaceMemory`."""
+        views = _views(tensor, how, part)
+
+        def add_up(_: Engine) -> None:
+            collectives.all_reduce_shared(self._rounds, views, how, look)
+
+        return add_up
 
     def add_rows(self, rows: torch.Tensor, order: RowOrder, part: Part) -> None:
         """**Collective.** See :class:`~lockstep.comm.memory.InPlaceMemory`.
@@ -203,3 +209,9 @@ class MemoryEngine(Engine):
             RendezvousError: some rank has no memory, or can't map another's.
         """
         return self._shared.allocate(self._rounds, count, dtype)
+
+
+def _views(tensor: torch.Tensor, how: Reduction, part: Part) -> list[torch.Tensor]:
+    """Return all ranks' memory of a shared tensor, in order of rank, as what is reduced."""
+    views = part.views(tensors.target(tensor))
+    return views if views[0].dtype is how.dtype else [view.view(how.dtype) for view in views]

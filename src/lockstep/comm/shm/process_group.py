@@ -11,7 +11,7 @@ kinds of tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import _torch
-from lockstep.comm import looks
+from lockstep.comm.looks import SumLook
 from lockstep.comm.memory import RowOrder
 from lockstep.comm.shm import fingerprint, tensors
 from lockstep.comm.shm.engine import Engine
@@ -35,7 +35,7 @@ Tensors = list[torch.Tensor]
 # torch's stubs list these methods with overloads and argument names that change from version to version.
 _Base: Any = dist.ProcessGroup
 _AllgatherOptions: Any = _torch.all_gather_options()
-_PREMUL_SUM = REDUCE_OPS.index("PREMUL_SUM")
+_SUM, _PREMUL_SUM = REDUCE_OPS.index("SUM"), REDUCE_OPS.index("PREMUL_SUM")
 _profiler_enabled = _torch.profiler_enabled()
 
 
@@ -140,10 +140,9 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
         if how.factor != 1:
             detail = (detail, how.factor)
         body = fingerprint.take("all_reduce", tensor.dtype, tensor.numel(), reduce_op=op, detail=detail)
-        look = looks.current()
 
         def move(engine: Engine) -> None:
-            engine.all_reduce_tensor(tensor, how, part, look)
+            engine.all_reduce_tensor(tensor, how, part)
 
         return self._issue("all_reduce", body, move, tensors_, opts, tensors_)
 
@@ -289,6 +288,29 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
         group.issue("allocate_tensor", body, move, result, group.timeout, False)
         return result[0]
+
+    def in_place_sum(self, tensor: torch.Tensor, look: SumLook | None = None) -> Callable[[], None]:
+        """Return a **collective** function that adds up all ranks' ``tensor``; see lockstep.comm.memory.
+
+        Raises:
+            RuntimeError: it is not memory that :meth:`allocate_tensor` has made.
+        """
+        group = self._shm_group
+        part, engine = group.engine.find(tensor), group.engine
+        if part is None or not isinstance(engine, MemoryEngine):
+            raise RuntimeError("in_place_sum: expected memory that allocate_tensor has made, on every rank")
+        dtype, count, detail, inputs = tensor.dtype, tensor.numel(), (part.number, part.offset), [tensor]
+        add_up = engine.in_place_sum(tensor, self._reduction(dist.AllreduceOptions(), dtype)[1], part, look)
+
+        def sum_up() -> None:
+            body = fingerprint.take("all_reduce", dtype, count, reduce_op=_SUM, detail=detail)
+            if not _profiler_enabled():
+                group.complete("all_reduce", body, add_up, group.timeout)
+                return
+            with _recorded("all_reduce", inputs):
+                group.complete("all_reduce", body, add_up, group.timeout)
+
+        return sum_up
 
     def add_rows(self, rows: torch.Tensor, order: RowOrder) -> None:
         """**Collective.** Add up rows that lie in memory of :meth:`allocate_tensor`; see lockstep.comm.memory.

@@ -1,0 +1,105 @@
+"""How many items all ranks' gradients are the mean of, added up before the gradients are averaged.
+
+Note [Items of all ranks]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+Rank r's gradient g_r is a mean over n_r items, and the gradient of the mean over all items is
+
+    sum over r of n_r * g_r   /   sum over r of n_r.
+
+A rank knows its own n_r (``World.weigh``), and that of what it has accumulated. So where a backward that averages
+begins, the ranks add these up, by one all-reduce of whole numbers. From there on n_r is a share of a known whole, as
+that of samples is (Note [Exact mean] in ``share.py``), and nothing else differs.
+
+A rank that has weighed must not meet one that has not. Over a backend that compares labels they are told apart before
+any data moves. Others would pair the one's count with the other's gradients. So over these, once all ranks have
+weighed, they tell each other in each backward that follows whether they do. (What is left is a rank that weighs in its
+first backward of all when others don't, over gloo or NCCL: the messages have different sizes, and the backend ends the
+job for that, in its own words.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.exchange import group_device
+from lockstep.comm.labels import compares_labels, labelled
+from lockstep.comm.waiting import wait_for
+from lockstep.errors import CollectiveMismatch, LockstepError, sentence
+
+#: What the ranks do then; the label of the message, by which a mismatch is explained.
+ADDING = "adding up the items of all ranks (World.weigh)"
+#: What has happened, and what to do.
+MIXED = (
+    "some ranks have weighed this backward's gradients by items (World.weigh), and others have not, or not those of "
+    "every batch that they accumulated: call world.weigh before each backward, on all ranks, with 0 where it has none"
+)
+
+
+class ItemTotals:
+    """Adds up the items of all ranks; see Note [Items of all ranks].
+
+    Args:
+        group: the ranks that hold replicas.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._world_size = group, dist.get_world_size(group)
+        self._device = group_device(group)
+        self._compares_labels = compares_labels(group, self._device)
+        #: Whether ranks that have not weighed take part as well; the same on all ranks.
+        self._asks_all = False
+
+    def weight(self, items: int | None, *, is_mixed: bool, whoami: Callable[[], str]) -> float | None:
+        """**Collective** if this rank has weighed, or all did before. Return the weight of one item of this rank.
+
+        Args:
+            items: how many its gradients are the mean of; None: it has not weighed.
+            is_mixed: it has for a part of what it has accumulated only.
+            whoami: says which rank this is, and how far it has come.
+
+        Returns:
+            What the mean over one item is multiplied by, for the mean over ranks; None if no rank has weighed.
+
+        Raises:
+            CollectiveMismatch: some ranks have weighed and others have not.
+            LockstepError: no rank has any items.
+            CollectiveTimeout, PeerLost: another rank is late or gone.
+        """
+        if items is None and not self._asks_all:
+            return None
+        weighs, does_not = int(items is not None), int(items is None or is_mixed)
+        sums = torch.tensor([items or 0, weighs, does_not], dtype=torch.int64, device=self._device)
+        if self._world_size > 1:
+            self._add_up(sums, whoami)
+        total, weighing, others = map(int, sums.tolist())
+        if weighing and others:
+            raise CollectiveMismatch(f"{whoami()}: {MIXED}")
+        if not weighing:
+            return None
+        self._asks_all = self._world_size > 1 and not self._compares_labels
+        if total == 0:
+            raise LockstepError(
+                f"{whoami()}: every rank has said world.weigh(0), so there is nothing to take a mean of: leave this "
+                "step out, on all ranks"
+            )
+        return self._world_size / total
+
+    def _add_up(self, sums: torch.Tensor, whoami: Callable[[], str]) -> None:
+        try:
+            with labelled(ADDING):
+                wait_for(lambda: dist.all_reduce(sums, group=self._group), lambda: f"{whoami()}: {ADDING}", name=ADDING)
+        except CollectiveMismatch as error:
+            raise explain_mixed(error) from error
+
+    def take_over(self, old: ItemTotals) -> None:
+        """Continue where the totals of other parameters of the same module stand."""
+        self._asks_all = old._asks_all
+
+
+def explain_mixed(error: CollectiveMismatch) -> CollectiveMismatch:
+    """Return ``error`` with a remedy, if some rank was adding up items when the others were not."""
+    text = str(error)
+    return CollectiveMismatch(f"{sentence(text)} That is, {MIXED}") if ADDING in text and MIXED not in text else error

@@ -1,0 +1,80 @@
+"""Whether the ranks are in the same backward, over a backend that compares no labels; see Note [Left-out backwards].
+
+Each rank sets one of a few flags, according to how far it has come. More than one that is not 0 says that the ranks are
+in different backwards; a rank that is behind by as many as there are flags is not told from one that is not.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.exchange import all_gather_records
+from lockstep.ddp.bucket import Bucket
+from lockstep.ddp.rider import BackwardState
+from lockstep.errors import CollectiveMismatch, sentence
+
+#: Backwards are numbered modulo this; see Note [Labels] in backward.py.
+LABELS = 16
+_FLAGS = 4
+_LEFT_OUT = "without a backward"
+
+
+class LeftOut:
+    """A rider that compares how far the ranks are.
+
+    Args:
+        group: the ranks that hold replicas.
+        dtype: of the flags.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        self._group, self._rows = group, torch.eye(_FLAGS, dtype=dtype)
+
+    def width(self, parameters: int, *, is_last: bool) -> int:  # noqa: ARG002  (as the protocol has it)
+        """See :class:`~lockstep.ddp.rider.Rider`."""
+        return _FLAGS if is_last else 0
+
+    def write(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:  # noqa: ARG002
+        """See :class:`~lockstep.ddp.rider.Rider`."""
+        flags.copy_(self._rows[sending.place % _FLAGS])
+
+    def read(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:  # noqa: ARG002
+        """See :class:`~lockstep.ddp.rider.Rider`.
+
+        Raises:
+            CollectiveMismatch: the ranks are in different backwards; on all ranks.
+        """
+        if flags.tolist().count(0) == _FLAGS - 1:
+            return
+        told = [
+            f"rank {rank} in backward {backward} of each {LABELS}"
+            + (f", after {count_left_out(left_out)}" if left_out else "")
+            for rank, (backward, left_out) in enumerate(
+                all_gather_records([sending.number % LABELS, sending.left_out], self._group)
+            )
+        ]
+        raise CollectiveMismatch(
+            f"{sending.whoami()}: the ranks averaged the gradients of different backwards: {'; '.join(told)}"
+        )
+
+    def alone(self, sending: BackwardState) -> None:
+        """See :class:`~lockstep.ddp.rider.Rider`: nothing is told without a bucket."""
+
+
+def count_left_out(number: int) -> str:
+    """Count forwards without a backward, in the words that :func:`explain_left_out` looks for."""
+    return f"{number} forward{'' if number == 1 else 's'} {_LEFT_OUT}"
+
+
+def explain_left_out(error: CollectiveMismatch) -> CollectiveMismatch:
+    """Return ``error`` with a remedy, if some rank said that it left a backward out; else ``error`` itself."""
+    if _LEFT_OUT not in str(error):
+        return error
+    return CollectiveMismatch(
+        f"{sentence(str(error))} A rank that runs a forward for training and leaves its backward out (a `continue` "
+        "before it) would be averaged with the others' next batch from then on. Decide that on all ranks together, for "
+        "instance with world.all_reduce(int(bad), 'max'). If its loss only has no use for an output, let it count "
+        "nothing: loss + 0 * out.sum(). A forward that is not for training belongs under torch.no_grad()"
+    )

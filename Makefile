@@ -50,7 +50,7 @@ format: $(READY)  ## let ruff format the code
 	$(BIN)/ruff check --fix .
 
 faults: $(READY)  ## the longer campaigns of killed and stuck processes, of which the other tests hold a selection (hours)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist load --max-worker-restart 0 -m "campaign and not timed"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist load --timeout 1800 -m "campaign and not timed"
 	$(BIN)/python -m pytest -m "campaign and timed"
 
 newest:  ## the demo and the tests of torch's internals, on the newest torch there is

@@ -116,7 +116,7 @@ class LocalReplica(Replica):
     def _begin(self, forward: Forward) -> None:
         if self._items is not None:
             raise LockstepError(
-                f"{self._whoami()}: world.weigh with LocalSteps: it weighs gradients where they are averaged, and here "
+                f"{self.whoami()}: world.weigh with LocalSteps: it weighs gradients where they are averaged, and here "
                 "parameters are, each rank's alike. Leave it out, or average every gradient (without sync=)"
             )
         self._reducer.begin(sync=False, weight=forward.weight)
@@ -167,7 +167,7 @@ class LocalReplica(Replica):
     def finish_round(self) -> None:
         """**Collective.** See :func:`lockstep.finish_round`."""
         if self.is_in_backward:
-            raise LockstepError(f"{self._whoami()}: finish_round was called inside a backward: call it between steps")
+            raise LockstepError(f"{self.whoami()}: finish_round was called inside a backward: call it between steps")
         before = flight.current.phase
         flight.current.enter(Phase.REDUCE)
         uneven = False
@@ -205,7 +205,7 @@ class LocalReplica(Replica):
             flat = torch.cat([each.view(-1).float() for each in statistics]).to(group_device(self._group))
             wait_for(
                 lambda: dist.all_reduce(flat, group=self._group),
-                lambda: f"{self._whoami()}: averaging batch statistics",
+                lambda: f"{self.whoami()}: averaging batch statistics",
                 name="averaging batch statistics",
             )
             flat /= self._world_size
@@ -216,16 +216,17 @@ class LocalReplica(Replica):
 
     # What has no meaning here -----------------------------------------------------------------------------------------
 
-    def _why_not_in_slices(self, module: nn.Module) -> LockstepError:  # noqa: ARG002  (as for others)
-        return LockstepError(
-            f"{self._whoami()}: a step in slices averages gradients, and with LocalSteps none are averaged: shard the "
-            "loader without slices=, or replicate the model without sync="
+    def why_not_in_slices(self) -> str:
+        """Say that nothing would be averaged."""
+        return (
+            "a step in slices averages gradients, and with LocalSteps none are averaged: shard the loader without "
+            "slices=, or replicate the model without sync="
         )
 
     def join_hook(self, **_: Any) -> JoinHook:
         """Refuse: it would ask all ranks in every forward."""
         raise LockstepError(
-            f"{self._whoami()}: lockstep.join asks all ranks before every forward, which LocalSteps is there to avoid: "
+            f"{self.whoami()}: lockstep.join asks all ranks before every forward, which LocalSteps is there to avoid: "
             "leave it out, and call lockstep.finish_round(model) after the loop. A rank that is there first takes part "
             "in the rounds of the others until they have come too"
         )
@@ -234,7 +235,7 @@ class LocalReplica(Replica):
         """Refuse: there are no gradients to average."""
         del state, hook
         raise LockstepError(
-            f"{self._whoami()}: a comm hook averages gradients, and with LocalSteps none are averaged: choose "
+            f"{self.whoami()}: a comm hook averages gradients, and with LocalSteps none are averaged: choose "
             "LocalSteps(compress=...) instead"
         )
 

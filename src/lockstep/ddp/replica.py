@@ -35,7 +35,7 @@ from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.rider import Rider
-from lockstep.ddp.sliced import SlicedGradients
+from lockstep.ddp.slice_member import SliceMember, forward_in_slice, of_other_slice
 from lockstep.ddp.sparse import SparseSlot
 from lockstep.ddp.timing import Timing, refuse_to_time, time_steps
 from lockstep.ddp.unaveraged import Unaveraged
@@ -96,15 +96,13 @@ class Replica(Joinable, BackwardListener):
         self._closing = weakref.finalize(module, self._close)
         self._closing.atexit = False
         self._warns_of_unused = not options.find_unused_parameters and self._rank == 0
-        self._sliced: SlicedGradients | None = None
-        self._unfit_for_slices: LockstepError | None = None
-        self._kept_count = KeptCount(self._whoami())
-        #: Forwards in the slice in hand; and whether a backward begins with a gradient that is there already.
-        self._forwards_in_slice, self._is_unannounced = 0, False
-        #: Its number among what takes part in steps in slices, which are the whole world's.
-        self._member = slicing.join(self) if self._in_hand() is not None else None
-        if self._member is not None and self._world_size > 1 and options.compares:
-            ending.follow(self._member, self)
+        self._kept_count = KeptCount(self.whoami())
+        #: Whether a backward begins with a gradient that is there already.
+        self._is_unannounced = False
+        #: Its part in steps in slices, which are the whole world's.
+        self._slices = SliceMember(self) if self._in_hand() is not None else None
+        if self._slices is not None and self._world_size > 1 and options.compares:
+            ending.follow(self._slices.number, self)
 
     def _compare(self, module: nn.Module, *, unfit: str | None = None) -> None:
         compare_replicas(
@@ -165,7 +163,7 @@ class Replica(Joinable, BackwardListener):
         """Return names and parameters of those that are trained now, and note the others."""
         named = [(name, param) for name, param in parameters_of(module) if param.requires_grad]
         self._frozen = [param for _, param in parameters_of(module) if not param.requires_grad]
-        self._own = OwnParameters(module, self._whoami)
+        self._own = OwnParameters(module, self.whoami)
         if self._options.compares and self._world_size > 1:
             if self._drift is None:
                 self._drift = DriftCheck(self._group, self._options.compared_within)
@@ -205,7 +203,8 @@ class Replica(Joinable, BackwardListener):
         """Have some of the steps to come timed; see Note [Timed steps] in timing.py."""
         return time_steps(self._reducer, group=self._group, caps=self._options.bucket_caps)
 
-    def _whoami(self) -> str:
+    def whoami(self) -> str:
+        """Say which rank this is."""
         return f"rank {self._rank} of {self._world_size}"
 
     def _choose_memory(self, params: list[nn.Parameter]) -> InPlaceMemory | None:
@@ -221,15 +220,16 @@ class Replica(Joinable, BackwardListener):
         self._remove_hooks()
         self._reducer = self._lay_out(module)
         self._reducer.take_over(old)
-        self._sliced = None
+        if self._slices is not None:
+            self._slices.turn_to_new_layout()
         if self._timing is not None:
             self._timing.turn_to(self._reducer)
         self._watch.turn_to(self._reducer.params)
 
     def _close(self) -> None:
-        if self._member is not None:
-            ending.say_now(self._member, self)
-            slicing.leave(self._member)
+        if self._slices is not None:
+            ending.say_now(self._slices.number, self)
+            self._slices.close()
         self._end_timing()
         self._remove_hooks()
         self._stop_looking()
@@ -252,9 +252,9 @@ class Replica(Joinable, BackwardListener):
                 f"rank {self._rank} of {self._world_size}: release was called inside a backward: call it between steps"
             )
         self._is_released = True
-        if self._member is not None:
-            ending.leave(self._member)
-            slicing.leave(self._member)
+        if self._slices is not None:
+            ending.leave(self._slices.number)
+            self._slices.close()
         self._end_timing()
         streams.current().end(self._module())
         for handle in self.announcing:
@@ -283,7 +283,8 @@ class Replica(Joinable, BackwardListener):
 
     def at_end(self) -> tuple[str, list[tuple[str, str]]] | None:
         """Return what the ranks compare at the end of the job; None if nothing was averaged."""
-        if not self._reducer.params or not (self._reducer.step or self._sliced):
+        has_sliced = self._slices is not None and self._slices.has_trained
+        if not self._reducer.params or not (self._reducer.step or has_sliced):
             return None
         return f"the replica of {len(self._reducer.params)} parameters", self._reducer.digests()
 
@@ -323,7 +324,7 @@ class Replica(Joinable, BackwardListener):
         wrapper = _wrapper_around(module)
         if wrapper is not None:
             raise LockstepError(
-                f"{self._whoami()}: this {type(module).__name__} is a replica of lockstep's inside torch's {wrapper}, "
+                f"{self.whoami()}: this {type(module).__name__} is a replica of lockstep's inside torch's {wrapper}, "
                 "and both would average its gradients, which is not exact and twice the work: leave one of them out. "
                 "lockstep.release(model) makes a plain module again, and lockstep.DistributedDataParallel has the "
                 "interface of torch's"
@@ -379,7 +380,7 @@ class Replica(Joinable, BackwardListener):
     def _known_last(self) -> Forward:
         """Return what the last forward knew, or would know now if none came since the last backward."""
         if slicing.in_slice():
-            return _forward_in_slice()
+            return forward_in_slice()
         if self._latest is not None:
             return self._latest
         module = self._module()
@@ -436,9 +437,8 @@ class Replica(Joinable, BackwardListener):
     def backward_begins(self, forward: Forward) -> None:
         """Let the reducer begin."""
         streams.current().end(self._module())
-        self._refuse_other_slice(forward)
-        if forward.slice is not None:
-            _raise_if(self._unfit_for_slices)
+        if forward.slice != slicing.here():
+            raise of_other_slice(self.whoami())
         self._items = self._take_share(forward)
         if _torch.in_compiled_autograd():
             raise LockstepError(
@@ -451,15 +451,15 @@ class Replica(Joinable, BackwardListener):
             _raise_if(self._own.find_changed())
         flight.current.enter(_BACKWARD)
         self._current, self._batch = forward, forward.batch
-        if forward.slice is not None and self._sliced is not None:
-            self._sliced.backward_begins(unannounced=self._is_unannounced)
+        if forward.slice is not None and self._slices is not None:
+            self._slices.backward_begins(unannounced=self._is_unannounced)
         self._begin(forward)
 
     def _begin(self, forward: Forward) -> None:
         items = None if self._items is None else self._items.count
         if items is not None and self._join_config.enable:
             raise LockstepError(
-                f"{self._whoami()}: world.weigh inside lockstep.join: a rank that has run out of batches does not know "
+                f"{self.whoami()}: world.weigh inside lockstep.join: a rank that has run out of batches does not know "
                 "that the others count items. Let lockstep.shard cut the batches, so that every rank takes every step"
             )
         self._reducer.begin(
@@ -475,13 +475,14 @@ class Replica(Joinable, BackwardListener):
         current = self._current
         if current is None or forward is current:
             return
-        self._refuse_other_slice(forward)
+        if forward.slice != slicing.here():
+            raise of_other_slice(self.whoami())
         # (Through which forward a backward comes first need not be the same on all ranks.)
         if forward.batch is not None:
             self._batch = max(self._batch or (), forward.batch)
         if self._items_of(forward) is not self._items:
             raise LockstepError(
-                f"{self._whoami()}: one backward goes through forwards that were weighed apart (World.weigh), so no "
+                f"{self.whoami()}: one backward goes through forwards that were weighed apart (World.weigh), so no "
                 "one number of items makes their mean exact: call backward once for each (inside lockstep.no_sync for "
                 "all but the last)"
             )
@@ -526,7 +527,7 @@ class Replica(Joinable, BackwardListener):
             self._guard.averaged_unseen(self._place_words())
 
     def _place_words(self) -> str:
-        return f"{self._whoami()}, step {self._reducer.step}"
+        return f"{self.whoami()}, step {self._reducer.step}"
 
     def backward_dies(self) -> None:
         """Let the reducer forget the backward."""
@@ -549,103 +550,60 @@ class Replica(Joinable, BackwardListener):
             "others; if it is what you mean, find_unused_parameters=True ends this warning"
         )
 
-    # Steps in slices ------------------------------------------------------------------------------------------------
+    # Steps in slices: see Sliceable ---------------------------------------------------------------------------------
 
     def _find_unfrozen_in_step(self) -> LockstepError | None:
         if slicing.current() is None:
             return None
         return LockstepError(
-            f"{self._whoami()}: parameters that were frozen when the step began are trained in one of its slices, "
+            f"{self.whoami()}: parameters that were frozen when the step began are trained in one of its slices, "
             "which all ranks have to agree on: unfreeze parameters between steps"
         )
 
     def _announce_in_slice(self, *, trains: bool) -> Forward:
-        if self._member is None or self._join_config.enable:
-            reason = "its process group is not the whole world" if self._member is None else "it is inside join"
+        if self._slices is None or self._join_config.enable:
+            reason = "its process group is not the whole world" if self._slices is None else "it is inside join"
             raise LockstepError(
-                f"{self._whoami()}: a step in slices has been through a replica that can't take part: {reason}"
+                f"{self.whoami()}: a step in slices has been through a replica that can't take part: {reason}"
             )
-        if trains:
-            _raise_if(self._unfit_for_slices)
-        self._forwards_in_slice += 1
-        return _forward_in_slice()
+        return self._slices.forward_begins(trains=trains)
 
-    def _refuse_other_slice(self, forward: Forward) -> None:
-        if forward.slice != slicing.here():
-            raise LockstepError(
-                f"{self._whoami()}: this backward comes through a forward of another slice, or of none, or of a step "
-                "that is over, so its gradients would not be averaged: call backward inside the slice whose loss it is"
-            )
+    @property
+    def reducer(self) -> Reducer:
+        """What averages the gradients."""
+        return self._reducer
 
-    def step_begins(self, step: slicing.SlicedStep) -> None:
-        """See :class:`~lockstep.comm.slicing.Member`."""
-        module = self._living_module()
+    @property
+    def check(self) -> FiniteCheck | None:
+        """What looks at gradients that are averaged; None if nothing does, or in front of the optimizer's step."""
+        return self._check
+
+    def lay_out_if_unfrozen(self, module: nn.Module) -> None:
+        """**Collective** if parameters that were frozen are trained now. Lay the buckets out for them."""
         if any(param.requires_grad for param in self._frozen):
             self._lay_out_again(module)
+
+    def buffers_to_send(self, module: nn.Module) -> list[Tensor]:
+        """Return the buffers that are to be the same on all ranks."""
+        return self._buffers.current(module) if self.sends_buffers else []
+
+    def why_not_in_slices(self) -> str:
+        """Return what its way of training has against slices; empty: nothing."""
+        return ""
+
+    def begins_slices(self) -> None:
+        """Note that a step in slices begins."""
         if self._timing is not None:
             self._end_timing()
             self._timing = None
             refuse_to_time("it trained in slices, whose gradients are averaged after the last of them")
-        # One that can't take part may still be there, as long as it does not.
-        self._unfit_for_slices = self._why_not_in_slices(module) if self._sliced is None else None
-        if self._unfit_for_slices is not None:
-            return
-        if self._sliced is None:
-            # (Also of those that have been frozen since.)
-            named = {id(param): name for name, param in parameters_of(module)}
-            names = [named.get(id(param), "") for param in self._reducer.params]
-            self._sliced = SlicedGradients(self._reducer.params, names, group=self._group, finite=self._check)
-        self._sliced.begin(module, step, self._find_buffers(module))
 
-    def _find_buffers(self, module: nn.Module) -> list[Tensor]:
-        return self._buffers.current(module) if self.sends_buffers else []
-
-    def _why_not_in_slices(self, module: nn.Module) -> LockstepError | None:
-        why = ""
-        if self._reducer.hook_name():
-            why = f"a comm hook ({self._reducer.hook_name()}) averages its gradients, and slices are added up in order"
-        elif self._reducer.sparse:
-            why = "it has sparse gradients, and slices add up dense ones: make its embeddings with sparse=False"
-        for name, part in module.named_modules():
-            if type(part).__name__ == "SyncBatchNorm":
-                why = (
-                    f"'{name}' is a SyncBatchNorm, which waits for all ranks in every forward, and the ranks have "
-                    "different numbers of slices: use a plain batch norm, whose statistics are those of a slice on "
-                    "any number of ranks"
-                )
-        return LockstepError(f"{self._whoami()}: this model can't train in slices: {why}") if why else None
-
-    def slice_ends(self, step: slicing.SlicedStep, number: int) -> None:
-        """See :class:`~lockstep.comm.slicing.Member`."""
-        if self._unfit_for_slices is not None:
-            return
-        assert self._sliced is not None  # the step has begun
-        assert self._member is not None
-        module = self._living_module()
-        forwards, self._forwards_in_slice = self._forwards_in_slice, 0
-        has_gradient = self._sliced.take(step, number, module, self._find_buffers(module), forwards=forwards)
-        self._reducer.forget_accumulated()
-        if has_gradient or self._sliced.has_cleared or (forwards and module.training) or self._member in step.said:
-            step.touch(self._member, self._sliced.say())
-
-    def step_ends(self, step: slicing.SlicedStep) -> None:
-        """See :class:`~lockstep.comm.slicing.Member`."""
-        assert self._sliced is not None  # the step has begun
-        assert self._member is not None
-        self._sliced.end(step, step.says[self._member])
+    def sliced_step_ended(self, step: slicing.SlicedStep) -> None:
+        """**Collective** in some steps. Look at the averages in front of the optimizer's step; compare the replicas."""
         if self._guard is not None:
             self._guard.averaged_unseen(step.whoami())
         if self._drift is not None and self._drift.count():
             _raise_if(self._drift.exchange_alone())
-
-    def forget(self) -> None:
-        """See :class:`~lockstep.comm.slicing.Member`."""
-        if self.is_in_backward:
-            self.backward_dies()
-        self._forwards_in_slice = 0
-        self._reducer.forget_accumulated()
-        if self._sliced is not None:
-            self._sliced.forget()
 
     # What users ask for ---------------------------------------------------------------------------------------------
 
@@ -693,8 +651,8 @@ class Replica(Joinable, BackwardListener):
         self._reducer.register_comm_hook(state, hook)
         if self._drift is not None and self._options.compare_every == "auto" and not keeps_equal(hook):
             self._drift.stop()  # see Note [A rank's own]
-            if self._member is not None:
-                ending.leave(self._member)
+            if self._slices is not None:
+                ending.leave(self._slices.number)
             if self._unaveraged is not None:
                 self._unaveraged.stop()
 
@@ -751,11 +709,6 @@ class Replica(Joinable, BackwardListener):
     def _broadcast(self, tensors: Iterable[Tensor], source: int, what: str) -> None:
         say: Callable[[], str] = lambda: f"rank {self._rank} of {self._world_size}: {what}"  # noqa: E731
         broadcast_tensors(tensors, group=self._group, source=source, what=say)
-
-
-def _forward_in_slice() -> Forward:
-    """Return what a forward in a slice knows: its gradients are averaged at the end of the step."""
-    return Forward(sync=False, weight=1.0, sends_buffers=False, slice=slicing.here())
 
 
 def _raise_if(error: LockstepError | None) -> None:

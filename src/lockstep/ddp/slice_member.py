@@ -1,0 +1,179 @@
+"""A replica's part in steps in slices: what it does between a step's beginning and its end, and whether it can."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.comm import slicing
+from lockstep.ddp.finite import FiniteCheck
+from lockstep.ddp.hooks import Forward
+from lockstep.ddp.members import parameters_of
+from lockstep.ddp.reducer import Reducer
+from lockstep.ddp.sliced import SlicedGradients
+from lockstep.errors import LockstepError
+
+
+class Sliceable(Protocol):
+    """What a step in slices needs of a replica."""
+
+    @property
+    def module(self) -> nn.Module | None: ...
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+
+    @property
+    def reducer(self) -> Reducer: ...
+
+    @property
+    def check(self) -> FiniteCheck | None: ...
+
+    @property
+    def is_in_backward(self) -> bool: ...
+
+    def whoami(self) -> str: ...
+
+    def lay_out_if_unfrozen(self, module: nn.Module) -> None: ...
+
+    def buffers_to_send(self, module: nn.Module) -> list[Tensor]: ...
+
+    def begins_slices(self) -> None: ...
+
+    def why_not_in_slices(self) -> str: ...
+
+    def sliced_step_ended(self, step: slicing.SlicedStep) -> None: ...
+
+    def backward_dies(self) -> None: ...
+
+
+class SliceMember:
+    """Takes part in steps in slices for one replica; see Note [What becomes of a slice] in ``sliced.py``.
+
+    Args:
+        replica: whose gradients they are.
+    """
+
+    def __init__(self, replica: Sliceable) -> None:
+        self._replica = replica
+        self._gradients: SlicedGradients | None = None
+        #: Why the replica can't take part in the step in hand.
+        self._unfit: LockstepError | None = None
+        #: Forwards in the slice in hand.
+        self._forwards = 0
+        #: Its number among what takes part in steps in slices, which are the whole world's.
+        self.number = slicing.join(self)
+
+    def close(self) -> None:
+        """Take part in no more."""
+        slicing.leave(self.number)
+
+    def turn_to_new_layout(self) -> None:
+        """Begin anew with the next step: the replica trains other parameters."""
+        self._gradients = None
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step in slices has begun with these parameters."""
+        return self._gradients is not None
+
+    # In a slice -----------------------------------------------------------------------------------------------------
+
+    def forward_begins(self, *, trains: bool) -> Forward:
+        """Return what a forward in a slice knows."""
+        if trains and self._unfit is not None:
+            raise self._unfit
+        self._forwards += 1
+        return forward_in_slice()
+
+    def backward_begins(self, *, unannounced: bool) -> None:
+        """Make way for the gradients of a backward in a slice."""
+        if self._unfit is not None:
+            raise self._unfit
+        if self._gradients is not None:
+            self._gradients.backward_begins(unannounced=unannounced)
+
+    # See slicing.Member ---------------------------------------------------------------------------------------------
+
+    def step_begins(self, step: slicing.SlicedStep) -> None:
+        """See :class:`~lockstep.comm.slicing.Member`."""
+        replica, module = self._replica, self._living_module()
+        replica.lay_out_if_unfrozen(module)
+        replica.begins_slices()
+        # One that can't take part may still be there, as long as it does not.
+        why = self._why_not(module) if self._gradients is None else ""
+        self._unfit = LockstepError(f"{replica.whoami()}: this model can't train in slices: {why}") if why else None
+        if self._unfit is not None:
+            return
+        if self._gradients is None:
+            # (Also of those that have been frozen since.)
+            named = {id(param): name for name, param in parameters_of(module)}
+            params = replica.reducer.params
+            names = [named.get(id(param), "") for param in params]
+            self._gradients = SlicedGradients(params, names, group=replica.group, finite=replica.check)
+        self._gradients.begin(module, step, replica.buffers_to_send(module))
+
+    def slice_ends(self, step: slicing.SlicedStep, number: int) -> None:
+        """See :class:`~lockstep.comm.slicing.Member`."""
+        if self._unfit is not None:
+            return
+        assert self._gradients is not None  # the step has begun
+        module = self._living_module()
+        forwards, self._forwards = self._forwards, 0
+        buffers = self._replica.buffers_to_send(module)
+        has_gradient = self._gradients.take(step, number, module, buffers, forwards=forwards)
+        self._replica.reducer.forget_accumulated()
+        if has_gradient or self._gradients.has_cleared or (forwards and module.training) or self.number in step.said:
+            step.touch(self.number, self._gradients.say())
+
+    def step_ends(self, step: slicing.SlicedStep) -> None:
+        """See :class:`~lockstep.comm.slicing.Member`."""
+        assert self._gradients is not None  # the step has begun
+        self._gradients.end(step, step.says[self.number])
+        self._replica.sliced_step_ended(step)
+
+    def forget(self) -> None:
+        """See :class:`~lockstep.comm.slicing.Member`."""
+        if self._replica.is_in_backward:
+            self._replica.backward_dies()
+        self._forwards = 0
+        self._replica.reducer.forget_accumulated()
+        if self._gradients is not None:
+            self._gradients.forget()
+
+    def _living_module(self) -> nn.Module:
+        module = self._replica.module
+        if module is None:
+            raise LockstepError("the replicated module no longer exists: keep a reference to it")
+        return module
+
+    def _why_not(self, module: nn.Module) -> str:
+        """Return what speaks against slices; empty: nothing."""
+        reducer = self._replica.reducer
+        for name, part in module.named_modules():
+            if type(part).__name__ == "SyncBatchNorm":
+                return (
+                    f"'{name}' is a SyncBatchNorm, which waits for all ranks in every forward, and the ranks have "
+                    "different numbers of slices: use a plain batch norm, whose statistics are those of a slice on "
+                    "any number of ranks"
+                )
+        if reducer.hook_name():
+            return f"a comm hook ({reducer.hook_name()}) averages its gradients, and slices are added up in order"
+        if reducer.sparse:
+            return "it has sparse gradients, and slices add up dense ones: make its embeddings with sparse=False"
+        return self._replica.why_not_in_slices()
+
+
+def forward_in_slice() -> Forward:
+    """Return what a forward in a slice knows: its gradients are averaged at the end of the step."""
+    return Forward(sync=False, weight=1.0, sends_buffers=False, slice=slicing.here())
+
+
+def of_other_slice(whoami: str) -> LockstepError:
+    """Return what to raise where a backward comes through a forward that is not of the slice in hand."""
+    return LockstepError(
+        f"{whoami}: this backward comes through a forward of another slice, or of none, or of a step that is over, so "
+        "its gradients would not be averaged: call backward inside the slice whose loss it is"
+    )

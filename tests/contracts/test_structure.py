@@ -18,7 +18,7 @@ grimp = pytest.importorskip("grimp", reason="not in the environments of other ve
 _PACKAGE = Path(lockstep.__file__).parent
 
 #: Files that import each other, for type checkers or inside functions as well.
-CIRCLES: set[frozenset[str]] = {frozenset({"comm.slicing", "comm.world"})}
+CIRCLES: set[frozenset[str]] = set()
 
 #: Names that classes of several rooms have.
 SHARED_NAMES: dict[str, set[str]] = {

@@ -17,18 +17,32 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 
 from lockstep import slices as order
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.labels import labelled
 from lockstep.errors import CollectiveMismatch, LockstepError
 
-if TYPE_CHECKING:
-    from lockstep.comm.world import World
+
+class Ranks(Protocol):
+    """What a step needs of the world that it is taken in."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 class Member(Protocol):
@@ -91,7 +105,7 @@ def here() -> tuple[int, ...] | None:
     return None if _current is None or _current.number is None else (*_current.place, _current.number)
 
 
-def refuse_in_slice(what: str, world: World) -> None:
+def refuse_in_slice(what: str, world: Ranks) -> None:
     """Raise if a slice is in hand.
 
     Raises:
@@ -119,7 +133,7 @@ class SlicedStep:
 
     def __init__(
         self,
-        world: World,
+        world: Ranks,
         *,
         place: Sequence[int],
         sizes: Sequence[int],

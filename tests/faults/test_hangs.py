@@ -46,6 +46,7 @@ def _skip_without_disk(kind: str) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.timed
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_hang_is_named(kind: str, tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_a_selection_of_hangs_is_named(tmp_path: Path) -> None:
 
 
 def _straggle(tmp_path: Path, *, seconds: float) -> Finished:
-    """Train with a rank that fetches its data three times slower than the other."""
+    """Train with a rank whose own code takes three times as long as the other's."""
     env = environment(tmp_path, torch=True, LOCKSTEP_QUIET="")
     options = ["--seconds", str(seconds), "--work", "0.01", "--slow", "3"]
     with Running(["lockstep", "run", "-n", "2", str(SCRIPT), str(tmp_path), *options], cwd=tmp_path, env=env) as job:
@@ -70,7 +71,7 @@ def _straggle(tmp_path: Path, *, seconds: float) -> Finished:
 def _check_straggler(done: Finished) -> None:
     assert done.code == 0, done
     assert "held up" not in done.err, done.err
-    assert "input straggler: rank 1, in data: " in done.err
+    assert "compute straggler: rank 1, in your code: " in done.err
     assert "rank 0 took" in done.out
 
 

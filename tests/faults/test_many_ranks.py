@@ -42,6 +42,7 @@ def test_one_of_many_ranks_fails(tmp_path: Path) -> None:
     assert "PeerLost" not in report, "and no echo of it"
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("kind", ["stop", "lock"])
 def test_one_of_many_ranks_gets_stuck(tmp_path: Path, kind: str) -> None:
     case = Case(kind, _VICTIM, 9, "own", ranks=_RANKS)

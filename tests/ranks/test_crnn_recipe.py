@@ -120,6 +120,7 @@ def test_it_learns_to_read(trained: tuple[Path, Finished]) -> None:
     assert "2 replica(s) in processes, on cpu, global batch 32, 91,403 parameters -> runs/crnn/run-001" in done.out
 
 
+@pytest.mark.timed
 @pytest.mark.campaign
 def test_nine_lines_of_ten_are_read_within_five_minutes(tmp_path: Path) -> None:
     with start(

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from lockstep.ddp.drift import FLAGS
-from lockstep.job.timetable import Timetable
 from lockstep.runs import history
 from lockstep.runs.history import UnknownRun
 from lockstep.runs.network import Network
 from lockstep.runs.plan import INSIDE, Plan, Recorded, Setting
+from lockstep.runs.timetable import Timetable
 from tests.launching import python_path, run
 
 _SCRIPT = Path(__file__).with_name("planned.py")

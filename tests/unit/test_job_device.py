@@ -33,6 +33,9 @@ class _Passed:
         assert end_event.query(), "nothing is read that has not passed"
         return end_event.at - self.at
 
+    def synchronize(self) -> None:
+        self._stream.done = max(self._stream.done, self.at)
+
 
 class _Stream:
     """A device that works off what it is given when the test says so."""

@@ -17,13 +17,13 @@ from click.testing import CliRunner
 from lockstep.cli import main
 from lockstep.job.account import Progress
 from lockstep.job.page import Phase
-from lockstep.job.timetable import Timetable
 from lockstep.runs import history
 from lockstep.runs.chart import describe
 from lockstep.runs.history import UnknownRun
 from lockstep.runs.network import Link, Network, parse_bandwidth, parse_latency
 from lockstep.runs.plan import INSIDE, Plan, Recorded, Setting, Slowest, parse_counts, powers
 from lockstep.runs.record import Recorder
+from lockstep.runs.timetable import Timetable
 
 _A, _RATE = 1e-3, 1e6
 _SLOW, _FAST = Link(_A, _RATE), Link(1e-5, 1e9)

@@ -35,6 +35,8 @@ def test_what_is_asked_for_is_read(text: str, asked: tuple[int, int]) -> None:
 
 
 class _Eye:
+    on_demand = False
+
     def __init__(self) -> None:
         self.seen: list[str] = []
 

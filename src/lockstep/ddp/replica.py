@@ -37,7 +37,6 @@ from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.sliced import SlicedGradients
 from lockstep.ddp.sparse import SparseSlot
-from lockstep.ddp.timing import Timing, refuse_to_time, time_steps
 from lockstep.ddp.unaveraged import Unaveraged
 from lockstep.errors import LockstepError, listed
 from lockstep.job import flight
@@ -89,7 +88,6 @@ class Replica(Joinable, BackwardListener):
             buffers = options.broadcast_buffers if options.init_sync_buffers is None else options.init_sync_buffers
             self._broadcast(tensors_of(module, buffers=buffers), 0, "sending rank 0's parameters")
         self._reducer = self._lay_out(module)
-        self._timing = self._make_timing()
         self._watch = BackwardWatch(self, self._reducer.params)
         # torch's hooks and graph nodes hold what they refer to where Python's collector can't see it, so a replica and
         # its buckets would stay for ever.
@@ -196,10 +194,6 @@ class Replica(Joinable, BackwardListener):
             return None
         return BatchFlags(self._group, param.dtype)
 
-    def _make_timing(self) -> Timing | None:
-        """Have some of the steps to come timed; see Note [Timed steps] in timing.py."""
-        return time_steps(self._reducer, group=self._group, caps=self._options.bucket_caps)
-
     def _whoami(self) -> str:
         return f"rank {self._rank} of {self._world_size}"
 
@@ -224,15 +218,12 @@ class Replica(Joinable, BackwardListener):
         self._reducer = self._lay_out(module)
         self._reducer.take_over(old)
         self._sliced = None
-        if self._timing is not None:
-            self._timing.turn_to(self._reducer)
         self._watch.turn_to(self._reducer.params)
 
     def _close(self) -> None:
         if self._member is not None:
             ending.say_now(self._member, self)
             slicing.leave(self._member)
-        self._end_timing()
         self._remove_hooks()
         self._stop_looking()
         self._watch.close()
@@ -257,7 +248,6 @@ class Replica(Joinable, BackwardListener):
         if self._member is not None:
             ending.leave(self._member)
             slicing.leave(self._member)
-        self._end_timing()
         streams.current().end(self._module())
         for handle in self.announcing:
             handle.remove()
@@ -267,10 +257,6 @@ class Replica(Joinable, BackwardListener):
         self._own.close()
         self._reducer.free()
         self._closing.detach()  # it would keep this replica for as long as the module lives
-
-    def _end_timing(self) -> None:
-        if self._timing is not None:
-            self._timing.stop()
 
     def _stop_looking(self) -> None:
         if self._guard is not None:
@@ -293,6 +279,16 @@ class Replica(Joinable, BackwardListener):
     def module(self) -> nn.Module | None:
         """The module, while it exists."""
         return self._module()
+
+    @property
+    def reducer(self) -> Reducer:
+        """What averages its gradients; another one when parameters that were frozen are trained."""
+        return self._reducer
+
+    @property
+    def bucket_caps(self) -> Sequence[int]:
+        """Bytes of the buckets that are sent during backward, or would be; see ``plan_buckets``."""
+        return self._options.bucket_caps
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -574,10 +570,6 @@ class Replica(Joinable, BackwardListener):
         module = self._living_module()
         if any(param.requires_grad for param in self._frozen):
             self._lay_out_again(module)
-        if self._timing is not None:
-            self._end_timing()
-            self._timing = None
-            refuse_to_time("it trained in slices, whose gradients are averaged after the last of them")
         # One that can't take part may still be there, as long as it does not.
         self._unfit_for_slices = self._why_not_in_slices(module) if self._sliced is None else None
         if self._unfit_for_slices is not None:

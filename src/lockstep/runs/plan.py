@@ -59,9 +59,9 @@ class Recorded:
             UnknownRun: there is no trace, it is damaged or of another version, or it can't be planned with.
         """
         needs = (
-            f"a plan needs a replica (lockstep.replicate) that averages its gradients {LEAST + 1} times or more "
-            "in the optimizer steps that are traced (the 21 after the first 10, or those that --trace names), in ranks that "
-            "lockstep run or spawn started"
+            f"a plan needs a replica (lockstep.replicate) that averages its gradients {LEAST + 1} times or more in the "
+            "steps that are traced (the 21 after the first 10, or those that --trace names), in ranks that lockstep "
+            "run or spawn started"
         )
         starts = [start for start in run.about["starts"] if start.get("trace")]
         if not starts:

@@ -4,10 +4,10 @@ launcher, which looks once a second, has begun the run's record in FOLDER.
 ``planned.py WAY FOLDER``: ``plain``; ``sleeping``, which computes by sleeping, the less the more ranks there are;
 ``accumulated``, two backwards a step; ``compiled``; ``failing``, of which the thirteenth backward fails; ``local``,
 with LocalSteps; ``several`` replicas; ``hooked``, by a comm hook; ``short``, of ten steps; ``sparse``, whose gradients
-are; ``part``, of which only one rank of the two has a replica; ``sliced``, in slices of the batch; ``unfrozen``, whose
-first layer is trained from the 20th step on; ``restarted``, which fails at the 20th step of
-its first start; ``gone``, after which the model is given up, and nothing may keep it.
-Once the traced steps are over, nothing of the trace may be left in the process.
+are; ``part``, where each rank's replica has a process group of its own; ``sliced``, in slices of the batch;
+``unfrozen``, whose first layer is trained from the 20th step on; ``restarted``, which fails at the 20th step of its
+first start; ``gone``, after which the model is given up, and nothing may keep it. Once the traced steps are over,
+nothing of the trace may be left in the process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     if way == "sparse":
         model = nn.Sequential(nn.Embedding(64, 64, sparse=True), nn.Linear(64, 64))
     if way == "unfrozen":
-        model[0].requires_grad_(False)
+        next(model.children()).requires_grad_(False)
     sync = lockstep.LocalSteps(every=5) if way == "local" else None
     groups = [dist.new_group([rank]) for rank in range(world.world_size)] if way == "part" else None
     group = None if groups is None else groups[world.rank]
@@ -74,7 +74,7 @@ def main() -> None:
         if way == "restarted" and step == 20 and os.environ["LOCKSTEP_RESTART"] == "0":
             raise SystemExit(7)
         if way == "unfrozen" and step == 20:
-            model[0].requires_grad_(True)
+            next(model.children()).requires_grad_(True)
         if way == "sliced":
             _take_step_in_slices(next(sliced), model, *optimizers)
             continue

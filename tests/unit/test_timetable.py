@@ -185,3 +185,11 @@ def test_where_the_gpus_clock_was_not_read_it_says_so(tmp_path: Path) -> None:
     _record_on_gpu(tmp_path, stream).close()
     with pytest.raises(NoTimetable, match=r"its gradients are on a GPU, and when that came to '.*' is not known"):
         timetables(steps_of(tmp_path, 1))
+
+
+def test_a_plan_is_of_the_steps_whose_times_the_gpu_has_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.job.device._MOST_MARKS", 60)
+    _record_on_gpu(tmp_path, Stream(), steps=20).close()
+    (table,) = timetables(steps_of(tmp_path, 1))
+    assert 3 <= len(table.backward) < 10
+    assert table.backward == pytest.approx([0.008] * len(table.backward), abs=1e-6)

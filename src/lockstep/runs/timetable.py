@@ -117,7 +117,7 @@ class _Rank:
             if event["args"]["why_not"]:
                 raise NoTimetable(f"{event['args']['why_not']} (rank {rank})")
         averaging = [event for event in gradients if event["ph"] == "X"]
-        begins = self._last_replica(begins, averaging)
+        begins = self._last_replica(begins)
         if not begins:
             self.steps: dict[int, _Step] = {}
             return
@@ -126,6 +126,7 @@ class _Rank:
         threads = {event["tid"] for event in averaging}
         calls = [event for event in own if event["tid"] in threads and event.get("cat") in ("collective", "wait")]
         own_phases = [event for event in own if event.get("cat") == ("phase on the GPU" if self._on_gpu else "phase")]
+        calls = [event for event in calls if self._is_timed(event)]
         self._stepping = [_span(event) for event in own_phases if event["name"] == _OPTIMIZER]
         self._calls = _union(map(self._span, calls))
         self._stays = _union(self._span(event) for event in calls if self._on_gpu or _stays(event))
@@ -135,14 +136,13 @@ class _Rank:
             [event for event in averaging if event["ts"] >= first and "unfinished" not in event["args"]], begins, ready
         )
 
-    def _last_replica(self, begins: list[Event], averaging: list[Event]) -> list[Event]:
+    def _last_replica(self, begins: list[Event]) -> list[Event]:
         """Return the backwards of the replica that averaged last, with the buckets that it had in the end.
 
         Raises:
             NoTimetable: several averaged in turn.
         """
-        averaged = [event for event in begins if event["args"]["averages"] and averaging]
-        replicas = [event["args"]["replica"] for event in averaged]
+        replicas = [event["args"]["replica"] for event in begins if event["args"]["averages"]]
         if not replicas:
             return []
         turns = [replicas[0], *(after for before, after in pairwise(replicas) if after != before)]
@@ -153,14 +153,23 @@ class _Rank:
         return [event for event in begins if event["args"]["replica"] == turns[-1]]
 
     def _find_steps(self, averaging: list[Event], begins: list[Event], ready: list[Event]) -> dict[int, _Step]:
-        """Return the steps that are whole by the numbers of their averages; one in which a backward failed is none."""
+        """Return the steps that are whole by the numbers of their averages; one in which a backward failed is none.
+
+        Raises:
+            NoTimetable: of no step it is known when it was, by the clock that counts.
+        """
         steps: dict[int, _Step] = {}
+        missing: list[str] = []
         for before, after in pairwise(sorted(averaging, key=lambda event: int(event["ts"]))):
             begun, over = before["ts"] + before["dur"], after["ts"] + after["dur"]
             inside = [event for event in begins if begun <= event["ts"] < after["ts"]]
             if not inside or sum(event["args"]["averages"] for event in inside) > 1:
                 continue
-            marks = [event for event in ready if inside[-1]["ts"] <= event["ts"] < over]
+            untimed = [event["name"] for event in (before, inside[-1], after) if not self._is_timed(event)]
+            if untimed:
+                missing = untimed
+                continue
+            marks = [event for event in ready if self._is_timed(event) and inside[-1]["ts"] <= event["ts"] < over]
             steps[after["args"]["number"]] = _Step(
                 self._span(before)[1],
                 self._span(inside[-1])[0],
@@ -168,20 +177,24 @@ class _Rank:
                 {event["args"]["number"] - 1: self._span(event)[0] for event in marks},
                 after["args"],
             )
+        if missing and not steps:
+            raise NoTimetable(
+                f"its gradients are on a GPU, and when that came to '{missing[0]}' is not known (rank {self._rank}): "
+                "the GPU's clock is read for 16,384 events of a trace, and for none in the capture of a CUDA graph"
+            )
         return steps
+
+    def _is_timed(self, event: Event) -> bool:
+        """Return whether it is known when it began and ended, by the clock that counts."""
+        moments = 2 if "dur" in event else 1
+        return not self._on_gpu or len(event["args"].get("gpu_after_us", ())) == moments
 
     def _span(self, event: Event) -> tuple[float, float]:
         """Return when an event began and ended, by the clock that counts."""
         begun, ended = _span(event)
         if not self._on_gpu:
             return begun, ended
-        after = event["args"].get("gpu_after_us", ())
-        if len(after) != (2 if "dur" in event else 1):
-            what = f"when that came to '{event['name']}' is not known (rank {self._rank})"
-            raise NoTimetable(
-                f"its gradients are on a GPU, and {what}: its clock is read for 16,384 events of a trace at most, and "
-                "for none in the capture of a CUDA graph"
-            )
+        after = event["args"]["gpu_after_us"]
         return begun + after[0] * 1000, ended + after[-1] * 1000
 
     def timetable(self, numbers: Sequence[int]) -> Timetable:

@@ -221,23 +221,20 @@ class _Rank:
         )
 
     def _row(self, step: _Step) -> dict[str, float]:
-        own = {name: end - begin - _within(self._stays, begin, end) for name, begin, end in (
-            ("before", step.begun, step.backward), ("backward", step.backward, step.averaging)
-        )}  # fmt: skip
-        optimizer = 0.0
-        for begin, end in self._stepping:
-            begin, end = max(begin, step.begun), min(end, step.over)
-            if begin < end:
-                optimizer += end - begin - _within(self._stays, begin, end)
+        optimizer = sum(self._own(max(begin, step.begun), min(end, step.over)) for begin, end in self._stepping)
         averaging = _within(self._calls, step.averaging, step.over)
         return {
             "optimizer": optimizer,
-            "before": max(0.0, own["before"] - optimizer),
-            "backward": own["backward"],
+            "before": max(0.0, self._own(step.begun, step.backward) - optimizer),
+            "backward": self._own(step.backward, step.averaging),
             "handling": step.over - step.averaging - averaging,
             "averaging": averaging,
             "waiting": _within(self._stays, step.begun, step.averaging),
         }
+
+    def _own(self, begin: float, end: float) -> float:
+        """Return the time between two moments without what was waited for others; 0 if the second is not later."""
+        return end - begin - _within(self._stays, begin, end) if begin < end else 0.0
 
     @staticmethod
     def _part_over(step: _Step, bucket: int) -> float:

@@ -38,11 +38,12 @@ class Steps:
     Args:
         folder: the job's.
         rank: whose they are.
+        steps: there is room for so many.
         about: what differs from :data:`ABOUT`.
     """
 
-    def __init__(self, folder: Path, *, rank: int = 0, **about: Any) -> None:
-        self._writer = EventWriter(folder, rank=rank, steps=1)
+    def __init__(self, folder: Path, *, rank: int = 0, steps: int = 1, **about: Any) -> None:
+        self._writer = EventWriter(folder, rank=rank, steps=steps)
         self._writer._head[Head.PID] = 100 + rank
         self._writer.open(steps=0)
         self._about, self._at, self._taken = {**ABOUT, **about}, 1000 * _MS, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,15 @@ def test_a_plan_is_of_the_steps_whose_times_the_gpu_has_told(tmp_path: Path, mon
     (table,) = timetables(steps_of(tmp_path, 1))
     assert 3 <= len(table.backward) < 10
     assert table.backward == pytest.approx([0.008] * len(table.backward), abs=1e-6)
+
+
+def test_the_longest_trace_is_read_in_a_time_that_grows_with_it_alone(tmp_path: Path) -> None:
+    took = []
+    for count in (500, 4000):
+        steps = Steps(tmp_path, steps=count)
+        steps.take(count)
+        steps.close()
+        trace, begun = steps_of(tmp_path, 1), time.process_time()
+        assert len(timetables(trace)[0].backward) == count - 1
+        took.append(time.process_time() - begun)
+    assert took[1] < 24 * took[0], "eight times as much, and not sixty-four"

@@ -9,9 +9,11 @@ stream waited for is what the rank waits for.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from lockstep.errors import LockstepError
@@ -110,7 +112,7 @@ class _Rank:
 
     def __init__(self, trace: Trace, pid: int, rank: int) -> None:
         self._rank = rank
-        own = [event for event in trace.events if event["pid"] == pid and event["ph"] in "Xi"]
+        own = sorted((event for event in trace.events if event["pid"] == pid and event["ph"] in "Xi"), key=_time)
         gradients = [event for event in own if event.get("cat") == "gradients"]
         begins = [event for event in gradients if event["name"] == "backward begins"]
         for event in begins:
@@ -127,7 +129,7 @@ class _Rank:
         calls = [event for event in own if event["tid"] in threads and event.get("cat") in ("collective", "wait")]
         own_phases = [event for event in own if event.get("cat") == ("phase on the GPU" if self._on_gpu else "phase")]
         calls = [event for event in calls if self._is_timed(event)]
-        self._stepping = [_span(event) for event in own_phases if event["name"] == _OPTIMIZER]
+        self._stepping = _union(_span(event) for event in own_phases if event["name"] == _OPTIMIZER)
         self._calls = _union(map(self._span, calls))
         self._stays = _union(self._span(event) for event in calls if self._on_gpu or _stays(event))
         ready = [event for event in gradients if event["name"].startswith("bucket ready")]
@@ -160,16 +162,16 @@ class _Rank:
         """
         steps: dict[int, _Step] = {}
         missing: list[str] = []
-        for before, after in pairwise(sorted(averaging, key=lambda event: int(event["ts"]))):
+        for before, after in pairwise(averaging):
             begun, over = before["ts"] + before["dur"], after["ts"] + after["dur"]
-            inside = [event for event in begins if begun <= event["ts"] < after["ts"]]
+            inside = _between(begins, begun, after["ts"])
             if not inside or sum(event["args"]["averages"] for event in inside) > 1:
                 continue
             untimed = [event["name"] for event in (before, inside[-1], after) if not self._is_timed(event)]
             if untimed:
                 missing = untimed
                 continue
-            marks = [event for event in ready if self._is_timed(event) and inside[-1]["ts"] <= event["ts"] < over]
+            marks = [event for event in _between(ready, inside[-1]["ts"], over) if self._is_timed(event)]
             steps[after["args"]["number"]] = _Step(
                 self._span(before)[1],
                 self._span(inside[-1])[0],
@@ -221,7 +223,8 @@ class _Rank:
         )
 
     def _row(self, step: _Step) -> dict[str, float]:
-        optimizer = sum(self._own(max(begin, step.begun), min(end, step.over)) for begin, end in self._stepping)
+        stepping = _overlapping(self._stepping, step.begun, step.over)
+        optimizer = sum(self._own(max(begin, step.begun), min(end, step.over)) for begin, end in stepping)
         averaging = _within(self._calls, step.averaging, step.over)
         return {
             "optimizer": optimizer,
@@ -245,6 +248,11 @@ class _Rank:
         return min(1.0, max(0.0, (step.ready.get(bucket, step.backward) - step.backward) / length))
 
 
+_begin: Callable[[tuple[float, float]], float] = itemgetter(0)
+_end: Callable[[tuple[float, float]], float] = itemgetter(1)
+_time: Callable[[Event], float] = itemgetter("ts")
+
+
 def _span(event: Event) -> tuple[float, float]:
     return float(event["ts"]), float(event["ts"] + event.get("dur", 0))
 
@@ -265,6 +273,16 @@ def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def _within(spans: Iterable[tuple[float, float]], begin: float, end: float) -> float:
-    """Return how much of the time from ``begin`` to ``end`` these spans cover."""
-    return sum(max(0.0, min(end, last) - max(begin, first)) for first, last in spans)
+def _overlapping(spans: Sequence[tuple[float, float]], begin: float, end: float) -> Sequence[tuple[float, float]]:
+    """Return those of a union's spans that have something in common with the time from ``begin`` to ``end``."""
+    return spans[bisect_right(spans, begin, key=_end) : bisect_left(spans, end, key=_begin)]
+
+
+def _within(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
+    """Return how much of the time from ``begin`` to ``end`` a union's spans cover."""
+    return sum(min(end, last) - max(begin, first) for first, last in _overlapping(spans, begin, end))
+
+
+def _between(events: Sequence[Event], begin: float, end: float) -> Sequence[Event]:
+    """Return the events that begin from ``begin`` on and before ``end``; they are in order."""
+    return events[bisect_left(events, begin, key=_time) : bisect_left(events, end, key=_time)]

@@ -22,10 +22,10 @@ from torch import nn
 import lockstep
 from benchmarks.naming import machine_name
 from benchmarks.publishing import publish
-from lockstep.job.timetable import Timetable
 from lockstep.runs import history
 from lockstep.runs.network import Link, Network
 from lockstep.runs.plan import Plan, Recorded, Setting
+from lockstep.runs.timetable import Timetable
 
 #: Steps: ten to warm up, and twenty that are timed.
 _STEPS, _SIDE, _LIMIT = 31, 64, 600.0

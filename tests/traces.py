@@ -9,7 +9,86 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from lockstep.job.page import Phase
+from lockstep.job.trace import EventWriter, Head, Kind
+from lockstep.runs.trace import Origin, Trace, collect
+
 Event = dict[str, Any]
+#: What a replica says of itself where nothing else is said.
+ABOUT = {
+    "why_not": "",
+    "backend": "gloo",
+    "ranks": 2,
+    "device": "cpu",
+    "threads": 1,
+    "cores": 1,
+    "overlaps": True,
+    "buckets": [1000, 3000, 2000],
+    "replica": 1,
+}
+_MS = 1_000_000
+
+
+class Steps:
+    """Records steps of one rank as it would itself, but at made-up times: of 100 ms from one average to the next.
+
+    These are 5 ms of optimizer, 21 before the backward with 4 of waiting between them, 40 of backward with a bucket
+    ready when a half, three quarters and all of it are over, and 10 beside 20 of all-reduce.
+
+    Args:
+        folder: the job's.
+        rank: whose they are.
+        steps: there is room for so many.
+        about: what differs from :data:`ABOUT`.
+    """
+
+    def __init__(self, folder: Path, *, rank: int = 0, steps: int = 1, **about: Any) -> None:
+        self._writer = EventWriter(folder, rank=rank, steps=steps)
+        self._writer._head[Head.PID] = 100 + rank
+        self._writer.open(steps=0)
+        self._about, self._at, self._taken = {**ABOUT, **about}, 1000 * _MS, 0
+
+    def take(self, count: int = 1, *, longer: float = 0.0, samples: float | None = None, **about: Any) -> None:
+        """Take steps, each of which computes so many milliseconds longer before its backward."""
+        for _ in range(count):
+            begun = self._at
+            self._add(Kind.PHASE, begun + 1 * _MS, number=Phase.OPTIMIZER)
+            self._add(Kind.PHASE, begun + 6 * _MS, number=Phase.OWN)
+            self._around("barrier #1", "collective", begun + 10 * _MS, begun + 14 * _MS, backend="shm")
+            self.begin_backward(begun + round((30 + longer) * _MS), **about)
+            at = begun + round(longer * _MS)
+            for bucket in range(3):
+                self._add(Kind.MARK, at + (50 + 10 * bucket) * _MS, "bucket ready", number=bucket + 1)
+            self._taken += 1
+            said: dict[str, Any] = {} if samples is None else {"local_samples": samples, "global_samples": 2 * samples}
+            self._add(Kind.BEGIN, at + 70 * _MS, "averaging gradients", number=self._taken, **said)
+            self._around("all_reduce", "collective", at + 75 * _MS, at + 80 * _MS, backend="gloo (cpu)")
+            self._around("wait for all_reduce", "wait", at + 80 * _MS, at + 95 * _MS)
+            self._at = at + 100 * _MS
+            self._add(Kind.END, self._at)
+
+    def begin_backward(self, at: int | None = None, *, averages: bool = True, **about: Any) -> None:
+        """Begin a backward, in the middle of what comes before the next one."""
+        about = {**self._about, **about, "averages": averages}
+        self._add(Kind.MARK, at or self._at + 20 * _MS, "backward begins", **about)
+
+    def close(self) -> None:
+        """Close the window."""
+        self._writer.close()
+
+    def _add(self, kind: Kind, at: int, name: str = "", *, cat: str = "gradients", number: int = 0, **of: Any) -> None:
+        self._writer.add(kind, self._writer.name(name, cat, **of) if name else 0, number, at=at)
+
+    def _around(self, name: str, category: str, begun: int, ended: int, **about: Any) -> None:
+        self._add(Kind.BEGIN, begun, name, cat=category, **about)
+        self._add(Kind.END, ended)
+
+
+def steps_of(folder: Path, ranks: int) -> Trace:
+    """Put together what these ranks have recorded."""
+    trace = collect(folder, range(ranks), Origin(node=0, nodes=1, host="here", world_size=ranks, start=""))
+    assert trace is not None
+    return trace
 
 
 class Checked:

@@ -81,6 +81,10 @@ DEFAULT_LATE = 5.0
 #: Steps that a rank takes before the traced ones, unless the user says otherwise.
 DEFAULT_TRACE_FROM = 10
 
+#: What is traced of a run for which nobody asks for a trace, STEPS and FROM: between 21 averages there are the 20 steps
+#: with which ``lockstep plan`` reckons.
+TRACED_ANYWAY = 21, DEFAULT_TRACE_FROM
+
 #: More would be a file that no viewer opens.
 MOST_TRACED = 10_000
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from lockstep.ddp.drift import FLAGS
-from lockstep.job.timetable import Timetable
 from lockstep.runs import history
 from lockstep.runs.history import UnknownRun
 from lockstep.runs.network import Network
 from lockstep.runs.plan import INSIDE, Plan, Recorded, Setting
+from lockstep.runs.timetable import Timetable
 from tests.launching import python_path, run
+from tests.traces import Checked
 
 _SCRIPT = Path(__file__).with_name("planned.py")
 _ROOT = _SCRIPT.parents[2]
@@ -24,9 +25,9 @@ _ROOT = _SCRIPT.parents[2]
 _LAYER = 4 * 64 * 65
 
 
-def _record(folder: Path, way: str, *, ranks: int = 2, backend: str = "shm") -> float:
+def _record(folder: Path, way: str, *words: str, ranks: int = 2, backend: str = "shm") -> float:
     """Run the script; what it recorded is in ``folder``. Return its median step."""
-    command = ["lockstep", "run", "-n", str(ranks), "--log-dir", str(folder), str(_SCRIPT), way, str(folder)]
+    command = ["lockstep", "run", "-n", str(ranks), "--log-dir", str(folder), *words, str(_SCRIPT), way, str(folder)]
     done = run(command, folder.parent, torch=True, LOCKSTEP_BACKEND=backend, PYTHONPATH=python_path(_ROOT))
     assert done.code == 0, done
     return float(done.out)
@@ -80,8 +81,34 @@ def test_a_compiled_model_is_timed(tmp_path: Path) -> None:
 def test_a_backward_that_fails_is_in_no_timed_step(tmp_path: Path) -> None:
     _record(tmp_path / "run", "failing", ranks=1)
     (table,) = _tables(tmp_path / "run")
-    assert len(table.before) == 20
+    assert len(table.before) == 19, "the twenty, without the one"
     assert max(table.before) < 60
+
+
+def test_parameters_that_are_trained_later_change_the_buckets(tmp_path: Path) -> None:
+    _record(tmp_path / "run", "unfrozen")
+    for table in _tables(tmp_path / "run"):
+        assert sum(table.buckets) >= 4 * _LAYER, "of all four layers, and not of three"
+        assert len(table.backward) < 20
+
+
+def test_a_trace_that_was_asked_for_is_planned_with(tmp_path: Path) -> None:
+    _record(tmp_path / "run", "plain", "--trace", "6:3")
+    assert [len(table.backward) for table in _tables(tmp_path / "run")] == [5, 5]
+    trace = Checked(tmp_path / "run" / "trace.json.gz")
+    for rank in range(2):
+        assert len(trace.of("gradients", rank)) == 6
+        marks = [each for each in trace.events if each["ph"] == "i" and trace.ranks[each["pid"]] == rank]
+        assert sorted({each["name"] for each in marks}) == ["backward begins", "bucket ready #1", "bucket ready #2"]
+        assert len(marks) == 6 * 3
+
+
+def test_a_restarted_run_is_planned_with_its_last_start(tmp_path: Path) -> None:
+    _record(tmp_path / "run", "restarted", "--max-restarts", "1")
+    run_ = history.read(tmp_path / "run")
+    assert [start["trace"] for start in run_.about["starts"]] == ["trace.json.gz"] * 2
+    assert [len(table.backward) for table in _tables(tmp_path / "run")] == [20, 20]
+    assert [path.name for path in (tmp_path / "run").glob("trace*")] == ["trace.json.gz"]
 
 
 def test_a_model_that_was_timed_is_gone_when_it_is_given_up(tmp_path: Path) -> None:
@@ -95,7 +122,10 @@ def test_a_model_that_was_timed_is_gone_when_it_is_given_up(tmp_path: Path) -> N
         ("local", "it trained with LocalSteps"),
         ("several", "several replicas averaged their gradients in turn"),
         ("hooked", "a comm hook (_hook) averages the buckets"),
-        ("short", "a plan needs a replica (lockstep.replicate) that has averaged its gradients 30 times"),
+        ("sparse", "sparse gradients are sent as what they hold"),
+        ("part", "the replicas are on 1 of the 2 ranks"),
+        ("sliced", "it trained in slices"),
+        ("short", "a plan needs a replica (lockstep.replicate) that averages its gradients 4 times or more"),
     ],
 )
 def test_what_can_not_be_planned_with_says_why(tmp_path: Path, way: str, why: str) -> None:

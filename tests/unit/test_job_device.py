@@ -10,51 +10,11 @@ import torch
 
 from lockstep.job import device, flight
 from lockstep.job.account import Progress
-from lockstep.job.device import Event
 from lockstep.job.page import Cell, Pages, Phase
 from lockstep.job.summary import RunSummary, Summary
+from tests.devices import Stream
 
 _STEPS = 3 * device.EVERY
-
-
-class _Passed:
-    """An event: where it lies in the stream, in milliseconds of work."""
-
-    def __init__(self, stream: _Stream) -> None:
-        self._stream = stream
-        self.at = -1.0
-
-    def query(self) -> bool:
-        return self._stream.done >= self.at >= 0
-
-    def elapsed_time(self, end_event: Event) -> float:
-        assert isinstance(end_event, _Passed)
-        assert self.query()
-        assert end_event.query(), "nothing is read that has not passed"
-        return end_event.at - self.at
-
-
-class _Stream:
-    """A device that works off what it is given when the test says so."""
-
-    def __init__(self) -> None:
-        self.queued = self.done = 0.0
-        self.made = 0
-        self.captures = False
-
-    def event(self) -> Event:
-        self.made += 1
-        return _Passed(self)
-
-    def record(self, event: Event) -> None:
-        assert isinstance(event, _Passed)
-        event.at = self.queued
-
-    def can_record(self) -> bool:
-        return not self.captures
-
-    def memory(self) -> tuple[int, int]:
-        return 3 << 30, 80 << 30
 
 
 @pytest.fixture
@@ -69,7 +29,7 @@ def pages(tmp_path: Path) -> Iterator[Pages]:
     pages.close()
 
 
-def _step(stream: _Stream) -> None:
+def _step(stream: Stream) -> None:
     """Ten milliseconds of forward, twenty of backward with two of reduce in it, five of optimizer."""
     flight.current.enter(Phase.FORWARD)
     stream.queued += 10
@@ -86,7 +46,7 @@ def _step(stream: _Stream) -> None:
 
 
 def test_phases_have_the_devices_time_of_some_steps(pages: Pages) -> None:
-    stream = _Stream()
+    stream = Stream()
     device.watch(stream)
     device.watch(stream)
     flight.current.count()
@@ -104,7 +64,7 @@ def test_phases_have_the_devices_time_of_some_steps(pages: Pages) -> None:
 
 
 def test_a_device_that_is_behind_is_not_waited_for(pages: Pages) -> None:
-    stream = _Stream()
+    stream = Stream()
     device.watch(stream)
     for _ in range(20 * device.EVERY):
         _step(stream)
@@ -118,7 +78,7 @@ def test_a_device_that_is_behind_is_not_waited_for(pages: Pages) -> None:
 
 
 def test_nothing_is_recorded_while_a_graph_is_captured(pages: Pages) -> None:
-    stream = _Stream()
+    stream = Stream()
     device.watch(stream)
     for step in range(_STEPS):
         stream.captures = step % 2 == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import math
@@ -17,13 +18,16 @@ from click.testing import CliRunner
 from lockstep.cli import main
 from lockstep.job.account import Progress
 from lockstep.job.page import Phase
-from lockstep.job.timetable import Timetable
+from lockstep.launch.tracing import Tracer
+from lockstep.rendezvous.messages import Round
 from lockstep.runs import history
 from lockstep.runs.chart import describe
 from lockstep.runs.history import UnknownRun
 from lockstep.runs.network import Link, Network, parse_bandwidth, parse_latency
 from lockstep.runs.plan import INSIDE, Plan, Recorded, Setting, Slowest, parse_counts, powers
 from lockstep.runs.record import Recorder
+from lockstep.runs.timetable import Timetable
+from tests.traces import Steps, steps_of
 
 _A, _RATE = 1e-3, 1e6
 _SLOW, _FAST = Link(_A, _RATE), Link(1e-5, 1e9)
@@ -268,6 +272,7 @@ def test_sixteen_thousand_ranks_take_less_than_a_second() -> None:
 
 
 def _run(folder: Path, start: dict[str, Any] | None = None) -> Path:
+    """A record with one start, and two ranks' trace of 62 ms a step."""
     folder.mkdir(parents=True, exist_ok=True)
     about = {
         "run": 1,
@@ -278,9 +283,19 @@ def _run(folder: Path, start: dict[str, Any] | None = None) -> Path:
         "events": [],
         "ended": 2.0,
     }
-    tables = {str(rank): _table(rank, world_size=2).to_json() for rank in range(2)}
-    start = {"number": 0, "world_size": 2, "timetables": tables} if start is None else start
+    start = {"number": 0, "world_size": 2, "trace": "trace.json.gz"} if start is None else start
     (folder / "run.json").write_text(json.dumps({**about, "starts": [start]}))
+    return folder
+
+
+def _traced(folder: Path, *abouts: dict[str, Any], steps: int = 5) -> Path:
+    """The same with a trace of ranks that say this of themselves."""
+    for rank, about in enumerate(abouts or ({}, {})):
+        recorded = Steps(folder.parent, rank=rank, **about)
+        recorded.take(steps)
+        recorded.close()
+    _run(folder)
+    steps_of(folder.parent, len(abouts) or 2).write(folder / "trace.json.gz")
     return folder
 
 
@@ -290,9 +305,9 @@ def _call(*words: str) -> tuple[int, str]:
 
 
 def test_the_command_prints_a_table_a_curve_and_what_it_assumes(tmp_path: Path) -> None:
-    code, text = _call(str(_run(tmp_path / "a-run")), "--up-to", "16384", "--bandwidth", "10Gbit")
+    code, text = _call(str(_traced(tmp_path / "a-run")), "--up-to", "16384", "--bandwidth", "10Gbit")
     assert code == 0, text
-    assert text.startswith("a-run: recorded on 2 ranks over gloo, 62 ms a step\n\n")
+    assert text.startswith("a-run: recorded on 2 ranks over gloo, 100 ms a step\n\n")
     assert "16,384  8,192" in text
     assert "●" in text
     assert "a link between hosts has 20 µs and 10 Gbit/s (latency guessed: name yours)" in " ".join(text.split())
@@ -300,7 +315,9 @@ def test_the_command_prints_a_table_a_curve_and_what_it_assumes(tmp_path: Path) 
 
 
 def test_the_command_prints_json(tmp_path: Path) -> None:
-    code, text = _call(str(_run(tmp_path / "a-run")), "--ranks", "2,8", "--json", "--scaling", "weak", "--no-overlap")
+    code, text = _call(
+        str(_traced(tmp_path / "a-run")), "--ranks", "2,8", "--json", "--scaling", "weak", "--no-overlap"
+    )
     assert code == 0, text
     told = json.loads(text)
     assert [point["ranks"] for point in told["points"]] == [2, 8]
@@ -323,37 +340,82 @@ def test_the_command_prints_json(tmp_path: Path) -> None:
     ],
 )
 def test_bad_options_are_a_sentence(tmp_path: Path, words: list[str], text: str) -> None:
-    code, said = _call(str(_run(tmp_path / "a-run")), *words)
+    code, said = _call(str(_traced(tmp_path / "a-run")), *words)
     assert code == 2
     assert said.startswith(f"lockstep plan: {text}"), said
     assert said.count("\n") == 1
+
+
+_NEEDS = r"a plan needs a replica \(lockstep.replicate\) that averages its gradients 4 times or more"
 
 
 @pytest.mark.parametrize(
     ("start", "text"),
     [
         ({"number": 0}, "it was recorded by an earlier lockstep, or was killed at once: record it anew"),
-        ({"number": 0, "timetables": {}}, "a plan needs a replica .* that has averaged its gradients 30 times"),
-        ({"number": 0, "timetables": {"0": {"rank": 0}}}, "are of another version of lockstep: record it anew"),
-        ({"number": 0, "timetables": {"0": _table(0, before=()).to_json()}}, "are of another version of lockstep"),
-        ({"number": 0, "timetables": {"0": 3}}, "are of another version of lockstep: record it anew"),
-        (
-            {"number": 0, "timetables": {"1": Timetable(1, why_not="a comm hook averages").to_json()}},
-            r"a plan can't be made of it: a comm hook averages \(rank 1\)",
-        ),
-        (
-            {
-                "number": 0,
-                "timetables": {"0": _table(0).to_json(), "1": _table(1, buckets=(1,), ready=(1.0,)).to_json()},
-            },
-            "its ranks had different buckets",
-        ),
+        ({"number": 0, "timetables": {}}, "it was recorded by an earlier lockstep"),
+        ({"number": 0, "trace": None}, f"it has no trace of its steps: {_NEEDS}"),
+        ({"number": 0, "trace": "trace.json.gz"}, "its trace can't be read: .*trace.json.gz: there is no such file"),
+        ({"number": 0, "trace": "run.json"}, "its trace can't be read: .*run.json: not a trace"),
     ],
 )
-def test_runs_that_tell_nothing(tmp_path: Path, start: dict[str, Any], text: str) -> None:
+def test_runs_without_a_trace(tmp_path: Path, start: dict[str, Any], text: str) -> None:
     run = history.read(_run(tmp_path / "a-run", start))
     with pytest.raises(UnknownRun, match=rf"a-run: .*{text}"):
         Recorded.of(run)
+
+
+@pytest.mark.parametrize(
+    ("abouts", "text"),
+    [
+        (
+            ({}, {"why_not": "a comm hook averages"}),
+            r"a plan can't be made of it: a comm hook averages \(rank 1\)",
+        ),
+        (({}, {"buckets": [1]}), "its ranks had different buckets"),
+        (({"device": "cuda"},), "its gradients are on a GPU, and when that came to .* is not known"),
+        (({"cores": None, "buckets": 3},), "its trace is of another version of lockstep, or damaged"),
+    ],
+)
+def test_traces_that_tell_nothing(tmp_path: Path, abouts: tuple[dict[str, Any], ...], text: str) -> None:
+    run = history.read(_traced(tmp_path / "a-run", *abouts))
+    with pytest.raises(UnknownRun, match=rf"a-run: .*{text}"):
+        Recorded.of(run)
+
+
+def test_a_trace_of_too_few_averages_says_how_many_it_takes(tmp_path: Path) -> None:
+    with pytest.raises(UnknownRun, match=f"a-run: a plan can't be made of it: {_NEEDS}"):
+        Recorded.of(history.read(_traced(tmp_path / "a-run", steps=3)))
+    assert len(Recorded.of(history.read(_traced(tmp_path / "b-run", steps=4))).first.backward) == 3
+
+
+def test_a_trace_of_another_version_says_so(tmp_path: Path) -> None:
+    path = _traced(tmp_path / "a-run") / "trace.json.gz"
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    data["lockstep"]["trace"] = 99
+    path.write_bytes(gzip.compress(json.dumps(data).encode()))
+    with pytest.raises(UnknownRun, match=r"a-run: its trace can't be read: .*which this lockstep can't read"):
+        Recorded.of(history.read(path.parent))
+
+
+def test_the_last_start_with_a_trace_is_planned_with(tmp_path: Path) -> None:
+    folder = _traced(tmp_path / "a-run")
+    about = json.loads((folder / "run.json").read_text())
+    about["starts"] = [{"number": 0, "trace": "gone"}, *about["starts"], {"number": 2, "trace": None}]
+    (folder / "run.json").write_text(json.dumps(about))
+    assert Recorded.of(history.read(folder)).ranks == 2
+
+
+def test_gpus_do_not_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = (_table(device="cuda"),)
+    monkeypatch.setattr(Recorded, "of", lambda run: Recorded(run.name, tables))
+    folder = str(_run(tmp_path / "a-run"))
+    code, said = _call(folder, "--cores", "8")
+    assert code == 2
+    assert "--cores 8: the ranks of a-run computed on GPUs, each on its own" in said
+    code, said = _call(folder, "--ranks", "8")
+    assert code == 0
+    assert "each rank has the GPU it had" in said
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
@@ -367,31 +429,42 @@ def test_other_collectives_are_named_and_left_out() -> None:
     assert any("left out: other collectives, for which a step waited 10 ms" in line for line in plan.assumptions())
 
 
-def test_a_timetable_is_read_as_it_was_written(tmp_path: Path) -> None:
-    from lockstep.job import timetable
-
-    assert timetable.left(tmp_path, 3) is None
-    table = _table(3, local_samples=4.0)
-    table.write(tmp_path)
-    values = timetable.left(tmp_path, 3)
-    assert values is not None
-    assert Timetable.from_json(values) == table
-
-
-def test_the_launcher_copies_what_ranks_have_left(tmp_path: Path) -> None:
+def test_the_launcher_leaves_the_trace_with_the_record(tmp_path: Path) -> None:
     logs, job = tmp_path / "logs", tmp_path / "job"
     logs.mkdir()
     job.mkdir()
     recorder = Recorder(lambda: logs, program=["train.py"], tell=print)
     recorder.begin(number=0, node=0, world_size=2, ranks=range(2), job_folder=job)
-    steps = {rank: Progress(1, (0.0,) * len(Phase)) for rank in range(2)}
-    recorder.add(steps, {0: 1, 1: 2})
-    run = history.read(logs)
-    with pytest.raises(UnknownRun, match="averaged its gradients 30 times"):
-        Recorded.of(run)
-    _table(0, world_size=2).write(job)
-    recorder.add(steps, {0: 1, 1: 2})
-    assert [table.rank for table in Recorded.of(history.read(logs)).tables] == [0]
-    _table(1, world_size=2).write(job)
+    recorder.add({rank: Progress(1, (0.0,) * len(Phase)) for rank in range(2)}, {0: 1, 1: 2})
+    with pytest.raises(UnknownRun, match=_NEEDS):
+        Recorded.of(history.read(logs))
+    tracer = Tracer(recorder.make_folder, home=job, round_=Round(0, (2,), "", 0), asked=None)
+    assert tracer.look() == []
+    for rank in range(2):
+        steps = Steps(job, rank=rank)
+        steps.take(5)
+        steps.close()
+    assert tracer.look() == [], "nobody has asked for it, so nothing is said"
+    assert tracer.conclude(steps=40) == []
+    assert tracer.written == "trace.json.gz"
+    recorder.traced(tracer.written)
+    assert not [*job.iterdir()], "what the ranks had recorded goes when it is read"
     recorder.end(exit_code=0, summary=None, peaks={})
-    assert Recorded.of(history.read(logs)).tables == (_table(0, world_size=2), _table(1, world_size=2))
+    assert [table.rank for table in Recorded.of(history.read(logs)).tables] == [0, 1]
+
+
+def test_a_trace_that_nobody_has_asked_for_is_not_missed(tmp_path: Path) -> None:
+    tracer = Tracer(lambda: tmp_path / "logs", home=tmp_path, round_=Round(0, (2,), "", 0), asked=None)
+    assert (tracer.conclude(steps=3), tracer.written) == ([], None)
+
+
+def test_of_many_starts_the_last_ones_trace_remains_unless_it_was_asked_for(tmp_path: Path) -> None:
+    names = []
+    for asked in (None, (5, 3)):
+        steps = Steps(tmp_path)
+        steps.take(5)
+        steps.close()
+        tracer = Tracer(lambda: tmp_path, home=tmp_path, round_=Round(0, (1,), "", 0, number=2), asked=asked)
+        tracer.conclude(steps=40)
+        names.append(tracer.written)
+    assert names == ["trace.json.gz", "trace-restart2.json.gz"]

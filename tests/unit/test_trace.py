@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import random
@@ -22,6 +23,7 @@ from lockstep.rendezvous.clocks import ahead
 from lockstep.runs import trace as traces
 from lockstep.runs.timeline import Measured, events_of
 from lockstep.runs.trace import BadTrace, Origin, Trace
+from tests.devices import Stream
 from tests.traces import Checked
 
 
@@ -35,6 +37,8 @@ def test_what_is_asked_for_is_read(text: str, asked: tuple[int, int]) -> None:
 
 
 class _Eye:
+    on_demand = False
+
     def __init__(self) -> None:
         self.seen: list[str] = []
 
@@ -93,6 +97,50 @@ def test_the_window_opens_and_closes_and_leaves_nothing_behind(rank: Path) -> No
         == ["your code", *["data", "forward", "backward", "your code", "optimizer", "your code"] * 2][: len(named)]
     )
     assert [each["name"] for each in slices if each["cat"] == "wait"] == ["wait: the others"] * 2
+
+
+def test_a_window_that_nobody_has_asked_for_opens_what_every_run_is_seen_by(rank: Path) -> None:
+    always, on_demand = _Eye(), _Eye()
+    on_demand.on_demand = True
+    tracing.look_with(always)
+    tracing.look_with(on_demand)
+    tracing.arm(rank, rank=0, steps=1, first=1, on_demand=False)
+    for _ in range(3):
+        _step()
+    assert always.seen == ["open", "close"]
+    assert "open" not in on_demand.seen
+
+
+def test_where_there_is_no_room_for_events_the_rank_says_so_and_trains(
+    rank: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eye = _Eye()
+    tracing.look_with(eye)
+    tracing.arm(rank, rank=3, steps=1, first=1)
+    with monkeypatch.context() as patched:
+        patched.setattr("os.posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no room")))
+        for _ in range(3):
+            _step()
+    assert "lockstep: rank 3 can't be traced: No space left on device" in capsys.readouterr().err
+    assert (type(flight.current), eye.seen, Part.read(rank, 3)) == (Flight, [], None)
+
+
+def test_a_gpu_is_followed_from_where_it_is_known(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "_device", None)
+    stream = Stream()
+    tracing.arm(rank, rank=0, steps=2, first=0)
+    _step()
+    tracing.watch(stream)
+    stream.queued += 5
+    flight.current.enter(Phase.OPTIMIZER)
+    flight.current.took_step()
+    part = Part.read(rank, 0)
+    assert part is not None
+    known = [event for event in part.events if event.device]
+    assert {event.kind for event in known} == {Kind.PHASE, Kind.STEP}
+    assert 0 < len(known) < len(part.events), "of the first step nothing is known"
+    assert all(event.device - known[0].device == 0 for event in known)
+    assert stream.done == stream.queued, "it is waited for once, at the end"
 
 
 def test_a_window_from_the_first_step_on(rank: Path) -> None:

@@ -66,6 +66,8 @@ def plan(
             raise ValueError("--ranks and --up-to: name one of them")
         counts = None if ranks is None else planning.parse_counts(ranks)
         recorded = planning.Recorded.of(history.find(run, homes()))
+        if cores is not None and recorded.first.device != "cpu":
+            raise ValueError(f"--cores {cores}: the ranks of {recorded.name} computed on GPUs, each on its own")
         inside = recorded.measured_inside() or planning.INSIDE
         network = Network(
             between=Link(parse_latency(latency or "20us"), parse_bandwidth(bandwidth or "25Gbit")),

@@ -124,6 +124,7 @@ def init(
     _count_steps()
     if device.type == "cuda":
         gpu_time.watch(Gpu(device))
+        tracing.watch(Gpu(device))
         tracing.settle()
     guests.mark(identity)
     return _world

@@ -57,31 +57,46 @@ _METHODS = {
 _PROFILES, _LARGEST = 4, 512 * 2**20
 
 
-class _Collectives:
-    """Records collectives, in place of the methods that issue them."""
+class Replacing:
+    """Puts other methods in the place of some, and these back."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
+    def replace(self, owner: type, name: str, method: Callable[..., Any]) -> None:
+        """Put ``method`` in the place of what ``owner`` itself has by this name."""
+        before = vars(owner)[name]
+        self._undo.append(lambda: setattr(owner, name, before))
+        setattr(owner, name, _torch.mark_untraced(method))
+
+    def undo(self) -> None:
+        """Put all back."""
+        while self._undo:
+            self._undo.pop()()
+
+
+class _Collectives:
+    """Records collectives, in place of the methods that issue them."""
+
+    on_demand = False
+
+    def __init__(self) -> None:
+        self._methods = Replacing()
+
     def open(self, recorder: EventWriter) -> None:
         """See :class:`~lockstep.job.tracing.Eye`."""
-        self._replace(group.Group, "_run", _run_recorded(group.Group._run, recorder))
+        replace = self._methods.replace
+        replace(group.Group, "_run", _run_recorded(group.Group._run, recorder))
         waits: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         for method, name in _METHODS.items():
             before = vars(dist.ProcessGroup).get(method)
             if before is not None:
-                self._replace(dist.ProcessGroup, method, _issue_recorded(before, name, recorder, waits))
-        self._replace(dist.Work, "wait", _wait_recorded(dist.Work.wait, recorder, waits))
+                replace(dist.ProcessGroup, method, _issue_recorded(before, name, recorder, waits))
+        replace(dist.Work, "wait", _wait_recorded(dist.Work.wait, recorder, waits))
 
     def close(self) -> None:
         """See :class:`~lockstep.job.tracing.Eye`."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _replace(self, owner: type, name: str, method: Callable[..., Any]) -> None:
-        before = vars(owner)[name]
-        self._undo.append(lambda: setattr(owner, name, before))
-        setattr(owner, name, _torch.mark_untraced(method))
+        self._methods.undo()
 
 
 def _run_recorded(run: Callable[..., None], recorder: EventWriter) -> Callable[..., None]:
@@ -172,6 +187,8 @@ def _tensors(thing: Any) -> Iterator[torch.Tensor]:
 
 class _Profiles:
     """Keeps a copy of what torch.profiler exports, for the launcher to merge."""
+
+    on_demand = True
 
     def __init__(self) -> None:
         self._kept = itertools.count(1)

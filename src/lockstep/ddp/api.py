@@ -25,6 +25,7 @@ from lockstep import _torch, tracebacks
 from lockstep.comm import streams
 from lockstep.comm.calls import of_all_ranks
 from lockstep.comm.deterministic import switch_on
+from lockstep.ddp import tracing as _tracing  # noqa: F401  (a trace sees gradients by it)
 from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.compare import why_unfit
 from lockstep.ddp.local_replica import LocalReplica, why_unfit_for_local_steps

@@ -23,7 +23,6 @@ from lockstep.ddp.members import parameters_of
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.replica import Replica
-from lockstep.ddp.timing import refuse_to_time
 from lockstep.errors import LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
@@ -60,9 +59,6 @@ class LocalReplica(Replica):
         local_training.enter(module, self)
 
     # Layout ---------------------------------------------------------------------------------------------------------
-
-    def _make_timing(self) -> None:
-        refuse_to_time("it trained with LocalSteps, which average parameters after many steps and no gradients")
 
     def _lay_out(self, module: nn.Module) -> Reducer:
         """Listen to the parameters that are trained now; nothing of theirs is averaged."""

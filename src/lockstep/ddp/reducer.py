@@ -139,8 +139,6 @@ class Reducer:
         self._learned = False
         self._packs_early = False
         self._lock = threading.Lock()
-        #: What makes a backward, in steps that are timed another one.
-        self.make_backward: Callable[..., Backward] = Backward
         #: Of which an earlier backward that failed has something under way still.
         self._under_way: list[Bucket] = []
         #: Synchronised backwards that have begun, and forwards that were told to have had none; see Note [Labels].
@@ -218,7 +216,7 @@ class Reducer:
     def _open(self, *, sync: bool, factor: float, divisor: int | None, kept: dict[int, Tensor], discards: bool) -> None:
         self._begun += sync
         self._packs_early = sync and self._learned and self._all.sends and factor != 0
-        backward = self.make_backward(
+        backward = Backward(
             self._all,
             sync=sync,
             factor=factor,

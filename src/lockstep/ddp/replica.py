@@ -37,7 +37,6 @@ from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.rider import Rider
 from lockstep.ddp.slice_member import SliceMember, forward_in_slice, of_other_slice
 from lockstep.ddp.sparse import SparseSlot
-from lockstep.ddp.timing import Timing, refuse_to_time, time_steps
 from lockstep.ddp.unaveraged import Unaveraged
 from lockstep.errors import LockstepError, listed
 from lockstep.job import flight
@@ -89,7 +88,6 @@ class Replica(Joinable, BackwardListener):
             buffers = options.broadcast_buffers if options.init_sync_buffers is None else options.init_sync_buffers
             self._broadcast(tensors_of(module, buffers=buffers), 0, "sending rank 0's parameters")
         self._reducer = self._lay_out(module)
-        self._timing = self._make_timing()
         self._watch = BackwardWatch(self, self._reducer.params)
         # torch's hooks and graph nodes hold what they refer to where Python's collector can't see it, so a replica and
         # its buckets would stay for ever.
@@ -199,10 +197,6 @@ class Replica(Joinable, BackwardListener):
                 riders.append(BatchFlags(self._group, param.dtype))
         return riders if self._drift is None else [*riders, self._drift]
 
-    def _make_timing(self) -> Timing | None:
-        """Have some of the steps to come timed; see Note [Timed steps] in timing.py."""
-        return time_steps(self._reducer, group=self._group, caps=self._options.bucket_caps)
-
     def whoami(self) -> str:
         """Say which rank this is."""
         return f"rank {self._rank} of {self._world_size}"
@@ -222,15 +216,12 @@ class Replica(Joinable, BackwardListener):
         self._reducer.take_over(old)
         if self._slices is not None:
             self._slices.turn_to_new_layout()
-        if self._timing is not None:
-            self._timing.turn_to(self._reducer)
         self._watch.turn_to(self._reducer.params)
 
     def _close(self) -> None:
         if self._slices is not None:
             ending.say_now(self._slices.number, self)
             self._slices.close()
-        self._end_timing()
         self._remove_hooks()
         self._stop_looking()
         self._watch.close()
@@ -255,7 +246,6 @@ class Replica(Joinable, BackwardListener):
         if self._slices is not None:
             ending.leave(self._slices.number)
             self._slices.close()
-        self._end_timing()
         streams.current().end(self._module())
         for handle in self.announcing:
             handle.remove()
@@ -265,10 +255,6 @@ class Replica(Joinable, BackwardListener):
         self._own.close()
         self._reducer.free()
         self._closing.detach()  # it would keep this replica for as long as the module lives
-
-    def _end_timing(self) -> None:
-        if self._timing is not None:
-            self._timing.stop()
 
     def _stop_looking(self) -> None:
         if self._guard is not None:
@@ -292,6 +278,16 @@ class Replica(Joinable, BackwardListener):
     def module(self) -> nn.Module | None:
         """The module, while it exists."""
         return self._module()
+
+    @property
+    def reducer(self) -> Reducer:
+        """What averages its gradients; another one when parameters that were frozen are trained."""
+        return self._reducer
+
+    @property
+    def bucket_caps(self) -> Sequence[int]:
+        """Bytes of the buckets that are sent during backward, or would be; see ``plan_buckets``."""
+        return self._options.bucket_caps
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -569,11 +565,6 @@ class Replica(Joinable, BackwardListener):
         return self._slices.forward_begins(trains=trains)
 
     @property
-    def reducer(self) -> Reducer:
-        """What averages the gradients."""
-        return self._reducer
-
-    @property
     def check(self) -> FiniteCheck | None:
         """What looks at gradients that are averaged; None if nothing does, or in front of the optimizer's step."""
         return self._check
@@ -590,13 +581,6 @@ class Replica(Joinable, BackwardListener):
     def why_not_in_slices(self) -> str:
         """Return what its way of training has against slices; empty: nothing."""
         return ""
-
-    def begins_slices(self) -> None:
-        """Note that a step in slices begins."""
-        if self._timing is not None:
-            self._end_timing()
-            self._timing = None
-            refuse_to_time("it trained in slices, whose gradients are averaged after the last of them")
 
     def sliced_step_ended(self, step: slicing.SlicedStep) -> None:
         """**Collective** in some steps. Look at the averages in front of the optimizer's step; compare the replicas."""

@@ -40,8 +40,6 @@ class Sliceable(Protocol):
 
     def buffers_to_send(self, module: nn.Module) -> list[Tensor]: ...
 
-    def begins_slices(self) -> None: ...
-
     def why_not_in_slices(self) -> str: ...
 
     def sliced_step_ended(self, step: slicing.SlicedStep) -> None: ...
@@ -101,7 +99,6 @@ class SliceMember:
         """See :class:`~lockstep.comm.slicing.Member`."""
         replica, module = self._replica, self._living_module()
         replica.lay_out_if_unfrozen(module)
-        replica.begins_slices()
         # One that can't take part may still be there, as long as it does not.
         why = self._why_not(module) if self._gradients is None else ""
         self._unfit = LockstepError(f"{replica.whoami()}: this model can't train in slices: {why}") if why else None

@@ -9,11 +9,20 @@ tells without waiting, at the end of a later step. What lies between two of them
 began: what the stream did then, or waited for the host. All other steps pay for a comparison.
 
 Inside the capture of a CUDA graph no event may be recorded, so such a step is left out.
+
+Note [Two clocks]
+~~~~~~~~~~~~~~~~~
+While a trace is recorded (trace.py), a record of the host is followed by an event of the device in the current stream,
+so it also says when the GPU came to what was queued before it. Events tell how long after another event they passed,
+and the host's clock says when the first one did: the host waits for it once, when the window opens, and for the last
+ones when it closes. What is queued in a CUDA graph's capture has no such time.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Protocol
 
@@ -26,6 +35,8 @@ EVERY = 16
 #: Timed steps that have not passed yet, beyond which none is begun.
 _UNDER_WAY = 4
 _OWN = int(Phase.OWN)
+#: Records of a trace that have a time of the device's; a long trace has more records.
+_MOST_MARKS = 1 << 14
 
 
 class Event(Protocol):
@@ -37,9 +48,12 @@ class Event(Protocol):
     def elapsed_time(self, end_event: Event) -> float:
         """Return the milliseconds from it to a later one; both have passed."""
 
+    def synchronize(self) -> None:
+        """Wait until the device has come to it."""
+
 
 class Device(Protocol):
-    """What is asked of a GPU, none of which waits for it."""
+    """What is asked of a GPU; nothing here waits for it."""
 
     def event(self) -> Event:
         """Make an event."""
@@ -123,3 +137,40 @@ class _OnDevice(Flight):
         for place, milliseconds in enumerate(self._spent, start=int(Cell.DEVICE_SPENT)):
             self._cells[place] = round(milliseconds * 1e3)
         self._cells[Cell.DEVICE_MEMORY], self._cells[Cell.DEVICE_SIZE] = self._device.memory()
+
+
+class DeviceClock:
+    """Tells when a GPU came to what was queued before each mark; see Note [Two clocks].
+
+    Args:
+        device: the GPU.
+        first: an event that it has passed.
+        at: when it did, at the latest (nanoseconds, CLOCK_MONOTONIC).
+    """
+
+    def __init__(self, device: Device, first: Event, at: int) -> None:
+        self._device, self._first, self._at = device, first, at
+        self._marks: list[tuple[int, Event]] = []
+
+    @classmethod
+    def begin(cls, device: Device) -> DeviceClock | None:
+        """Wait for the GPU, and return a clock; None: the current stream takes no events."""
+        if not device.can_record():
+            return None
+        event = device.event()
+        device.record(event)
+        event.synchronize()
+        return cls(device, event, time.monotonic_ns())
+
+    def mark(self, place: int) -> None:
+        """Mark by a number what the current stream has been given so far."""
+        if len(self._marks) < _MOST_MARKS and self._device.can_record():
+            event = self._device.event()
+            self._device.record(event)
+            self._marks.append((place, event))
+
+    def read(self) -> Iterator[tuple[int, int]]:
+        """Wait for the GPU, and yield each mark with when the GPU came to it (nanoseconds, CLOCK_MONOTONIC)."""
+        for place, event in self._marks:
+            event.synchronize()
+            yield place, self._at + round(self._first.elapsed_time(event) * 1e6)

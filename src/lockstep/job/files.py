@@ -50,10 +50,6 @@ class JobFiles:
         """Return the file for a rank's Python stacks, written when it is asked for them."""
         return self.folder / f"stack-{rank}"
 
-    def timetable(self, rank: int) -> Path:
-        """Return the file of a rank's timetable; see timetable.py."""
-        return self.folder / f"timetable-{rank}.json"
-
     def worker(self, rank: int, name: str) -> Path:
         """Return the record of the sample that a loader's worker is fetching; see workers.py."""
         return self.folder / f"worker-{rank}-{name}"

@@ -47,25 +47,6 @@ _over = [_marks(Phase.OWN, phase) for phase in Phase]
 _others = count(SERIAL << 40, SERIAL)
 
 
-class Stopwatch:
-    """Adds up how long a rank waits for others, where somebody wants to know it at once."""
-
-    def __init__(self) -> None:
-        #: Seconds so far.
-        self.waited = 0.0
-        self._since: float | None = None
-
-    def start(self) -> None:
-        """A wait begins."""
-        self._since = time.perf_counter()
-
-    def stop(self) -> None:
-        """It is over; one that began before the watch was there counts nothing."""
-        if self._since is not None:
-            self.waited += time.perf_counter() - self._since
-            self._since = None
-
-
 class Flight:
     """This process's page, as its owner writes it.
 
@@ -81,8 +62,6 @@ class Flight:
         self.rank, self.pages = rank, pages
         #: How many waits are within each other.
         self._depth = 0
-        #: Takes the time of waits, in some steps; None in all others: see ``ddp/timing.py``.
-        self.stopwatch: Stopwatch | None = None
         #: Whether the optimizer's steps are counted, and what the page says after the next one.
         self.counts = False
         self._next_steps = count(2)
@@ -157,8 +136,6 @@ class Flight:
         if get_ident() in _background:
             return
         self._depth += 1  # (a backend knows more of a wait than who called it: the innermost tells)
-        if self.stopwatch is not None and self._depth == 1:
-            self.stopwatch.start()
         if what:
             frame = user_frame(_getframe(1))
             at = "" if frame is None or " at " in what else f" at {words(frame.f_code, frame.f_lineno)}"
@@ -172,8 +149,6 @@ class Flight:
         if get_ident() in _background:
             return
         self._depth -= 1
-        if self.stopwatch is not None and self._depth == 0:
-            self.stopwatch.stop()
         if self._depth == 0 and not failed:
             self._cells[_MARK] = next(_others) + self._cells[_MARK] % WAITS
 

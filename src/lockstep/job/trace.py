@@ -8,7 +8,8 @@ a place that was never written has none. Names are lines of a second file, writt
 has its number. The file has room for a number of events that follows from the number of steps, so a window of any kind
 of steps costs a known amount of memory; what does not fit is counted.
 
-All times are those of CLOCK_MONOTONIC, which the processes of a machine share.
+All times are those of CLOCK_MONOTONIC, which the processes of a machine share. A rank on a GPU runs ahead of it, so a
+record also says when the GPU came to what the rank had queued by then: Note [Two clocks] in device.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import mmap
 import os
 import struct
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -26,12 +28,14 @@ from threading import get_ident
 from time import monotonic_ns, time_ns
 from typing import Any
 
+from lockstep.job.device import Device, DeviceClock
 from lockstep.job.files import JobFiles
 
-#: Time, kind, thread, name, and two numbers of the kind's own.
-_RECORD = struct.Struct("=6q")
+#: Time, kind, thread, name, two numbers of the kind's own, and when the GPU came to it.
+_RECORD = struct.Struct("=7q")
+_ON_DEVICE, _ON_DEVICE_AT = struct.Struct("=q"), 6 * 8
 _HEAD = 8 * 8
-_VERSION = 1
+_VERSION = 2
 #: Room for events: so many a step, within these bounds.
 _EVENTS_PER_STEP, _LEAST, _MOST = 512, 1 << 14, 1 << 18
 #: Names that are kept apart, and the characters of each.
@@ -50,6 +54,8 @@ class Kind(enum.IntEnum):
     END = 4
     #: The thread is called by the name from now on.
     THREAD = 5
+    #: Something happens on this thread, or has happened.
+    MARK = 6
 
 
 class Head(enum.IntEnum):
@@ -96,6 +102,11 @@ class EventWriter:
         self._names: dict[str, int] = {}
         self._threads: set[int] = set()
         self._lock = threading.Lock()
+        self._clock: DeviceClock | None = None
+
+    def follow(self, device: Device) -> None:
+        """Have each record say from now on when the GPU came to it. Waits until it has done what it has."""
+        self._clock = DeviceClock.begin(device)
 
     def open(self, *, steps: int) -> None:
         """Begin: ``steps`` optimizer steps were taken before."""
@@ -104,7 +115,10 @@ class EventWriter:
         self._head[Head.OPENED] = monotonic_ns()
 
     def close(self) -> None:
-        """End. What is recorded afterwards counts as outside of the window."""
+        """End. What is recorded afterwards counts as outside of the window. Waits for the GPU."""
+        clock, self._clock = self._clock, None
+        for place, at in () if clock is None else clock.read():
+            _ON_DEVICE.pack_into(self._memory, _HEAD + place * _RECORD.size + _ON_DEVICE_AT, at)
         self._head[Head.CLOSED] = monotonic_ns()
 
     def name(self, name: str, category: str, **about: Any) -> int:
@@ -113,16 +127,18 @@ class EventWriter:
         number = self._names.get(key)
         return self._add_name(key) if number is None else number
 
-    def add(self, kind: Kind | int, name: int = 0, number: int = 0, size: int = 0) -> None:
-        """Record an event that happens now."""
+    def add(self, kind: Kind | int, name: int = 0, number: int = 0, size: int = 0, *, at: int | None = None) -> None:
+        """Record an event that happens now, or happened ``at`` a time (nanoseconds, CLOCK_MONOTONIC)."""
         thread = get_ident()
         if thread not in self._threads:
             self._threads.add(thread)
             self.add(Kind.THREAD, self.name(_name_of(thread), "thread"))
         place = next(self._places)
         if place < self._capacity:
-            at = _HEAD + place * _RECORD.size
-            _RECORD.pack_into(self._memory, at, monotonic_ns(), kind, thread, name, number, size)
+            where = _HEAD + place * _RECORD.size
+            _RECORD.pack_into(self._memory, where, at or monotonic_ns(), kind, thread, name, number, size, 0)
+            if self._clock is not None and at is None:
+                self._clock.mark(place)
         else:
             self._head[Head.LOST] += 1
 
@@ -173,6 +189,8 @@ class Event:
     about: dict[str, Any]
     number: int
     size: int
+    #: When the GPU came to it, by the same clock; 0: that is not known.
+    device: int = 0
 
 
 @dataclass(frozen=True)
@@ -205,10 +223,10 @@ class Part:
         names += [json.loads(line) for line in lines[:-1]]  # what is left behind the last line is no line
         whole = len(records) // _RECORD.size * _RECORD.size
         events = []
-        for at, kind, thread, name, number, size in _RECORD.iter_unpack(records[:whole]):
+        for at, kind, thread, name, number, size, device in _RECORD.iter_unpack(records[:whole]):
             if at and kind in _KINDS:
                 about = names[name if name < len(names) else 0]
-                events.append(Event(at, Kind(kind), thread, about, number, size))
+                events.append(Event(at, Kind(kind), thread, about, number, size, device))
         events.sort(key=lambda event: event.at)
         return cls(
             rank,
@@ -237,6 +255,14 @@ def is_over(folder: str | Path, rank: int) -> bool:
     """Return whether a rank's window was opened and closed."""
     head = read_head(folder, rank)
     return head is not None and bool(head[Head.CLOSED])
+
+
+def remove(folder: str | Path, ranks: Iterable[int]) -> None:
+    """Remove what these ranks have recorded; nothing of it is read any more."""
+    files = JobFiles(folder)
+    for rank in ranks:
+        for path in (files.trace(rank), files.trace_names(rank)):
+            path.unlink(missing_ok=True)
 
 
 # A loader's workers --------------------------------------------------------------------------------------------------

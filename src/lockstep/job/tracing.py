@@ -7,10 +7,13 @@ and what else a trace sees, collectives for instance, is told when the window op
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
+from lockstep._files import describe
 from lockstep.job import flight
+from lockstep.job.device import Device
 from lockstep.job.flight import Flight
 from lockstep.job.page import Cell, Phase
 from lockstep.job.trace import EventWriter, Kind
@@ -26,6 +29,9 @@ _Layer = TypeVar("_Layer", bound="_Traced")
 class Eye(Protocol):
     """Something that a trace sees by, while its window is open."""
 
+    #: Whether it is for traces alone that a user has asked for.
+    on_demand: bool
+
     def open(self, recorder: EventWriter) -> None:
         """Record from now on."""
 
@@ -36,6 +42,8 @@ class Eye(Protocol):
 _eyes: list[Eye] = []
 #: What this process records at the moment, and where a profile that is exported belongs; None: nothing.
 _recorder: EventWriter | None = None
+#: The GPU that the rank computes on.
+_device: Device | None = None
 #: The job's folder and this rank, once a window was opened; see :func:`place`.
 _place: tuple[Path, int] | None = None
 
@@ -43,8 +51,16 @@ _place: tuple[Path, int] | None = None
 def look_with(eye: Eye) -> None:
     """Have a trace see by ``eye`` from now on."""
     _eyes.append(eye)
-    if _recorder is not None:
+    if _recorder is not None and _sees(eye):
         eye.open(_recorder)
+
+
+def watch(device: Device) -> None:
+    """Have a trace say from now on when this GPU came to what happens; see Note [Two clocks] in device.py."""
+    global _device
+    _device = device
+    if _recorder is not None:
+        _recorder.follow(device)
 
 
 def place() -> tuple[Path, int] | None:
@@ -52,14 +68,20 @@ def place() -> tuple[Path, int] | None:
     return _place
 
 
-def arm(folder: str | Path, *, rank: int, steps: int, first: int) -> None:
+def arm(folder: str | Path, *, rank: int, steps: int, first: int, on_demand: bool = True) -> None:
     """Trace this process's ``steps`` optimizer steps that follow the ``first`` ones, or what it does of that.
 
-    Raises:
-        OSError: there is no room for the events.
+    Where there is no room for the events, it says so when the window opens, and records nothing.
+
+    Args:
+        folder: the job's.
+        rank: of this process.
+        steps: that are traced.
+        first: how many come before them.
+        on_demand: whether a user has asked for it; else the eyes that are for that alone stay shut.
     """
     global _asked
-    _asked = _Asked(EventWriter(folder, rank=rank, steps=steps), first, first + steps, Path(folder), rank)
+    _asked = _Asked(first, first + steps, Path(folder), rank, on_demand)
     settle()
 
 
@@ -79,14 +101,18 @@ def settle() -> None:
 class _Asked(NamedTuple):
     """What is to be traced."""
 
-    recorder: EventWriter
     opens_at: int
     closes_at: int
     folder: Path
     rank: int
+    on_demand: bool
 
 
 _asked: _Asked | None = None
+
+
+def _sees(eye: Eye) -> bool:
+    return _asked is not None and (_asked.on_demand or not eye.on_demand)
 
 
 def _layered(layer: type[_Layer], before: Flight) -> _Layer:
@@ -125,14 +151,25 @@ class _Armed(_Traced):
 
     def open(self) -> None:
         """Record from now on."""
-        global _recorder, _place
+        global _recorder, _place, _asked
         assert _asked is not None
-        _recorder, _place = _asked.recorder, (_asked.folder, _asked.rank)
+        folder, rank = _asked.folder, _asked.rank
+        try:
+            recorder = EventWriter(folder, rank=rank, steps=_asked.closes_at - _asked.opens_at)
+        except OSError as error:
+            print(f"lockstep: rank {rank} can't be traced: {describe(error)}", file=sys.stderr)
+            _asked = None
+            flight.use(_continued(self.below, self))
+            return
+        _recorder, _place = recorder, (folder, rank)
+        if _device is not None:
+            _recorder.follow(_device)
         _recorder.open(steps=self.steps_taken)
         _recorder.add(_PHASE, 0, self.phase)
         flight.use(_layered(_Recording, self))
         for eye in _eyes:
-            eye.open(_recorder)
+            if _sees(eye):
+                eye.open(_recorder)
 
 
 #: The names of waits that were met.

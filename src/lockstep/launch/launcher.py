@@ -301,21 +301,27 @@ class Launcher:
             job_folder=attempt.folder,
             machines=self._machines,
         )
-        if self.spec.trace is not None:
-            self._tracer = Tracer(
-                self.recorder.make_folder,
-                home=attempt.folder,
-                round_=attempt.round,
-                asked=self.spec.trace,
-            )
+        self._tracer = Tracer(
+            self.recorder.make_folder,
+            home=attempt.folder,
+            round_=attempt.round,
+            asked=self.spec.trace,
+        )
 
     def _end_trace(self) -> list[str]:
-        """Write this start's trace, if one was asked for and a rank was started; return what there is to say."""
+        """Write this start's trace, if a rank was started; return what there is to say."""
         tracer, self._tracer = self._tracer, None
         states = self.policy.states.values()
         if tracer is None or all(state.pid is None for state in states):
             return []
-        return tracer.conclude(steps=min(self.attempt.steps(state.rank)[1] or 0 for state in states))
+        said = tracer.conclude(steps=min(self.attempt.steps(state.rank)[1] or 0 for state in states))
+        self._note_trace(tracer)
+        return said
+
+    def _note_trace(self, tracer: Tracer) -> None:
+        if tracer.written is not None:
+            self.recorder.traced(tracer.written)
+            tracer.written = None
 
     def _tell(self, texts: Iterable[str]) -> None:
         for text in texts:
@@ -354,6 +360,7 @@ class Launcher:
         self._see_folder()
         if self._tracer is not None:
             self._tell(self._tracer.look())
+            self._note_trace(self._tracer)
         for rank in self.policy.alive:
             record = self.attempt.record(rank)
             if record is not None and now - record.at > self.spec.grace:

@@ -104,12 +104,9 @@ def _take_page() -> None:
     optimizers = sys.modules.get("torch.optim.optimizer")  # the zygote's; where it has none, lockstep.init() counts
     if optimizers is not None:
         flight.watch_optimizers(optimizers)
-    traced = knobs.trace()
-    if traced is not None:
-        try:
-            tracing.arm(folder, rank=identity.rank, steps=traced[0], first=traced[1])
-        except OSError as error:
-            print(f"lockstep: rank {identity.rank} can't be traced: {error}", file=sys.stderr)
+    asked = knobs.trace()
+    steps, first = asked or knobs.TRACED_ANYWAY
+    tracing.arm(folder, rank=identity.rank, steps=steps, first=first, on_demand=asked is not None)
 
 
 #: Characters that a socket's path can have, and those that multiprocessing adds to its folder's.

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.job.trace import Head, is_over, read_head
+from lockstep import knobs
+from lockstep.job.trace import Head, is_over, read_head, remove
 from lockstep.rendezvous.messages import Round
 from lockstep.runs import trace as traces
 from lockstep.runs.timeline import Measured
@@ -25,11 +26,15 @@ class Tracer:
         folder: makes the folder of the run's logs, or returns it.
         home: the private folder of this start.
         round_: the machines that have started together.
-        asked: how many steps are to be traced, and how many come before them.
+        asked: how many steps are to be traced, and how many come before them; None: nobody has asked for a trace, and
+            that of the steps which are traced anyway is written without a word.
     """
 
-    def __init__(self, folder: Callable[[], Path], *, home: Path, round_: Round, asked: tuple[int, int]) -> None:
-        self._folder, self._home, self._round, self._asked = folder, home, round_, asked
+    def __init__(self, folder: Callable[[], Path], *, home: Path, round_: Round, asked: tuple[int, int] | None) -> None:
+        self._folder, self._home, self._round = folder, home, round_
+        self._on_demand, self._asked = asked is not None, asked or knobs.TRACED_ANYWAY
+        #: The name of the file, once it is written.
+        self.written: str | None = None
         self._thread: threading.Thread | None = None
         #: What the thread has to say, and the profiles that were there when it began.
         self._said: list[str] = []
@@ -52,6 +57,8 @@ class Tracer:
             steps: that the ranks have taken, for the sentence that says why there is no trace.
         """
         if not any(self._opened(rank) for rank in self._round.local_ranks):
+            if not self._on_demand:
+                return []
             count, first = self._asked
             least = max(0, steps - count)
             better = f"; --trace {min(count, steps)}:{least} would have traced the last ones" if steps else ""
@@ -68,6 +75,8 @@ class Tracer:
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             return [f"the trace was not written within {_LIMIT:g} s, and is left out"]
+        if not self._on_demand:
+            return self._take_said()
         return [*self._take_said(), *self._merge_with_others()]
 
     def _begin(self) -> None:
@@ -104,12 +113,17 @@ class Tracer:
             if trace is not None:
                 path = self._path(round_.node_rank)
                 trace.write(path)
-                self._said += _describe(trace, path, alone=len(round_.ranks) == 1)
+                self.written = path.name
+                if self._on_demand:
+                    self._said += _describe(trace, path, alone=len(round_.ranks) == 1)
+                else:
+                    remove(self._home, round_.local_ranks)
         except (OSError, ValueError) as error:
             self._said.append(f"the trace can't be written: {error}")
 
     def _path(self, node: int | None) -> Path:
-        again = f"-restart{self._round.number}" if self._round.number else ""  # (the same on all machines)
+        # (The same on all machines. Of those that nobody has asked for the last start's remains.)
+        again = f"-restart{self._round.number}" if self._round.number and self._on_demand else ""
         of = f"-node{node}" if node is not None and len(self._round.ranks) > 1 else ""
         return self._folder() / f"trace{again}{of}.json.gz"
 

@@ -1,4 +1,4 @@
-"""What a step would take on more ranks and hosts, reckoned from the timetables of a run. Pure.
+"""What a step would take on more ranks and hosts, reckoned from the trace of a run. Pure.
 
 Note [How a plan is made]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -31,9 +31,10 @@ from functools import cached_property
 from typing import Any
 
 from lockstep import _units
-from lockstep.job.timetable import Timetable
+from lockstep.runs import trace as traces
 from lockstep.runs.history import Run, UnknownRun
 from lockstep.runs.network import Link, Network
+from lockstep.runs.timetable import LEAST, NoTimetable, Timetable, timetables
 
 #: Within a host, where nothing was measured: seconds, and bytes a second.
 INSIDE = Link(5e-6, 5e9)
@@ -45,7 +46,7 @@ _OTHER = 0.02
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the timetables of one start of a run say, of the ranks of one machine."""
+    """What the trace of one start of a run says, of the ranks of one machine."""
 
     name: str
     tables: tuple[Timetable, ...]
@@ -55,27 +56,28 @@ class Recorded:
         """Read them.
 
         Raises:
-            UnknownRun: there are none, they are of another version, or they say why there are none.
+            UnknownRun: there is no trace, it is damaged or of another version, or it can't be planned with.
         """
-        starts = [start for start in run.about["starts"] if start.get("timetables")]
+        needs = (
+            f"a plan needs a replica (lockstep.replicate) that averages its gradients {LEAST + 1} times or more in the "
+            "steps that are traced (the 21 after the first 10, or those that --trace names), in ranks that lockstep "
+            "run or spawn started"
+        )
+        starts = [start for start in run.about["starts"] if start.get("trace")]
         if not starts:
-            known = any("timetables" in start for start in run.about["starts"])
-            why = (
-                "a plan needs a replica (lockstep.replicate) that has averaged its gradients 30 times, of which the "
-                "last 20 are timed, in ranks that lockstep run or spawn started"
-                if known
-                else "it was recorded by an earlier lockstep, or was killed at once: record it anew"
-            )
-            raise UnknownRun(f"{run.name}: no times of its buckets were recorded: {why}")
+            known = any("trace" in start for start in run.about["starts"])
+            why = needs if known else "it was recorded by an earlier lockstep, or was killed at once: record it anew"
+            raise UnknownRun(f"{run.name}: it has no trace of its steps: {why}")
         try:
-            tables = tuple(Timetable.from_json(values) for values in starts[-1]["timetables"].values())
-        except (ValueError, TypeError, AttributeError):
+            tables = timetables(traces.read(run.path.parent / str(starts[-1]["trace"])))
+        except traces.BadTrace as error:
+            raise UnknownRun(f"{run.name}: its trace can't be read: {error}") from None
+        except NoTimetable as error:
+            raise UnknownRun(f"{run.name}: a plan can't be made of it: {str(error) or needs}") from None
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UnknownRun(
-                f"{run.name}: the times of its buckets are of another version of lockstep: record it anew"
+                f"{run.name}: its trace is of another version of lockstep, or damaged ({type(error).__name__}: {error})"
             ) from None
-        for table in tables:
-            if table.why_not:
-                raise UnknownRun(f"{run.name}: a plan can't be made of it: {table.why_not} (rank {table.rank})")
         if len({table.buckets for table in tables}) > 1:
             raise UnknownRun(f"{run.name}: its ranks had different buckets, and a plan is of replicas")
         return cls(run.name, tables)
@@ -300,7 +302,7 @@ class Plan:
             "hosts": self.setting.network.hosts(ranks),
             "step": max(gone, ended) + handling,
             "computing": end.usual,
-            "stragglers": ended - end.usual,
+            "stragglers": round(ended - end.usual, 12),  # (else what is left of rounding looks like a time)
             "handling": handling,
             "network": max(0.0, gone - ended),
             "averaging": averaging,
@@ -350,7 +352,7 @@ class Plan:
                 "timed steps; the expected slowest, never slower than what was recorded"
             )
         said.append(
-            "each rank has the cores it had"
+            f"each rank has the {'cores' if table.device == 'cpu' else 'GPU'} it had"
             if setting.cores is None
             else f"a host has {setting.cores} cores, which the threads of its ranks share evenly"
         )

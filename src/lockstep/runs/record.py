@@ -8,13 +8,12 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep import _proc, knobs, machine
 from lockstep._files import write_whole
-from lockstep.job import timetable
 from lockstep.job.account import Progress
 from lockstep.job.notes import CHECKPOINT, LOG, NONFINITE, Notes
 from lockstep.job.page import Phase
@@ -116,7 +115,7 @@ class Recorder:
                 path = self.make_folder() / f"series-{self._start['number']}{self._suffix}.bin"
                 self._series = SeriesWriter(path, list(self._ranks))
                 self._start |= {"series": path.name, "ranks": {str(rank): pid for rank, pid in pids.items()}}
-                self._start["timetables"] = {}
+                self._start.setdefault("trace", None)
                 self._about["starts"].append(self._start)
                 self._about.setdefault("environment", _environment())
                 self._write()
@@ -126,8 +125,6 @@ class Recorder:
                 for rank in self._ranks.values()
             ]
             self._series.add(self._seconds(), rows)
-            if self._take_timetables(pids):
-                self._write()
         except OSError as error:
             self._give_up(error)
         if self._take_notes():
@@ -148,6 +145,12 @@ class Recorder:
             self._give_up(error)
         self._update()
 
+    def traced(self, name: str) -> None:
+        """Note the name of the file, in the run's folder, that has the trace of this start."""
+        if self._start is not None:
+            self._start["trace"] = name
+            self._update()
+
     def remarks(self) -> list[str]:
         """Return what there is to say of what the script has logged, a line each."""
         self._take_notes()
@@ -166,8 +169,6 @@ class Recorder:
     def end(self, *, exit_code: int, summary: RunSummary | None, peaks: Mapping[int, int | None]) -> None:
         """The run is over; where nothing was written so far, nothing is."""
         self._take_notes()
-        if self._start is not None and "ranks" in self._start and not self._failed:
-            self._take_timetables(map(int, self._start["ranks"]))
         self._about["ended"] = time.time()
         self._about["exit_code"] = exit_code
         if summary is not None:
@@ -200,16 +201,6 @@ class Recorder:
         if len(noted) > _CHECKPOINTS:
             del noted[1::2]
             self._stride *= 2
-
-    def _take_timetables(self, ranks: Iterable[int]) -> bool:
-        """Copy what the ranks have left of their timetables into the record; return whether there was anything new."""
-        assert self._start is not None
-        known: dict[str, Any] = self._start["timetables"]
-        missing = [rank for rank in ranks if str(rank) not in known]
-        found = {str(rank): timetable.left(self._start["folder"], rank) for rank in missing}
-        new = {rank: values for rank, values in found.items() if values is not None}
-        known |= new
-        return bool(new)
 
     def _seconds(self) -> float:
         return time.monotonic() - self._clock

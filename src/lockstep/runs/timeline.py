@@ -3,7 +3,8 @@
 An event is a dictionary in the words of that format, but its times are whole nanoseconds (``ts``, ``dur``); trace.py
 turns them into the format's microseconds. Ranks are processes there, and what a rank does is in
 lanes, the format's threads: its steps, its phases, and for each thread the collectives and waits, each inside of what
-began there before. Between two slices of a lane there is nothing but nesting.
+began there before. Between two slices of a lane there is nothing but nesting. Where it is known when a GPU came to what
+the rank had queued, phases have a lane by the GPU's time, and all else says how much later that was (``gpu_after_us``).
 
 Note [Who waited for whom]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -33,6 +34,7 @@ from typing import Any
 
 from lockstep.job.page import NAMES, Phase
 from lockstep.job.trace import Batch, Kind, Part
+from lockstep.job.trace import Event as Recorded
 
 #: An event in the words of Chrome's trace format, its times in nanoseconds.
 Event = dict[str, Any]
@@ -62,11 +64,11 @@ def events_of(part: Part, workers: Mapping[str, Sequence[Batch]]) -> list[Event]
     end = end_of(part)
     found = [event for event in part.events if event.at <= end]
     lanes = _Lanes(part.pid)
-    events = [*_steps(part, lanes), *_phases(part, end, lanes)]
+    events = [*_steps(part, lanes), *_phases(part, end, lanes), *_phases_on_device(part, lanes)]
     names = {event.thread: event.about["name"] for event in found if event.kind is Kind.THREAD}
     # The thread that trains is the first to be seen.
     for thread, name in names.items():
-        own = [event for event in found if event.thread == thread and event.kind in (Kind.BEGIN, Kind.END)]
+        own = [event for event in found if event.thread == thread and event.kind in _NESTED]
         if own:
             title = "collectives and waits" if name == "main" else f"collectives and waits of {name}"
             events += _nested(own, end, lanes.lane(f"{title}", thread))
@@ -82,6 +84,10 @@ def events_of(part: Part, workers: Mapping[str, Sequence[Batch]]) -> list[Event]
         *lanes.about(),
         *events,
     ]
+
+
+#: What is in the lane of its thread.
+_NESTED = frozenset({Kind.BEGIN, Kind.END, Kind.MARK})
 
 
 def end_of(part: Part) -> int:
@@ -134,25 +140,48 @@ def _phases(part: Part, end: int, lanes: _Lanes) -> Iterator[Event]:
         yield _slice(NAMES[Phase(phase)], "phase", begun, end, lane)
 
 
-def _nested(events: Iterable[Any], end: int, lane: Event) -> list[Event]:
-    """Return the slices of one thread, each inside of what began before it and had not ended."""
+def _phases_on_device(part: Part, lanes: _Lanes) -> Iterator[Event]:
+    """Yield from when to when the GPU was at what the rank had queued in its phases."""
+    known = [event for event in part.events if event.kind is Kind.PHASE and event.device]
+    if not known:
+        return
+    lane = lanes.lane("phases on the GPU")
+    phase, begun = known[0].number, known[0].device
+    for event in known[1:]:
+        if event.number != phase and event.device > begun:  # (streams differ, and with them what comes first)
+            yield _slice(NAMES[Phase(phase)], "phase on the GPU", begun, event.device, lane)
+            begun = event.device
+        phase = event.number
+
+
+def _nested(events: Iterable[Recorded], end: int, lane: Event) -> list[Event]:
+    """Return marks and slices of one thread, each inside of what began before it and had not ended."""
     made: list[Event] = []
     under_way: list[Event] = []
     for event in events:
-        if event.kind is Kind.BEGIN:
-            about = dict(event.about)
-            name, category = about.pop("name"), about.pop("cat")
-            args = {"operation": name.removeprefix("wait for "), **about} if "group" in about else about
-            if event.number:
-                name, args = f"{name} #{event.number}", args | {"number": event.number}
+        if event.kind is Kind.END:
+            if under_way:  # else it began before the window
+                slice_ = under_way.pop()
+                slice_["dur"] = event.at - slice_["ts"]
+                del slice_["args"]["unfinished"]
+                if "gpu_after_us" in slice_["args"] and event.device:
+                    slice_["args"]["gpu_after_us"].append((event.device - event.at) / 1000)
+            continue
+        about = dict(event.about)
+        name, category = about.pop("name"), about.pop("cat")
+        args = {"operation": name.removeprefix("wait for "), **about} if "group" in about else about
+        if event.number:
+            name, args = f"{name} #{event.number}", args | {"number": event.number}
+        if event.device:
+            args = args | {"gpu_after_us": [(event.device - event.at) / 1000]}
+        if event.kind is Kind.MARK:
+            common = {"name": name, "cat": category, "ts": event.at, **lane, "args": args}
+            made.append({"ph": "i", "s": "t", **common})
+        else:
             slice_ = _slice(name, category, event.at, end, lane, args | {"unfinished": True})
             made.append(slice_)
             under_way.append(slice_)
-        elif under_way:  # else it began before the window
-            slice_ = under_way.pop()
-            slice_["dur"] = event.at - slice_["ts"]
-            del slice_["args"]["unfinished"]
-    return [slice_ for slice_ in made if slice_["dur"] > 0]
+    return [event for event in made if event.get("dur", 1) > 0]
 
 
 def _batch(batch: Batch, lane: Event) -> Event:

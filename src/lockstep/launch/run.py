@@ -57,6 +57,8 @@ _FAREWELL = 7.0
 _CLIENTS = 3
 #: Seconds in which ranks that are asked to save most often come to a step.
 _TO_A_STEP = 2.0
+#: Seconds from one turn of the loop to the next, at most, unless this process stands still.
+_STILL = 2.0
 #: Seconds that processes which outlived the zygote have to leave by themselves.
 _PATIENCE = 0.3
 
@@ -205,6 +207,8 @@ class _Run:
         #: When a client that was told to leave has had enough time, on the monotonic clock.
         self._patience: float | None = None
         self._told_of_waiting = False
+        #: When the last turn of the loop began to act, on the monotonic clock.
+        self._turned = time.monotonic()
         #: What was said of the machines that have met.
         self._told_of_machines = ""
         launcher.selector.register(signals, selectors.EVENT_READ)
@@ -252,6 +256,9 @@ class _Run:
         due = self._patience if self._others is None or self._others.due is None else self._others.due
         ready = launcher.wait(None if held is None else time.monotonic() + held, due, self._warn_at)
         now = time.monotonic()
+        still, self._turned = now - self._turned - _STILL, now
+        if still > 0:
+            self._excuse(still)
         if self._signals in ready:
             terminal.let_go()  # see Note [A dead terminal]
             for arrival in self._signals.read():
@@ -264,6 +271,15 @@ class _Run:
         launcher.act(now)
         if self._warn_at is not None and now >= self._warn_at:
             self._warn_of_those_outside_a_step(now)
+
+    def _excuse(self, seconds: float) -> None:
+        """Leave out of all limits a time in which this process stood still, as the whole machine did most likely: what it
+        waits for may come now."""
+        self._launcher.policy.excuse(seconds)
+        if self._others is not None:
+            self._others.excuse(seconds)
+        if self._patience is not None:
+            self._patience += seconds
 
     def _on_answer(self, answer: Answer) -> None:
         match answer:
@@ -316,7 +332,10 @@ class _Run:
                 job["shared"] = True
             if self._file is not None:
                 job["file"] = str(self._file)
-            self._fork(Fork(rank, attempt.environment(local_rank), job), self._streams.open(local_rank, rank))
+            fds = self._streams.open(local_rank, rank)
+            if self._streams.log(local_rank) is not None:
+                job["logged"] = True
+            self._fork(Fork(rank, attempt.environment(local_rank), job), fds)
         if self._logs.moved is not None and self._logs.restart == 0:
             say(self._logs.moved)
 
@@ -649,6 +668,14 @@ class _Run:
             return 128 - code if code is not None and code < 0 else 1
         return 0
 
+    def _own_cause(self, text: str) -> str:
+        """Put what went wrong on this machine before what another one has lost by it: that one's ranks ended first, and
+        its verdict was there before this one's."""
+        outcome = self._launcher.attempt.outcome(self._streams)
+        if outcome.first is None or outcome.first.is_echo:
+            return text
+        return f"{report.describe(outcome)}\nand its consequence {text}"
+
     def _say_verdict(self, verdict: Verdict) -> None:
         """Say why an attempt is over, and what comes of it."""
         round_ = self._launcher.attempt.round
@@ -659,6 +686,8 @@ class _Run:
                 text = report.describe(self._launcher.attempt.outcome(self._streams))
             if not mine or self._spec.one_terminal:
                 text = f"on {round_.host(verdict.node)}: {text}"
+            if not mine and verdict.echo:
+                text = self._own_cause(text)
         what_now = verdict.what_now
         if verdict.kind is Kind.LOST and self._stage is _Stage.CLEARING:
             what_now = "all ranks start again when there are enough machines"

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in torch's stubs
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
+from lockstep.errors import PeerLost
 from lockstep.job import stop
 from lockstep.job.page import Pages
 from lockstep.job.stop import Action, Agreement, Board, PageBoard, Proposal, StoreBoard
@@ -34,6 +35,17 @@ def boards(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Boards]:
     yield make
     for pages in opened:
         pages.close()
+
+
+def test_a_store_that_has_gone_is_told_in_our_own_words() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    board = StoreBoard(TCPStore("127.0.0.1", server.port, is_master=False))
+    assert board.smallest(1) is None
+    del server
+    with pytest.raises(PeerLost, match="the store that the ranks met at is gone"):
+        board.smallest(1)
+    with pytest.raises(PeerLost, match="the store that the ranks met at is gone"):
+        board.propose(1, Proposal(12, Action.SAVE))
 
 
 def test_the_smallest_proposal_of_a_round_counts(boards: Boards) -> None:

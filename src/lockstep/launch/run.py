@@ -273,7 +273,7 @@ class _Run:
             self._warn_of_those_outside_a_step(now)
 
     def _excuse(self, seconds: float) -> None:
-        """Leave out of all limits a time in which this process stood still, as the whole machine did most likely: what it
+        """Leave out of all limits a time in which this process, and most likely the whole machine, stood still: what it
         waits for may come now."""
         self._launcher.policy.excuse(seconds)
         if self._others is not None:

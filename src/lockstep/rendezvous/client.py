@@ -148,6 +148,7 @@ class _Client:
         self._base: Store | None = None
         self._address = ""
         self._serves = False
+        #: The store of the round's ranks, if it is here; those of other machines may need it until the next round.
         self._server: Store | None = None
         #: The number of the last round that this machine took part in; that round, and who made it, if this process
         #: was there; whether it waits for the next one.
@@ -241,7 +242,7 @@ class _Client:
         its name may be known only later, so this tries again until the time for all is over."""
         began = time.monotonic()
         self._limit = began + (self._options.join_timeout if meet.seconds is None else meet.seconds)
-        doubtful = False
+        doubtful, why = False, f"no answer from {self._options.endpoint} yet"
         while True:
             knock = Knock(self._options.endpoint, self._options.local_addr, doubtful=doubtful)
             knock.start()
@@ -254,13 +255,13 @@ class _Client:
                 raise knock.error
             if not knock.is_alive() and knock.store is not None:
                 break
-            doubtful, now = knock.connected, time.monotonic()
+            doubtful, why, now = knock.connected, knock.why or why, time.monotonic()
             if now >= self._limit:
                 raise _Refusal(
-                    f"the rendezvous at {self.endpoint} failed: {knock.why}; that was so until --join-timeout"
+                    f"the rendezvous at {self.endpoint} failed: {why}; that was so until --join-timeout"
                     + (_AGAIN if meet.last >= 0 else "")
                 )
-            self._look_on(self._said if now - began < _QUIET else f"{knock.why}. Trying again until --join-timeout")
+            self._look_on(self._said if now - began < _QUIET else f"{why}. Trying again until --join-timeout")
             self._idle(_TICK)
         self._base, self._address, self._serves = knock.store, knock.address, knock.serves
         self._base.set_timeout(timedelta(seconds=_OPERATION))
@@ -393,11 +394,12 @@ class _Client:
 
     def _meet(self, meet: Meet) -> Round:
         """Take part in the next round; see Note [Membership]."""
-        self._server = None  # of the round before
         self._last, self._meets, self._ranks = meet.last, True, []
         self._next_beat = min(self._next_beat, time.monotonic())
         self._limit = time.monotonic() + (self._options.join_timeout if meet.seconds is None else meet.seconds)
         round_, warnings = self._gather(meet)
+        if round_.node_rank:
+            self._server = None  # of an earlier round
         self._last, self._meets = round_.number, False
         self._verdict_key = f"{round_.number}/verdict"
         self._say(Met(vars(round_), warnings))
@@ -581,7 +583,14 @@ class _Client:
     def _open(self, attempt: RoundAttempt, cards: Sequence[Card]) -> None:
         """Open the store at which the ranks meet, and make the round."""
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        listener = socket.create_server((self._address, 0), family=family)
+        try:
+            listener = socket.create_server((self._address, 0), family=family)
+        except OSError as error:
+            why = f"can't listen at {self._address}: {error.strerror}"
+            self._fail(attempt, f"machine 0 ({cards[0].place}) {why}")
+            raise _Refusal(
+                f"this machine {why}; --local-addr says at which of its own addresses the ranks meet"
+            ) from error
         port = listener.getsockname()[1]
         self._server = TCPStore(
             self._address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()

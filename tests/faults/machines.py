@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -73,10 +74,11 @@ class Machines:
         place: int | None = None,
         launcher: tuple[str, ...] = (),
         before: str = "",
+        cold: bool = False,
         **env: str,
     ) -> Running:
-        """Start one more; ``options`` are the script's, ``launcher`` further ones of ``lockstep run``, ``before`` is as
-        for :class:`Running`. ``place``: its network, counted from 0; None: the next one."""
+        """Start one more; ``options`` are the script's, ``launcher`` further ones of ``lockstep run``, ``before`` and
+        ``cold`` are as for :class:`Running`. ``place``: its network, counted from 0; None: the next one."""
         number = len(self.running)
         command = ["lockstep", "run", "-n", str(ranks), "--max-restarts", str(restarts), *self._options, *launcher]
         command += ["--log-dir", str(self._folder / f"logs-{number}"), str(script), str(self._folder), *options]
@@ -86,7 +88,8 @@ class Machines:
             before += _ENTER.format(name=self._network[number if place is None else place])
         self._temporary.append(Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="machine-"))))
         env.setdefault("TMPDIR", str(self._temporary[-1]))
-        job = Running(command, cwd=self._folder, env=environment(self._folder, torch=True, **env), before=before)
+        job_env = environment(self._folder, torch=True, **env)
+        job = Running(command, cwd=self._folder, env=job_env, before=before, cold=cold)
         self.running.append(self._undo.enter_context(job))
         return job
 
@@ -135,6 +138,14 @@ def kill_all(machine: Running) -> list[int]:
         with suppress(ProcessLookupError):  # an end of its own
             os.kill(pid, signal.SIGKILL)
     return everyone
+
+
+def stop_all(machine: Running) -> tuple[list[int], float]:
+    """Have a machine's processes stand still, all at once; they and the moment are returned."""
+    everyone = [machine.pid, *machine.tree()]
+    for pid in everyone:
+        os.kill(pid, signal.SIGSTOP)
+    return everyone, time.monotonic()
 
 
 @contextmanager

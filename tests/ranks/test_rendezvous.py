@@ -19,7 +19,7 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.spec import free_port
 from lockstep.runs.series import Series
 from tests.faults import jobs
-from tests.faults.machines import Machines, client, sockets, zygote
+from tests.faults.machines import Machines, client, sockets, stop_all, zygote
 from tests.launching import Finished, Running, wait_for
 
 pytestmark = pytest.mark.timeout(150)
@@ -376,3 +376,154 @@ def test_too_few_machines(tmp_path: Path) -> None:
     assert codes == [1], done
     assert "too few machines came to 127.0.0.1:" in done[0].err
     assert not list(tmp_path.glob("pid-*")), "no rank was started"
+
+
+_PARTS = """
+import os, sys, time
+open(f"{sys.argv[1]}/began-{os.environ['RANK']}", "w").close()
+while not os.path.exists(f"{sys.argv[1]}/go"):
+    time.sleep(0.01)
+"""
+
+
+def _wait_for_line(machine: Running, words: str) -> str:
+    """What a launcher says up to a line with these words."""
+    said = ""
+    while words not in said:
+        line = machine.read_error()
+        assert line, f"it never said {words!r}: {said}"
+        said += line + "\n"
+    return said
+
+
+def test_a_machine_that_waits_for_a_place_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_PARTS)
+    with Machines(tmp_path, "1") as machines:
+        machines.start(script=script)
+        wait_for((tmp_path / "began-0").exists, "the job")
+        spare = machines.start(script=script)
+        said = _wait_for_line(spare, "this machine is spare")
+        (tmp_path / "go").touch()
+        codes, _ = _codes(machines)
+    assert codes == [0, 0]
+    assert "a job of 1 machine, as many as --nnodes allows, goes on (" in said
+
+
+def test_machines_that_run_the_same_with_other_arguments_are_told(tmp_path: Path) -> None:
+    """Two jobs that meet at one place by mistake, most likely. The arguments themselves may be secret."""
+    script = tmp_path / "train.py"
+    script.write_text(_PARTS)
+    (tmp_path / "go").touch()
+    with Machines(tmp_path, "2") as machines:
+        for name in ("one", "two"):
+            machines.start("--output", name, script=script)
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    for each in done:
+        assert each.err.count("the machines differ in the arguments of what they run: 3 of them (digest ") == 1
+        assert "what they run: train.py" not in each.err
+
+
+def test_what_an_earlier_job_has_left_in_the_file_does_not_end_the_next_one(tmp_path: Path) -> None:
+    """Its launchers were killed as they left, with its result in the file."""
+    shared, script = tmp_path / "shared", tmp_path / "train.py"
+    shared.mkdir()
+    script.write_text(_PARTS)
+    left = b""
+    with Machines(tmp_path, "2", endpoint=f"file:{shared}") as machines:
+        for _ in range(2):
+            machines.start(script=script)
+        wait_for(lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), "the job")
+        (file,) = shared.iterdir()
+        (tmp_path / "go").touch()
+        while any(machine.process.poll() is None for machine in machines.running):
+            if file.exists():
+                left = max(left, file.read_bytes(), key=len)
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    assert b"/result" in left
+    file.write_bytes(left)
+    for rank in range(2):
+        (tmp_path / f"began-{rank}").unlink()
+    with Machines(tmp_path, "2", endpoint=f"file:{shared}") as machines:
+        for _ in range(2):
+            machines.start(script=script)
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    assert all((tmp_path / f"began-{rank}").exists() for rank in range(2)), done
+    assert not list(shared.iterdir()), "nothing is left of either"
+
+
+def test_a_machine_that_stands_still_as_its_ranks_end_ends_with_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_PARTS)
+    with Machines(tmp_path, "2") as machines:
+        first = machines.start(script=script)
+        wait_for(lambda: _has_client(first) and sockets(client(first), "0A"), "its store")
+        second = machines.start(script=script)
+        wait_for(lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), "the job")
+        stopped = stop_all(second)
+        (tmp_path / "go").touch()
+        _wait_for_line(first, "gave no sign of life for 4 s")
+        # Beyond the moment at which a launcher that heard nothing would give its client up.
+        wait_for(lambda: time.monotonic() > stopped[1] + 6.0, "a while")
+        for pid in stopped[0]:
+            os.kill(pid, signal.SIGCONT)
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    assert "lost its connection" not in done[1].err
+
+
+_CAUSE = """
+import os, sys, time
+import lockstep
+world = lockstep.init()
+open(f"{sys.argv[1]}/began-{world.rank}", "w").close()
+while not os.path.exists(f"{sys.argv[1]}/go"):
+    time.sleep(0.01)
+if world.rank == 1:
+    raise RuntimeError("the wrong path")
+world.mean(1.0)
+"""
+
+
+def test_the_cause_is_told_where_it_was_though_another_machine_was_first(tmp_path: Path) -> None:
+    """Its launcher was busy, so that the consequence there was all that the others knew."""
+    script = tmp_path / "train.py"
+    script.write_text(_CAUSE)
+    with Machines(tmp_path, "2") as machines:
+        first, second = (machines.start(script=script, restarts=0) for _ in range(2))
+        wait_for(lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), "the job")
+        here = first if len(_ranks_log(tmp_path, 0, 1)) else second
+        there = second if here is first else first
+        os.kill(here.pid, signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        _wait_for_line(there, "rank 0 of 2 failed")
+        os.kill(here.pid, signal.SIGCONT)
+        codes, done = _codes(machines)
+    assert codes == [1, 1], done
+    said = done[0 if here is first else 1].err.split("lockstep: ")[-1]
+    assert said.startswith("rank 1 of 2 failed: exit code 1\nRuntimeError: the wrong path"), said
+    assert "and its consequence on machine 0 (" in said
+
+
+def _ranks_log(folder: Path, number: int, rank: int) -> list[Path]:
+    return list(folder.glob(f"logs-{number}/rank{rank}.log"))
+
+
+_FAKETIME = next(iter(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), None)
+
+
+@pytest.mark.skipif(_FAKETIME is None, reason="there is no libfaketime")
+@pytest.mark.parametrize("offset", [-3, 5])
+def test_a_machine_whose_clock_is_wrong_takes_part_and_is_told(tmp_path: Path, calm: jobs.Calm, offset: int) -> None:
+    wrong = {"LD_PRELOAD": str(_FAKETIME), "FAKETIME": f"{offset:+}s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    with Machines(tmp_path, "2") as machines:
+        machines.start()
+        machines.start(cold=True, **wrong)
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
+    for each in done:
+        assert each.err.count(f" is {abs(offset)} s ahead of that of machine ") == 1, each.err

@@ -18,12 +18,12 @@ from lockstep.rendezvous.messages import Looking, Meet, Met, Options, decode
 
 pytestmark = pytest.mark.timeout(60)
 
-#: What each machine of two writes down on the way to a round, in order.
-_STEPS = ("proof", "here/0", "here/1", "here/2", "here/3", "clock")
+#: What machine 0 writes down on the way to a round, in order.
+_STEPS = ("proof/0", "here/0/0", "here/1/0", "here/2/0", "here/3/0", "clock/0", "fate")
 
 
 class _Other:
-    """Another machine of the job, which lives, and takes a while for each step on the way to a round.
+    """The first machine of the job, which lives, and takes a while for each step on the way to a round.
 
     Args:
         path: the file of the store.
@@ -58,7 +58,7 @@ class _Other:
             if self._over.wait(0.01):
                 return
         theirs = json.loads(json.loads(store.get(_key("card/1")))[0])
-        card = Card(**{**theirs, "name": "other", "pid": 1 << 30, "challenge": "00"})
+        card = Card(**{**theirs, "name": "other", "pid": 0, "challenge": "00"})
         store.add(_key("tickets"), 1)
         store.set(_key("card/2"), encode_card(card, key="", ticket=2))
         attempt, done = 0, 0
@@ -67,7 +67,7 @@ class _Other:
             if newest != attempt:
                 attempt, done = newest, 0
             elif attempt and done < len(_STEPS):
-                store.set(_key(f"attempt/{attempt}/{_STEPS[done]}/1"), _content(_STEPS[done]))
+                store.compare_set(_key(f"attempt/{attempt}/{_STEPS[done]}"), "", _content(_STEPS[done]))
                 done += 1
 
 
@@ -76,9 +76,9 @@ def _key(name: str) -> str:
 
 
 def _content(step: str) -> str:
-    if step == "proof":
-        return proof("")
-    return json.dumps([time.time(), [[time.monotonic_ns()] * 2] * 4]) if step == "clock" else ""
+    now = time.monotonic_ns()
+    known = {"proof/0": proof(""), "clock/0": json.dumps([time.time(), [[now, now]] * 4])}
+    return known.get(step, json.dumps({"made": ["127.0.0.1", 1, "a job"]}) if step == "fate" else "here")
 
 
 def _meet(path: Path, *, join_timeout: float) -> tuple[str, list[str]]:

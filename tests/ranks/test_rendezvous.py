@@ -19,7 +19,7 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.spec import free_port
 from lockstep.runs.series import Series
 from tests.faults import jobs
-from tests.faults.machines import Machines, client, sockets, stop_all, zygote
+from tests.faults.machines import Machines, client, kill_all, sockets, stop_all, zygote
 from tests.launching import Finished, Running, wait_for
 
 pytestmark = pytest.mark.timeout(150)
@@ -473,6 +473,38 @@ def test_a_machine_that_stands_still_as_its_ranks_end_ends_with_the_others(tmp_p
         codes, done = _codes(machines)
     assert codes == [0, 0], done
     assert "lost its connection" not in done[1].err
+
+
+def test_the_end_of_the_process_that_forks_is_told_while_machines_meet_again(tmp_path: Path) -> None:
+    """What came before it is told once."""
+    (tmp_path / "plan.json").write_text(_strike("optimizer", rank=0))
+    with Machines(tmp_path, "1:2") as machines:  # which waits for a second one, each time
+        machine = machines.start("--plan", str(tmp_path / "plan.json"))
+        said = _wait_for_line(machine, "restart 1 of 2: all ranks start again")
+        os.kill(zygote(machine), signal.SIGKILL)
+        done = machine.finish(limit=30)
+    assert done.code == 128 + signal.SIGKILL, done
+    assert "failed: killed by signal 9" in said
+    assert "the process that forks the ranks (process " in done.err
+    assert done.err.count("rank 0 of 1 failed") + said.count("rank 0 of 1 failed") == 1
+
+
+def test_a_machine_that_loses_the_others_when_it_is_done_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_PARTS)
+    with Machines(tmp_path, "2") as machines:
+        first = machines.start(script=script)
+        wait_for(lambda: _has_client(first) and sockets(client(first), "0A"), "its store")
+        second = machines.start(script=script)
+        wait_for(lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), "the job")
+        os.kill(first.pid, signal.SIGSTOP)  # it does not notice that its rank ends
+        (tmp_path / "go").touch()
+        wait_for(lambda: len(children(zygote(second))) == 1, "the end of its rank")
+        kill_all(first)
+        done = second.finish(limit=30)
+    assert done.code == 0, done
+    assert "all ranks of this machine had ended well by then" in done.err
+    assert "Start the command again" not in done.err
 
 
 _CAUSE = """

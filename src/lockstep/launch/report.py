@@ -218,6 +218,16 @@ def lost(pid: int, code: int | None) -> str:
     return f"the process that forks the ranks (process {pid}) {how}; all ranks were stopped"
 
 
+def lost_when_done(why: str) -> str:
+    """Say that a machine was cut off from the others when it had nothing left to do.
+
+    Args:
+        why: in the words of who noticed it, which say what to do where there is something left.
+    """
+    what = why.partition(". ")[0]
+    return f"{what}; all ranks of this machine had ended well by then, and those of the others may have, too"
+
+
 def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     """Report a failure: the first rank to fail in full, the others in a line each, and who was late.
 

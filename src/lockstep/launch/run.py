@@ -209,7 +209,8 @@ class _Run:
         self._told_of_waiting = False
         #: When the last turn of the loop began to act, on the monotonic clock.
         self._turned = time.monotonic()
-        #: What was said of the machines that have met.
+        #: What was said of the machines that have met, and what the user should know of them.
+        self._warned: set[str] = set()
         self._told_of_machines = ""
         launcher.selector.register(signals, selectors.EVENT_READ)
 
@@ -526,7 +527,9 @@ class _Run:
         self._last_round, self._job = round_.number, round_.job
         self._restarts.adopt(round_.history)
         for warning in met.warnings:
-            say(warning, once=warning)
+            if warning not in self._warned:
+                self._warned.add(warning)
+                say(warning, once=warning)
         machines = report.machines(round_)
         if machines != self._told_of_machines:
             self._told_of_machines = machines
@@ -656,17 +659,22 @@ class _Run:
             text = report.came_late(signum) if late else report.stopped(outcome, signum, at_once=policy.at_once)
             say(text, once=text)
             return 0 if late else 128 + signum
+        if self._stage is _Stage.MEETING:  # how the last attempt ended was said before; the zygote has ended since
+            return self._say_lost()
         if verdict is None and outcome.first is not None:  # the zygote has ended as well, so nothing starts again
             verdict = replace(self._judge(), what_now="")
         if verdict is not None and verdict.kind in (Kind.FAILED, Kind.LOST):
             # A signal, or the end of the zygote, may have come before what was to come of it.
             self._say_verdict(replace(verdict, what_now="") if verdict.again else verdict)
             return verdict.exit_code if verdict.kind is Kind.FAILED else 0
-        if not policy.done:
-            code = launcher.zygote.wait(limit=1.0)
-            say(report.lost(launcher.zygote.pid, code))
-            return 128 - code if code is not None and code < 0 else 1
-        return 0
+        return 0 if policy.done else self._say_lost()
+
+    def _say_lost(self) -> int:
+        """Say that the zygote has ended, and with it this machine's part of the job; return the exit code."""
+        zygote = self._launcher.zygote
+        code = zygote.wait(limit=1.0)
+        say(report.lost(zygote.pid, code))
+        return 128 - code if code is not None and code < 0 else 1
 
     def _own_cause(self, text: str) -> str:
         """Put what went wrong on this machine before what another one has lost by it: that one's ranks ended first, and
@@ -691,6 +699,8 @@ class _Run:
         what_now = verdict.what_now
         if verdict.kind is Kind.LOST and self._stage is _Stage.CLEARING:
             what_now = "all ranks start again when there are enough machines"
+        elif verdict.kind is Kind.LOST and self._launcher.attempt.outcome(self._streams).completed:
+            text = report.lost_when_done(self._lost or text)
         text = "\n".join(line for line in (text, what_now) if line)
         say(text, once=f"end of round {round_.number}", later=not mine)
         self._launcher.recorder.event(verdict.kind.value, text)

@@ -586,7 +586,7 @@ class _Client:
         try:
             listener = socket.create_server((self._address, 0), family=family)
         except OSError as error:
-            why = f"can't listen at {self._address}: {error.strerror}"
+            why = f"can't listen at {self._address}: {os.strerror(error.errno or 0)}"
             self._fail(attempt, f"machine 0 ({cards[0].place}) {why}")
             raise _Refusal(
                 f"this machine {why}; --local-addr says at which of its own addresses the ranks meet"

@@ -227,6 +227,23 @@ def test_a_signal_to_a_machine_that_is_about_to_start_again(tmp_path: Path) -> N
     assert "stopped by SIGTERM" in done.err
 
 
+def test_the_end_of_the_process_that_forks_is_no_success_where_the_others_are_lost(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_STUBBORN)
+    with Machines(tmp_path, "1") as machines:
+        machine = machines.start(script=script)
+        wait_for((tmp_path / "began").exists, "training")
+        forks = zygote(machine)
+        os.kill(client(machine), signal.SIGKILL)
+        wait_for((tmp_path / "asked").exists, "the end of the round")
+        os.kill(forks, signal.SIGKILL)
+        done = machine.finish(limit=20)
+    assert done.code == 128 + signal.SIGKILL, done
+    assert "the rendezvous client of this machine has ended" in done.err
+    assert "the process that forks the ranks (process " in done.err
+    assert "all ranks start again" not in done.err
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_machines_meet_though_a_client_dies_while_they_wait(tmp_path: Path, number: int) -> None:
     """The first one serves the store. A third machine makes them enough."""
@@ -550,10 +567,10 @@ _FAKETIME = next(iter(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), N
 @pytest.mark.skipif(_FAKETIME is None, reason="there is no libfaketime")
 @pytest.mark.parametrize("offset", [-3, 5])
 def test_a_machine_whose_clock_is_wrong_takes_part_and_is_told(tmp_path: Path, calm: jobs.Calm, offset: int) -> None:
-    wrong = {"LD_PRELOAD": str(_FAKETIME), "FAKETIME": f"{offset:+}s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    shift = f"{offset:+}s"
     with Machines(tmp_path, "2") as machines:
         machines.start()
-        machines.start(cold=True, **wrong)
+        machines.start(cold=True, LD_PRELOAD=str(_FAKETIME), FAKETIME=shift, FAKETIME_DONT_FAKE_MONOTONIC="1")
         codes, done = _codes(machines)
     assert codes == [0, 0], done
     assert jobs.final(tmp_path) == calm(jobs.EPOCHS)

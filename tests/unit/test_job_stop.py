@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # public, but not in torch's stubs
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
 from lockstep.errors import PeerLost
 from lockstep.job import stop
@@ -37,11 +37,21 @@ def boards(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Boards]:
         pages.close()
 
 
+class _Gone:
+    """A store whose server has ended. (A real one leaves the pipes of its thread open in this process.)"""
+
+    def check(self, *_: object) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+    def compare_set(self, *_: object) -> bytes:
+        raise RuntimeError("Broken pipe")
+
+    def get(self, *_: object) -> bytes:
+        raise RuntimeError("Broken pipe")
+
+
 def test_a_store_that_has_gone_is_told_in_our_own_words() -> None:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    board = StoreBoard(TCPStore("127.0.0.1", server.port, is_master=False))
-    assert board.smallest(1) is None
-    del server
+    board = StoreBoard(_Gone())
     with pytest.raises(PeerLost, match="the store that the ranks met at is gone"):
         board.smallest(1)
     with pytest.raises(PeerLost, match="the store that the ranks met at is gone"):

@@ -450,6 +450,8 @@ class _Run:
             return  # a signal came meanwhile: the job ends as it stands
         self._relay.finish_sources()
         self._relay.pump(set(), time.monotonic())
+        if verdict.kind is Kind.LOST:
+            verdict = replace(verdict, what_now="all ranks start again when there are enough machines")
         self._say_verdict(verdict)
         if self._others is None:
             round_ = self._spec.round(*_master(self._spec), number=attempt.round.number + 1)
@@ -666,7 +668,9 @@ class _Run:
         if verdict is not None and verdict.kind in (Kind.FAILED, Kind.LOST):
             # A signal, or the end of the zygote, may have come before what was to come of it.
             self._say_verdict(replace(verdict, what_now="") if verdict.again else verdict)
-            return verdict.exit_code if verdict.kind is Kind.FAILED else 0
+            if verdict.kind is Kind.LOST:
+                return 0 if outcome.completed else self._say_lost()
+            return verdict.exit_code
         return 0 if policy.done else self._say_lost()
 
     def _say_lost(self) -> int:
@@ -696,11 +700,8 @@ class _Run:
                 text = f"on {round_.host(verdict.node)}: {text}"
             if not mine and verdict.echo:
                 text = self._own_cause(text)
-        what_now = verdict.what_now
-        if verdict.kind is Kind.LOST and self._stage is _Stage.CLEARING:
-            what_now = "all ranks start again when there are enough machines"
-        elif verdict.kind is Kind.LOST and self._launcher.attempt.outcome(self._streams).completed:
-            text = report.lost_when_done(self._lost or text)
-        text = "\n".join(line for line in (text, what_now) if line)
+        elif not verdict.what_now and self._launcher.attempt.outcome(self._streams).completed:
+            text = report.lost_when_done(text)
+        text = "\n".join(line for line in (text, verdict.what_now) if line)
         say(text, once=f"end of round {round_.number}", later=not mine)
         self._launcher.recorder.event(verdict.kind.value, text)

@@ -576,3 +576,26 @@ def test_a_machine_whose_clock_is_wrong_takes_part_and_is_told(tmp_path: Path, c
     assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
     for each in done:
         assert each.err.count(f" is {abs(offset)} s ahead of that of machine ") == 1, each.err
+
+
+def test_an_address_that_is_not_the_machines_own_is_told_on_all(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_PARTS)
+    with Machines(tmp_path, "2", options=("--join-timeout", "4")) as machines:
+        first = machines.start(script=script)
+        wait_for(lambda: _has_client(first) and sockets(client(first), "0A"), "its store")
+        machines.start(script=script, launcher=("--local-addr", "10.9.8.7"))
+        codes, (right, wrong) = _codes(machines)
+    assert codes == [1, 1]
+    assert "this machine can't listen at 10.9.8.7: Cannot assign requested address; --local-addr says" in wrong.err
+    assert "could not start together, and meet again: machine 0 (" in right.err
+    assert "10.9.8.7) can't listen at 10.9.8.7" in right.err
+    assert "too few machines came" in right.err, "it has left, which is known at once"
+
+
+def test_a_name_without_an_address_is_what_a_machine_ends_with(tmp_path: Path) -> None:
+    with Machines(tmp_path, "2", endpoint="box-0.invalid:7", options=("--join-timeout", "1")) as machines:
+        machines.start()
+        codes, (done,) = _codes(machines)
+    assert codes == [1]
+    assert "failed: the name box-0.invalid can't be resolved" in done.err

@@ -117,6 +117,7 @@ def main(fd: int, options: dict[str, Any]) -> NoReturn:
         pass  # the launcher is gone
     except _Refusal as error:
         channel.send(encode(Refused(str(error), error.exit_code)))
+        client.say_gone()
     except Exception as error:  # noqa: BLE001  (whatever it is, the launcher tells the user; nobody reads this process)
         # torch's stores have no type of their own for all that goes wrong in them.
         again = isinstance(error, (RuntimeError, ConnectionError)) and client.is_connected
@@ -155,8 +156,8 @@ class _Client:
         self._last = -1
         self._round: Round | None = None
         self._attempt: RoundAttempt | None = None
-        #: When the attempt has taken too long, on the monotonic clock.
-        self._form_by = float("inf")
+        #: When the attempt has taken too long, on the monotonic clock; and why the one before it has failed.
+        self._form_by, self._why_not = float("inf"), ""
         self._meets = False
         self._verdict_key = ""
         #: What this machine has counted up, when it gives the next sign of life, and how its ranks are.
@@ -191,6 +192,12 @@ class _Client:
                 meet = self._wait_for_meet()
         except _Left:
             return
+
+    def say_gone(self) -> None:
+        """Spare the others the wait for signs of life of a machine that does not take part any more."""
+        if self._base is not None:
+            with suppress(RuntimeError):  # the store has gone, and with it whoever looks there
+                self._base.set(self._key(f"gone/{self._name}"), "")
 
     # Commands ----------------------------------------------------------------------------------------------------
 
@@ -434,7 +441,7 @@ class _Client:
         ticket = self._shared.add(self._key("tickets"), 1)
         self._shared.set(self._key(f"card/{ticket}"), encode_card(mine, key=self._options.key, ticket=ticket))
         self._first = self._first or ticket
-        self._hopeless_since = None
+        self._hopeless_since, self._why_not = None, ""
         came = time.monotonic()
         since: float | None = None
         while True:
@@ -457,6 +464,11 @@ class _Client:
                 since = (since or now) if len(fitting) >= mine.least else None
                 unclear = self._end_if_over(meet, attempt, fate)
                 tickets = enough(fitting, since=since, now=now, last_call=_LAST_CALL)
+                if tickets and not unclear and now >= self._limit and self._why_not:
+                    raise _Refusal(
+                        f"the machines that met at {self.endpoint} could not start together until --join-timeout: "
+                        f"{self._why_not}"
+                    )
                 if tickets and not unclear:
                     self._propose(attempt, fate, tickets)
                     continue
@@ -477,13 +489,9 @@ class _Client:
             self._idle(_TICK / 2)
 
     def _tell_failure(self, attempt: RoundAttempt) -> None:
-        """Say why machines that had met could not start together; end if that has gone on until the time was over."""
-        why = (self._fate(attempt) or {}).get("failed", "")
-        if time.monotonic() >= self._limit:
-            raise _Refusal(
-                f"the machines that met at {self.endpoint} could not start together until --join-timeout: {why}"
-            )
-        self._look_on(f"the machines could not start together, and meet again: {why}")
+        """Say why machines that had met could not start together."""
+        self._why_not = (self._fate(attempt) or {}).get("failed", "")
+        self._look_on(f"the machines could not start together, and meet again: {self._why_not}")
 
     def _spent(self, attempt: RoundAttempt, fate: dict[str, Any] | None) -> tuple[int, ...]:
         """Return the tickets of rounds that were made, this attempt's too if it was."""

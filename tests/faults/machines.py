@@ -74,11 +74,10 @@ class Machines:
         place: int | None = None,
         launcher: tuple[str, ...] = (),
         before: str = "",
-        cold: bool = False,
         **env: str,
     ) -> Running:
-        """Start one more; ``options`` are the script's, ``launcher`` further ones of ``lockstep run``, ``before`` and
-        ``cold`` are as for :class:`Running`. ``place``: its network, counted from 0; None: the next one."""
+        """Start one more; ``options`` are the script's, ``launcher`` further ones of ``lockstep run``, ``before`` is as
+        for :class:`Running`. ``place``: its network, counted from 0; None: the next one."""
         number = len(self.running)
         command = ["lockstep", "run", "-n", str(ranks), "--max-restarts", str(restarts), *self._options, *launcher]
         command += ["--log-dir", str(self._folder / f"logs-{number}"), str(script), str(self._folder), *options]
@@ -88,8 +87,7 @@ class Machines:
             before += _ENTER.format(name=self._network[number if place is None else place])
         self._temporary.append(Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="machine-"))))
         env.setdefault("TMPDIR", str(self._temporary[-1]))
-        job_env = environment(self._folder, torch=True, **env)
-        job = Running(command, cwd=self._folder, env=job_env, before=before, cold=cold)
+        job = Running(command, cwd=self._folder, env=environment(self._folder, torch=True, **env), before=before)
         self.running.append(self._undo.enter_context(job))
         return job
 

@@ -222,10 +222,9 @@ def lost_when_done(why: str) -> str:
     """Say that a machine was cut off from the others when it had nothing left to do.
 
     Args:
-        why: in the words of who noticed it, which say what to do where there is something left.
+        why: in the words of who noticed it.
     """
-    what = why.partition(". ")[0]
-    return f"{what}; all ranks of this machine had ended well by then, and those of the others may have, too"
+    return f"{why}; all ranks of this machine had ended well by then, and those of the others may have, too"
 
 
 def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:

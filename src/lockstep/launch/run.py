@@ -578,6 +578,7 @@ class _Run:
 
     def _lose(self, why: str, now: float) -> None:
         """End this machine's part of a round that it has lost the connection to."""
+        why = why.partition(". ")[0]  # what to do about it is for a job that ends by it
         self._lost = self._lost or why
         if self._verdict is None:
             self._verdict = Verdict(Kind.LOST, self._launcher.attempt.round.node_rank, why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -457,8 +459,9 @@ def test_what_an_earlier_job_has_left_in_the_file_does_not_end_the_next_one(tmp_
         (file,) = shared.iterdir()
         (tmp_path / "go").touch()
         while any(machine.process.poll() is None for machine in machines.running):
-            if file.exists():
-                left = max(left, file.read_bytes(), key=len)
+            with suppress(FileNotFoundError), file.open("rb") as opened:
+                fcntl.flock(opened, fcntl.LOCK_SH)  # as the store does, so that no half of a value is read
+                left = max(left, opened.read(), key=len)
         codes, done = _codes(machines)
     assert codes == [0, 0], done
     assert b"/result" in left

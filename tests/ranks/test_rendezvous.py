@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.spec import free_port
 from lockstep.runs.series import Series
 from tests.faults import jobs
-from tests.faults.machines import Machines, client, sockets, zygote
+from tests.faults.machines import Machines, client, kill_all, sockets, stop_all, zygote
 from tests.launching import Finished, Running, wait_for
 
 pytestmark = pytest.mark.timeout(150)
@@ -140,6 +142,8 @@ def test_the_job_goes_on_when_a_rendezvous_client_dies(tmp_path: Path, calm: job
     assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
     jobs.check_audit(tmp_path)
     assert "the rendezvous client of this machine has ended" in done[number].err
+    for each in done:
+        assert "Start the command again" not in each.err, "it goes on by itself"
 
 
 def test_the_job_goes_on_when_a_rendezvous_client_stands_still(tmp_path: Path) -> None:
@@ -225,6 +229,23 @@ def test_a_signal_to_a_machine_that_is_about_to_start_again(tmp_path: Path) -> N
         done = machine.finish(limit=20)
     assert done.code == 128 + signal.SIGTERM, done
     assert "stopped by SIGTERM" in done.err
+
+
+def test_the_end_of_the_process_that_forks_is_no_success_where_the_others_are_lost(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_STUBBORN)
+    with Machines(tmp_path, "1") as machines:
+        machine = machines.start(script=script)
+        wait_for((tmp_path / "began").exists, "training")
+        forks = zygote(machine)
+        os.kill(client(machine), signal.SIGKILL)
+        wait_for((tmp_path / "asked").exists, "the end of the round")
+        os.kill(forks, signal.SIGKILL)
+        done = machine.finish(limit=20)
+    assert done.code == 128 + signal.SIGKILL, done
+    assert "the rendezvous client of this machine has ended" in done.err
+    assert "the process that forks the ranks (process " in done.err
+    assert "all ranks start again" not in done.err
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -376,3 +397,206 @@ def test_too_few_machines(tmp_path: Path) -> None:
     assert codes == [1], done
     assert "too few machines came to 127.0.0.1:" in done[0].err
     assert not list(tmp_path.glob("pid-*")), "no rank was started"
+
+
+_PARTS = """
+import os, sys, time
+open(f"{sys.argv[1]}/began-{os.environ['RANK']}", "w").close()
+while not os.path.exists(f"{sys.argv[1]}/go"):
+    time.sleep(0.01)
+"""
+
+
+def _wait_for_line(machine: Running, words: str) -> str:
+    """What a launcher says up to a line with these words."""
+    said = ""
+    while words not in said:
+        line = machine.read_error()
+        assert line, f"it never said {words!r}: {said}"
+        said += line + "\n"
+    return said
+
+
+def test_a_machine_that_waits_for_a_place_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_PARTS)
+    with Machines(tmp_path, "1") as machines:
+        machines.start(script=script)
+        wait_for((tmp_path / "began-0").exists, "the job")
+        spare = machines.start(script=script)
+        said = _wait_for_line(spare, "this machine is spare")
+        (tmp_path / "go").touch()
+        codes, _ = _codes(machines)
+    assert codes == [0, 0]
+    assert "a job of 1 machine, as many as --nnodes allows, goes on (" in said
+
+
+def test_machines_that_run_the_same_with_other_arguments_are_told(tmp_path: Path) -> None:
+    """Two jobs that meet at one place by mistake, most likely. The arguments themselves may be secret."""
+    script = tmp_path / "train.py"
+    script.write_text(_PARTS)
+    (tmp_path / "go").touch()
+    with Machines(tmp_path, "2") as machines:
+        for name in ("one", "two"):
+            machines.start("--output", name, script=script)
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    for each in done:
+        assert each.err.count("the machines differ in the arguments of what they run: 3 of them (digest ") == 1
+        assert "what they run: train.py" not in each.err
+
+
+def test_what_an_earlier_job_has_left_in_the_file_does_not_end_the_next_one(tmp_path: Path) -> None:
+    """Its launchers were killed as they left, with its result in the file."""
+    shared, script = tmp_path / "shared", tmp_path / "train.py"
+    shared.mkdir()
+    script.write_text(_PARTS)
+    left = b""
+    with Machines(tmp_path, "2", endpoint=f"file:{shared}") as machines:
+        for _ in range(2):
+            machines.start(script=script)
+        wait_for(lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), "the job")
+        (file,) = shared.iterdir()
+        (tmp_path / "go").touch()
+        while any(machine.process.poll() is None for machine in machines.running):
+            with suppress(FileNotFoundError), file.open("rb") as opened:
+                fcntl.flock(opened, fcntl.LOCK_SH)  # as the store does, so that no half of a value is read
+                left = max(left, opened.read(), key=len)
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    assert b"/result" in left
+    file.write_bytes(left)
+    for rank in range(2):
+        (tmp_path / f"began-{rank}").unlink()
+    with Machines(tmp_path, "2", endpoint=f"file:{shared}") as machines:
+        for _ in range(2):
+            machines.start(script=script)
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    assert all((tmp_path / f"began-{rank}").exists() for rank in range(2)), done
+    assert not list(shared.iterdir()), "nothing is left of either"
+
+
+def test_a_machine_that_stands_still_as_its_ranks_end_ends_with_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_PARTS)
+    with Machines(tmp_path, "2") as machines:
+        first = machines.start(script=script)
+        wait_for(lambda: _has_client(first) and sockets(client(first), "0A"), "its store")
+        second = machines.start(script=script)
+        wait_for(lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), "the job")
+        stopped = stop_all(second)
+        (tmp_path / "go").touch()
+        _wait_for_line(first, "gave no sign of life for 4 s")
+        # Beyond the moment at which a launcher that heard nothing would give its client up.
+        wait_for(lambda: time.monotonic() > stopped[1] + 6.0, "a while")
+        for pid in stopped[0]:
+            os.kill(pid, signal.SIGCONT)
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    assert "lost its connection" not in done[1].err
+
+
+def test_the_end_of_the_process_that_forks_is_told_while_machines_meet_again(tmp_path: Path) -> None:
+    """What came before it is told once."""
+    (tmp_path / "plan.json").write_text(_strike("optimizer", rank=0))
+    with Machines(tmp_path, "1:2") as machines:  # which waits for a second one, each time
+        machine = machines.start("--plan", str(tmp_path / "plan.json"))
+        said = _wait_for_line(machine, "restart 1 of 2: all ranks start again")
+        os.kill(zygote(machine), signal.SIGKILL)
+        done = machine.finish(limit=30)
+    assert done.code == 128 + signal.SIGKILL, done
+    assert "failed: killed by signal 9" in said
+    assert "the process that forks the ranks (process " in done.err
+    assert done.err.count("rank 0 of 1 failed") + said.count("rank 0 of 1 failed") == 1
+
+
+def test_a_machine_that_loses_the_others_when_it_is_done_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_PARTS)
+    with Machines(tmp_path, "2") as machines:
+        first = machines.start(script=script)
+        wait_for(lambda: _has_client(first) and sockets(client(first), "0A"), "its store")
+        second = machines.start(script=script)
+        wait_for(lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), "the job")
+        os.kill(first.pid, signal.SIGSTOP)  # it does not notice that its rank ends
+        (tmp_path / "go").touch()
+        wait_for(lambda: len(children(zygote(second))) == 1, "the end of its rank")
+        kill_all(first)
+        done = second.finish(limit=30)
+    assert done.code == 0, done
+    assert "all ranks of this machine had ended well by then" in done.err
+    assert "Start the command again" not in done.err
+
+
+_CAUSE = """
+import os, sys, time
+import lockstep
+world = lockstep.init()
+open(f"{sys.argv[1]}/began-{world.rank}", "w").close()
+while not os.path.exists(f"{sys.argv[1]}/go"):
+    time.sleep(0.01)
+if world.rank == 1:
+    raise RuntimeError("the wrong path")
+world.mean(1.0)
+"""
+
+
+def test_the_cause_is_told_where_it_was_though_another_machine_was_first(tmp_path: Path) -> None:
+    """Its launcher was busy, so that the consequence there was all that the others knew."""
+    script = tmp_path / "train.py"
+    script.write_text(_CAUSE)
+    with Machines(tmp_path, "2") as machines:
+        first, second = (machines.start(script=script, restarts=0) for _ in range(2))
+        wait_for(lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), "the job")
+        here = first if len(_ranks_log(tmp_path, 0, 1)) else second
+        there = second if here is first else first
+        os.kill(here.pid, signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        _wait_for_line(there, "rank 0 of 2 failed")
+        os.kill(here.pid, signal.SIGCONT)
+        codes, done = _codes(machines)
+    assert codes == [1, 1], done
+    said = done[0 if here is first else 1].err.split("lockstep: ")[-1]
+    assert said.startswith("rank 1 of 2 failed: exit code 1\nRuntimeError: the wrong path"), said
+    assert "and its consequence on machine 0 (" in said
+
+
+def _ranks_log(folder: Path, number: int, rank: int) -> list[Path]:
+    return list(folder.glob(f"logs-{number}/rank{rank}.log"))
+
+
+@pytest.mark.parametrize("offset", [-3, 5])
+def test_a_machine_whose_clock_is_wrong_takes_part_and_is_told(tmp_path: Path, calm: jobs.Calm, offset: int) -> None:
+    """Its clock is that of all Python there. (Under libfaketime a sleep may fail where others use the processors.)"""
+    with Machines(tmp_path, "2") as machines:
+        machines.start()
+        machines.start(before=f"import time\nright = time.time\ntime.time = lambda: right() + {offset}\n")
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
+    for each in done:
+        assert each.err.count(f" is {abs(offset)} s ahead of that of machine ") == 1, each.err
+
+
+def test_an_address_that_is_not_the_machines_own_is_told_on_all(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_PARTS)
+    with Machines(tmp_path, "2", options=("--join-timeout", "4")) as machines:
+        first = machines.start(script=script)
+        wait_for(lambda: _has_client(first) and sockets(client(first), "0A"), "its store")
+        machines.start(script=script, launcher=("--local-addr", "10.9.8.7"))
+        codes, (right, wrong) = _codes(machines)
+    assert codes == [1, 1]
+    assert "this machine can't listen at 10.9.8.7: Cannot assign requested address; --local-addr says" in wrong.err
+    assert "could not start together, and meet again: machine 0 (" in right.err
+    assert "10.9.8.7) can't listen at 10.9.8.7" in right.err
+    assert "too few machines came" in right.err, "it has left, which is known at once"
+
+
+def test_a_name_without_an_address_is_what_a_machine_ends_with(tmp_path: Path) -> None:
+    with Machines(tmp_path, "2", endpoint="box-0.invalid:7", options=("--join-timeout", "1")) as machines:
+        machines.start()
+        codes, (done,) = _codes(machines)
+    assert codes == [1]
+    assert "failed: the name box-0.invalid can't be resolved" in done.err

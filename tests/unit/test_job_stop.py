@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
+from lockstep.errors import PeerLost
 from lockstep.job import stop
 from lockstep.job.page import Pages
 from lockstep.job.stop import Action, Agreement, Board, PageBoard, Proposal, StoreBoard
@@ -34,6 +35,27 @@ def boards(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Boards]:
     yield make
     for pages in opened:
         pages.close()
+
+
+class _Gone:
+    """A store whose server has ended. (A real one leaves the pipes of its thread open in this process.)"""
+
+    def check(self, *_: object) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+    def compare_set(self, *_: object) -> bytes:
+        raise RuntimeError("Broken pipe")
+
+    def get(self, *_: object) -> bytes:
+        raise RuntimeError("Broken pipe")
+
+
+def test_a_store_that_has_gone_is_told_in_our_own_words() -> None:
+    board = StoreBoard(_Gone())
+    with pytest.raises(PeerLost, match="the store that the ranks met at is gone"):
+        board.smallest(1)
+    with pytest.raises(PeerLost, match="the store that the ranks met at is gone"):
+        board.propose(1, Proposal(12, Action.SAVE))
 
 
 def test_the_smallest_proposal_of_a_round_counts(boards: Boards) -> None:

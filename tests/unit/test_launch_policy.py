@@ -31,6 +31,16 @@ def test_the_first_failure_stops_the_others_and_then_kills_them() -> None:
     assert [policy.states[rank].stopped_at for rank in range(3)] == [5.0, None, 5.0]
 
 
+def test_ranks_get_the_time_in_which_the_launcher_itself_stood_still() -> None:
+    policy = Policy(range(2), grace=10)
+    policy.excuse(60.0)
+    assert policy.deadline is None
+    policy.signalled(SIGTERM, delivered=False, now=1.0)
+    policy.excuse(60.0)
+    assert policy.tick(70.9) == []
+    assert policy.tick(71.0) == [Order(SIGKILL, (0, 1))]
+
+
 def test_a_failure_of_the_only_rank_has_nobody_to_stop() -> None:
     policy = Policy([0], grace=10)
     assert policy.exited(0, 3, at=5.0) == []

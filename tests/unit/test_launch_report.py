@@ -150,6 +150,16 @@ def test_a_huge_traceback_is_cut_in_the_middle(tmp_path: Path) -> None:
     assert "characters left out" in record.traceback
 
 
+def test_an_error_that_names_one_rank_to_all_is_told_once() -> None:
+    told = "lockstep.CheckpointError: rank 0: rng.json: File too large"
+    hidden, shown = (_ending(rank, 1, 5.1, raised=told, raised_at=5.0 - rank / 100) for rank in (0, 1))
+    shown = Ending(shown.state, shown.record, log=None, shown=True)
+    assert describe(_outcome(shown, hidden)).splitlines()[1:] == [
+        "lockstep.CheckpointError: rank 0: rng.json: File too large (its traceback is above)",
+        "rank 0 failed too, by the same error",
+    ]
+
+
 def test_a_rank_that_left_early_is_named_beside_those_that_waited_for_it() -> None:
     waiting = _ending(0, 1, 5.2, raised="lockstep.errors.PeerLost: a rank is gone", raised_at=5.1)
     left = _ending(1, 0, 5.3, stopped_at=5.25)

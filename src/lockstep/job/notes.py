@@ -1,4 +1,5 @@
-"""What a rank has to tell for the record of its run: where it logs, which checkpoints are complete, what is NaN.
+"""What a rank has to tell for the record of its run: where it logs, which checkpoints are complete, what is NaN; and
+what only the launcher can say, since the rank has nothing left to write to.
 
 A line of JSON each, at the end of a file in the job's folder, which the launcher reads as it grows. Nothing is decided
 by it.
@@ -17,8 +18,9 @@ from lockstep import knobs
 from lockstep.job.files import JobFiles
 
 #: Kinds of notes: a checkpoint is complete, with its step; a log is written to, with its path; numbers of a name were
-#: infinite or NaN, with the step of the first, and "alone": 1 where a line has no others, and 0 where it has.
-CHECKPOINT, LOG, NONFINITE = "checkpoint", "log", "nonfinite"
+#: infinite or NaN, with the step of the first, and "alone": 1 where a line has no others, and 0 where it has; a rank's
+#: log can't be written any more, with the rank and why.
+CHECKPOINT, LOG, NONFINITE, UNWRITTEN = "checkpoint", "log", "nonfinite", "unwritten"
 
 
 def tell(kind: str, **facts: str | int) -> None:

@@ -26,17 +26,20 @@ agreements] in ``comm/local_training.py``.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import current_process, util
 from types import FrameType
 from typing import Any, Protocol
 
 from lockstep import knobs
+from lockstep.errors import PeerLost
 from lockstep.job import flight, terminal
 from lockstep.job.files import JobFiles
 from lockstep.job.page import Cell, Pages
@@ -119,19 +122,33 @@ class StoreBoard:
 
     def propose(self, round_: int, proposal: Proposal) -> None:
         """See :class:`Board`."""
-        self._store.compare_set(self._key(round_), "", f"{proposal.step} {proposal.action:d}")
+        with _while_it_is_served():
+            self._store.compare_set(self._key(round_), "", f"{proposal.step} {proposal.action:d}")
 
     def smallest(self, round_: int) -> Proposal | None:
         """See :class:`Board`."""
         key = self._key(round_)
-        if not self._store.check([key]):
-            return None
-        step, action = self._store.get(key).decode().split()
+        with _while_it_is_served():
+            if not self._store.check([key]):
+                return None
+            step, action = self._store.get(key).decode().split()
         return Proposal(step=int(step), action=Action(int(action)))
 
     @staticmethod
     def _key(round_: int) -> str:
         return f"lockstep/agreement/{round_}"
+
+
+@contextlib.contextmanager
+def _while_it_is_served() -> Iterator[None]:
+    """Say what has happened where a store does not answer. Raises PeerLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(
+            f"rank {flight.current.rank}: the store that the ranks met at is gone, most likely with the machine, the "
+            f"launcher or the rank that served it: look there for the cause. torch says: {error}"
+        ) from error
 
 
 class Agreement:

@@ -10,6 +10,9 @@ gone leads to /dev/null from the moment at which that is noticed.
 
 So does a pipe without a reader (``| head``, a pager that was closed). Under ``python`` a write to it raises
 BrokenPipeError. That ends a program whose output is its result; it would end a training for the sake of a viewer.
+
+And so does a rank's log that can't grow: the disk is full, or the file has reached the user's limit (``ulimit -f``).
+The launcher is told, and says it. A file that the user has redirected the output to is as under ``python``.
 """
 
 from __future__ import annotations
@@ -21,6 +24,12 @@ import select
 import stat
 import sys
 from typing import Any
+
+from lockstep._files import describe
+from lockstep.job import notes
+
+#: Why a file can't grow.
+_FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
 
 
 def is_gone(fd: int) -> bool:
@@ -47,29 +56,48 @@ def let_go() -> bool:
 
 
 class _Forgiving(io.FileIO):
-    """A standard stream to a terminal, or to a reader, that may go."""
+    """A standard stream to a terminal, to a reader that may go, or to the log of a rank."""
+
+    def __init__(self, fd: int, *, rank: int | None) -> None:
+        super().__init__(fd, "w", closefd=False)
+        self._rank = rank
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
-            nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-            os.dup2(nothing, self.fileno(), inheritable=True)  # for what compiled code prints as well
-            os.close(nothing)
+            _lead_to_nowhere([self.fileno()])
         except OSError as error:
-            if error.errno != errno.EIO or not let_go():
+            if error.errno in _FULL and self._rank is not None and _is_file(self.fileno()):
+                notes.tell(notes.UNWRITTEN, rank=self._rank, why=describe(error))
+                _lead_to_nowhere([fd for fd in (1, 2) if _is_file(fd)])
+            elif error.errno != errno.EIO or not let_go():
                 raise
         return super().write(data)
 
 
-def outlive() -> None:
-    """Let standard output and error outlive whatever reads them, where that is a terminal or a pipe's other end."""
+def _lead_to_nowhere(fds: list[int]) -> None:
+    """Have descriptors write to nowhere: what compiled code prints goes through them as well."""
+    nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    for fd in fds:
+        os.dup2(nothing, fd, inheritable=True)
+    os.close(nothing)
+
+
+def outlive(*, rank: int | None = None) -> None:
+    """Let standard output and error outlive whatever reads them, where that is a terminal or a pipe's other end.
+
+    Args:
+        rank: the rank that this process is, if a file there is its log, which it outlives as well; None: it is not.
+    """
     for name, fd in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != fd or not _may_go(fd):
+        if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != fd:
+            continue
+        if not (_may_go(fd) or (rank is not None and _is_file(fd))):
             continue
         stream.flush()
-        raw = _Forgiving(fd, "w", closefd=False)
+        raw = _Forgiving(fd, rank=rank)
         raw.name = stream.buffer.raw.name if isinstance(stream.buffer, io.BufferedWriter) else stream.name
         forgiving = io.TextIOWrapper(
             io.BufferedWriter(raw),
@@ -81,6 +109,10 @@ def outlive() -> None:
         vars(forgiving)["mode"] = "w"  # as Python's own has it
         setattr(sys, name, forgiving)
         setattr(sys, f"__{name}__", forgiving)
+
+
+def _is_file(fd: int) -> bool:
+    return stat.S_ISREG(os.fstat(fd).st_mode)
 
 
 def _may_go(fd: int) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lockstep import knobs
+from lockstep._files import describe
 from lockstep.errors import LaunchError
 from lockstep.job import workers
 from lockstep.job.files import EXIT_SAVED, FailureRecord, JobFiles, StopNote
@@ -63,7 +64,10 @@ class Attempt:
         self.local_rank = {rank: local_rank for local_rank, rank in enumerate(round_.local_ranks)}
         self.policy = Policy(self.local_rank, grace=grace)
         self._files = JobFiles(self.folder)
-        self._pages = Pages(self.folder, round_.world_size)
+        try:
+            self._pages = Pages(self.folder, round_.world_size)
+        except OSError as error:
+            raise LaunchError(f"the job's files can't be written in {home}: {describe(error)}") from error
         #: Says which rank holds up the others.
         self.hangs = HangWatch(
             self._files, self._pages, round_.local_ranks, world_size=round_.world_size, shortest=knobs.late()

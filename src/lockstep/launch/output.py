@@ -223,6 +223,8 @@ class Source:
     sink: Sink
     #: Where every byte also goes, or None.
     log: int | None
+    #: The ranks whose logs can't be written any more, as the relay's sources have said: a rank has two of them.
+    unwritten: set[int]
     #: What each of its lines on the terminal begins with; empty: bytes are passed on as they come.
     prefix: bytes = b""
     #: Output that was not handed to the sink yet, and since when.
@@ -267,7 +269,9 @@ class Source:
             try:
                 data = data[os.write(self.log, data) :]
             except OSError as error:
-                say(f"rank {self.rank}'s log can't be written any more: {describe_error(error)}")
+                if self.rank not in self.unwritten:
+                    self.unwritten.add(self.rank)
+                    say(f"rank {self.rank}'s log can't be written any more, the run goes on: {describe_error(error)}")
                 os.close(self.log)
                 self.log = None
 
@@ -280,10 +284,11 @@ class Relay:
         self._sources: dict[int, Source] = {}
         self._sinks: dict[int, Sink] = {}
         self._watched: dict[int, int] = {}
+        self._unwritten: set[int] = set()
 
     def add(self, fd: int, *, rank: int, sink: int, log: int | None, prefix: bytes = b"") -> None:
         """Relay from ``fd`` to the launcher's own ``sink`` and to ``log``; the relay closes ``fd`` and ``log``."""
-        self._sources[fd] = Source(fd, rank, self._sinks.setdefault(sink, Sink(sink)), log, prefix)
+        self._sources[fd] = Source(fd, rank, self._sinks.setdefault(sink, Sink(sink)), log, self._unwritten, prefix)
         self._watch()
 
     @property

@@ -175,6 +175,11 @@ class Policy:
             return []
         return self._kill(now)
 
+    def excuse(self, seconds: float) -> None:
+        """Give the ranks so many seconds more: the launcher itself stood still, and so did most likely the ranks."""
+        if self.deadline is not None:
+            self.deadline += seconds
+
     def _kill(self, now: float) -> list[Order]:
         self._killed = True
         self.deadline = now + _UNKILLABLE

@@ -45,7 +45,7 @@ class Task:
     #: Changes to the environment; None unsets.
     env: dict[str, str | None]
     #: ``{"kind": "script" | "module", "target": …, "args": […]}``, ``{"kind": "call", …}`` or ``{"kind": "rendezvous",
-    #: "options": …}``.
+    #: "options": …}``. ``"logged": True``: files among ``fds`` are the rank's log.
     job: dict[str, Any]
     #: None, or standard input, output and error, and then what the job needs.
     fds: list[int]
@@ -64,7 +64,7 @@ def _become(task: Task) -> None:
     """Undo what the zygote did to itself, and take this rank's place."""
     # Ctrl-C goes to the whole foreground group: the rendezvous client, which ranks of other machines count on, stays.
     _reset_signals(task.shielded if task.job["kind"] != "rendezvous" else frozenset((*STOPPING, SAVE)))
-    _take_streams(task.fds)
+    _take_streams(task.fds, rank=task.rank if task.job.get("logged") else None)
     for name, value in task.env.items():
         if value is None:
             os.environ.pop(name, None)
@@ -84,15 +84,16 @@ def _reset_signals(shielded: frozenset[signal.Signals]) -> None:
             signal.signal(signum, interrupt_once if signum == signal.SIGINT else signal.SIG_DFL)
 
 
-def _take_streams(fds: Sequence[int]) -> None:
-    """Put the first three descriptors in the place of standard input, output and error."""
+def _take_streams(fds: Sequence[int], *, rank: int | None) -> None:
+    """Put the first three descriptors in the place of standard input, output and error; ``rank``: as for
+    :func:`~lockstep.job.terminal.outlive`."""
     for target, fd in enumerate(fds[:3]):
         os.dup2(fd, target, inheritable=True)
         os.close(fd)
     # What a rank printed is there when it is killed, up to the last whole line, also where it prints into a file.
     if isinstance(sys.stdout, io.TextIOWrapper) and not os.isatty(1):
         sys.stdout.reconfigure(line_buffering=True)
-    terminal.outlive()
+    terminal.outlive(rank=rank)
 
 
 def _take_page() -> None:

@@ -218,6 +218,15 @@ def lost(pid: int, code: int | None) -> str:
     return f"the process that forks the ranks (process {pid}) {how}; all ranks were stopped"
 
 
+def lost_when_done(why: str) -> str:
+    """Say that a machine was cut off from the others when it had nothing left to do.
+
+    Args:
+        why: in the words of who noticed it.
+    """
+    return f"{why}; all ranks of this machine had ended well by then, and those of the others may have, too"
+
+
 def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     """Report a failure: the first rank to fail in full, the others in a line each, and who was late.
 
@@ -304,8 +313,11 @@ def _alike(one: Ending, other: Ending) -> bool:
     """Return whether two ranks failed by the same error, but for the rank that it begins with."""
     if one.record is None or other.record is None or not (one.failed_by_itself and other.failed_by_itself):
         return False
+    if one.record.type != other.record.type:
+        return False
+    # What they have found out together begins with the rank that is to blame, and is the same on all of them.
     mine, theirs = (_anonymous(each.record.message, each.rank) for each in (one, other) if each.record is not None)
-    return one.record.type == other.record.type and mine == theirs
+    return one.record.message == other.record.message or mine == theirs
 
 
 def _anonymous(message: str, rank: int) -> str:

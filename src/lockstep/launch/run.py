@@ -57,6 +57,8 @@ _FAREWELL = 7.0
 _CLIENTS = 3
 #: Seconds in which ranks that are asked to save most often come to a step.
 _TO_A_STEP = 2.0
+#: Seconds from one turn of the loop to the next, at most, unless this process stands still.
+_STILL = 2.0
 #: Seconds that processes which outlived the zygote have to leave by themselves.
 _PATIENCE = 0.3
 
@@ -205,7 +207,10 @@ class _Run:
         #: When a client that was told to leave has had enough time, on the monotonic clock.
         self._patience: float | None = None
         self._told_of_waiting = False
-        #: What was said of the machines that have met.
+        #: When the last turn of the loop began to act, on the monotonic clock.
+        self._turned = time.monotonic()
+        #: What was said of the machines that have met, and what the user should know of them.
+        self._warned: set[str] = set()
         self._told_of_machines = ""
         launcher.selector.register(signals, selectors.EVENT_READ)
 
@@ -252,6 +257,9 @@ class _Run:
         due = self._patience if self._others is None or self._others.due is None else self._others.due
         ready = launcher.wait(None if held is None else time.monotonic() + held, due, self._warn_at)
         now = time.monotonic()
+        still, self._turned = now - self._turned - _STILL, now
+        if still > 0:
+            self._excuse(still)
         if self._signals in ready:
             terminal.let_go()  # see Note [A dead terminal]
             for arrival in self._signals.read():
@@ -264,6 +272,15 @@ class _Run:
         launcher.act(now)
         if self._warn_at is not None and now >= self._warn_at:
             self._warn_of_those_outside_a_step(now)
+
+    def _excuse(self, seconds: float) -> None:
+        """Leave out of all limits a time in which this process, and most likely the whole machine, stood still: what it
+        waits for may come now."""
+        self._launcher.policy.excuse(seconds)
+        if self._others is not None:
+            self._others.excuse(seconds)
+        if self._patience is not None:
+            self._patience += seconds
 
     def _on_answer(self, answer: Answer) -> None:
         match answer:
@@ -316,7 +333,10 @@ class _Run:
                 job["shared"] = True
             if self._file is not None:
                 job["file"] = str(self._file)
-            self._fork(Fork(rank, attempt.environment(local_rank), job), self._streams.open(local_rank, rank))
+            fds = self._streams.open(local_rank, rank)
+            if self._streams.log(local_rank) is not None:
+                job["logged"] = True
+            self._fork(Fork(rank, attempt.environment(local_rank), job), fds)
         if self._logs.moved is not None and self._logs.restart == 0:
             say(self._logs.moved)
 
@@ -430,6 +450,8 @@ class _Run:
             return  # a signal came meanwhile: the job ends as it stands
         self._relay.finish_sources()
         self._relay.pump(set(), time.monotonic())
+        if verdict.kind is Kind.LOST:
+            verdict = replace(verdict, what_now="all ranks start again when there are enough machines")
         self._say_verdict(verdict)
         if self._others is None:
             round_ = self._spec.round(*_master(self._spec), number=attempt.round.number + 1)
@@ -507,7 +529,9 @@ class _Run:
         self._last_round, self._job = round_.number, round_.job
         self._restarts.adopt(round_.history)
         for warning in met.warnings:
-            say(warning, once=warning)
+            if warning not in self._warned:
+                self._warned.add(warning)
+                say(warning, once=warning)
         machines = report.machines(round_)
         if machines != self._told_of_machines:
             self._told_of_machines = machines
@@ -554,6 +578,7 @@ class _Run:
 
     def _lose(self, why: str, now: float) -> None:
         """End this machine's part of a round that it has lost the connection to."""
+        why = why.partition(". ")[0]  # what to do about it is for a job that ends by it
         self._lost = self._lost or why
         if self._verdict is None:
             self._verdict = Verdict(Kind.LOST, self._launcher.attempt.round.node_rank, why)
@@ -637,17 +662,32 @@ class _Run:
             text = report.came_late(signum) if late else report.stopped(outcome, signum, at_once=policy.at_once)
             say(text, once=text)
             return 0 if late else 128 + signum
+        if self._stage is _Stage.MEETING:  # how the last attempt ended was said before; the zygote has ended since
+            return self._say_lost()
         if verdict is None and outcome.first is not None:  # the zygote has ended as well, so nothing starts again
             verdict = replace(self._judge(), what_now="")
         if verdict is not None and verdict.kind in (Kind.FAILED, Kind.LOST):
             # A signal, or the end of the zygote, may have come before what was to come of it.
             self._say_verdict(replace(verdict, what_now="") if verdict.again else verdict)
-            return verdict.exit_code if verdict.kind is Kind.FAILED else 0
-        if not policy.done:
-            code = launcher.zygote.wait(limit=1.0)
-            say(report.lost(launcher.zygote.pid, code))
-            return 128 - code if code is not None and code < 0 else 1
-        return 0
+            if verdict.kind is Kind.LOST:
+                return 0 if outcome.completed else self._say_lost()
+            return verdict.exit_code
+        return 0 if policy.done else self._say_lost()
+
+    def _say_lost(self) -> int:
+        """Say that the zygote has ended, and with it this machine's part of the job; return the exit code."""
+        zygote = self._launcher.zygote
+        code = zygote.wait(limit=1.0)
+        say(report.lost(zygote.pid, code))
+        return 128 - code if code is not None and code < 0 else 1
+
+    def _own_cause(self, text: str) -> str:
+        """Put what went wrong on this machine before what another one has lost by it: that one's ranks ended first, and
+        its verdict was there before this one's."""
+        outcome = self._launcher.attempt.outcome(self._streams)
+        if outcome.first is None or outcome.first.is_echo:
+            return text
+        return f"{report.describe(outcome)}\nand its consequence {text}"
 
     def _say_verdict(self, verdict: Verdict) -> None:
         """Say why an attempt is over, and what comes of it."""
@@ -659,9 +699,10 @@ class _Run:
                 text = report.describe(self._launcher.attempt.outcome(self._streams))
             if not mine or self._spec.one_terminal:
                 text = f"on {round_.host(verdict.node)}: {text}"
-        what_now = verdict.what_now
-        if verdict.kind is Kind.LOST and self._stage is _Stage.CLEARING:
-            what_now = "all ranks start again when there are enough machines"
-        text = "\n".join(line for line in (text, what_now) if line)
+            if not mine and verdict.echo:
+                text = self._own_cause(text)
+        elif not verdict.what_now and self._launcher.attempt.outcome(self._streams).completed:
+            text = report.lost_when_done(text)
+        text = "\n".join(line for line in (text, verdict.what_now) if line)
         say(text, once=f"end of round {round_.number}", later=not mine)
         self._launcher.recorder.event(verdict.kind.value, text)

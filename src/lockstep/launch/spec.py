@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import hashlib
 import importlib.machinery
 import importlib.util
 import itertools
@@ -147,13 +148,22 @@ class JobSpec:
         """Return what the rendezvous needs to know, with what all machines should have in common."""
         assert self.rendezvous is not None, "it was asked for"
         program = f"-m {self.program.target}" if self.program.is_module else os.path.basename(self.program.target)
-        alike = {"what they run": program, "--max-restarts": str(self.max_restarts)}
+        alike = {
+            "what they run": program,
+            # Not what they are: a secret among them is not for the store.
+            "the arguments of what they run": f"{len(self.program.args)} of them (digest {_digest(self.program.args)})",
+            "--max-restarts": str(self.max_restarts),
+        }
         return replace(self.rendezvous, backend=knobs.backend() or "", alike=alike)
 
     def arguments(self, local_rank: int) -> list[str]:
         """Return what follows the program's name in this rank's ``sys.argv``."""
         own = [f"{self.local_rank_option}={local_rank}"] if self.local_rank_option is not None else []
         return [*own, *self.program.args]
+
+
+def _digest(words: tuple[str, ...]) -> str:
+    return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:8]
 
 
 def rank_environment(

@@ -86,7 +86,7 @@ _CLOCKS = 4
 _ECHO = 1.0
 #: Seconds that an operation of a store may take. (A connection that is cut shows as silence long before.)
 _OPERATION = 30.0
-#: Seconds that the machines of an attempt wait for one that gives signs of life and does not come.
+#: Seconds that the machines of an attempt have to make a round of it, where all give signs of life.
 _FORMING = 30.0
 #: Seconds that the machine with the store waits for the others to leave, at the job's end; and where none can begin, as
 #: long as they give signs of life.
@@ -117,6 +117,7 @@ def main(fd: int, options: dict[str, Any]) -> NoReturn:
         pass  # the launcher is gone
     except _Refusal as error:
         channel.send(encode(Refused(str(error), error.exit_code)))
+        client.say_gone()
     except Exception as error:  # noqa: BLE001  (whatever it is, the launcher tells the user; nobody reads this process)
         # torch's stores have no type of their own for all that goes wrong in them.
         again = isinstance(error, (RuntimeError, ConnectionError)) and client.is_connected
@@ -148,12 +149,15 @@ class _Client:
         self._base: Store | None = None
         self._address = ""
         self._serves = False
+        #: The store of the round's ranks, if it is here; those of other machines may need it until the next round.
         self._server: Store | None = None
         #: The number of the last round that this machine took part in; that round, and who made it, if this process
         #: was there; whether it waits for the next one.
         self._last = -1
         self._round: Round | None = None
         self._attempt: RoundAttempt | None = None
+        #: When the attempt has taken too long, on the monotonic clock; and why the one before it has failed.
+        self._form_by, self._why_not = float("inf"), ""
         self._meets = False
         self._verdict_key = ""
         #: What this machine has counted up, when it gives the next sign of life, and how its ranks are.
@@ -169,6 +173,10 @@ class _Client:
         #: This machine's first ticket; since when too few have come that fit, but enough with those that do not.
         self._first = 0
         self._hopeless_since: float | None = None
+        #: The job's result that was there when this machine came; None: it has not looked yet.
+        self._found_result: str | None = None
+        #: The attempt whose machines this one waits for, and since when.
+        self._waits_for, self._waits_since = 0, 0.0
         #: When the search ends; what was said of it last.
         self._limit = float("inf")
         self._next_word, self._said = 0.0, ""
@@ -184,6 +192,12 @@ class _Client:
                 meet = self._wait_for_meet()
         except _Left:
             return
+
+    def say_gone(self) -> None:
+        """Spare the others the wait for signs of life of a machine that does not take part any more."""
+        if self._base is not None:
+            with suppress(RuntimeError):  # the store has gone, and with it whoever looks there
+                self._base.set(self._key(f"gone/{self._name}"), "")
 
     # Commands ----------------------------------------------------------------------------------------------------
 
@@ -235,7 +249,7 @@ class _Client:
         its name may be known only later, so this tries again until the time for all is over."""
         began = time.monotonic()
         self._limit = began + (self._options.join_timeout if meet.seconds is None else meet.seconds)
-        doubtful = False
+        doubtful, why = False, f"no answer from {self._options.endpoint} yet"
         while True:
             knock = Knock(self._options.endpoint, self._options.local_addr, doubtful=doubtful)
             knock.start()
@@ -248,13 +262,13 @@ class _Client:
                 raise knock.error
             if not knock.is_alive() and knock.store is not None:
                 break
-            doubtful, now = knock.connected, time.monotonic()
+            doubtful, why, now = knock.connected, knock.why or why, time.monotonic()
             if now >= self._limit:
                 raise _Refusal(
-                    f"the rendezvous at {self.endpoint} failed: {knock.why}; that was so until --join-timeout"
+                    f"the rendezvous at {self.endpoint} failed: {why}; that was so until --join-timeout"
                     + (_AGAIN if meet.last >= 0 else "")
                 )
-            self._look_on(self._said if now - began < _QUIET else f"{knock.why}. Trying again until --join-timeout")
+            self._look_on(self._said if now - began < _QUIET else f"{why}. Trying again until --join-timeout")
             self._idle(_TICK)
         self._base, self._address, self._serves = knock.store, knock.address, knock.serves
         self._base.set_timeout(timedelta(seconds=_OPERATION))
@@ -387,11 +401,12 @@ class _Client:
 
     def _meet(self, meet: Meet) -> Round:
         """Take part in the next round; see Note [Membership]."""
-        self._server = None  # of the round before
         self._last, self._meets, self._ranks = meet.last, True, []
         self._next_beat = min(self._next_beat, time.monotonic())
         self._limit = time.monotonic() + (self._options.join_timeout if meet.seconds is None else meet.seconds)
         round_, warnings = self._gather(meet)
+        if round_.node_rank:
+            self._server = None  # of an earlier round
         self._last, self._meets = round_.number, False
         self._verdict_key = f"{round_.number}/verdict"
         self._say(Met(vars(round_), warnings))
@@ -426,7 +441,7 @@ class _Client:
         ticket = self._shared.add(self._key("tickets"), 1)
         self._shared.set(self._key(f"card/{ticket}"), encode_card(mine, key=self._options.key, ticket=ticket))
         self._first = self._first or ticket
-        self._hopeless_since = None
+        self._hopeless_since, self._why_not = None, ""
         came = time.monotonic()
         since: float | None = None
         while True:
@@ -438,15 +453,23 @@ class _Client:
                 if made is not None:
                     return made
                 since = None
+                self._tell_failure(attempt)
                 continue
             now = time.monotonic()
+            if not self._has(f"card/{ticket}"):  # the last machine of another job has removed the file as it left
+                raise RuntimeError("what this machine had written has gone with a job that has ended")
             if ticket in self._cards and (attempt is None or self._is_over(attempt, fate)):
                 here = self._here(() if attempt is None else self._spent(attempt, fate))
                 fitting = {each: card for each, card in here.items() if not self._objection(mine, each)}
                 since = (since or now) if len(fitting) >= mine.least else None
-                self._end_if_over(meet)
+                unclear = self._end_if_over(meet, attempt, fate)
                 tickets = enough(fitting, since=since, now=now, last_call=_LAST_CALL)
-                if tickets:
+                if tickets and not unclear and now >= self._limit and self._why_not:
+                    raise _Refusal(
+                        f"the machines that met at {self.endpoint} could not start together until --join-timeout: "
+                        f"{self._why_not}"
+                    )
+                if tickets and not unclear:
                     self._propose(attempt, fate, tickets)
                     continue
                 self._consider(mine, ticket, fitting, self._misfits(mine, here))
@@ -459,11 +482,16 @@ class _Client:
                 self._look_on(self._said if quiet else _are_here(fitting, mine))
             elif attempt is not None:
                 # A round goes on, as long as it takes: who waits for a place in it does not run out of time.
-                self._end_if_over(meet)
+                self._end_if_over(meet, attempt, fate)
                 self._keep_out_of(attempt, mine)
                 self._limit, came = now + self._options.join_timeout, now
-                self._look_on(self._said)
+                self._look_on(self._place_to_come(attempt, now))
             self._idle(_TICK / 2)
+
+    def _tell_failure(self, attempt: RoundAttempt) -> None:
+        """Say why machines that had met could not start together."""
+        self._why_not = (self._fate(attempt) or {}).get("failed", "")
+        self._look_on(f"the machines could not start together, and meet again: {self._why_not}")
 
     def _spent(self, attempt: RoundAttempt, fate: dict[str, Any] | None) -> tuple[int, ...]:
         """Return the tickets of rounds that were made, this attempt's too if it was."""
@@ -487,12 +515,16 @@ class _Client:
         self._shared.compare_set(self._key("attempt"), "" if last is None else last.encode(), attempt.encode())
 
     def _form(self, attempt: RoundAttempt, ticket: int, mine: Card) -> tuple[Round, list[str]] | None:
-        """Make a round with the machines of an attempt; None: it has failed."""
-        self._attempt = attempt
+        """Make a round with the machines of an attempt, within one limit for all its waits; None: it has failed."""
+        self._attempt, self._form_by = attempt, time.monotonic() + _FORMING
         self._store = PrefixStore(self._key(f"attempt/{attempt.count}"), self._shared)
-        while not all(each in self._cards for each in attempt.tickets):
-            self._read_cards()
+        while missing := [each for each in attempt.tickets if each not in self._cards]:
+            if time.monotonic() >= self._form_by:
+                self._fail(attempt, f"there is no card for the tickets {missing}")
+                return None
+            self._look_on(self._said)
             self._idle(0.001)
+            self._read_cards()
         node, cards = attempt.tickets.index(ticket), [self._cards[each][0] for each in attempt.tickets]
         if not mine.least <= len(cards) <= mine.most:
             self._fail(attempt, f"{len(cards)} machines are not as many as --nnodes says")
@@ -536,7 +568,7 @@ class _Client:
     def _await(self, attempt: RoundAttempt, what: str) -> bool:
         """Wait until every machine of an attempt has written ``what`` (of fates there is one). False: it has failed."""
         keys = [what] if what == "fate" else [f"{what}/{node}" for node in range(len(attempt.names))]
-        limit, pause, next_look = time.monotonic() + _FORMING, 0.0005, 0.0
+        pause, next_look = 0.0005, 0.0
         while not self._store.check(keys):
             self._idle(pause)
             pause = min(2 * pause, 0.02)
@@ -546,7 +578,7 @@ class _Client:
             next_look = now + _TICK
             self._look_on(self._said)
             missing = self._missing(attempt)
-            if not missing and now >= limit:
+            if not missing and now >= self._form_by:
                 missing = [node for node, key in enumerate(keys) if not self._store.check([key])]
             if missing:
                 hosts = ", ".join(self._cards[attempt.tickets[node]][0].place for node in missing)
@@ -559,7 +591,14 @@ class _Client:
     def _open(self, attempt: RoundAttempt, cards: Sequence[Card]) -> None:
         """Open the store at which the ranks meet, and make the round."""
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        listener = socket.create_server((self._address, 0), family=family)
+        try:
+            listener = socket.create_server((self._address, 0), family=family)
+        except OSError as error:
+            why = f"can't listen at {self._address}: {os.strerror(error.errno or 0)}"
+            self._fail(attempt, f"machine 0 ({cards[0].place}) {why}")
+            raise _Refusal(
+                f"this machine {why}; --local-addr says at which of its own addresses the ranks meet"
+            ) from error
         port = listener.getsockname()[1]
         self._server = TCPStore(
             self._address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -585,19 +624,46 @@ class _Client:
 
     # Where there will be none ------------------------------------------------------------------------------------
 
-    def _end_if_over(self, meet: Meet) -> None:
-        """End with the job's result, if it has one."""
-        if not self._has("result"):
-            return
-        exit_code, why = json.loads(self._shared.get(self._key("result")))
+    def _end_if_over(self, meet: Meet, attempt: RoundAttempt | None, fate: dict[str, Any] | None) -> bool:
+        """End with the job's result, if it has one. True: there is one, and whose it is will show.
+
+        A file may hold that of an earlier job, whose machines were killed as they left. It is nobody's once they all
+        have been silent for long enough; before, they may be about to remove the file.
+        """
+        if attempt is None or not self._has(result := f"{_newest(attempt, fate)}/result"):
+            self._found_result = ""
+            return False
+        if self._found_result is None:
+            self._found_result = result if meet.last < 0 and self.endpoint.startswith("file:") else ""
+        if self._found_result == result:
+            now = time.monotonic()
+            made = fate is not None and "made" in fate  # else others of this job have found the same before
+            if not made or all(self._signs.is_silent(name, now) for name in attempt.names):
+                return False
+            if not any(self._signs.lives(name, now) for name in attempt.names):
+                return True
+        exit_code, why = json.loads(self._shared.get(self._key(result)))
         # The last word of a machine lets the one with the store leave, and that removes the file.
         self._shared.set(self._key(f"gone/{self._name}"), "")
         if meet.last >= 0:
             self._shared.add(self._key(f"{meet.last}/left"), 1)
-        kind, _, path = self.endpoint.partition(":")
-        again = f" (to run it again: remove {path}, or give it another --rdzv-id)" if kind == "file" else ""
-        over = f"the job at {self.endpoint} is over, and did not need this machine any more{again}"
-        raise _Refusal(why or over, exit_code)
+        raise _Refusal(why or f"the job at {self.endpoint} is over, and did not need this machine any more", exit_code)
+
+    def _place_to_come(self, attempt: RoundAttempt, now: float) -> str:
+        """Say what this machine waits for, once it has waited for a while: a round of others that goes on."""
+        if self._waits_for != attempt.count:
+            self._waits_for, self._waits_since = attempt.count, now
+        if now - self._waits_since < _QUIET:
+            return self._said
+        cards = [self._cards[ticket][0] for ticket in attempt.tickets if ticket in self._cards]
+        machines = f"{len(attempt.names)} machine{'' if len(attempt.names) == 1 else 's'}"
+        who = "; ".join(card.place for card in cards)
+        if len(attempt.names) < self._options.max_nodes:
+            return f"this machine waits to join a job of {machines} that goes on ({who})"
+        return (
+            f"this machine is spare: a job of {machines}, as many as --nnodes allows, goes on ({who}); it takes the "
+            "place of one that is lost"
+        )
 
     def _keep_out_of(self, attempt: RoundAttempt, mine: Card) -> None:
         """End if this machine does not fit those of a round that goes on."""
@@ -718,7 +784,7 @@ class _Client:
             raise _Left
         over = command.over and self._is_current()
         if over:  # written before this machine counts as gone: who sees that it has gone finds the result
-            self._base.set(self._key("result"), json.dumps([command.exit_code, command.why]))
+            self._base.set(self._key(f"{self._last}/result"), json.dumps([command.exit_code, command.why]))
         self._base.set(self._key(f"gone/{self._name}"), "")
         if over:
             machines = 1 if self._round is None else len(self._round.ranks)
@@ -752,9 +818,12 @@ class _Client:
         attempt = self._read_attempt()
         if attempt is None or self._last < 0:
             return False
-        fate = self._fate(attempt)
-        newest = attempt.number if fate is not None and "made" in fate else attempt.number - 1
-        return self._last == newest
+        return self._last == _newest(attempt, self._fate(attempt))
+
+
+def _newest(attempt: RoundAttempt, fate: dict[str, Any] | None) -> int:
+    """Return the number of the last round that was made; -1: none was."""
+    return attempt.number if fate is not None and "made" in fate else attempt.number - 1
 
 
 def _are_here(here: dict[int, Card], mine: Card) -> str:

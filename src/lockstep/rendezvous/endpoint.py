@@ -40,8 +40,8 @@ class Knock(threading.Thread):
         self.store: Store | None = None
         self.address = ""
         self.serves = False
-        #: Why it was not reached; another try may be luckier.
-        self.why = f"no answer from {endpoint} yet"
+        #: Why it was not reached; another try may be luckier. Empty: it is not known yet.
+        self.why = ""
         #: Whether something took the connection.
         self.connected = False
         #: What no other try would mend.

@@ -83,6 +83,11 @@ class Rendezvous:
         """Have it tell the other machines how the ranks of this one are, with its next heartbeat."""
         self._send(looks)
 
+    def excuse(self, seconds: float) -> None:
+        """Give it so many seconds more: the launcher itself stood still, and heard nothing."""
+        if self._deadline is not None:
+            self._deadline += seconds
+
     def leave(self, leave: Leave) -> None:
         """Have it leave; it is gone when it has done what it owes to the others."""
         self._deadline = None

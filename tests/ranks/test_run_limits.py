@@ -1,0 +1,89 @@
+"""A job whose files reach the user's limit (``ulimit -f``): what is lost is named once, and nothing else is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launching import Finished, run
+
+
+def _run(tmp_path: Path, script: str, *options: str, limit: int, torch: bool = False) -> Finished:
+    (tmp_path / "train.py").write_text(script)
+    return run(
+        ["lockstep", "run", *options, str(tmp_path / "train.py")],
+        tmp_path,
+        torch=torch,
+        before=f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))",
+    )
+
+
+_TALKS = """
+import os, sys
+for number in range(200):
+    print("x" * 400)
+    print("y" * 400, file=sys.stderr)
+open("ended-" + os.environ["RANK"], "w").close()
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--log-dir", "logs"], ["--log-dir", "logs", "--all-output"]])
+def test_training_goes_on_when_a_log_reaches_the_limit(options: list[str], tmp_path: Path) -> None:
+    done = _run(tmp_path, _TALKS, "-n", "2", *options, limit=50_000)
+    assert done.code == 0, done
+    assert all((tmp_path / f"ended-{rank}").exists() for rank in range(2))
+    logged = range(2) if options else [1]
+    said = [line for line in done.err.splitlines() if "log can't be written any more, the run goes on" in line]
+    assert sorted(line.split("'s")[0] for line in said) == [f"lockstep: rank {rank}" for rank in logged]
+    assert all("ulimit -f" in line for line in said)
+    assert {path.stat().st_size for path in tmp_path.rglob("rank*.log")} == {50_000}
+
+
+def test_a_file_of_the_users_is_as_under_python(tmp_path: Path) -> None:
+    script = _TALKS.replace("import os, sys", "import os, sys\nsys.stdout = sys.stderr = open('mine', 'w')")
+    done = _run(tmp_path, script, "-n", "1", limit=50_000)
+    assert done.code == 1, done
+    assert "a file would be larger than this user's limit" in done.err
+
+
+def test_a_limit_under_which_no_job_can_start(tmp_path: Path) -> None:
+    done = _run(tmp_path, "", "-n", "2", limit=1000)
+    assert done.code == 2, done
+    assert "the job's files can't be written in" in done.err
+    assert "ulimit -f" in done.err
+    assert "Traceback" not in done.err
+
+
+_SAVES = """
+import time
+import torch, lockstep
+world = lockstep.init("gloo")
+model = lockstep.replicate(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+saved = lockstep.Checkpointer("run", model=model, optimizer=optimizer)
+for _ in saved.epochs(1):
+    for _ in range({steps}):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        time.sleep(0.05)
+    {save}
+"""
+
+
+def test_a_checkpoint_that_reaches_the_limit_is_told_once(tmp_path: Path) -> None:
+    done = _run(tmp_path, _SAVES.format(steps=2, save="saved.save()"), "-n", "2", limit=10_000, torch=True)
+    assert done.code == 1, done
+    assert "rng.json: File too large; the file is larger than" in done.err
+    assert "failed too, by the same error" in done.err
+    assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith("step-")]
+
+
+def test_a_record_that_reaches_the_limit_ends_and_the_run_goes_on(tmp_path: Path) -> None:
+    script = _SAVES.format(steps=30, save="print('trained', model.weight.sum().item())")
+    whole = _run(tmp_path, script, "-n", "1", "--log-dir", "whole", limit=-1, torch=True)
+    done = _run(tmp_path, script, "-n", "1", "--log-dir", "short", limit=4096, torch=True)
+    assert (done.code, whole.code) == (0, 0), done
+    assert done.out == whole.out
+    assert "trained" in done.out
+    assert done.err.count("the record of this run ends here, the run goes on: ") == 1

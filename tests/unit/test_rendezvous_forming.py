@@ -1,0 +1,137 @@
+"""How machines make a round: a client over a real store, and beside it a machine that the test plays."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in torch's stubs
+
+from lockstep.job.messages import Channel, encode
+from lockstep.rendezvous import client
+from lockstep.rendezvous.membership import Card, encode_card, proof
+from lockstep.rendezvous.messages import Looking, Meet, Met, Options, decode
+
+pytestmark = pytest.mark.timeout(60)
+
+#: What machine 0 writes down on the way to a round, in order.
+_STEPS = ("proof/0", "here/0/0", "here/1/0", "here/2/0", "here/3/0", "clock/0", "fate")
+
+
+class _Other:
+    """The first machine of the job, which lives, and takes a while for each step on the way to a round.
+
+    Args:
+        path: the file of the store.
+        pause: seconds for each step.
+    """
+
+    def __init__(self, path: Path, *, pause: float) -> None:
+        self._path = path
+        self._pause = pause
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=each) for each in (self._live, self._take_part)]
+
+    def __enter__(self) -> _Other:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _live(self) -> None:
+        store, count = FileStore(str(self._path)), 0
+        while not self._over.wait(0.05):
+            count += 1
+            store.set(_key("beat/other"), json.dumps([count, []]))
+
+    def _take_part(self) -> None:
+        store = FileStore(str(self._path))
+        while not store.check([_key("card/1")]):
+            if self._over.wait(0.01):
+                return
+        theirs = json.loads(json.loads(store.get(_key("card/1")))[0])
+        card = Card(**{**theirs, "name": "other", "pid": 0, "challenge": "00"})
+        store.add(_key("tickets"), 1)
+        store.set(_key("card/2"), encode_card(card, key="", ticket=2))
+        attempt, done = 0, 0
+        while not self._over.wait(self._pause if attempt else 0.01):
+            newest = json.loads(store.get(_key("attempt")))["count"] if store.check([_key("attempt")]) else 0
+            if newest != attempt:
+                attempt, done = newest, 0
+            elif attempt and done < len(_STEPS):
+                store.compare_set(_key(f"attempt/{attempt}/{_STEPS[done]}"), "", _content(_STEPS[done]))
+                done += 1
+
+
+def _key(name: str) -> str:
+    return f"lockstep/job/{name}"
+
+
+def _content(step: str) -> str:
+    now = time.monotonic_ns()
+    known = {"proof/0": proof(""), "clock/0": json.dumps([time.time(), [[now, now]] * 4])}
+    return known.get(step, json.dumps({"made": ["127.0.0.1", 1, "a job"]}) if step == "fate" else "here")
+
+
+def _meet(path: Path, *, join_timeout: float) -> tuple[str, list[str]]:
+    """Have a client take part. Return why it was refused, or nothing if the machines have met, and what it said."""
+    ours, theirs = socket.socketpair()
+    options = Options(
+        endpoint=f"file:{path}", job="job", min_nodes=2, max_nodes=2, ranks=1, join_timeout=join_timeout,
+        local_addr="127.0.0.1",
+    )  # fmt: skip
+    refused: list[str] = []
+
+    def serve() -> None:
+        try:
+            client._Client(Channel(theirs), options).serve()
+        except client._Refusal as error:
+            refused.append(str(error))
+        except (EOFError, ConnectionError):
+            pass  # the test has heard enough
+        finally:
+            theirs.close()
+
+    channel, said = Channel(ours), []
+    thread = threading.Thread(target=serve)
+    thread.start()
+    channel.send(encode(Meet()))
+    try:
+        while True:
+            for fields, _ in channel.receive():
+                message = decode(fields)
+                if isinstance(message, Looking) and message.text:
+                    said.append(message.text)
+                if isinstance(message, Met):
+                    return "", said
+    except EOFError:
+        return refused[0], said
+    finally:
+        channel.close()
+        thread.join()
+
+
+def test_all_that_a_round_waits_for_shares_one_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wait takes longer than the limit, and together they do; and a job whose rounds all fail comes to an end."""
+    monkeypatch.setattr(client, "_FORMING", 1.0)
+    store = tmp_path / "store"
+    with _Other(store, pause=0.4):
+        refused, said = _meet(store, join_timeout=2.0)
+    assert "could not start together until --join-timeout: waited for" in refused
+    assert any("the machines could not start together, and meet again: waited for" in text for text in said)
+
+
+def test_machines_that_take_their_time_meet_within_the_limit(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with _Other(store, pause=0.05):
+        refused, said = _meet(store, join_timeout=20.0)
+    assert refused == ""
+    assert said == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ import pytest
 from tests.launching import Finished, run
 
 
-def _run(tmp_path: Path, script: str, *options: str, limit: int, torch: bool = False) -> Finished:
+def _run(
+    tmp_path: Path, script: str, *options: str, limit: int, torch: bool = False, args: Sequence[str] = ()
+) -> Finished:
     (tmp_path / "train.py").write_text(script)
     return run(
-        ["lockstep", "run", *options, str(tmp_path / "train.py")],
+        ["lockstep", "run", *options, str(tmp_path / "train.py"), *args],
         tmp_path,
         torch=torch,
         before=f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))",
@@ -81,8 +84,8 @@ def test_a_checkpoint_that_reaches_the_limit_is_told_once(tmp_path: Path) -> Non
 
 def test_a_record_that_reaches_the_limit_ends_and_the_run_goes_on(tmp_path: Path) -> None:
     script = _SAVES.format(steps=30, save="print('trained', model.weight.sum().item())")
-    whole = _run(tmp_path, script, "-n", "1", "--log-dir", "whole", limit=-1, torch=True)
-    done = _run(tmp_path, script, "-n", "1", "--log-dir", "short", limit=4096, torch=True)
+    whole = _run(tmp_path, script, "-n", "1", "--log-dir", "whole", limit=-1, torch=True, args=["x" * 4096])
+    done = _run(tmp_path, script, "-n", "1", "--log-dir", "short", limit=4096, torch=True, args=["x" * 4096])
     assert (done.code, whole.code) == (0, 0), done
     assert done.out == whole.out
     assert "trained" in done.out

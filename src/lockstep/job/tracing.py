@@ -71,7 +71,8 @@ def place() -> tuple[Path, int] | None:
 def arm(folder: str | Path, *, rank: int, steps: int, first: int, on_demand: bool = True) -> None:
     """Trace this process's ``steps`` optimizer steps that follow the ``first`` ones, or what it does of that.
 
-    Where there is no room for the events, it says so when the window opens, and records nothing.
+    Where there is no room for the events it records nothing; if a user has asked for them, it says so when the window
+    opens.
 
     Args:
         folder: the job's.
@@ -157,7 +158,8 @@ class _Armed(_Traced):
         try:
             recorder = EventWriter(folder, rank=rank, steps=_asked.closes_at - _asked.opens_at)
         except OSError as error:
-            print(f"lockstep: rank {rank} can't be traced: {describe(error)}", file=sys.stderr)
+            if _asked.on_demand:  # else `lockstep plan` says that there is no trace
+                print(f"lockstep: rank {rank} can't be traced: {describe(error)}", file=sys.stderr)
             _asked = None
             flight.use(_continued(self.below, self))
             return

@@ -484,6 +484,6 @@ def naming_dead_workers(slices: Iterable[Fetched]) -> Iterator[Fetched]:
     try:
         yield from slices
     except (ConnectionError, EOFError):
-        for _ in range(50):
+        for _ in range(200):  # two seconds: on a machine that is busy the kernel is slow to take a process away
             time.sleep(0.01)  # the handler raises in here
         raise

@@ -42,6 +42,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
+from lockstep.errors import sentence
 from lockstep.job.messages import Channel, encode
 from lockstep.rendezvous.addresses import interface_of
 from lockstep.rendezvous.clocks import Look, ahead
@@ -268,7 +269,7 @@ class _Client:
                     f"the rendezvous at {self.endpoint} failed: {why}; that was so until --join-timeout"
                     + (_AGAIN if meet.last >= 0 else "")
                 )
-            self._look_on(self._said if now - began < _QUIET else f"{why}. Trying again until --join-timeout")
+            self._look_on(self._said if now - began < _QUIET else f"{sentence(why)} Trying again until --join-timeout")
             self._idle(_TICK)
         self._base, self._address, self._serves = knock.store, knock.address, knock.serves
         self._base.set_timeout(timedelta(seconds=_OPERATION))

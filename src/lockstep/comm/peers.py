@@ -42,7 +42,7 @@ class Peers(Protocol):
 
 
 class Members(Protocol):
-    """What :class:`OverGroup` needs of a World."""
+    """What an exchange over a process group needs of a World."""
 
     @property
     def rank(self) -> int: ...

@@ -21,25 +21,16 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 
 from lockstep import slices as order
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.labels import labelled
+from lockstep.comm.peers import Members
 from lockstep.errors import CollectiveMismatch, LockstepError
 
 
-class Ranks(Protocol):
+class Ranks(Members, Protocol):
     """What a step needs of the world that it is taken in."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def group(self) -> dist.ProcessGroup: ...
 
     @property
     def device(self) -> torch.device: ...

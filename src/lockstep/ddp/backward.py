@@ -71,8 +71,6 @@ class Averaging:
     group: dist.ProcessGroup
     #: Let every grad be a view of its bucket.
     as_view: bool
-    #: An all-reduce returns when it is complete; see Note [One reduction].
-    at_once: bool
     #: What travels with the gradients, in the order of its flags in the buckets.
     riders: Sequence[Rider] = ()
     #: Synchronised backwards that have ended.
@@ -94,7 +92,7 @@ class Averaging:
         #: Where the parameters whose gradient has come are listed.
         self.arrived = [bucket.arrived for bucket in self.buckets] + [slot.arrived for slot in self.sparse]
         self.call = dist.AllreduceOptions()
-        self.call.asyncOp = not self.at_once
+        self.call.asyncOp = True
         self.labels = [
             [labelled(f"backward {n} of each {LABELS}, {self.describe(bucket)}") for n in range(LABELS)]
             for bucket in self.buckets

@@ -64,6 +64,11 @@ class ParameterSpec:
     #: Parameters with equal kinds may share a bucket: (dtype, device).
     kind: Hashable
 
+    @classmethod
+    def of(cls, param: Tensor) -> ParameterSpec:
+        """Return what the plan needs to know of ``param``."""
+        return cls(param.numel(), param.element_size(), (param.dtype, param.device))
+
     @property
     def nbytes(self) -> int:
         return self.numel * self.element_size
@@ -160,8 +165,6 @@ class Bucket:
         #: What waits for it, if it was sent, and what then returns a comm hook's result.
         self.wait: Callable[[], object] | None = None
         self.result: Callable[[], object] | None = None
-        #: Whether it lies in the group's own memory.
-        self.is_shared = memory is not None
         #: What others hold and find again when the backward has ended, by slot; see Note [Gradients held elsewhere].
         self._put_aside: dict[int, Tensor] = {}
         allocate: Callable[..., Tensor] = torch.zeros if memory is None else memory.allocate_tensor
@@ -220,7 +223,7 @@ class Bucket:
         if not held:
             return
         with torch.no_grad():
-            if self.is_shared or _FEW * sum(self._sizes[slot] for slot in held) < self._parts[0]:
+            if self.sum_up is not None or _FEW * sum(self._sizes[slot] for slot in held) < self._parts[0]:
                 self._put_aside = {slot: self.views[slot].clone() for slot in held}
             else:
                 self._lay_out(torch.empty_like(self.flat))

@@ -61,7 +61,8 @@ class ItemTotals:
             whoami: says which rank this is, and how far it has come.
 
         Returns:
-            What the mean over one item is multiplied by, for the mean over ranks; None if no rank has weighed.
+            The factor for the mean of a single item that makes a plain average over ranks exact; None if no rank has
+            weighed.
 
         Raises:
             CollectiveMismatch: some ranks have weighed and others have not.

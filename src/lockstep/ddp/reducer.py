@@ -102,7 +102,6 @@ class Reducer:
         group: the ranks that hold replicas.
         as_view: let every grad be a view of its bucket.
         overlap: issue buckets during backward.
-        at_once: an all-reduce returns when it is complete; see Note [One reduction].
         riders: what travels with the gradients, in the order of its flags in the buckets.
         listener: is told of a gradient that comes while no backward is under way.
     """
@@ -117,7 +116,6 @@ class Reducer:
         group: dist.ProcessGroup,
         as_view: bool = True,
         overlap: bool = True,
-        at_once: bool = False,
         riders: Sequence[Rider] = (),
         listener: BackwardListener | None = None,
     ) -> None:
@@ -125,7 +123,7 @@ class Reducer:
         self.params = list(params)
         #: The backward that is under way.
         self.backward: Backward | None = None
-        self._all = Averaging(self.params, list(names), list(buckets), list(sparse), group, as_view, at_once, riders)
+        self._all = Averaging(self.params, list(names), list(buckets), list(sparse), group, as_view, riders)
         self._listener, self._overlap = listener, overlap
         self._home = {position: bucket for bucket in buckets for position in bucket.positions}
         self._sparse = {slot.position: slot for slot in sparse}
@@ -135,6 +133,7 @@ class Reducer:
         self._dtypes, self._devices = [*map(_dtype, self.params)], [*map(_device, self._ends)]
         #: Buckets that are issued at the end, and parameters that are packed then; see Note [More than one event].
         self._late_for_good = set() if overlap else set(range(len(buckets)))
+        at_once = any(bucket.sum_up is not None for bucket in buckets)  # see Note [One reduction]
         self._in_portions: set[int] = set() if overlap or at_once else set(range(len(params)))
         self._learned = False
         self._packs_early = False

@@ -124,7 +124,7 @@ class Replica(Joinable, BackwardListener):
         dense = [i for i, param in enumerate(params) if id(param) not in sparse_ids]
         memory = self._choose_memory([params[i] for i in dense])
         plan = plan_buckets(
-            [_spec(params[i]) for i in dense],
+            [ParameterSpec.of(params[i]) for i in dense],
             caps=self._options.bucket_caps if memory is None else [_ALL],
         )
         positions = [[dense[i] for i in bucket] for bucket in plan]
@@ -148,7 +148,6 @@ class Replica(Joinable, BackwardListener):
             group=self._group,
             as_view=self._options.gradient_as_bucket_view,
             overlap=memory is None and self._options.overlap is not False,
-            at_once=memory is not None,
             riders=riders,
             listener=self,
         )
@@ -698,10 +697,6 @@ class Replica(Joinable, BackwardListener):
 def _raise_if(error: LockstepError | None) -> None:
     if error is not None:
         raise error
-
-
-def _spec(param: Tensor) -> ParameterSpec:
-    return ParameterSpec(param.numel(), param.element_size(), (param.dtype, param.device))
 
 
 def _sparse_parameters(module: nn.Module) -> set[int]:

@@ -117,7 +117,7 @@ class _Seen:
         if self._about["why_not"] or reducer.overlaps:
             return
         parts = _cut(reducer, replica.bucket_caps)
-        self._about["buckets"] = [sum(_bytes(reducer.params[i]) for i in part) for part in parts]
+        self._about["buckets"] = [sum(reducer.params[i].nbytes for i in part) for part in parts]
         for bucket, part in enumerate(parts):
             self._handles += [self._listen(reducer.params[i], bucket) for i in part]
 
@@ -161,7 +161,7 @@ def _describe(replica: Replica) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cores": machine.cores(),
         "overlaps": reducer.overlaps,
-        "buckets": [_bytes(bucket.flat) for bucket in reducer.buckets],
+        "buckets": [bucket.flat.nbytes for bucket in reducer.buckets],
     }
 
 
@@ -198,13 +198,7 @@ def _samples() -> dict[str, float]:
 
 def _cut(reducer: Reducer, caps: Sequence[int]) -> Sequence[Sequence[int]]:
     """Return the positions of the parameters of each bucket that would be sent during backward."""
-    params = reducer.params
-    specs = [ParameterSpec(param.numel(), param.element_size(), (param.dtype, param.device)) for param in params]
-    return plan_buckets(specs, caps=caps)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return plan_buckets([*map(ParameterSpec.of, reducer.params)], caps=caps)
 
 
 tracing.look_with(_Gradients())

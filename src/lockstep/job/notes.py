@@ -23,6 +23,11 @@ from lockstep.job.files import JobFiles
 CHECKPOINT, LOG, NONFINITE, UNWRITTEN = "checkpoint", "log", "nonfinite", "unwritten"
 
 
+def unwritten(rank: int, why: str) -> str:
+    """Say that a rank's log can't be written any more."""
+    return f"rank {rank}'s log can't be written any more, the run goes on: {why}"
+
+
 def tell(kind: str, **facts: str | int) -> None:
     """Leave a note, with the moment on the monotonic clock, which all processes of a machine share. Where no launcher
     of ours listens, nothing is done."""

@@ -48,11 +48,16 @@ def let_go() -> bool:
     """Let the standard streams that are a terminal which has gone lead to nowhere. Return whether there was one."""
     gone = [fd for fd in (0, 1, 2) if is_gone(fd)]
     if gone:
-        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for fd in gone:
-            os.dup2(nothing, fd, inheritable=True)
-        os.close(nothing)
+        _lead_to_nowhere(gone)
     return bool(gone)
+
+
+def _lead_to_nowhere(fds: list[int]) -> None:
+    """Point descriptors at /dev/null: what compiled code prints goes through them as well."""
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in fds:
+        os.dup2(nothing, fd, inheritable=True)
+    os.close(nothing)
 
 
 class _Forgiving(io.FileIO):
@@ -74,14 +79,6 @@ class _Forgiving(io.FileIO):
             elif error.errno != errno.EIO or not let_go():
                 raise
         return super().write(data)
-
-
-def _lead_to_nowhere(fds: list[int]) -> None:
-    """Have descriptors write to nowhere: what compiled code prints goes through them as well."""
-    nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    for fd in fds:
-        os.dup2(nothing, fd, inheritable=True)
-    os.close(nothing)
 
 
 def outlive(*, rank: int | None = None) -> None:

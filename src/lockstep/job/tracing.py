@@ -29,7 +29,7 @@ _Layer = TypeVar("_Layer", bound="_Traced")
 class Eye(Protocol):
     """Something that a trace sees by, while its window is open."""
 
-    #: Whether it is for traces alone that a user has asked for.
+    #: Whether it records only in traces that a user has asked for.
     on_demand: bool
 
     def open(self, recorder: EventWriter) -> None:
@@ -56,7 +56,7 @@ def look_with(eye: Eye) -> None:
 
 
 def watch(device: Device) -> None:
-    """Have a trace say from now on when this GPU came to what happens; see Note [Two clocks] in device.py."""
+    """Add this GPU's own times to traces from now on; see Note [Two clocks] in device.py."""
     global _device
     _device = device
     if _recorder is not None:
@@ -79,7 +79,7 @@ def arm(folder: str | Path, *, rank: int, steps: int, first: int, on_demand: boo
         rank: of this process.
         steps: that are traced.
         first: how many come before them.
-        on_demand: whether a user has asked for it; else the eyes that are for that alone stay shut.
+        on_demand: whether a user has asked for it; if not, what records on demand only records nothing.
     """
     global _asked
     _asked = _Asked(first, first + steps, Path(folder), rank, on_demand)

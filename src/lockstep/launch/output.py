@@ -27,6 +27,7 @@ from pathlib import Path
 from lockstep._files import describe as describe_error
 from lockstep.errors import LaunchError
 from lockstep.job import terminal
+from lockstep.job.notes import unwritten
 from lockstep.launch.report import say
 from lockstep.launch.spec import JobSpec, Output
 
@@ -271,7 +272,7 @@ class Source:
             except OSError as error:
                 if self.rank not in self.unwritten:
                     self.unwritten.add(self.rank)
-                    say(f"rank {self.rank}'s log can't be written any more, the run goes on: {describe_error(error)}")
+                    say(unwritten(self.rank, describe_error(error)))
                 os.close(self.log)
                 self.log = None
 

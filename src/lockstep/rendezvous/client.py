@@ -521,7 +521,7 @@ class _Client:
         self._store = PrefixStore(self._key(f"attempt/{attempt.count}"), self._shared)
         while missing := [each for each in attempt.tickets if each not in self._cards]:
             if time.monotonic() >= self._form_by:
-                self._fail(attempt, f"there is no card for the tickets {missing}")
+                self._fail(attempt, f"{len(missing)} of them have not said what they bring")
                 return None
             self._look_on(self._said)
             self._idle(0.001)

@@ -15,7 +15,7 @@ from typing import Any
 from lockstep import _proc, knobs, machine
 from lockstep._files import write_whole
 from lockstep.job.account import Progress
-from lockstep.job.notes import CHECKPOINT, LOG, NONFINITE, UNWRITTEN, Notes
+from lockstep.job.notes import CHECKPOINT, LOG, NONFINITE, UNWRITTEN, Notes, unwritten
 from lockstep.job.page import Phase
 from lockstep.job.summary import RunSummary
 from lockstep.runs.series import SeriesWriter
@@ -186,7 +186,7 @@ class Recorder:
             elif note["is"] == LOG and note["path"] not in self._about["logs"]:
                 self._about["logs"].append(note["path"])
             elif note["is"] == UNWRITTEN:
-                self._tell(f"rank {note['rank']}'s log can't be written any more, the run goes on: {note['why']}")
+                self._tell(unwritten(note["rank"], note["why"]))
         return bool(notes)
 
     def _add_nonfinite(self, name: str, step: int, *, alone: bool) -> None:

@@ -13,8 +13,8 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 ECOSYSTEM := .venv-ecosystem/torch-$(TORCH)
 LIBRARIES := accelerate datasets lightning mlflow-skinny peft tensorboard timm torchmetrics transformers webdataset
 
-# Ray brings half a gigabyte, so "make engines" has an environment of its own.
-ENGINES := .venv-engines
+# Ray brings half a gigabyte, so "make schedulers" has an environment of its own.
+SCHEDULERS := .venv-schedulers
 
 # The tests run in four processes, a file at a time in each: two take those that mostly wait and two all others
 # (tests/scheduling.py). A test that hangs ends them all. WORKERS=2: each takes every file; WORKERS=0: in one process.
@@ -25,7 +25,7 @@ QUICK := $(addprefix tests/ranks/test_,ddp_left_out.py run_signals.py ddp_wrappi
 	tests/unit $(addprefix tests/contracts/test_,ddp_signature.py names_of_subclasses.py public_names.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check format faults ecosystem engines bench newest oldest pythons house clean
+.PHONY: help demo test quick check format faults ecosystem schedulers bench newest oldest pythons house clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
@@ -71,8 +71,8 @@ python-%:
 ecosystem: $(ECOSYSTEM)/.ready  ## other libraries on lockstep, each against one process (TORCH=2.15.0: on that torch)
 	$(ECOSYSTEM)/bin/python -m pytest tests/ecosystem tests/ranks/test_log_libraries.py -m "not campaign" $(WRITE)
 
-engines: $(ENGINES)/.ready  ## Slurm, Ray and what pods of Kubernetes run, on this machine, as far as it has what they need
-	$(ENGINES)/bin/python -m pytest -m "not ecosystem" tests/engines tests/unit/test_manifests.py
+schedulers: $(SCHEDULERS)/.ready  ## Slurm, Ray and what pods of Kubernetes run, on this machine, as far as it has what they need
+	$(SCHEDULERS)/bin/python -m pytest -m "not ecosystem" tests/schedulers tests/unit/test_manifests.py
 
 bench: $(READY)  ## measure launch and step times against torch (some minutes; nothing else should run meanwhile)
 	$(BIN)/python -m benchmarks.launch
@@ -126,8 +126,8 @@ $(ECOSYSTEM)/.ready: pyproject.toml constraints.txt tests/ecosystem/constraints.
 	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt --editable '.[demo]' $(LIBRARIES) pytest pytest-timeout
 	touch $@
 
-$(ENGINES)/.ready: pyproject.toml constraints.txt
-	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints.txt torch
-	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,ray]'
+$(SCHEDULERS)/.ready: pyproject.toml constraints.txt
+	test -x $(SCHEDULERS)/bin/python || $(PYTHON) -m venv $(SCHEDULERS)
+	$(SCHEDULERS)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(SCHEDULERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,ray]'
 	touch $@

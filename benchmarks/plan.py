@@ -35,8 +35,8 @@ from benchmarks.naming import machine_name
 from benchmarks.publishing import publish
 from lockstep import machine
 from lockstep.runs import history
-from lockstep.runs.network import Link, Network
-from lockstep.runs.plan import INSIDE, Plan, Recorded, Setting
+from lockstep.tools.plan.network import Link, Network
+from lockstep.tools.plan.plan import INSIDE, Plan, Recorded, Setting
 
 STEPS, WARM = 45, 8
 #: Seconds for one start of the ranks.
@@ -174,7 +174,7 @@ def measure(case: Case, names: tuple[str, ...]) -> Link:
     """Return the link between two of a case's ranks, as the doctor's short job times it."""
     hosts = min(2, case.hosts)
     pair = Case(case.model, "gloo" if case.hosts > 1 else case.backend, 2, hosts, case.mbit)
-    found = json.loads(_start(pair, names, ["-m", "lockstep.doctor.trial"]))["pairs"][0]
+    found = json.loads(_start(pair, names, ["-m", "lockstep.tools.doctor.trial"]))["pairs"][0]
     # Between two ranks an all-reduce is two messages, each of half of the bytes.
     return Link(found["few"] / 2, found["bytes"] / (found["many"] - found["few"]))
 

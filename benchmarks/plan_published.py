@@ -23,9 +23,9 @@ import lockstep
 from benchmarks.naming import machine_name
 from benchmarks.publishing import publish
 from lockstep.runs import history
-from lockstep.runs.network import Link, Network
-from lockstep.runs.plan import Plan, Recorded, Setting
-from lockstep.runs.timetable import Timetable
+from lockstep.tools.plan.network import Link, Network
+from lockstep.tools.plan.plan import Plan, Recorded, Setting
+from lockstep.tools.plan.timetable import Timetable
 
 #: Steps: ten to warm up, and twenty that are timed.
 _STEPS, _SIDE, _LIMIT = 31, 64, 600.0

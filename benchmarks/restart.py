@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.naming import machine_name
 from benchmarks.publishing import publish
-from lockstep.launch.spec import free_port
+from lockstep.launch.ports import free_port
 
 _SCRIPT = """
 import os, sys, time, torch, lockstep

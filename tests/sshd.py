@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.spec import free_port
+from lockstep.launch.ports import free_port
 from tests.launching import wait_for
 
 _SERVER = """

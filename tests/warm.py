@@ -66,16 +66,17 @@ _PRELOAD = [
     "lockstep.cli",
     "lockstep.checkpoint.api",
     "lockstep.comm.init",
-    "lockstep.comm.shm.process_group",
+    "lockstep.comm.group.process_group",
+    "lockstep.comm.shm.memory_engine",
     "lockstep.data_parallel.api",
     "lockstep.ddp.wrapper",
     "lockstep.launch.run",
     "lockstep.launch.spawn",
     "lockstep.progress",
     "lockstep.data.loader",
-    "lockstep.verify.runs",
-    "lockstep.verify.report",
-    "lockstep.verify.observe",
+    "lockstep.tools.verify.runs",
+    "lockstep.tools.verify.report",
+    "lockstep.tools.verify.observe",
 ]
 
 #: What only the examples read, or tests that run elsewhere: the environments of other versions and libraries lack it.
@@ -483,7 +484,7 @@ def _main(listener: int, modules: Sequence[str], optional: Sequence[str]) -> Non
         _end_after(lambda: _call(request))
     if "zygote" in request:
         _end_after(lambda: _be_zygote(request["zygote"], request["fds"]))
-    sys.modules["lockstep.verify.runs"].COMMAND = (str(lockstep),)  # type: ignore[attr-defined]
+    sys.modules["lockstep.tools.verify.runs"].COMMAND = (str(lockstep),)  # type: ignore[attr-defined]
     _end_after(lambda: _live(request))
 
 

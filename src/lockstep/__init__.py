@@ -13,7 +13,7 @@ from lockstep.version import __version__
 
 #: Public name -> the module that defines it. The type checker reads the block below; a test keeps the two equal.
 _HOMES = {
-    "BatchShare": "lockstep.share",
+    "BatchShare": "lockstep.step.share",
     "CheckpointCorrupt": "lockstep.errors",
     "CheckpointError": "lockstep.errors",
     "CheckpointMismatch": "lockstep.errors",
@@ -111,7 +111,7 @@ if TYPE_CHECKING:
     from lockstep.launch.spawn import spawn as spawn
     from lockstep.metrics.api import Log as Log
     from lockstep.progress import track as track
-    from lockstep.share import BatchShare as BatchShare
+    from lockstep.step.share import BatchShare as BatchShare
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 (the keys are strings; ruff does not see it)
 
@@ -133,7 +133,7 @@ def __dir__() -> list[str]:
 def _register_backend() -> None:
     """Make torch know the backend "shm", if torch is there; an installed lockstep torch finds by itself."""
     if "torch" in sys.modules:
-        importlib.import_module("lockstep.comm.shm.register").register()
+        importlib.import_module("lockstep.comm.group.register").register()
 
 
 _register_backend()

@@ -3,8 +3,8 @@
 lockstep's own launcher, torchrun and ``torch.distributed.launch`` describe a rank with the same variables:
 ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK`` (torchrun's word for the node rank),
 ``MASTER_ADDR`` and ``MASTER_PORT``. Where these are not set, the variables of MPI's launchers and of Slurm are read
-(``engines/place.py``), so that ``mpirun -n 4 python train.py`` is one job of four and not four jobs of one. With none
-of them, the process is alone.
+(``schedulers/place.py``), so that ``mpirun -n 4 python train.py`` is one job of four and not four jobs of one. With
+none of them, the process is alone.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from lockstep import knobs
-from lockstep.engines import slurm
-from lockstep.engines.place import mpi_variables, rank_variables
 from lockstep.errors import EnvironmentMismatch
+from lockstep.schedulers import slurm
+from lockstep.schedulers.place import mpi_variables, rank_variables
 
 
 @dataclass(frozen=True)

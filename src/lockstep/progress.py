@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from lockstep.comm.init import current_world
-from lockstep.share import Items
+from lockstep.step.share import Items
 
 Item = TypeVar("Item")
 

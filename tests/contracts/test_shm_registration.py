@@ -88,7 +88,7 @@ for _ in range(5):
     for name in [name for name in sys.modules if name.split(".")[0] == "lockstep"]:
         del sys.modules[name]
     begun = time.perf_counter()
-    from lockstep.comm.shm.register import register
+    from lockstep.comm.group.register import register
     register()
     times.append(time.perf_counter() - begun)
 print(min(times))
@@ -101,7 +101,7 @@ Backend.backend_list.remove("shm")
 def refuse(*_, **__):
     raise TypeError("no such argument")
 Backend.register_backend = refuse
-from lockstep.comm.shm.register import register
+from lockstep.comm.group.register import register
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     register()
@@ -186,7 +186,7 @@ assert sys.meta_path == finders
 
 def test_torch_alone_loads_little_of_lockstep(run: Run) -> None:
     loaded, _ = run("installed", _LOADED).splitlines()
-    expected = "lockstep lockstep.comm lockstep.comm.shm lockstep.comm.shm.register lockstep.version"
+    expected = "lockstep lockstep.comm lockstep.comm.group lockstep.comm.group.register lockstep.version"
     assert loaded == expected
 
 

@@ -24,26 +24,26 @@ CIRCLES: set[frozenset[str]] = set()
 SHARED_NAMES: dict[str, set[str]] = {
     "Arrival": {"comm", "launch"},
     "Asked": {"doctor", "verify"},
-    "Batch": {"engines", "job", "verify"},
+    "Batch": {"schedulers", "job", "verify"},
     "Clock": {"doctor", "runs"},
     "Difference": {"ddp", "verify"},
     "Ended": {"doctor", "rendezvous"},
-    "Engine": {"comm", "engines"},
-    "Frame": {"launch", "runs"},
-    "Kind": {"job", "launch", "rendezvous", "verify"},
-    "Manifest": {"checkpoint", "engines"},
-    "Mark": {"job", "runs"},
-    "Node": {"engines", "slices"},
+    "Engine": {"comm", "schedulers"},
+    "Frame": {"launch", "report"},
+    "Kind": {"job", "remote", "rendezvous", "verify"},
+    "Manifest": {"checkpoint", "schedulers"},
+    "Mark": {"job", "report"},
+    "Node": {"schedulers", "step"},
     "Outcome": {"ddp", "launch"},
     "Part": {"checkpoint", "comm", "ddp", "job"},
     "Run": {"metrics", "runs"},
     "Sink": {"launch", "metrics"},
     "Source": {"data", "launch"},
-    "Span": {"ddp", "runs"},
-    "Start": {"engines", "runs"},
+    "Span": {"ddp", "report"},
+    "Start": {"report", "schedulers"},
     "Started": {"launch", "verify"},
     "Summary": {"checkpoint", "job", "metrics"},
-    "Task": {"doctor", "engines", "launch"},
+    "Task": {"doctor", "schedulers", "launch"},
     "Verdict": {"job", "rendezvous"},
     "_Asked": {"job", "launch"},
 }
@@ -82,7 +82,8 @@ def _rooms_of_names() -> dict[str, set[str]]:
     """Return the rooms in which classes of each name are, for names that occur in several."""
     rooms: dict[str, set[str]] = defaultdict(set)
     for file in _PACKAGE.rglob("*.py"):
-        room = file.relative_to(_PACKAGE).parts[0].removesuffix(".py")
+        parts = file.relative_to(_PACKAGE).parts
+        room = parts[parts[0] == "tools"].removesuffix(".py")
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef):
                 rooms[node.name].add(room)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lockstep._proc import children
-from lockstep.launch.spec import free_port
+from lockstep.launch.ports import free_port
 from tests.faults import jobs
 from tests.launching import Running, environment, python_path
 from tests.namespaces import skip_unless

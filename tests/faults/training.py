@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import lockstep
-from lockstep.comm.shm.reduction import Reduction
+from lockstep.comm.group.reduction import Reduction
 from tests.digests import digest_of
 
 #: Where a fault can strike, in the order of a run.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.comm import deterministic
+from lockstep.step import deterministic
 from tests.harness import collect_outcomes, run_ranks
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep._proc import descendants, read
-from lockstep.doctor import child
+from lockstep.tools.doctor import child
 from tests.faults.machines import network, set_link
 from tests.launching import (
     Finished,
@@ -169,7 +169,7 @@ def test_what_makes_no_sense(tmp_path: Path, options: list[str], said: str) -> N
 def test_a_torch_that_can_not_be_imported(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object')")
-    ended = child.run("lockstep.doctor.torch_facts", limit=60.0, env={"PYTHONPATH": _first(tmp_path)})
+    ended = child.run("lockstep.tools.doctor.torch_facts", limit=60.0, env={"PYTHONPATH": _first(tmp_path)})
     assert ended.code == 1
     assert ended.last_words.endswith("ImportError: libcudart.so.13: cannot open shared object")
 
@@ -193,7 +193,7 @@ def _first(folder: Path) -> str:
 
 
 def _in_a_job(pid: int) -> bool:
-    return any("lockstep.doctor.trial" in read(each, "cmdline") for each in descendants(pid))
+    return any("lockstep.tools.doctor.trial" in read(each, "cmdline") for each in descendants(pid))
 
 
 def test_nothing_is_left_when_it_is_killed(tmp_path: Path, temporary: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import lockstep
 from lockstep.checkpoint.blocks import BLOCK
 from lockstep.checkpoint.read import read_manifest
-from lockstep.comm.local_training import local_training_of
+from lockstep.step.local_training import local_training_of
 from tests import launching
 from tests.harness import run_ranks
 

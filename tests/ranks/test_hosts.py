@@ -20,8 +20,8 @@ from torch import nn
 
 import lockstep
 from lockstep.checkpoint.manifest import FileEntry, Manifest
+from lockstep.comm.group.meeting import Whereabouts
 from lockstep.comm.hosts.grouping import Hosts
-from lockstep.comm.shm.segment import Whereabouts
 from tests.harness import Outcome, collect_outcomes, run_ranks
 
 #: From the moment an error can be seen on one host to the error on every rank of the others; and for busy machines.

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep import knobs
-from lockstep.launch.spec import free_port
+from lockstep.launch.ports import free_port
 from tests.harness import RanksFailed, collect_outcomes, run_ranks
 from tests.imagenet_cases import (
     COMMON,

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep.comm.local_training import local_training_of
 from lockstep.ddp.local_replica import LocalReplica
+from lockstep.step.local_training import local_training_of
 from tests.backends import EACH_BACKEND, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks
 from tests.ranks.ddp_cases import batch, differentiate, mlp, squares

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep._proc import children
-from lockstep.launch.spec import free_port
+from lockstep.launch.ports import free_port
 from tests.faults.machines import Machines, client, sockets, zygote
 from tests.launching import Finished, Running, start, wait_for
 

@@ -18,7 +18,7 @@ import pytest
 
 from lockstep._proc import children
 from lockstep.job.files import EXIT_SAVED
-from lockstep.launch.spec import free_port
+from lockstep.launch.ports import free_port
 from lockstep.runs.series import Series
 from tests.faults import jobs
 from tests.faults.machines import Machines, client, kill_all, sockets, stop_all, zygote

@@ -16,8 +16,8 @@ import pytest
 
 from lockstep.job.page import Phase
 from lockstep.runs import history
-from lockstep.runs.report import numbers, page, scales
-from lockstep.runs.report.numbers import Account
+from lockstep.tools.report import numbers, page, scales
+from lockstep.tools.report.numbers import Account
 from tests.browser import Page, browser, needs_browser
 from tests.launching import run
 from tests.recorded import write_log, write_record, write_series

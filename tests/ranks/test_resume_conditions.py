@@ -14,7 +14,7 @@ from torch import nn
 import lockstep
 from lockstep.checkpoint import api
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.comm.conditions import conditions
+from lockstep.step.conditions import conditions
 from tests.harness import run_ranks
 
 

@@ -6,7 +6,7 @@ random numbers. Neither is ever written anew: a change that needs them to be can
 such files. The next format gets a fixture of its own beside these.
 
 What the model of ``run-0.1.0`` draws after the save is not compared: 0.1.0 drew its dropout masks from each rank's one
-generator, since then they follow from the ranks' common one (Note [Random numbers of a rank] in ``comm/streams.py``).
+generator, since then they follow from the ranks' common one (Note [Random numbers of a rank] in ``step/streams.py``).
 With ``run-adamw`` it is.
 """
 

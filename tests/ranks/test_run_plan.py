@@ -13,9 +13,9 @@ import pytest
 from lockstep.ddp.drift import FLAGS
 from lockstep.runs import history
 from lockstep.runs.history import UnknownRun
-from lockstep.runs.network import Network
-from lockstep.runs.plan import INSIDE, Plan, Recorded, Setting
-from lockstep.runs.timetable import Timetable
+from lockstep.tools.plan.network import Network
+from lockstep.tools.plan.plan import INSIDE, Plan, Recorded, Setting
+from lockstep.tools.plan.timetable import Timetable
 from tests.launching import python_path, run
 from tests.traces import Checked
 

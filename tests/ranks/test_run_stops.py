@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.job.files import EXIT_SAVED
-from lockstep.launch.spec import free_port
+from lockstep.launch.ports import free_port
 from tests.faults import jobs
 from tests.harness import collect_outcomes
 from tests.launching import Finished, Running, environment, gone_within, python_path, run, start, wait_for

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from lockstep import _units
-from lockstep.runs import comparison, history, reckoning
-from lockstep.runs.report import numbers, page
+from lockstep.runs import history, reckoning
+from lockstep.tools import comparison
+from lockstep.tools.report import numbers, page
 from tests.launching import Finished, environment, run, start, wait_for
 from tests.ranks.spawned import spawn_stragglers
 

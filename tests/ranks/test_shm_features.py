@@ -386,13 +386,13 @@ def test_every_way_to_meet(tmp_path: Path) -> None:
 
 
 def _apart() -> str:
-    from lockstep.comm.shm import segment
+    from lockstep.comm.group import meeting
 
     rank = int(os.environ["RANK"])
     if rank == 1:
-        mine = segment.Whereabouts.mine()
-        segment.Whereabouts.mine = classmethod(  # type: ignore[assignment,method-assign]
-            lambda _: segment.Whereabouts(mine.pid, mine.started, "another-boot", mine.pid_namespace)
+        mine = meeting.Whereabouts.mine()
+        meeting.Whereabouts.mine = classmethod(  # type: ignore[assignment,method-assign]
+            lambda _: meeting.Whereabouts(mine.pid, mine.started, "another-boot", mine.pid_namespace)
         )
     with pytest.raises(lockstep.RendezvousError) as caught:
         lockstep.init("shm", timeout=20)

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
-from lockstep.comm import slicing
+from lockstep.step import slicing
 from tests.backends import EACH_BACKEND
 from tests.harness import collect_outcomes, run_ranks
 from tests.ranks.test_slices import BATCH, Net, build, digest, samples

@@ -72,7 +72,7 @@ def _as_the_documents_do(rank: int, world_size: int, port: str, total: torch.Ten
 
 
 def test_a_function_that_opens_torchs_group_itself() -> None:
-    from lockstep.launch.spec import free_port
+    from lockstep.launch.ports import free_port
 
     total = torch.zeros(2)
     lockstep.spawn(_as_the_documents_do, (2, str(free_port()), total), 2)

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 from torch.utils.flop_counter import FlopCounterMode
 
 import lockstep
-from lockstep.comm import streams
 from lockstep.comm.exchange import all_gather_records
+from lockstep.step import streams
 from tests.harness import run_ranks
 from tests.ranks.ddp_cases import differentiate
 

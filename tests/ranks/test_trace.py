@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.spec import free_port
+from lockstep.launch.ports import free_port
 from tests.launching import Finished, environment, run, start, wait_for
 from tests.namespaces import skip_unless
 from tests.ranks.spawned import spawn_stragglers

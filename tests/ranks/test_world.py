@@ -25,7 +25,7 @@ import lockstep
 from lockstep import knobs, machine
 from lockstep.comm import choose
 from lockstep.identity import Identity, place
-from lockstep.launch.spec import free_port
+from lockstep.launch.ports import free_port
 from tests.harness import collect_outcomes, run_ranks
 
 pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
@@ -379,9 +379,9 @@ _BREAKS: dict[str, tuple[str, str]] = {
     "no semaphores": ("0", "lockstep.comm.shm.semaphore.initialise"),
     "unreadable": ("1", "lockstep.comm.shm.rendezvous.Segment.open"),
     "no descriptor": ("1", "lockstep.comm.shm.memory_engine.Health"),
-    "refused by torch": ("1", "lockstep.comm.shm.process_group.ProcessGroupLockstep"),
-    "refused by torch on rank 0": ("0", "lockstep.comm.shm.process_group.ProcessGroupLockstep"),
-    "refused by torch everywhere": ("01", "lockstep.comm.shm.process_group.ProcessGroupLockstep"),
+    "refused by torch": ("1", "lockstep.comm.group.process_group.ProcessGroupLockstep"),
+    "refused by torch on rank 0": ("0", "lockstep.comm.group.process_group.ProcessGroupLockstep"),
+    "refused by torch everywhere": ("01", "lockstep.comm.group.process_group.ProcessGroupLockstep"),
     "nothing": ("", ""),
 }
 
@@ -435,7 +435,7 @@ def _explicit_shm_fails() -> None:
         raise RuntimeError("nobody knows why")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.comm.shm.process_group.ProcessGroupLockstep", fail)
+        patch.setattr("lockstep.comm.group.process_group.ProcessGroupLockstep", fail)
         lockstep.init("shm")
 
 

@@ -1,4 +1,4 @@
-"""``lockstep slurm``: the script it prints, and the options it refuses. tests/engines runs it on a real Slurm."""
+"""``lockstep slurm``: the script it prints, and the options it refuses. tests/schedulers runs it on a real Slurm."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.cli import main
-from lockstep.engines.sbatch import default_grace, seconds
-from lockstep.engines.start import SAVED
 from lockstep.job.files import EXIT_SAVED
+from lockstep.schedulers.sbatch import default_grace, seconds
+from lockstep.schedulers.start import SAVED
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "many_machines.md"
 

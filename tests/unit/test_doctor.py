@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from lockstep import machine
-from lockstep.doctor import checks, child, facts, findings, trials, variables
-from lockstep.doctor.between import (
+from lockstep.launch.evidence import MemoryGroup
+from lockstep.tools.doctor import checks, child, facts, findings, trials, variables
+from lockstep.tools.doctor.between import (
     Clock,
     Try,
     compare_clocks,
@@ -24,12 +25,11 @@ from lockstep.doctor.between import (
     judge_ways,
     name_ranks,
 )
-from lockstep.doctor.checks import Task
-from lockstep.doctor.disk import check_folder
-from lockstep.doctor.findings import Finding, Level, verdict
-from lockstep.doctor.hosted import CHECKS
-from lockstep.doctor.visit import _advice
-from lockstep.launch.evidence import MemoryGroup
+from lockstep.tools.doctor.checks import Task
+from lockstep.tools.doctor.disk import check_folder
+from lockstep.tools.doctor.findings import Finding, Level, verdict
+from lockstep.tools.doctor.hosted import CHECKS
+from lockstep.tools.doctor.visit import _advice
 
 HERE = Task(ranks=2, folder=Path("."))
 

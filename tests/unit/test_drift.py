@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.conditions import conditions, differences
 from lockstep.ddp.difference import Difference
 from lockstep.ddp.digest import Holdings, Span, digest_on_device, watch_optimizers
 from lockstep.ddp.drift import MOST_STEPS, Costs, Schedule
 from lockstep.ddp.options import ReplicaOptions
+from lockstep.step.conditions import conditions, differences
 
 _CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lockstep import EnvironmentMismatch, knobs
-from lockstep.engines import slurm
 from lockstep.identity import Identity, adopt
+from lockstep.schedulers import slurm
 
 
 def test_without_a_launcher_a_process_is_alone() -> None:

@@ -7,8 +7,10 @@ import shlex
 import pytest
 
 from lockstep import EnvironmentMismatch, LaunchError, knobs
-from lockstep.launch.hosted import Frames, Greeting, Kind, Order, frame
-from lockstep.launch.hosts import Host, Line, meeting_place, parse_hosts, passed_on, refuse_with_hosts
+from lockstep.launch.hosted import Order
+from lockstep.launch.hosts import Line, refuse_with_hosts
+from lockstep.remote.frames import Frames, Greeting, Kind, frame
+from lockstep.remote.ssh import Host, meeting_place, parse_hosts, passed_on
 
 
 def test_hosts_with_users_and_numbers() -> None:

@@ -1,6 +1,6 @@
 """``lockstep manifest``: what it prints, held to the schemas and models of those who read it, and what it refuses.
 
-tests/engines starts what the manifests say.
+tests/schedulers starts what the manifests say.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.cli import main
-from lockstep.engines.kubernetes import to_yaml
+from lockstep.schedulers.kubernetes import to_yaml
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "many_machines.md"
 _ALL = ["--nodes", "3", "-n", "4", "--cpus-per-rank", "2", "--gpus-per-rank", "1", "--mem", "64Gi", "--name", "digits"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.verify import putback
-from lockstep.verify.putback import Journal, Lookout, TooLarge, put_back
+from lockstep.tools.verify import putback
+from lockstep.tools.verify.putback import Journal, Lookout, TooLarge, put_back
 
 
 def test_ranks_share_a_journal_and_the_first_one_keeps_what_was_there(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from lockstep.launch.spec import free_port
+from lockstep.launch.ports import free_port
 from lockstep.rendezvous import endpoint
 from lockstep.rendezvous.addresses import is_only_here
 from lockstep.rendezvous.endpoint import Knock, split

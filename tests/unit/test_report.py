@@ -30,9 +30,9 @@ from lockstep._proc import started
 from lockstep.cli import main
 from lockstep.job.page import Phase
 from lockstep.runs import history
-from lockstep.runs.report import drawing, numbers, page, pixels, scales
-from lockstep.runs.report.numbers import Account
 from lockstep.runs.series import COLUMNS, Series, SeriesWriter
+from lockstep.tools.report import drawing, numbers, page, pixels, scales
+from lockstep.tools.report.numbers import Account
 from tests.recorded import BEGAN, write_log, write_record, write_series
 
 ROOT = Path(__file__).parents[2]
@@ -374,7 +374,7 @@ def _apart(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_colours_are_told_apart_by_everybody_on_both_pages(theme: str) -> None:
-    style = resources.files("lockstep.runs.report").joinpath("page.css").read_text()
+    style = resources.files("lockstep.tools.report").joinpath("page.css").read_text()
     pairs = dict(re.findall(r"--([\w-]+): light-dark\((#\w{6}, #\w{6})\)", style))
     colours = {name: pair.split(", ")[theme == "dark"] for name, pair in pairs.items()}
     paper = colours["page"]
@@ -624,5 +624,5 @@ def test_the_wheel_has_the_page(tmp_path: Path) -> None:
         [sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True, timeout=90, check=True
     )
     names = zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]).namelist()
-    assert {f"lockstep/runs/report/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
+    assert {f"lockstep/tools/report/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
     assert "lockstep/py.typed" in names

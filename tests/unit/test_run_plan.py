@@ -21,12 +21,12 @@ from lockstep.job.page import Phase
 from lockstep.launch.tracing import Tracer
 from lockstep.rendezvous.messages import Round
 from lockstep.runs import history
-from lockstep.runs.chart import describe
 from lockstep.runs.history import UnknownRun
-from lockstep.runs.network import Link, Network, parse_bandwidth, parse_latency
-from lockstep.runs.plan import INSIDE, Plan, Recorded, Setting, Slowest, parse_counts, powers
 from lockstep.runs.record import Recorder
-from lockstep.runs.timetable import Timetable
+from lockstep.tools.plan.chart import describe
+from lockstep.tools.plan.network import Link, Network, parse_bandwidth, parse_latency
+from lockstep.tools.plan.plan import INSIDE, Plan, Recorded, Setting, Slowest, parse_counts, powers
+from lockstep.tools.plan.timetable import Timetable
 from tests.traces import Steps, steps_of
 
 _A, _RATE = 1e-3, 1e6

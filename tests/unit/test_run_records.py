@@ -21,12 +21,13 @@ from lockstep.job import notes
 from lockstep.job.account import Progress
 from lockstep.job.page import Cell, Pages, Phase
 from lockstep.launch.stacks import stacks_of
-from lockstep.runs import comparison, history
+from lockstep.runs import history
 from lockstep.runs import series as series_module
 from lockstep.runs.history import UnknownRun
 from lockstep.runs.live import Live, Row
 from lockstep.runs.record import Recorder
 from lockstep.runs.series import COLUMNS, Series, SeriesWriter
+from lockstep.tools import comparison
 
 
 def _row(steps: float, **columns: float) -> list[float]:

@@ -8,19 +8,12 @@ import pytest
 import torch
 
 from lockstep import knobs
+from lockstep.comm.group import fingerprint
+from lockstep.comm.group.fingerprint import HEADER
+from lockstep.comm.group.reduction import reduction
+from lockstep.comm.group.tensors import part
 from lockstep.comm.labels import labelled
-from lockstep.comm.shm import fingerprint
-from lockstep.comm.shm.layout import (
-    BUFFERS,
-    FAILURE_TEXT,
-    HEADER,
-    MAIL_HEADER,
-    MAIL_SLOTS,
-    SEMAPHORE,
-    Layout,
-    part,
-)
-from lockstep.comm.shm.reduction import reduction
+from lockstep.comm.shm.layout import BUFFERS, FAILURE_TEXT, MAIL_HEADER, MAIL_SLOTS, SEMAPHORE, Layout
 from lockstep.errors import EnvironmentMismatch
 
 

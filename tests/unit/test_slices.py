@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from lockstep.data.slicing import Slicing, counts_for, runs
-from lockstep.slices import Carries, Node, additions, nodes_of
+from lockstep.step.tree_sum import Carries, Node, additions, nodes_of
 
 
 def _tree(first: int, level: int, slices: int) -> str | None:

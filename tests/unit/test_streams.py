@@ -11,7 +11,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from lockstep import _torch
-from lockstep.comm.streams import RandomStreams
+from lockstep.step.streams import RandomStreams
 
 
 class Holder:

@@ -11,7 +11,7 @@ import pytest
 from lockstep.job.trace import EventWriter, Kind, Part
 from lockstep.runs import trace as traces
 from lockstep.runs.timeline import events_of
-from lockstep.runs.timetable import NoTimetable, Timetable, timetables
+from lockstep.tools.plan.timetable import NoTimetable, Timetable, timetables
 from tests.devices import Stream
 from tests.traces import ABOUT, Checked, Steps, steps_of
 

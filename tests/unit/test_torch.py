@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
 from lockstep import _torch
-from lockstep.comm.shm.fingerprint import REDUCE_OPS
+from lockstep.comm.group.fingerprint import REDUCE_OPS
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too

@@ -54,4 +54,4 @@ def test_no_other_place_writes_sizes_of_its_own() -> None:
         if path.name != "_units.py" and own.search(path.read_text())
     }
     # What was given is said again in the unit that the option has; and a page's script can't call Python.
-    assert found <= {"verify/runs.py", "runs/report/page.js"}
+    assert found <= {"tools/verify/runs.py", "tools/report/page.js"}

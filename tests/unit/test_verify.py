@@ -11,20 +11,12 @@ import numpy as np
 import pytest
 
 from lockstep.launch.spec import Program
-from lockstep.verify import compare
-from lockstep.verify.compare import Kind, Nudged, Stage, judge, measure
-from lockstep.verify.reasons import Cause, explain, whole_batch_each
-from lockstep.verify.records import (
-    Array,
-    Batch,
-    Loss,
-    NotesWriter,
-    Observation,
-    OptimizerNote,
-    StepNote,
-)
-from lockstep.verify.report import as_json, describe
-from lockstep.verify.runs import Asked, Contrast, Result
+from lockstep.tools.verify import compare
+from lockstep.tools.verify.compare import Kind, Nudged, Stage, judge, measure
+from lockstep.tools.verify.reasons import Cause, explain, whole_batch_each
+from lockstep.tools.verify.records import Array, Batch, Loss, NotesWriter, Observation, OptimizerNote, StepNote
+from lockstep.tools.verify.report import as_json, describe
+from lockstep.tools.verify.runs import Asked, Contrast, Result
 
 _EPS = 2.0**-23
 _SHAPES = [[40], [8]]

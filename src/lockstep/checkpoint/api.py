@@ -30,14 +30,14 @@ from lockstep.checkpoint.state import Moment, Position, RunState, Stateful, para
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
 from lockstep.comm.calls import of_all_ranks
-from lockstep.comm.conditions import conditions
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.init import current_world
-from lockstep.comm.local_training import LocalTraining
 from lockstep.comm.peers import OverGroup, Peers
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.job import flight, notes
 from lockstep.job.page import Phase
+from lockstep.step.conditions import conditions
+from lockstep.step.local_training import LocalTraining
 
 
 class Follower(Protocol):

@@ -20,13 +20,13 @@ from typing import Protocol
 from lockstep import _torch, callsite, knobs
 from lockstep.checkpoint.meeting import Meeting
 from lockstep.comm.exchange import all_gather_records
-from lockstep.comm.local_training import LocalTraining
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
 from lockstep.job import flight
 from lockstep.job.files import EXIT_SAVED, StopNote
 from lockstep.job.page import Cell, Mark
 from lockstep.job.stop import Action, Agreement, Board, PageBoard, Requests, StoreBoard
+from lockstep.step.local_training import LocalTraining
 
 
 class Saver(Protocol):
@@ -110,7 +110,7 @@ class StepBoundary:
         agreement = self._agreement or self._agree(training)
         count = saver.step if self._counts_steps else self._boundaries
         if training is not None:
-            count = training.rounds  # see Note [Rounds and agreements] in comm/local_training.py
+            count = training.rounds  # see Note [Rounds and agreements] in step/local_training.py
         due = agreement.due(count, wanted=self._requests.wanted)
         if last and due is None:
             due = self._due_at_last()

@@ -54,7 +54,7 @@ class Manifest:
     world_size: int
     #: When, as ISO 8601 in UTC.
     written: str
-    #: Of lockstep, torch and Python, and of the machine what the bits depend on (comm/conditions.py). Here and not in a
+    #: Of lockstep, torch and Python, and of the machine what the bits depend on (step/conditions.py). Here and not in a
     #: field of its own, so that earlier versions read it.
     versions: dict[str, str]
     #: By name.

@@ -11,9 +11,9 @@ from lockstep.checkpoint.read import Contents, NotFinite, Search, newest_complet
 from lockstep.checkpoint.state import RunState
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.together import together
-from lockstep.comm.conditions import conditions, differences
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
+from lockstep.step.conditions import conditions, differences
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ from lockstep.checkpoint.match import (
 from lockstep.checkpoint.plan import is_of_an_optimizer
 from lockstep.checkpoint.read import Contents
 from lockstep.checkpoint.safetensors import USE_DCP, unsavable
-from lockstep.comm import streams
-from lockstep.comm.local_training import LocalTraining, any_is_trained_apart, local_training_of
 from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 from lockstep.job import flight
+from lockstep.step import streams
+from lockstep.step.local_training import LocalTraining, any_is_trained_apart, local_training_of
 
 # The objects.
 
@@ -384,7 +384,7 @@ class Moment:
     metric: float | None = None
     #: Which ranks share a host (World.hosts).
     hosts: list[list[int]] | None = None
-    #: What the bits depend on where rank 0 computes; see comm/conditions.py.
+    #: What the bits depend on where rank 0 computes; see step/conditions.py.
     conditions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -445,7 +445,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
     """Return the state of each of a rank's generators, in JSON types.
 
     Of torch's on the CPU it is the stream that the ranks have in common, also in the middle of a step: what a rank
-    draws of its own follows from that one, see Note [Random numbers of a rank] in ``comm/streams.py``.
+    draws of its own follows from that one, see Note [Random numbers of a rank] in ``step/streams.py``.
     """
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)

@@ -13,8 +13,8 @@ import click
 from lockstep.cli.terminal import LocalPath
 
 if TYPE_CHECKING:
-    from lockstep.doctor.findings import Finding
-    from lockstep.doctor.visit import Report
+    from lockstep.tools.doctor.findings import Finding
+    from lockstep.tools.doctor.visit import Report
 
 _WIDTH = 120
 
@@ -40,14 +40,14 @@ def doctor(ranks: str | None, folder: Path, quick: bool, as_json: bool, hosted: 
     from lockstep.errors import LockstepError
 
     if hosted:
-        from lockstep.doctor.hosted import serve
+        from lockstep.tools.doctor.hosted import serve
 
         serve()
     try:
         from lockstep import machine
-        from lockstep.doctor.visit import Asked, look_at
-        from lockstep.launch.hosts import parse_hosts
         from lockstep.launch.spec import parse_ranks
+        from lockstep.remote.ssh import parse_hosts
+        from lockstep.tools.doctor.visit import Asked, look_at
 
         if ranks is not None and not hosts:
             parse_ranks(ranks, cores=machine.cores(), gpus=machine.gpus())  # refuses what makes no sense
@@ -70,13 +70,13 @@ def env() -> None:
 
     Secrets are left out: variables that are named like one, and what looks like a token or a password.
     """
-    from lockstep.doctor.environment import describe
+    from lockstep.tools.doctor.environment import describe
 
     click.echo(describe())
 
 
 def _as_text(report: Report) -> str:
-    from lockstep.doctor.findings import verdict
+    from lockstep.tools.doctor.findings import verdict
 
     parts = [(host.name, host.findings) for host in report.hosts]
     if report.between:
@@ -108,7 +108,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def _as_json(report: Report) -> dict[str, Any]:
-    from lockstep.doctor.findings import verdict
+    from lockstep.tools.doctor.findings import verdict
 
     return {
         "verdict": verdict(report.findings),

@@ -81,9 +81,9 @@ def manifest(
     lockstep manifest --engine jobset --image registry/train:1 --nodes 2 -n 4 \\
         --volume runs:/runs train.py /runs/first | kubectl apply -f -
     """
-    from lockstep.engines.kubernetes import Engine, Manifest, Volume
-    from lockstep.engines.start import Start
     from lockstep.launch.spec import Program
+    from lockstep.schedulers.kubernetes import Engine, Manifest, Volume
+    from lockstep.schedulers.start import Start
 
     try:
         described = Manifest(

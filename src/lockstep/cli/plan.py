@@ -54,9 +54,9 @@ def plan(
     import json
 
     from lockstep.runs import history
-    from lockstep.runs import plan as planning
-    from lockstep.runs.chart import describe
-    from lockstep.runs.network import Link, Network, parse_bandwidth, parse_latency
+    from lockstep.tools.plan import plan as planning
+    from lockstep.tools.plan.chart import describe
+    from lockstep.tools.plan.network import Link, Network, parse_bandwidth, parse_latency
 
     with errors("plan", ValueError):
         for name, value in (("--ranks-per-host", ranks_per_host), ("--cores", cores), ("--up-to", up_to)):

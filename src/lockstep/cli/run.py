@@ -170,8 +170,9 @@ def _run_on_hosts(hosts: str, given: dict[str, Any]) -> int:
         hosts: what the user has named.
         given: all options and arguments of the command.
     """
-    from lockstep.launch.hosts import Line, parse_hosts, refuse_with_hosts, run_on_hosts
+    from lockstep.launch.hosts import Line, refuse_with_hosts, run_on_hosts
     from lockstep.launch.spec import is_read_once
+    from lockstep.remote.ssh import parse_hosts
 
     if given["trace"] is not None:
         _parse_trace(given["trace"])

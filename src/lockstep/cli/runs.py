@@ -141,7 +141,8 @@ def compare(a: str, b: str, fail_over: str | None) -> None:
 
     A and B are runs' names, their numbers in the list of lockstep runs, or their folders.
     """
-    from lockstep.runs import comparison, history
+    from lockstep.runs import history
+    from lockstep.tools import comparison
 
     with errors("compare", ValueError):
         limit = None if fail_over is None else comparison.parse_percent(fail_over)
@@ -173,7 +174,7 @@ def report(run: str | None, out: Path) -> None:
     from lockstep import _files
     from lockstep.errors import LockstepError
     from lockstep.runs import history
-    from lockstep.runs.report import numbers, page
+    from lockstep.tools.report import numbers, page
 
     with errors("report"):
         account = numbers.collect(history.find(run, homes()))

@@ -93,9 +93,9 @@ def slurm(
     lockstep slurm --nodes 2 -n 4 --time 04:00:00 train.py > train.sh
     sbatch train.sh
     """
-    from lockstep.engines.sbatch import Batch, Requeue, default_grace
-    from lockstep.engines.start import Start
     from lockstep.launch.spec import Program
+    from lockstep.schedulers.sbatch import Batch, Requeue, default_grace
+    from lockstep.schedulers.start import Start
 
     try:
         grace = default_grace(time) if grace is None else grace

@@ -58,8 +58,8 @@ def verify(
     from lockstep import _files
     from lockstep.errors import LockstepError
     from lockstep.launch.spec import Program
-    from lockstep.verify import report, runs
-    from lockstep.verify.compare import Kind
+    from lockstep.tools.verify import report, runs
+    from lockstep.tools.verify.compare import Kind
 
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup

@@ -20,9 +20,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 )
 
 from lockstep import callsite, knobs
-from lockstep.comm.shm.group import Group
-from lockstep.comm.shm.register import make_engine
-from lockstep.comm.shm.rendezvous import ApartError, say_and_hear
+from lockstep.comm.group.group import Group
+from lockstep.comm.group.meeting import ApartError, say_and_hear
+from lockstep.comm.group.register import make_engine
 from lockstep.errors import EnvironmentMismatch, RendezvousError, sentence
 from lockstep.identity import Identity
 

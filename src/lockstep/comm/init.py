@@ -27,19 +27,20 @@ from torch.distributed.rendezvous import rendezvous
 from torch.optim import optimizer as optimizers
 
 from lockstep import callsite, knobs, machine
-from lockstep.comm import deterministic as determinism
-from lockstep.comm import ending, guests, mpirun, streams
+from lockstep.comm import ending, guests, mpirun
 from lockstep.comm import tracing as _  # noqa: F401  (a trace sees collectives by it)
 from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.choose import compare_choices, open_fastest
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.gpu import Gpu
-from lockstep.comm.shm.register import register
+from lockstep.comm.group.register import register
 from lockstep.comm.world import World
 from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
 from lockstep.identity import Identity, adopt
 from lockstep.job import device as gpu_time
 from lockstep.job import flight, tracing
+from lockstep.step import deterministic as determinism
+from lockstep.step import streams
 
 register()  # the backend "shm", where torch has not done it
 
@@ -77,12 +78,12 @@ def init(
         seed: the seed of the job, the same on all ranks. Every rank's generators are seeded with it just as those of a
             lone process would be, so that what a script draws (a split of its data, first weights) is the same on all
             of them. Where a model computes, each rank has numbers of its own: Note [Random numbers of a rank] in
-            ``comm/streams.py``. None: rank 0 draws one. False: the generators stay as they are on each rank, also where
+            ``step/streams.py``. None: rank 0 draws one. False: the generators stay as they are on each rank, also where
             a model computes, and what is drawn from the job's seed (a loader's order) is that of seed 0.
         deterministic: set torch's switches so that the same inputs give the same bits in each run, the same on all
             ranks; an operation that has no such algorithm raises RuntimeError with its name. It costs nothing
             measurable on CPUs; on GPUs it depends on the operations, and on 32 MiB. Note [Deterministic algorithms] in
-            ``comm/deterministic.py`` lists the switches. False: they stay as they are.
+            ``step/deterministic.py`` lists the switches. False: they stay as they are.
 
     Raises:
         EnvironmentMismatch: the launcher's variables are incomplete or contradict each other, there are more ranks than

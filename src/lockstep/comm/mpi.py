@@ -25,16 +25,15 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
 from lockstep import _proc
+from lockstep.comm.group.engine import Engine, Tensors
+from lockstep.comm.group.failures import again, dumps, loads, names
+from lockstep.comm.group.fingerprint import HEADER, KEY, describe
+from lockstep.comm.group.meeting import Whereabouts, say_and_hear
+from lockstep.comm.group.reduction import Reduction
+from lockstep.comm.group.tensors import part
+from lockstep.comm.group.work import ShmWork
 from lockstep.comm.hosts.between import Wait
 from lockstep.comm.hosts.messages import Messages
-from lockstep.comm.shm.engine import Engine, Tensors
-from lockstep.comm.shm.fingerprint import KEY, describe
-from lockstep.comm.shm.health import again, dumps, loads, names
-from lockstep.comm.shm.layout import HEADER, part
-from lockstep.comm.shm.reduction import Reduction
-from lockstep.comm.shm.rendezvous import say_and_hear
-from lockstep.comm.shm.segment import Whereabouts
-from lockstep.comm.shm.work import ShmWork
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost, RendezvousError
 from lockstep.job import files, flight
 

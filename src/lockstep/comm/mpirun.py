@@ -22,9 +22,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 )
 
 from lockstep import _proc
-from lockstep.engines.place import mpi_variables
 from lockstep.errors import EnvironmentMismatch
 from lockstep.identity import Identity
+from lockstep.schedulers.place import mpi_variables
 
 #: What MPI's launchers call the process that starts a host's ranks.
 _STARTERS = ("hydra_pmi_proxy", "prterun", "prted", "orted", "orterun", "mpirun", "mpiexec")

@@ -3,10 +3,10 @@
 Note [Rows]
 ~~~~~~~~~~~
 An all-reduce adds up one tensor of each rank, in an order that depends on how many ranks there are. Here each rank has
-some rows, or none, and says what is to be added to what (Note [One tree] in ``slices.py``). Every rank owns a part of
-the columns. In memory that the ranks share it adds up its columns where they are. Elsewhere each rank sends each
-other one that one's columns of its rows, and gets back what becomes of them: as many bytes as an all-reduce moves, if
-every rank has one row.
+some rows, or none, and says what is to be added to what (Note [One tree] in ``step/tree_sum.py``). Every rank owns a
+part of the columns. In memory that the ranks share it adds up its columns where they are. Elsewhere each rank sends
+each other one that one's columns of its rows, and gets back what becomes of them: as many bytes as an all-reduce moves,
+if every rank has one row.
 """
 
 from __future__ import annotations

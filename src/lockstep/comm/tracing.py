@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from lockstep import _torch, _units
 from lockstep.comm.exchange import group_device
-from lockstep.comm.shm import group
-from lockstep.comm.shm.fingerprint import facts
+from lockstep.comm.group import group
+from lockstep.comm.group.fingerprint import facts
 from lockstep.job import tracing
 from lockstep.job.files import JobFiles
 from lockstep.job.trace import EventWriter

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from lockstep import _torch
-from lockstep.comm import slicing
 from lockstep.comm.calls import calling, of_all_ranks
 from lockstep.comm.exchange import all_gather_records, all_gather_tensors, broadcast_tensor, group_device
 from lockstep.comm.labels import compares_labels
@@ -25,7 +24,8 @@ from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost, named
 from lockstep.identity import Identity
 from lockstep.job import fates, files, flight
 from lockstep.job.flight import expect_slow
-from lockstep.share import MOST_ITEMS, BatchesInHand, BatchShare, Items
+from lockstep.step import slicing
+from lockstep.step.share import MOST_ITEMS, BatchesInHand, BatchShare, Items
 
 ReduceOp = Literal["sum", "mean", "min", "max"]
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}

@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, Sampler, default_collate
 from torch.utils.hooks import RemovableHandle
 
 from lockstep import callsite
-from lockstep.comm import streams
 from lockstep.comm.calls import of_all_ranks
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.init import current_world
@@ -55,7 +54,8 @@ from lockstep.data.steps import Cut, Place, Step, Steps
 from lockstep.errors import CheckpointMismatch, LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
-from lockstep.share import BatchShare
+from lockstep.step import streams
+from lockstep.step.share import BatchShare
 from lockstep.trees import to_device
 
 _log = logging.getLogger(__name__)

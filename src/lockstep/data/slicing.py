@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from lockstep.comm import deterministic
 from lockstep.data.order import cut_in_slices, read_shares, slice_bounds
 from lockstep.data.source import Shardable
+from lockstep.step import deterministic
 
 #: Steps whose paces count, and how many must be known before anything moves.
 _STEPS, _FEWEST = 9, 3

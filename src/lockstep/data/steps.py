@@ -37,15 +37,17 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from lockstep.comm import streams
-from lockstep.comm.slicing import SlicedStep
+from lockstep.comm.exchange import all_gather_records
+from lockstep.comm.labels import labelled
 from lockstep.comm.world import World
 from lockstep.data.order import mix
 from lockstep.data.seeding import seed_generators
 from lockstep.errors import LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
-from lockstep.share import BatchShare
+from lockstep.step import streams
+from lockstep.step.share import BatchShare
+from lockstep.step.slicing import SlicedStep
 
 #: What mix() tells apart from the seeds of samples.
 _SLICE = 2**62 + 2
@@ -104,7 +106,7 @@ class Step:
             cut: the batch as this rank has it.
             share: how much of it this rank has.
             recut: cuts it into twice as many slices; None: the number stays.
-            measures: as for :class:`~lockstep.comm.slicing.SlicedStep`.
+            measures: as for :class:`~lockstep.step.slicing.SlicedStep`.
         """
         self._loader, self._world, self._place = loader, world, place
         self._cut, self._share, self._recut = cut, share, recut
@@ -231,6 +233,7 @@ class Step:
             while True:
                 step = self._sliced = SlicedStep(
                     self._world,
+                    self._gather,
                     place=(self._place.epoch, self._place.batch, number),
                     sizes=self._cut.sizes,
                     runs=self._cut.runs,
@@ -257,6 +260,10 @@ class Step:
         finally:
             self._reserve = None
             self._give_back(generators)
+
+    def _gather(self, record: Any, what: str) -> list[Any]:
+        with labelled(what):
+            return all_gather_records(record, self._world.group)
 
     def _go_through(self, step: SlicedStep) -> Iterator[Any]:
         total = sum(step.sizes)
@@ -337,7 +344,7 @@ class Steps:
 
 
 class _Generators:
-    """Where Python's, NumPy's and the GPU's generators stood before a step. (The CPU's of torch: comm/streams.py.)"""
+    """Where Python's, NumPy's and the GPU's generators stood before a step. (The CPU's of torch: step/streams.py.)"""
 
     def __init__(self, world: World) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()

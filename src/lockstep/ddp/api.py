@@ -22,9 +22,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
 from lockstep import _torch, tracebacks
-from lockstep.comm import streams
 from lockstep.comm.calls import of_all_ranks
-from lockstep.comm.deterministic import switch_on
 from lockstep.ddp import tracing as _tracing  # noqa: F401  (a trace sees gradients by it)
 from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.compare import why_unfit
@@ -34,6 +32,8 @@ from lockstep.ddp.members import parameters_of
 from lockstep.ddp.options import CheckFinite, CompareEvery, ReplicaOptions
 from lockstep.ddp.replica import Replica
 from lockstep.errors import LockstepError
+from lockstep.step import streams
+from lockstep.step.deterministic import switch_on
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -49,7 +49,7 @@ from lockstep.ddp.left_out import LABELS, count_left_out
 from lockstep.ddp.rider import Rider
 from lockstep.ddp.sparse import SparseSlot, SparseTransfer
 from lockstep.errors import LockstepError
-from lockstep.share import Place
+from lockstep.step.share import Place
 
 #: Factors kept as tensors; ever new shares must not fill the memory.
 _MOST_SCALES = 64

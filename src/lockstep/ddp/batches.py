@@ -6,8 +6,8 @@ A rank that leaves its loop before the others (``break`` on a clock or on its ow
 or that skips, repeats or reorders batches, goes on as if nothing had happened: its next backward meets the others',
 and gradients of different batches, of different epochs even, make one average. Where the numbers of steps come out even
 in the end, nothing ever shows it. But the loader knows the epoch and the number of the batch in hand, which are the
-same on all ranks, and so a training forward that takes its share (Note [Batches in hand] in ``share.py``) takes these
-too.
+same on all ranks, and so a training forward that takes its share (Note [Batches in hand] in ``step/share.py``) takes
+these too.
 
 They travel in the flags of the last bucket (Note [Bucket layout]): for each bit of a digest of them a flag for "it is
 1" and one for "it is 0", as in Note [Replicas compared], so that a difference shows on every rank, whatever the dtype.
@@ -36,7 +36,7 @@ from lockstep.comm.exchange import all_gather_records
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.rider import BackwardState
 from lockstep.errors import CollectiveMismatch
-from lockstep.share import Place
+from lockstep.step.share import Place
 
 #: Bits of a digest.
 _BITS = 12

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from lockstep.comm.conditions import conditions, differences
 from lockstep.comm.exchange import all_gather_records, broadcast_tensor
 from lockstep.ddp.digest import Holdings
 from lockstep.errors import listed
+from lockstep.step.conditions import conditions, differences
 
 #: Bytes of which each has a digest: of a large tensor, to find it, and within one, to find the element.
 _PIECE, _BLOCK = 1 << 22, 1 << 16

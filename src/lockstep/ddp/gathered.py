@@ -29,13 +29,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lockstep import _torch
-from lockstep.comm import slicing
 from lockstep.comm.exchange import all_gather_records, all_gather_tensors, group_device
 from lockstep.comm.init import current_world
 from lockstep.comm.waiting import wait_for
 from lockstep.comm.world import World
 from lockstep.errors import LockstepError
-from lockstep.share import Items
+from lockstep.step import slicing
+from lockstep.step.share import Items
 
 
 def gathered(rows: Tensor) -> Tensor:

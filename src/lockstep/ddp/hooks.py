@@ -60,7 +60,7 @@ from torch.nn import Parameter
 
 from lockstep import _torch
 from lockstep.errors import LockstepError
-from lockstep.share import Items, Place
+from lockstep.step.share import Items, Place
 
 _queue_callback = _torch.queue_callback()
 _will_execute = _torch.will_execute()

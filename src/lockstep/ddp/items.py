@@ -8,7 +8,7 @@ Rank r's gradient g_r is a mean over n_r items, and the gradient of the mean ove
 
 A rank knows its own n_r (``World.weigh``), and that of what it has accumulated. So where a backward that averages
 begins, the ranks add these up, by one all-reduce of whole numbers. From there on n_r is a share of a known whole, as
-that of samples is (Note [Exact mean] in ``share.py``), and nothing else differs.
+that of samples is (Note [Exact mean] in ``step/share.py``), and nothing else differs.
 
 A rank that has weighed must not meet one that has not. Over a backend that compares labels they are told apart before
 any data moves. Others would pair the one's count with the other's gradients. So over these, once all ranks have

@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 from lockstep import callsite
 from lockstep.ddp.stepping import alert, quiet, watch_steps
-from lockstep.share import Items
+from lockstep.step.share import Items
 
 
 class KeptCount:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 
 from lockstep import _torch
-from lockstep.comm import local_training, slicing
 from lockstep.comm.exchange import group_device
 from lockstep.comm.init import current_world
 from lockstep.comm.waiting import wait_for
@@ -26,7 +25,8 @@ from lockstep.ddp.replica import Replica
 from lockstep.errors import LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
-from lockstep.share import BatchesInHand, Items
+from lockstep.step import local_training, slicing
+from lockstep.step.share import BatchesInHand, Items
 
 _batch_norm = _torch.batch_norm()
 
@@ -54,7 +54,7 @@ class LocalReplica(Replica):
         self._rule = rule
         self._channel = _open_channel(group) if rule.overlap else group
         self._rounds = LocalRounds(rule, self._reducer.params, self._names, group=group, channel=self._channel)
-        #: The optimizer of the anchors; see :class:`~lockstep.comm.local_training.LocalTraining`.
+        #: The optimizer of the anchors; see :class:`~lockstep.step.local_training.LocalTraining`.
         self.outer = self._rounds.outer
         local_training.enter(module, self)
 
@@ -141,7 +141,7 @@ class LocalReplica(Replica):
 
     @property
     def lead(self) -> int:
-        """See Note [Rounds and agreements] in ``comm/local_training.py``."""
+        """See Note [Rounds and agreements] in ``step/local_training.py``."""
         return 2 if self._rule.overlap else 1
 
     @property

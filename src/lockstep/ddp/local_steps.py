@@ -128,7 +128,7 @@ class LocalRounds:
         self.rule = rule
         self._params, self._names, self._group, self._channel = list(params), list(names), group, channel
         self._anchors = [_anchor_of(param) for param in params]
-        #: See :class:`~lockstep.comm.local_training.LocalTraining`.
+        #: See :class:`~lockstep.step.local_training.LocalTraining`.
         self.outer = rule.make_outer(self._anchors)
         self._refuse_other_outer()
         self._exchange = self._new_exchange()
@@ -299,7 +299,7 @@ class LocalRounds:
 
     @torch.no_grad()
     def load_state(self, common: Mapping[str, Any], owns: Sequence[Mapping[str, Any]]) -> None:
-        """Resume; see :class:`~lockstep.comm.local_training.LocalTraining`.
+        """Resume; see :class:`~lockstep.step.local_training.LocalTraining`.
 
         Other ranks than those that saved each take over the mean of what these had still to say: the next average has
         it all.

@@ -73,7 +73,7 @@ from lockstep.ddp.left_out import explain_left_out
 from lockstep.ddp.rider import Rider
 from lockstep.ddp.sparse import SparseSlot
 from lockstep.errors import CollectiveMismatch, LockstepError
-from lockstep.share import MOST_ITEMS, Place
+from lockstep.step.share import MOST_ITEMS, Place
 
 #: Bytes of all parameters that are compared at the end of a job, and of each at least.
 _MOST_DIGESTED, _LEAST_DIGESTED = 1 << 22, 256

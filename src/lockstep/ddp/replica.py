@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils.hooks import RemovableHandle
 
 from lockstep import _torch, callsite
-from lockstep.comm import ending, slicing, streams
+from lockstep.comm import ending
 from lockstep.comm.init import current_world
 from lockstep.comm.labels import compares_labels
 from lockstep.comm.memory import InPlaceMemory, in_place_memory
@@ -41,7 +41,8 @@ from lockstep.ddp.unaveraged import Unaveraged
 from lockstep.errors import LockstepError, listed
 from lockstep.job import flight
 from lockstep.job.page import Phase
-from lockstep.share import BatchesInHand, Items, Place
+from lockstep.step import slicing, streams
+from lockstep.step.share import BatchesInHand, Items, Place
 
 #: Whether a forward is part of a function that torch.func transforms: of nobody's training step.
 _transformed = _torch.transforms_active()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.ddp.bucket import Bucket
 from lockstep.errors import LockstepError
-from lockstep.share import Place
+from lockstep.step.share import Place
 
 
 class BackwardState(Protocol):

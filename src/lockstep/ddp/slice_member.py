@@ -7,13 +7,13 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm import slicing
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.hooks import Forward
 from lockstep.ddp.members import parameters_of
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.sliced import SlicedGradients
 from lockstep.errors import LockstepError
+from lockstep.step import slicing
 
 
 class Sliceable(Protocol):
@@ -96,7 +96,7 @@ class SliceMember:
     # See slicing.Member ---------------------------------------------------------------------------------------------
 
     def step_begins(self, step: slicing.SlicedStep) -> None:
-        """See :class:`~lockstep.comm.slicing.Member`."""
+        """See :class:`~lockstep.step.slicing.Member`."""
         replica, module = self._replica, self._living_module()
         replica.lay_out_if_unfrozen(module)
         # One that can't take part may still be there, as long as it does not.
@@ -113,7 +113,7 @@ class SliceMember:
         self._gradients.begin(module, step, replica.buffers_to_send(module))
 
     def slice_ends(self, step: slicing.SlicedStep, number: int) -> None:
-        """See :class:`~lockstep.comm.slicing.Member`."""
+        """See :class:`~lockstep.step.slicing.Member`."""
         if self._unfit is not None:
             return
         assert self._gradients is not None  # the step has begun
@@ -126,13 +126,13 @@ class SliceMember:
             step.touch(self.number, self._gradients.say())
 
     def step_ends(self, step: slicing.SlicedStep) -> None:
-        """See :class:`~lockstep.comm.slicing.Member`."""
+        """See :class:`~lockstep.step.slicing.Member`."""
         assert self._gradients is not None  # the step has begun
         self._gradients.end(step, step.says[self.number])
         self._replica.sliced_step_ended(step)
 
     def forget(self) -> None:
-        """See :class:`~lockstep.comm.slicing.Member`."""
+        """See :class:`~lockstep.step.slicing.Member`."""
         if self._replica.is_in_backward:
             self._replica.backward_dies()
         self._forwards = 0

@@ -3,10 +3,10 @@
 Note [What becomes of a slice]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 When a slice is done, what has accumulated in ``grad`` is taken away, multiplied by the slice's weight and added to the
-sums that wait for it (Note [One tree] in ``slices.py``). The tensors that autograd made are kept, so that adding them
-up costs what accumulating them in ``grad`` does, and the first of them are what the parameters get in the end. Half
-precision is added up in float32. What was in ``grad`` before the step is put aside, and the average is added to it, as
-backward does it. Buffers: Note [Buffers in slices] in ``sliced_buffers.py``.
+sums that wait for it (Note [One tree] in ``step/tree_sum.py``). The tensors that autograd made are kept, so that adding
+them up costs what accumulating them in ``grad`` does, and the first of them are what the parameters get in the end.
+Half precision is added up in float32. What was in ``grad`` before the step is put aside, and the average is added to
+it, as backward does it. Buffers: Note [Buffers in slices] in ``sliced_buffers.py``.
 
 Note [Cleared in a slice]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -40,13 +40,13 @@ from torch.nn import Parameter
 from lockstep import _torch, callsite
 from lockstep.comm.memory import RowOrder
 from lockstep.comm.ordered import Rows
-from lockstep.comm.slicing import SlicedStep
 from lockstep.ddp.bucket import shaped
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.members import parameters_of
 from lockstep.ddp.sliced_buffers import Leaf, SlicedBuffers, as_summed, unlike
 from lockstep.errors import LockstepError
-from lockstep.slices import Carries, Node, additions
+from lockstep.step.slicing import SlicedStep
+from lockstep.step.tree_sum import Carries, Node, additions
 
 #: What became of a gradient that was there before the step.
 _KEPT, _ZEROED, _GONE = 0, 1, 2

@@ -33,9 +33,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep import _torch
-from lockstep.comm.slicing import SlicedStep
 from lockstep.ddp.buffers import broadcast_tensors
 from lockstep.ddp.members import buffers_of
+from lockstep.step.slicing import SlicedStep
 
 #: One for each tensor of a step; None: nothing, which counts as zeros.
 Leaf = list[Tensor | None]

@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from lockstep import _torch
 from lockstep.comm.init import current_world
 from lockstep.comm.waiting import wait_for
-from lockstep.share import BatchesInHand, Items
+from lockstep.step.share import BatchesInHand, Items
 
 if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm

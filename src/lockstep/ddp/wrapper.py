@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from lockstep import callsite
-from lockstep.comm import streams
 from lockstep.ddp import api
 from lockstep.ddp.comm_hooks import CommHook, fp16_compress_hook
 from lockstep.ddp.members import buffers_of, ignore, ignored_names, parameters_of
 from lockstep.ddp.options import CheckFinite, CompareEvery, ReplicaOptions
 from lockstep.ddp.replica import Replica
+from lockstep.step import streams
 from lockstep.trees import to_device
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ A rank that sees any proposal drops a request for the same action: it is what it
 A world of one acts at this very boundary.
 
 Ranks that train apart between rounds count rounds instead of steps, with a lead of their own: Note [Rounds and
-agreements] in ``comm/local_training.py``.
+agreements] in ``step/local_training.py``.
 """
 
 from __future__ import annotations

@@ -9,26 +9,22 @@ killed itself, the launcher is killed with it, and nothing of the job stays (Not
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import os
 import select
 import signal
 import struct
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lockstep.errors import LaunchError
 from lockstep.launch import processes, report
 from lockstep.launch.output import open_pty
+from lockstep.launch.ports import free_port
 from lockstep.launch.processes import SAVE, STOPPING, SignalQueue
-from lockstep.launch.spec import free_port
-from lockstep.version import __version__
+from lockstep.remote.frames import BEAT, SILENT, Kind, frame, greet
 
-#: Seconds between two signs of life, and without one after which the connection counts as gone.
-BEAT, SILENT = 5.0, 30.0
 #: Seconds that an order may take: the other hosts are waited for.
 _ORDER = 120.0
 #: Seconds that a launcher has beyond --grace before it is killed, once the connection is gone.
@@ -38,32 +34,9 @@ _DRAIN, _READER = 5.0, 600.0
 #: Bytes that wait for a slow connection before the ranks have to wait as well.
 _FULL = 1 << 20
 _CHUNK = 65536
-#: Begins the first line of a guard: what a shell's start-up files print comes before.
-_HERE = b"lockstep is here: "
 
 
 # What goes over the connection ---------------------------------------------------------------------------------------
-
-
-class Kind(enum.Enum):
-    """What a frame carries."""
-
-    OUTPUT = "out"
-    ERROR = "err"
-    #: A message of the launcher's own: the arguments of :func:`~lockstep.launch.report.say`, as JSON.
-    SAID = "said"
-    #: The launcher has ended, with this exit code.
-    ENDED = "ended"
-    ALIVE = "alive"
-
-
-@dataclass(frozen=True)
-class Greeting:
-    """What a host says of itself."""
-
-    version: str
-    #: One that nobody uses there.
-    port: int
 
 
 @dataclass(frozen=True)
@@ -96,46 +69,7 @@ class Order:
         return cls(**fields, terminal=None if size is None else (size[0], size[1]))
 
 
-def frame(kind: Kind, data: bytes = b"") -> bytes:
-    """Return one frame: a line with its kind and size, then the bytes."""
-    return f"{kind.value} {len(data)}\n".encode() + data
-
-
-class Frames:
-    """Takes apart what comes from a guard."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-        #: What the host has said of itself; None: nothing yet.
-        self.greeting: Greeting | None = None
-
-    def feed(self, data: bytes) -> Iterator[tuple[Kind, bytes]]:
-        """Yield the frames that are now complete."""
-        self._bytes += data
-        while self.greeting is None and b"\n" in self._bytes:
-            line, _, rest = self._bytes.partition(b"\n")
-            self._bytes = rest
-            if line.startswith(_HERE):
-                self.greeting = Greeting(**json.loads(line[len(_HERE) :]))
-        while self.greeting is not None:
-            head, newline, _ = self._bytes[:40].partition(b"\n")
-            if not newline:
-                return
-            kind, size = head.decode().split()
-            end = len(head) + 1 + int(size)
-            if len(self._bytes) < end:
-                return
-            body = bytes(self._bytes[len(head) + 1 : end])
-            del self._bytes[:end]
-            yield Kind(kind), body
-
-
 # The guard -----------------------------------------------------------------------------------------------------------
-
-
-def greet() -> None:
-    """Say over standard output that lockstep is here."""
-    os.write(1, b"\n" + _HERE + json.dumps(asdict(Greeting(__version__, free_port()))).encode() + b"\n")
 
 
 def obey() -> Order:
@@ -144,7 +78,7 @@ def obey() -> Order:
     Raises:
         LaunchError: no order came.
     """
-    greet()
+    greet(free_port())
     order = _read_order()
     output = os.pipe() if order.terminal is None else open_pty(struct.pack("4H", *order.terminal, 0, 0))
     error = None if order.one_stream else os.pipe()

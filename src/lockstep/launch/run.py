@@ -26,9 +26,10 @@ from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
 from lockstep.launch.output import LogFolder, Relay, Streams, show_cursor
 from lockstep.launch.policy import Failure, Restarts
+from lockstep.launch.ports import free_port, is_free
 from lockstep.launch.processes import SAVE, STOPPING, Arrival, SignalQueue, ignored
 from lockstep.launch.report import say
-from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, Output, check_program, free_port, is_free
+from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, Output, check_program
 from lockstep.rendezvous.handle import Rendezvous
 from lockstep.rendezvous.messages import (
     Alive,

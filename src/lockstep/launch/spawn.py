@@ -20,8 +20,9 @@ from lockstep.launch.channel import Fork
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
 from lockstep.launch.output import LogFolder
+from lockstep.launch.ports import free_port
 from lockstep.launch.report import say
-from lockstep.launch.spec import JobSpec, Program, free_port, is_read_once
+from lockstep.launch.spec import JobSpec, Program, is_read_once
 from lockstep.runs.record import Recorder
 
 if TYPE_CHECKING:

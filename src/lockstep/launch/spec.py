@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import errno
 import hashlib
 import importlib.machinery
 import importlib.util
 import itertools
 import math
 import os
-import random
 import re
-import socket
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,9 +19,9 @@ from pathlib import Path
 
 from lockstep import knobs
 from lockstep._files import local_path
-from lockstep.engines.place import node as engine_node
-from lockstep.errors import EnvironmentMismatch, LaunchError
+from lockstep.errors import EnvironmentMismatch
 from lockstep.rendezvous.messages import Options, Round
+from lockstep.schedulers.place import node as engine_node
 
 #: torch.distributed.launch's default, which the nodes of a job must agree on without talking to each other.
 DEFAULT_MASTER_PORT = 29500
@@ -542,49 +539,3 @@ def _find_module(name: str) -> str | None:
         if spec is None:
             raise ValueError(f"-m {name}: a package without a __main__ module can't be run")
     return spec.origin if spec is not None and spec.has_location else None
-
-
-# Ports, for scripts that open torch's process group themselves and for several nodes ---------------------------------
-
-_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-
-
-def free_port() -> int:
-    """Return a port that nobody uses now, below those that the kernel hands out for outgoing connections.
-
-    It is not held, so it could be taken before it is used; outside the kernel's own range that is unlikely.
-
-    Raises:
-        LaunchError: there is none.
-    """
-    lowest = _lowest_ephemeral()
-    choices = range(10000, lowest) if lowest > 11000 else range(1024, 65536)
-    # Not the seeded generator: jobs that start with the same seed must not try the same ports.
-    for port in random.SystemRandom().sample(choices, 100):
-        if is_free(port):
-            return port
-    raise LaunchError(f"no free port found from {choices[0]} to {choices[-1]}: name one with --master_port")
-
-
-def _lowest_ephemeral() -> int:
-    try:
-        return int(_EPHEMERAL_RANGE.read_text().split()[0])
-    except FileNotFoundError:
-        return 32768  # Linux's default; some containers hide the setting
-
-
-def is_free(port: int) -> bool:
-    """Return whether a server could listen on ``port`` on every address of this machine."""
-    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind((address, port))
-        except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                return False
-            if family == socket.AF_INET:
-                raise  # without IPv6 there is nothing more to ask
-    return True

@@ -37,7 +37,6 @@ from typing import Any
 import torch
 
 from lockstep import _files, callsite
-from lockstep.comm import slicing
 from lockstep.comm.calls import of_all_ranks
 from lockstep.comm.labels import labelled
 from lockstep.comm.peers import OverGroup, Peers
@@ -48,6 +47,7 @@ from lockstep.job import notes
 from lockstep.metrics import sinks as to
 from lockstep.metrics.file import LogFile
 from lockstep.metrics.series import Numbers, Summary, merged, readable
+from lockstep.step import slicing
 
 #: What a line says besides what was logged, and the words that the call has for itself.
 RESERVED = ("step", "time", "nonfinite", "samples")
@@ -103,7 +103,7 @@ class Lines:
         self._sinks: list[to.Sink] | None = None
         #: Of the last call.
         self.step = after or 0
-        #: What was logged in the slices of the step in hand (comm/slicing.py), which may be thrown away again.
+        #: What was logged in the slices of the step in hand (step/slicing.py), which may be thrown away again.
         self._in_step: dict[str, Numbers] = {}
         self.is_in_step = self._has_slices = False
         self._step_before = self.step
@@ -231,17 +231,17 @@ class Lines:
     # Steps in slices, in which the ranks log as often as they have slices ---------------------------------------------
 
     def step_begins(self, step: slicing.SlicedStep) -> None:  # noqa: ARG002
-        """See :class:`~lockstep.comm.slicing.Member`."""
+        """See :class:`~lockstep.step.slicing.Member`."""
         self.forget()
         self._step_before = self.step
 
     def slice_ends(self, step: slicing.SlicedStep, number: int) -> None:  # noqa: ARG002
-        """See :class:`~lockstep.comm.slicing.Member`."""
+        """See :class:`~lockstep.step.slicing.Member`."""
         if self.is_in_step:
             step.touch(self._member, self.step)
 
     def step_ends(self, step: slicing.SlicedStep) -> None:
-        """See :class:`~lockstep.comm.slicing.Member`. All the slices' calls are one."""
+        """See :class:`~lockstep.step.slicing.Member`. All the slices' calls are one."""
         self.step = step.said[self._member]  # which a rank without slices has not been told
         self._has_slices = True
         for key, numbers in self._in_step.items():
@@ -250,7 +250,7 @@ class Lines:
         self._count_call()
 
     def forget(self) -> None:
-        """See :class:`~lockstep.comm.slicing.Member`."""
+        """See :class:`~lockstep.step.slicing.Member`."""
         if self.is_in_step:
             self.step = self._step_before  # it is taken again, and is no other step then
         self._in_step, self.is_in_step = {}, False

@@ -35,10 +35,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     Store,
 )
 
+from lockstep.comm.group.failures import again, dumps, loads, names
+from lockstep.comm.group.fingerprint import HEADER, KEY, describe
 from lockstep.comm.hosts.grouping import Hosts
-from lockstep.comm.shm.fingerprint import KEY, describe
-from lockstep.comm.shm.health import Health, again, dumps, loads, names
-from lockstep.comm.shm.layout import HEADER
+from lockstep.comm.shm.health import Health
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
 from lockstep.job import fates, files, flight
 

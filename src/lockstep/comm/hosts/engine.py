@@ -32,15 +32,15 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     Store,
 )
 
+from lockstep.comm.group.engine import Engine, Tensors
+from lockstep.comm.group.meeting import ApartError, say_and_hear
+from lockstep.comm.group.reduction import Reduction
+from lockstep.comm.group.tensors import part
+from lockstep.comm.group.work import ShmWork
 from lockstep.comm.hosts.between import EAGER, Between
 from lockstep.comm.hosts.grouping import Hosts
 from lockstep.comm.hosts.local import LocalEngine
 from lockstep.comm.hosts.messages import Messages
-from lockstep.comm.shm.engine import Engine, Tensors
-from lockstep.comm.shm.layout import part
-from lockstep.comm.shm.reduction import Reduction
-from lockstep.comm.shm.rendezvous import ApartError, say_and_hear
-from lockstep.comm.shm.work import ShmWork
 from lockstep.errors import LockstepError
 
 #: Chunks that are on their way between hosts at a time.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.comm.shm.segment import Whereabouts
+from lockstep.comm.group.meeting import Whereabouts
 from lockstep.identity import Identity
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
+from lockstep.comm.group.meeting import Whereabouts
 from lockstep.comm.hosts.between import Between
 from lockstep.comm.shm.health import Health
 from lockstep.comm.shm.memory_engine import MemoryEngine
-from lockstep.comm.shm.segment import Whereabouts
 from lockstep.errors import LockstepError
 
 

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 import torch
 
 from lockstep import _torch
+from lockstep.comm.group import tensors
+from lockstep.comm.group.engine import Engine
+from lockstep.comm.group.fingerprint import dtype_code, dtype_name, place
+from lockstep.comm.group.work import ShmWork
 from lockstep.comm.hosts.between import MAIL, Wait
-from lockstep.comm.shm import tensors
-from lockstep.comm.shm.engine import Engine
-from lockstep.comm.shm.fingerprint import dtype_code, dtype_name, place
-from lockstep.comm.shm.work import ShmWork
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.job import flight
 

@@ -27,10 +27,10 @@ from collections.abc import Sequence
 
 import torch
 
+from lockstep.comm.group.reduction import Reduction
+from lockstep.comm.group.tensors import part
 from lockstep.comm.looks import SumLook
 from lockstep.comm.memory import RowOrder, add_up
-from lockstep.comm.shm.layout import part
-from lockstep.comm.shm.reduction import Reduction
 from lockstep.comm.shm.rounds import Rounds, Small
 from lockstep.comm.shm.semaphore import copy
 

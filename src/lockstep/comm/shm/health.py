@@ -9,7 +9,6 @@ moment ago, or torn. No decision rests on it.
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import struct
@@ -18,15 +17,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lockstep import _proc
+from lockstep.comm.group.failures import KINDS, again, names
+from lockstep.comm.group.fingerprint import HEADER, describe
+from lockstep.comm.group.meeting import Whereabouts
 from lockstep.comm.shm import semaphore
-from lockstep.comm.shm.fingerprint import describe
-from lockstep.comm.shm.layout import BUFFERS, FAILURE_TEXT, HEADER, Layout
-from lockstep.comm.shm.segment import Segment, Whereabouts
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
+from lockstep.comm.shm.layout import BUFFERS, FAILURE_TEXT, Layout
+from lockstep.comm.shm.segment import Segment
+from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
 from lockstep.job import fates, files
 
 _RECORD = struct.Struct("<II")
-_KINDS: tuple[type[LockstepError], ...] = (CollectiveMismatch, CollectiveTimeout, PeerLost, LockstepError)
 #: Seconds to wait for the text of a rank that has claimed the record; it writes it at once, unless it was killed.
 _GRACE = 0.1
 #: Ranks that a message lists one by one; the failure record holds some more than that.
@@ -113,7 +113,7 @@ class Health:
         return again(self._known)
 
     def _write(self, error: LockstepError) -> None:
-        kind = next(code for code, each in enumerate(_KINDS) if isinstance(error, each))
+        kind = next(code for code, each in enumerate(KINDS) if isinstance(error, each))
         text = str(error).encode(errors="backslashreplace")[:FAILURE_TEXT]
         record = self._layout.failure_record
         _RECORD.pack_into(self._segment.view, record, kind, len(text))
@@ -127,7 +127,7 @@ class Health:
         kind, length = _RECORD.unpack_from(self._segment.view, record)
         start = record + _RECORD.size
         text = bytes(self._segment.view[start : start + length]).decode(errors="replace")
-        return _KINDS[kind](text)
+        return KINDS[kind](text)
 
     # --- ranks that are gone, or late ------------------------------------------------------------------------------
 
@@ -198,30 +198,6 @@ class Health:
 
     def _text(self, offset: int) -> bytes:
         return bytes(self._segment.view[offset : offset + HEADER])
-
-
-def again(error: LockstepError) -> LockstepError:
-    """Return a new exception that says the same: one object must not be raised twice, its traceback would grow."""
-    copy: LockstepError = type(error)(*error.args)
-    return copy
-
-
-def dumps(error: LockstepError) -> str:
-    """Write down what has ended a group, for the ranks of other hosts; :func:`loads` reads it."""
-    kind = next(each for each in _KINDS if isinstance(error, each))
-    return json.dumps([_KINDS.index(kind), str(error)])
-
-
-def loads(text: str | bytes) -> LockstepError:
-    """Return the error that :func:`dumps` wrote down."""
-    code, said = json.loads(text)
-    kind: type[LockstepError] = _KINDS[code]
-    return kind(said)
-
-
-def names(ranks: Sequence[int]) -> str:
-    """Return ``rank 3``, or ``ranks 1, 3``."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
 
 
 def _numbering(members: Sequence[int]) -> str:

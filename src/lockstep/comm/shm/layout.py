@@ -23,12 +23,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from lockstep.comm.group.fingerprint import HEADER
+
 PAGE = 4096
 #: A POSIX semaphore takes 32 bytes on every 64-bit Linux; a cache line of its own keeps neighbours from slowing it.
 SEMAPHORE = 64
 #: Stages per rank. See Note [Rounds] in rounds.py for why three.
 BUFFERS = 3
-HEADER = 256
 FAILURE_TEXT = 8192
 MAIL_SLOTS = 2
 MAIL_HEADER = 256
@@ -148,16 +149,6 @@ class Layout:
                 yield self.token(source, destination), 0
                 yield self.mail_full(source, destination), 0
                 yield self.mail_free(source, destination), MAIL_SLOTS
-
-
-def part(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the range of ``count`` elements that ``rank`` owns; the ranks' ranges cover all, in order of rank.
-
-    Bounds are multiples of 64 elements where possible, so that two ranks rarely write one cache line.
-    """
-    step = -(-count // world_size)
-    step = -(-step // 64) * 64
-    return min(count, rank * step), min(count, (rank + 1) * step)
 
 
 def _page(offset: int) -> int:

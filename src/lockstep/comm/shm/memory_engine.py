@@ -8,18 +8,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
+from lockstep.comm.group import tensors
+from lockstep.comm.group.engine import Engine, Part, Tensors
+from lockstep.comm.group.meeting import Whereabouts
+from lockstep.comm.group.reduction import Reduction
+from lockstep.comm.group.work import ShmWork
 from lockstep.comm.looks import SumLook
 from lockstep.comm.memory import RowOrder
-from lockstep.comm.shm import collectives, tensors
-from lockstep.comm.shm.engine import Engine, Tensors
+from lockstep.comm.shm import collectives
 from lockstep.comm.shm.health import Health
 from lockstep.comm.shm.p2p import Messages
-from lockstep.comm.shm.reduction import Reduction
 from lockstep.comm.shm.rendezvous import meet
 from lockstep.comm.shm.rounds import Rounds
-from lockstep.comm.shm.segment import Whereabouts
-from lockstep.comm.shm.shared_tensors import Part, SharedTensors
-from lockstep.comm.shm.work import ShmWork
+from lockstep.comm.shm.shared_tensors import SharedTensors
 from lockstep.errors import LockstepError
 
 #: Classes of tensors that are their memory and nothing else.
@@ -127,7 +128,7 @@ class MemoryEngine(Engine):
     def in_place_sum(
         self, tensor: torch.Tensor, how: Reduction, part: Part, look: SumLook | None
     ) -> Callable[[Engine], None]:
-        """Return what adds up ``tensor``, once its turn has come; see :class:`~lockstep.comm.memory.InPlaceMemory`."""
+        """See :class:`Engine`."""
         views = _views(tensor, how, part)
 
         def add_up(_: Engine) -> None:
@@ -136,13 +137,7 @@ class MemoryEngine(Engine):
         return add_up
 
     def add_rows(self, rows: torch.Tensor, order: RowOrder, part: Part) -> None:
-        """**Collective.** See :class:`~lockstep.comm.memory.InPlaceMemory`.
-
-        Args:
-            rows: memory that :meth:`allocate` made.
-            order: what is added to what.
-            part: what :meth:`find` said of it.
-        """
+        """See :class:`Engine`."""
         collectives.add_rows_shared(self._rounds, part.views(tensors.target(rows)), order)
 
     def reduce(self, flat: torch.Tensor, how: Reduction, *, root: int) -> None:

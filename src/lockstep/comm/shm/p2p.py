@@ -24,13 +24,15 @@ from typing import Any
 import torch
 
 from lockstep import _torch
-from lockstep.comm.shm import semaphore, tensors
-from lockstep.comm.shm.fingerprint import dtype_code, dtype_name, place
-from lockstep.comm.shm.health import Health, again
+from lockstep.comm.group import tensors
+from lockstep.comm.group.failures import again
+from lockstep.comm.group.fingerprint import dtype_code, dtype_name, place
+from lockstep.comm.group.work import ShmWork
+from lockstep.comm.shm import semaphore
+from lockstep.comm.shm.health import Health
 from lockstep.comm.shm.layout import MAIL_HEADER, MAIL_SLOTS, Layout
 from lockstep.comm.shm.rounds import SLICE
 from lockstep.comm.shm.segment import Segment
-from lockstep.comm.shm.work import ShmWork
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.job import flight
 

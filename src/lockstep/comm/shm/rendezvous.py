@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
+from lockstep.comm.group.meeting import ApartError, Whereabouts, get, hear
 from lockstep.comm.shm import semaphore
 from lockstep.comm.shm.layout import Layout
-from lockstep.comm.shm.segment import Offer, Segment, Whereabouts
+from lockstep.comm.shm.segment import Offer, Segment
 from lockstep.errors import LockstepError, RendezvousError
 
-#: Seconds between two looks into the store: the first, and the longest.
-_PAUSES = 0.0002, 0.02
 T = TypeVar("T")
-
-
-class ApartError(RendezvousError):
-    """Some ranks can't share memory."""
 
 
 def meet(
@@ -77,7 +71,7 @@ def _make_and_offer(
 def _take_offer(
     store: Store, meeting: str, rank: int, size: int, limit: float
 ) -> tuple[Segment, Layout, list[Whereabouts]]:
-    text = _get(store, f"{meeting}/offer", limit, f"rank {rank}: rank 0 did not come")
+    text = get(store, f"{meeting}/offer", limit, f"rank {rank}: rank 0 did not come")
     if text == b"none":  # it will say why
         _tell(store, meeting, rank, size, limit, None, None)
     offer = Offer.loads(text)
@@ -111,47 +105,8 @@ def _tell(
         ApartError: some rank has refused.
     """
     word = {"where": None if where is None else asdict(where), "refusal": refusal}
-    found = _hear(store, meeting, word, rank, size, limit)
+    found = hear(store, meeting, word, rank, size, limit)
     refusals = [f"rank {peer}: {each['refusal']}" for peer, each in enumerate(found) if each["refusal"]]
     if refusals:
         raise ApartError("\n".join(refusals))
     return [Whereabouts(**each["where"]) for each in found]
-
-
-def say_and_hear(store: Store, key: str, word: Any, rank: int, size: int, timeout: float) -> list[Any]:
-    """**Collective.** Return what every rank says under ``key``, in order of rank: JSON, through the store.
-
-    Raises:
-        RendezvousError: a rank did not come within ``timeout`` seconds.
-    """
-    return _hear(store, key, word, rank, size, time.monotonic() + timeout)
-
-
-def _hear(store: Store, key: str, word: Any, rank: int, size: int, limit: float) -> list[Any]:
-    store.set(f"{key}/rank/{rank}", json.dumps(word))
-    return [
-        json.loads(_get(store, f"{key}/rank/{peer}", limit, f"rank {rank}: rank {peer} did not come"))
-        for peer in range(size)
-    ]
-
-
-def _get(store: Store, key: str, limit: float, missing: str) -> bytes:
-    """Return the value of ``key``, when it is there.
-
-    It asks and sleeps: a wait in torch's store has a limit that may be any, and prints a warning when it ends.
-    """
-    begun, pause = time.monotonic(), _PAUSES[0]
-    try:
-        while not store.check([key]):
-            now = time.monotonic()
-            if now >= limit:
-                raise RendezvousError(f'{missing} to the process group ("shm") within {now - begun:.1f} s')
-            time.sleep(min(pause, limit - now))
-            pause = min(2 * pause, _PAUSES[1])
-        return bytes(store.get(key))
-    except RendezvousError:
-        raise
-    except RuntimeError as error:  # torch's stores have no type of their own for what goes wrong in them
-        raise RendezvousError(
-            f'{missing} to the process group ("shm") within {time.monotonic() - begun:.1f} s. The store says: {error}'
-        ) from error

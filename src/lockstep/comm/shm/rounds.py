@@ -33,9 +33,11 @@ from collections.abc import Container
 import torch
 
 from lockstep import machine
-from lockstep.comm.shm import fingerprint, semaphore
+from lockstep.comm.group import fingerprint
+from lockstep.comm.group.fingerprint import HEADER
+from lockstep.comm.shm import semaphore
 from lockstep.comm.shm.health import Health
-from lockstep.comm.shm.layout import BUFFERS, HEADER, Layout
+from lockstep.comm.shm.layout import BUFFERS, Layout
 from lockstep.comm.shm.segment import Segment
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.job import flight

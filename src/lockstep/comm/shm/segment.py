@@ -27,7 +27,7 @@ from typing import TypeAlias
 
 import torch
 
-from lockstep import _proc
+from lockstep.comm.group.meeting import Whereabouts
 from lockstep.errors import RendezvousError
 
 #: Bytes of memory; unmapped when the last object that refers to it is gone. Weak references to it are possible.
@@ -45,32 +45,6 @@ _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _REMEDY = 'use the backend "gloo" (or "nccl" for GPUs) for this group'
 _FILE_LIMIT = "the limit of this user's files holds for shared memory, too; raise it with ulimit -f"
 _IDENTITY = struct.Struct("<32sqq")
-
-
-@dataclass(frozen=True)
-class Whereabouts:
-    """Where a process is, as it can be told to another one."""
-
-    pid: int
-    #: When it started, in clock ticks since boot: a process id is used again, the pair is not.
-    started: int
-    boot_id: str
-    pid_namespace: int
-
-    @classmethod
-    def mine(cls) -> Whereabouts:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot_id = file.read().strip()
-        pid = os.getpid()
-        return cls(pid, _proc.started(pid) or 0, boot_id, os.stat("/proc/self/ns/pid").st_ino)
-
-    def why_apart(self, other: Whereabouts) -> str | None:
-        """Say why memory can't be shared with a process at ``other``, as far as that shows without trying; or None."""
-        if self.boot_id != other.boot_id:
-            return "they run on different hosts"
-        if self.pid_namespace != other.pid_namespace:
-            return "they run in containers that can't see each other's processes"
-        return None
 
 
 @dataclass(frozen=True)

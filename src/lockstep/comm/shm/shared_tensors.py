@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.comm.group.engine import Part
 from lockstep.comm.shm.collectives import gather
 from lockstep.comm.shm.rounds import Rounds
 from lockstep.comm.shm.segment import Memory, Offer, Segment
@@ -42,24 +43,6 @@ _LENGTH = struct.Struct("<q")
 _HEAD = 4096
 #: Parts of allocations whose views are kept, since the same buckets come again in every step.
 _KEPT_VIEWS = 256
-
-
-@dataclass(frozen=True)
-class Part:
-    """The same part of one allocation on all ranks."""
-
-    #: The allocation, counted from 0 in the order of the collective calls that made them.
-    number: int
-    #: Bytes from the allocation's begin.
-    offset: int
-    #: The other ranks' memory in order of rank (1-d, the dtype that was asked for), and None for this rank's own.
-    others: tuple[torch.Tensor | None, ...]
-    #: This rank's own memory.
-    memory: weakref.ref[Memory]
-
-    def views(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Return all ranks' memory, in order of rank."""
-        return [mine if other is None else other for other in self.others]
 
 
 @dataclass(frozen=True)

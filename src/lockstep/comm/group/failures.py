@@ -1,0 +1,35 @@
+"""What ends a group: the errors that its ranks tell each other, and how errors name ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
+
+#: What an error is told as: the first that it is one of.
+KINDS: tuple[type[LockstepError], ...] = (CollectiveMismatch, CollectiveTimeout, PeerLost, LockstepError)
+
+
+def again(error: LockstepError) -> LockstepError:
+    """Return a new exception that says the same: one object must not be raised twice, its traceback would grow."""
+    copy: LockstepError = type(error)(*error.args)
+    return copy
+
+
+def dumps(error: LockstepError) -> str:
+    """Write down what has ended a group, for the ranks of other hosts; :func:`loads` reads it."""
+    kind = next(each for each in KINDS if isinstance(error, each))
+    return json.dumps([KINDS.index(kind), str(error)])
+
+
+def loads(text: str | bytes) -> LockstepError:
+    """Return the error that :func:`dumps` wrote down."""
+    code, said = json.loads(text)
+    kind: type[LockstepError] = KINDS[code]
+    return kind(said)
+
+
+def names(ranks: Sequence[int]) -> str:
+    """Return ``rank 3``, or ``ranks 1, 3``."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))

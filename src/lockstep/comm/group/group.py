@@ -1,0 +1,138 @@
+"""A group: an engine, and the order of the collectives that are issued over it; closed together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.comm.group.engine import Engine
+from lockstep.comm.group.work import ShmWork, Turns
+from lockstep.errors import LockstepError
+
+#: What a collective does with the engine, once its turn has come.
+Move = Callable[[Engine], None]
+
+#: This process, kept so that asking costs nothing.
+_process = os.getpid()
+
+
+def _after_fork() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Group:
+    """One process group, on one rank: its engine, and the order of its collectives."""
+
+    def __init__(self, engine: Engine, *, timeout: float, name: str) -> None:
+        """Order what is issued over ``engine``, which belongs to the group from now on.
+
+        Args:
+            engine: what moves the data.
+            timeout: seconds that a rank may be late, unless a call says otherwise.
+            name: what it is called, and its thread after it; the same on all ranks.
+        """
+        self.engine = engine
+        self.name = name
+        self.timeout = timeout
+        self._process = _process
+        self._closed = False
+        self._released = False
+        self._turns = Turns(name)
+
+    def issue(
+        self, name: str, fingerprint: bytes, move: Move, result: list[Any], timeout: float, asynchronous: bool
+    ) -> ShmWork:
+        """**Collective.** Run a collective in its turn. Returns complete, or with an error raised, if synchronous.
+
+        Args:
+            name: what it is, for messages.
+            fingerprint: its header without the sequence number (``fingerprint.take``).
+            move: moves the data.
+            result: the output tensors.
+            timeout: seconds that another rank may be late.
+            asynchronous: return at once (the caller has a Work to wait for), or when it is complete.
+
+        Raises:
+            LockstepError: the group has failed before, was destroyed, or belongs to the process this was forked from.
+        """
+        if self._closed or self._process != _process or self.engine.known() is not None:
+            self.check(name)
+        if not asynchronous and self._run_at_once(name, fingerprint, move, timeout):
+            return ShmWork(name, result)
+
+        def run() -> None:
+            self.engine.check()  # an error may have come since the call was issued
+            self._run(name, fingerprint, move, timeout)
+
+        work = ShmWork(name, result, run)
+        self._turns.put(work)
+        if not asynchronous:
+            work.wait()
+        return work
+
+    def complete(self, name: str, fingerprint: bytes, move: Move, timeout: float) -> None:
+        """**Collective.** Do as :meth:`issue`, for a caller that waits and needs no Work."""
+        if self._closed or self._process != _process or self.engine.known() is not None:
+            self.check(name)
+        if not self._run_at_once(name, fingerprint, move, timeout):
+            self.issue(name, fingerprint, move, [], timeout, False)
+
+    def _run_at_once(self, name: str, fingerprint: bytes, move: Move, timeout: float) -> bool:
+        """Run a collective if it is its turn; return whether it was."""
+        turns = self._turns
+        if turns.queue or not turns.lock.acquire(False):
+            return False
+        try:
+            self._run(name, fingerprint, move, timeout)
+        finally:
+            turns.lock.release()
+        return True
+
+    def check(self, name: str) -> None:
+        """Refuse to begin ``name`` where it can't work."""
+        if self._process != _process:
+            raise LockstepError(
+                f"{name}: this process ({_process}) was forked from rank {self.engine.rank} (process {self._process}), "
+                "whose process group it can't use; call init_process_group in the child, or start ranks with lockstep "
+                "run"
+            )
+        if self._closed:
+            raise LockstepError(f"{name}: rank {self.engine.rank} has destroyed this process group")
+        self.engine.check()
+
+    def _run(self, name: str, fingerprint: bytes, move: Move, timeout: float) -> None:
+        engine = self.engine
+        if self._released:
+            raise LockstepError(f"{name}: rank {engine.rank} has destroyed this process group")
+        engine.begin(fingerprint, timeout=timeout)
+        try:
+            move(engine)
+        except LockstepError:
+            raise
+        except BaseException as error:  # whatever it was, the others must not wait for this rank
+            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            engine.end(LockstepError(f"rank {engine.rank} failed inside {name}: {what}"))
+            raise
+
+    def close(self) -> None:
+        """Complete what was issued and give everything back. A second call does nothing.
+
+        Ranks that still wait for this one get an error."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._process != _process:  # a forked child has a copy of this object, and no part in the group
+            return
+        self._turns.close()
+        self._released = True
+        self.engine.close(self.timeout)
+
+    def abort(self, reason: str) -> None:
+        """End the group on all ranks: everything in flight raises."""
+        if not self._closed and self._process == _process:
+            self.engine.end(LockstepError(f"rank {self.engine.rank} aborted the process group: {reason}"))

@@ -1,0 +1,86 @@
+"""How the ranks of a new group meet, through the rendezvous store: where each process is, and what each says."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
+
+from lockstep import _proc
+from lockstep.errors import RendezvousError
+
+#: Seconds between two looks into the store: the first, and the longest.
+_PAUSES = 0.0002, 0.02
+
+
+class ApartError(RendezvousError):
+    """Some ranks can't share memory."""
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where a process is, as it can be told to another one."""
+
+    pid: int
+    #: When it started, in clock ticks since boot: a process id is used again, the pair is not.
+    started: int
+    boot_id: str
+    pid_namespace: int
+
+    @classmethod
+    def mine(cls) -> Whereabouts:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot_id = file.read().strip()
+        pid = os.getpid()
+        return cls(pid, _proc.started(pid) or 0, boot_id, os.stat("/proc/self/ns/pid").st_ino)
+
+    def why_apart(self, other: Whereabouts) -> str | None:
+        """Say why memory can't be shared with a process at ``other``, as far as that shows without trying; or None."""
+        if self.boot_id != other.boot_id:
+            return "they run on different hosts"
+        if self.pid_namespace != other.pid_namespace:
+            return "they run in containers that can't see each other's processes"
+        return None
+
+
+def say_and_hear(store: Store, key: str, word: Any, rank: int, size: int, timeout: float) -> list[Any]:
+    """**Collective.** Return what every rank says under ``key``, in order of rank: JSON, through the store.
+
+    Raises:
+        RendezvousError: a rank did not come within ``timeout`` seconds.
+    """
+    return hear(store, key, word, rank, size, time.monotonic() + timeout)
+
+
+def hear(store: Store, key: str, word: Any, rank: int, size: int, limit: float) -> list[Any]:
+    store.set(f"{key}/rank/{rank}", json.dumps(word))
+    return [
+        json.loads(get(store, f"{key}/rank/{peer}", limit, f"rank {rank}: rank {peer} did not come"))
+        for peer in range(size)
+    ]
+
+
+def get(store: Store, key: str, limit: float, missing: str) -> bytes:
+    """Return the value of ``key``, when it is there.
+
+    It asks and sleeps: a wait in torch's store has a limit that may be any, and prints a warning when it ends.
+    """
+    begun, pause = time.monotonic(), _PAUSES[0]
+    try:
+        while not store.check([key]):
+            now = time.monotonic()
+            if now >= limit:
+                raise RendezvousError(f'{missing} to the process group ("shm") within {now - begun:.1f} s')
+            time.sleep(min(pause, limit - now))
+            pause = min(2 * pause, _PAUSES[1])
+        return bytes(store.get(key))
+    except RendezvousError:
+        raise
+    except RuntimeError as error:  # torch's stores have no type of their own for what goes wrong in them
+        raise RendezvousError(
+            f'{missing} to the process group ("shm") within {time.monotonic() - begun:.1f} s. The store says: {error}'
+        ) from error

@@ -1,0 +1,230 @@
+"""Work: a collective that was issued, to be waited for; and the order in which works run, that of their issue.
+
+A collective that its caller waits for runs on the caller's own thread if nothing is before it: no hand-over to another
+thread, which would cost more than a small all-reduce. Everything else goes through a queue that one thread per group
+works off; it is started when first needed. Groups share nothing, so one that waits can't hold up another.
+
+Note [Callbacks]
+~~~~~~~~~~~~~~~~
+The callbacks of a future may issue collectives of the same group, and wait for them (PowerSGD's do), while the thread
+that added them issues others. When the callbacks run depends on the timing of each rank, so the order of issue
+would differ from rank to rank. Therefore what a callback issues comes right after the work that the callback follows,
+before everything else that was issued since: the group's thread keeps its turn while it runs the callbacks of a work,
+and what they issue, on that thread, runs then and there. Nobody who issues a collective waits for that. It takes a
+callback that is added before the next collective is issued; one added later runs when it comes, on every rank at
+another time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep import _torch
+from lockstep.comm.group.failures import again
+from lockstep.errors import CollectiveTimeout, LockstepError
+from lockstep.job import flight
+
+#: Seconds to wait at the end for callers' callbacks, which may do anything.
+_PARTING = 10.0
+#: Guards the futures of all works: taken briefly, to ask for a future or to complete one.
+_lock = threading.Lock()
+
+
+@_torch.untraced
+class ShmWork(dist.Work):
+    """One issued operation. It runs once, on whichever thread; any thread may wait for it.
+
+    Names of ours begin with ``shm_``: torch gives its class more names from version to version.
+    """
+
+    _shm_error: BaseException | None = None
+    _shm_future: torch.futures.Future[Any] | None = None
+    #: The future exists and is not complete.
+    _shm_owed = False
+    _shm_source = -1
+    _shm_run: Callable[[], None] | None = None
+    #: Set when it is complete; None if it always was.
+    _shm_done: threading.Event | None = None
+
+    def __init__(self, name: str, result: list[Any], run: Callable[[], None] | None = None) -> None:
+        """Make a work that ``run`` completes; without it the work is complete.
+
+        Args:
+            name: what it is, for messages.
+            result: the output tensors.
+        """
+        super().__init__()
+        self.shm_name = name
+        self._shm_result = result
+        if run is not None:
+            self._shm_run = run
+            self._shm_done = threading.Event()
+
+    def shm_execute(self) -> None:
+        """Run it and wake up the threads that wait for it, also if it failed. :meth:`shm_fulfil` must follow."""
+        assert self._shm_run is not None  # (for the type checker)
+        try:
+            self._shm_run()
+        except BaseException as error:  # noqa: BLE001  (wait() raises it)
+            self.shm_finish(error)
+        else:
+            self.shm_finish(None)
+
+    def shm_finish(self, error: BaseException | None) -> None:
+        """Mark it as complete. Call :meth:`shm_fulfil` afterwards, without locks: it runs callers' code."""
+        assert self._shm_done is not None  # (for the type checker)
+        with _lock:
+            self._shm_error = error
+            self._shm_run = None  # releases the tensors
+            self._shm_done.set()
+
+    def shm_fulfil(self) -> None:
+        """Complete the future, if anybody asked for one; its callbacks run here."""
+        with _lock:
+            future, self._shm_owed = self._shm_future if self._shm_owed else None, False
+        if future is None:
+            return
+        if self._shm_error is None:
+            future.set_result(self._shm_result)
+        elif isinstance(self._shm_error, Exception):
+            future.set_exception(self._shm_error)
+        else:
+            future.set_exception(RuntimeError(f"{self.shm_name}: {type(self._shm_error).__name__}"))
+
+    # --- torch.distributed.Work ------------------------------------------------------------------------------------
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the operation is complete.
+
+        Raises:
+            LockstepError: it failed; the message says on which rank and where.
+            CollectiveTimeout: ``timeout`` passed first. The operation continues.
+        """
+        if self._shm_done is not None and not self._shm_done.is_set():
+            seconds = timeout.total_seconds() if timeout is not None else 0.0
+            if not self._shm_sleep(seconds if seconds > 0 else None):
+                raise CollectiveTimeout(
+                    f"{self.shm_name} was not complete after {seconds:g} s; it continues in the background"
+                )
+        if self._shm_error is not None:
+            if isinstance(self._shm_error, LockstepError):
+                raise again(self._shm_error) from self._shm_error
+            raise self._shm_error
+        return True
+
+    def _shm_sleep(self, seconds: float | None) -> bool:
+        """Wait for it; False if that took too long."""
+        assert self._shm_done is not None  # (for the type checker)
+        with flight.waiting(self.shm_name):
+            return self._shm_done.wait(seconds)
+
+    def is_completed(self) -> bool:
+        return self._shm_done is None or self._shm_done.is_set()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._shm_error is None
+
+    def exception(self) -> BaseException | None:
+        return self._shm_error
+
+    def result(self) -> list[Any]:
+        return self._shm_result
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return self._shm_source
+
+    def _source_rank(self) -> int:  # the name torch.distributed.recv asks for
+        return self._shm_source
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future with the output tensors as its value."""
+        with _lock:
+            if self._shm_future is None:
+                self._shm_future = torch.futures.Future()
+                self._shm_owed = True
+            future = self._shm_future
+            done = self._shm_done is None or self._shm_done.is_set()
+        if done:
+            self.shm_fulfil()
+        return future
+
+
+class Turns:
+    """Who may use a group's rounds: one at a time, in order of issue."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        #: Held by the thread that runs a collective or its callbacks. A thread that issues one while the queue is empty
+        #: tries to take it.
+        self.lock = threading.Lock()
+        #: Works that wait; the group's thread takes one out when it has the lock.
+        self.queue: deque[ShmWork] = deque()
+        self._condition = threading.Condition()
+        self._thread: threading.Thread | None = None
+        #: The group's thread has taken a work out and is not yet at its callbacks.
+        self._running = False
+        #: The group's thread while it runs callbacks, see Note [Callbacks].
+        self._in_callbacks: int | None = None
+        self._closing = False
+
+    def put(self, work: ShmWork) -> None:
+        """Run ``work`` after everything issued before; if a callback issues it, at once: see Note [Callbacks]."""
+        if self._in_callbacks == threading.get_ident():
+            work.shm_execute()
+            work.shm_fulfil()
+            return
+        with self._condition:
+            self.queue.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=f"shm-{self._name}", daemon=True)
+                self._thread.start()
+            self._condition.notify_all()
+
+    def close(self) -> None:
+        """Wait until all that was issued has run (each has its time limit), and end the thread."""
+        thread = self._thread
+        if thread is threading.current_thread():  # a callback closes the group
+            self._closing = True
+            return
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: not self.queue and not self._running)
+        if thread is not None:
+            thread.join(_PARTING)
+        if thread is None or not thread.is_alive():
+            with self.lock:  # another thread of the program may still be in a collective
+                pass
+
+    def _loop(self) -> None:
+        flight.in_background()
+        while self._wait():
+            with self.lock:
+                self._running = True
+                work = self.queue.popleft()
+                work.shm_execute()
+                with self._condition:
+                    self._running = False
+                    self._condition.notify_all()
+                self._in_callbacks = threading.get_ident()
+                try:
+                    work.shm_fulfil()
+                finally:
+                    self._in_callbacks = None
+            del work
+
+    def _wait(self) -> bool:
+        """Wait for a work; False if the group is closed and there is none."""
+        with self._condition:
+            self._condition.wait_for(lambda: self.queue or self._closing)
+            return bool(self.queue)

@@ -1,0 +1,76 @@
+"""What goes over a connection to another host: frames from there, which say what they carry and how long they are."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from lockstep.version import __version__
+
+#: Seconds between two signs of life, and without one after which the connection counts as gone.
+BEAT, SILENT = 5.0, 30.0
+#: Begins the first line of a guard: what a shell's start-up files print comes before.
+_HERE = b"lockstep is here: "
+
+
+class Kind(enum.Enum):
+    """What a frame carries."""
+
+    OUTPUT = "out"
+    ERROR = "err"
+    #: A message of the launcher's own: the arguments of :func:`~lockstep.launch.report.say`, as JSON.
+    SAID = "said"
+    #: The launcher has ended, with this exit code.
+    ENDED = "ended"
+    ALIVE = "alive"
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a host says of itself."""
+
+    version: str
+    #: One that nobody uses there.
+    port: int
+
+
+def frame(kind: Kind, data: bytes = b"") -> bytes:
+    """Return one frame: a line with its kind and size, then the bytes."""
+    return f"{kind.value} {len(data)}\n".encode() + data
+
+
+class Frames:
+    """Takes apart what comes from a guard."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        #: What the host has said of itself; None: nothing yet.
+        self.greeting: Greeting | None = None
+
+    def feed(self, data: bytes) -> Iterator[tuple[Kind, bytes]]:
+        """Yield the frames that are now complete."""
+        self._bytes += data
+        while self.greeting is None and b"\n" in self._bytes:
+            line, _, rest = self._bytes.partition(b"\n")
+            self._bytes = rest
+            if line.startswith(_HERE):
+                self.greeting = Greeting(**json.loads(line[len(_HERE) :]))
+        while self.greeting is not None:
+            head, newline, _ = self._bytes[:40].partition(b"\n")
+            if not newline:
+                return
+            kind, size = head.decode().split()
+            end = len(head) + 1 + int(size)
+            if len(self._bytes) < end:
+                return
+            body = bytes(self._bytes[len(head) + 1 : end])
+            del self._bytes[:end]
+            yield Kind(kind), body
+
+
+def greet(port: int) -> None:
+    """Say over standard output that lockstep is here, with a ``port`` that nobody uses on this host."""
+    os.write(1, b"\n" + _HERE + json.dumps(asdict(Greeting(__version__, port))).encode() + b"\n")

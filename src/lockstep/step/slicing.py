@@ -1,0 +1,371 @@
+"""A step in slices: where those meet that hand out slices of a global batch and those that add up what comes of them.
+
+``data`` cuts the batches, ``ddp`` averages gradients, ``metrics`` adds up numbers, and none knows the others. They meet
+here: there is at most one :class:`SlicedStep` in hand, which tells its members where it is.
+
+Note [A step in slices]
+~~~~~~~~~~~~~~~~~~~~~~~
+Within a step the ranks hold different numbers of slices, or none, so nothing in there may be collective. At its end all
+ranks meet once and tell each other what they did: which members had anything to do, how much each slice weighs, whether
+memory ran out. Then each member that any rank had work for puts it together, in the order in which the members came to
+be, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+from lockstep.errors import CollectiveMismatch, LockstepError
+from lockstep.step import tree_sum as order
+
+
+class Ranks(Protocol):
+    """What a step needs of the world that it is taken in."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+class Gather(Protocol):
+    """How ranks tell each other something."""
+
+    def __call__(self, record: Any, what: str) -> list[Any]:
+        """**Collective.** Return every rank's ``record``, in JSON types; ``what`` names the exchange in errors."""
+        ...
+
+
+class Member(Protocol):
+    """What takes part in steps in slices: a replica, a log."""
+
+    def step_begins(self, step: SlicedStep) -> None:
+        """**Collective** if the member has anything to agree on. A step begins, or begins anew."""
+        ...
+
+    def slice_ends(self, step: SlicedStep, number: int) -> None:
+        """Take what has come of slice ``number``, which this rank has been through."""
+        ...
+
+    def step_ends(self, step: SlicedStep) -> None:
+        """**Collective.** Put together what the ranks have; called if any rank had work for this member."""
+        ...
+
+    def forget(self) -> None:
+        """Throw away what has come of the step so far, as if it had not begun."""
+        ...
+
+
+_members: WeakValueDictionary[int, Any] = WeakValueDictionary()
+#: How many have joined so far.
+_made = 0
+_current: SlicedStep | None = None
+#: Whether the ranks have exchanged a record as long as any at the end of a step, so that there is memory for it.
+_has_met = False
+_FIRST_MESSAGE = 1 << 14
+
+
+def join(member: Member) -> int:
+    """**Collective.** Let ``member`` take part in all steps in slices to come; return its number, alike on all ranks.
+
+    It is held weakly.
+    """
+    global _made
+    _made += 1
+    _members[_made] = member
+    return _made
+
+
+def leave(number: int) -> None:
+    """Take no part any more."""
+    _members.pop(number, None)
+
+
+def current() -> SlicedStep | None:
+    """Return the step in slices that is in hand on this rank."""
+    return _current
+
+
+def in_slice() -> bool:
+    """Return whether a slice is in hand, so that nothing may be collective here."""
+    return _current is not None and _current.number is not None
+
+
+def here() -> tuple[int, ...] | None:
+    """Return the slice in hand: of which step, and its number; None outside of slices."""
+    return None if _current is None or _current.number is None else (*_current.place, _current.number)
+
+
+def refuse_in_slice(what: str, world: Ranks) -> None:
+    """Raise if a slice is in hand.
+
+    Raises:
+        LockstepError: there is one.
+    """
+    if in_slice():
+        raise LockstepError(
+            f"rank {world.rank} of {world.world_size}: {what} needs all ranks, and was called inside a slice. "
+            "Each rank has another number of slices: call it after the inner loop"
+        )
+
+
+class SlicedStep:
+    """One global batch, cut into slices, of which this rank has some.
+
+    Args:
+        world: the ranks.
+        gather: how they tell each other how their slices went.
+        place: what this step is, the same on all ranks: epoch, number of the batch, and which pass over it.
+        sizes: samples of each slice.
+        runs: for each rank its first slice, and the one after its last.
+        measures: count how long a GPU is at the slices, and not how long it takes to launch them; it is waited for.
+        smallest: the fewest samples that a slice of the epoch has.
+        may_fail: memory may run out, and the step be taken again: what its end needs is to be there at its beginning.
+    """
+
+    def __init__(
+        self,
+        world: Ranks,
+        gather: Gather,
+        *,
+        place: Sequence[int],
+        sizes: Sequence[int],
+        runs: Sequence[tuple[int, int]],
+        measures: bool = False,
+        smallest: int = 2,
+        may_fail: bool = False,
+    ) -> None:
+        self.smallest, self.may_fail = smallest, may_fail
+        self._gather = gather
+        self.world, self.place, self.sizes, self.runs = world, tuple(place), tuple(sizes), tuple(runs)
+        #: The slice in hand.
+        self.number: int | None = None
+        #: What the slices are means of, where the script has said so, by slice: of this rank, at the end of all.
+        self.items: dict[int, int] = {}
+        #: What the weights of all slices add up to; known at the end.
+        self.total = 0.0
+        #: Seconds that each rank was at its slices; known at the end.
+        self.seconds: list[float] = []
+        self._spent = 0.0
+        self._waits = measures and world.device.type == "cuda"
+        #: What each member that had something to do says of it, by number: of this rank, at the end of all.
+        self.said: dict[int, Any] = {}
+        #: The same of each rank that had something to do, known at the end.
+        self.says: dict[int, list[Any]] = {}
+        #: What has gone wrong in the slices here that makes the step worthless; told to all ranks at the end.
+        self._mistake: str | None = None
+        #: The slices' losses as far as they were told: of this rank.
+        self._losses: dict[int, Any] = {}
+        #: Their mean over all slices of all ranks, known at the end.
+        self.loss: float | None = None
+
+    @property
+    def slices(self) -> int:
+        """Into how many slices the batch is cut."""
+        return len(self.sizes)
+
+    def nodes(self) -> list[list[order.Node]]:
+        """Return what sums each rank is left with at the end; see Note [One tree] in ``step/tree_sum.py``."""
+        return [order.nodes_of(first, end, self.slices) for first, end in self.runs]
+
+    def weight(self, number: int) -> float | None:
+        """Return what the mean over a slice is multiplied by before it is added to others; None: by nothing.
+
+        Samples, or the items that the script has weighed; where nobody weighs and all slices are of one size, there is
+        nothing to multiply. The same decision for all slices of a step, whoever has them.
+        """
+        if number in self.items:
+            return self.items[number]
+        return None if min(self.sizes) == max(self.sizes) else self.sizes[number]
+
+    def weigh(self, items: int) -> None:
+        """Say that what comes of the slice in hand is a mean over so many items."""
+        if self.number is not None:
+            self.items[self.number] = items
+
+    def add_loss(self, loss: Any) -> None:
+        """Add to the loss of the slice in hand: a number, or a tensor with one element, read at the end."""
+        assert self.number is not None  # asked for by Step.add_loss
+        own = loss.detach().double() if isinstance(loss, torch.Tensor) else float(loss)
+        before = self._losses.get(self.number)
+        self._losses[self.number] = own if before is None else before + own
+
+    def note_mistake(self, words: str) -> None:
+        """Have the step end with an error on all ranks, and not on this one alone; the first one counts."""
+        self._mistake = self._mistake or f"{self.whoami()}: {words}"
+
+    def touch(self, member: int, say: Any = None) -> None:
+        """Note that ``member`` had something to do in the slice in hand.
+
+        Args:
+            member: its number.
+            say: what the member finds in :attr:`said` in the end, on all ranks: in JSON types, from the first rank that
+                had something to do for it.
+        """
+        self.said[member] = say
+
+    # How it goes ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """**Collective** if a member has anything to agree on, or the step may fail. Begin the step."""
+        global _current, _has_met
+        if _current is not None:
+            raise LockstepError(
+                f"rank {self.world.rank} of {self.world.world_size}: a step in slices begins inside another one: go "
+                "through the steps() of one loader at a time"
+            )
+        for member in _living():
+            member.step_begins(self)
+        if self.may_fail and not _has_met:
+            self._gather("." * _FIRST_MESSAGE, "the beginning of a step that may fail")
+            _has_met = True
+        _current = self
+
+    @contextmanager
+    def slice(self, number: int) -> Iterator[None]:
+        """Have slice ``number`` in hand."""
+        self.number, begun = number, time.perf_counter()
+        try:
+            yield
+            for member in _living():
+                member.slice_ends(self, number)
+            if self._waits:
+                torch.cuda.synchronize(self.world.device)
+        finally:
+            self.number = None
+            self._spent += time.perf_counter() - begun
+
+    def abandon(self) -> None:
+        """Leave the step: nothing of it stays."""
+        global _current
+        if _current is self:
+            _current = None
+            for member in _living():
+                member.forget()
+
+    def end(self, failure: str | None = None) -> str | None:
+        """**Collective.** End the step: put together what the ranks have, unless there was a failure on any of them.
+
+        Args:
+            failure: what went wrong on this rank, so that the step can't be used.
+
+        Returns:
+            what went wrong, on the first rank where anything did; the step is abandoned then.
+
+        Raises:
+            CollectiveMismatch: the ranks are in different steps.
+            LockstepError: some slices were weighed, and others not, or something was noted; on all ranks.
+            CollectiveTimeout, PeerLost: another rank is late or gone.
+        """
+        global _current
+        told = self._tell(failure)
+        failures = [f"rank {rank}: {each[1]}" for rank, each in enumerate(told) if each[1] is not None]
+        if failures:
+            self.abandon()
+            return failures[0]
+        mistakes = [each[6] for each in told if each[6] is not None]
+        if mistakes:
+            self.abandon()
+            raise LockstepError(mistakes[0])
+        self.seconds = [each[4] for each in told]
+        self._take_weights([{int(number): items for number, items in each[2].items()} for each in told])
+        self._take_losses([{int(number): loss for number, loss in each[7].items()} for each in told])
+        for each in reversed(told):
+            self.said.update((int(number), say) for number, say in each[3].items())
+        for each in told:
+            for number, say in each[3].items():
+                self.says.setdefault(int(number), []).append(say)
+        _current = None
+        for number in sorted(self.said):
+            member = _members.get(number)
+            if member is None:
+                raise LockstepError(
+                    f"{self.whoami()}: another rank has trained a model or used a log that no longer exists here: "
+                    "keep a reference to it on every rank"
+                )
+            member.step_ends(self)
+        for number in sorted(set(_members) - set(self.said)):
+            _members[number].forget()
+        return None
+
+    def _tell(self, failure: str | None) -> list[list[Any]]:
+        losses = {number: float(loss) for number, loss in self._losses.items()} if failure is None else {}
+        said = dict(self.said)
+        mine = [self.place, failure, self.items, said, self._spent, _made, self._mistake, losses]
+        if self.world.world_size == 1:
+            return [mine]
+        told = self._gather(mine, "the end of a step in slices")
+        if any(each[5] != told[0][5] for each in told):
+            made = ", ".join(f"rank {rank}: {each[5]}" for rank, each in enumerate(told))
+            raise CollectiveMismatch(
+                f"{self.whoami()}: the ranks have made different numbers of replicas and logs ({made}): make each "
+                "lockstep.Log and call each lockstep.replicate on every rank, in the same order"
+            )
+        if any(each[0] != told[0][0] for each in told):
+            places = ", ".join(f"rank {rank}: {_words_of(each[0])}" for rank, each in enumerate(told))
+            raise CollectiveMismatch(f"{self.whoami()}: the ranks are at the end of different steps ({places})")
+        return told
+
+    def _take_weights(self, items: Sequence[dict[int, int]]) -> None:
+        self.items = {number: each[number] for each in items for number in each}
+        there = [number for number, size in enumerate(self.sizes) if size]
+        left_out = [number for number in there if number not in self.items]
+        if self.items and left_out:
+            self.abandon()
+            raise LockstepError(
+                f"{self.whoami()}: weigh() was called in slices {sorted(self.items)} and not in {left_out}: say in "
+                "every slice what its loss is a mean of, or in none"
+            )
+        weights = [self.weight(number) for number in there]
+        self.total = float(sum(1.0 if weight is None else weight for weight in weights))
+        if not self.total:
+            self.abandon()
+            raise LockstepError(
+                f"{self.whoami()}: the slices weigh nothing together: there is nothing to take a mean of, so leave "
+                "such a batch out, on all ranks"
+            )
+
+    def _take_losses(self, losses: Sequence[dict[int, float]]) -> None:
+        """Take their mean, in the order of the slices, whoever had them."""
+        told = {number: each[number] for each in losses for number in each}
+        if not told:
+            return
+        weights = {number: self.weight(number) for number, size in enumerate(self.sizes) if size}
+        missing = [number for number in weights if number not in told]
+        if missing:
+            self.abandon()
+            raise LockstepError(
+                f"{self.whoami()}: add_loss() was called in slices {sorted(told)} and not in {missing}: call it in "
+                "every slice, or in none"
+            )
+        parts = [
+            told[number] if weight is None else told[number] * weight
+            for number, weight in weights.items()
+            if weight != 0  # the mean over nothing is NaN
+        ]
+        self.loss = math.fsum(parts) / self.total if all(map(math.isfinite, parts)) else sum(parts)
+
+    def whoami(self) -> str:
+        """Say which rank this is, and in which step."""
+        return f"rank {self.world.rank} of {self.world.world_size}, {_words_of(self.place)}"
+
+
+def _words_of(place: Sequence[int]) -> str:
+    epoch, batch, *passes = place
+    again = f", pass {passes[0] + 1}" if passes and passes[0] else ""
+    return f"epoch {epoch}, batch {batch}{again}"
+
+
+def _living() -> list[Any]:
+    return [member for _, member in sorted(_members.items())]

@@ -1,0 +1,116 @@
+"""The folder that a run goes to: room, rights, how long the disk takes until something is there for good."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep._units import size
+from lockstep.tools.doctor import facts
+from lockstep.tools.doctor.checks import Task
+from lockstep.tools.doctor.findings import Finding, ok, seconds, warning, wrong
+
+_MIB = 1 << 20
+#: Bytes below which no checkpoint fits, and below which it soon won't.
+_NONE, _LITTLE = 64 * _MIB, 1 << 30
+_FEW_FILES = 1000
+#: Seconds that a megabyte may take.
+_SLOW = 0.25
+_REPEATS = 5
+
+
+def check_folder(task: Task) -> Iterator[Finding]:
+    """Look at the folder that a run goes to, or where it would be made. What is written there has no name."""
+    folder = task.folder.absolute()
+    there = nearest(folder)
+    name = str(folder) if there == folder else f"{there}, where {folder.relative_to(there)} would be made,"
+    if not there.is_dir():
+        yield wrong("folder", f"{there} is no folder", "name another with --folder")
+        return
+    try:
+        durations = _write(there)
+        locks = _locks(there)
+    except OSError as error:
+        yield wrong(
+            "folder",
+            f"nothing can be written to {name} ({error.strerror})",
+            "name another with --folder, or make room or give yourself the right there",
+        )
+        return
+    fs, kind = os.statvfs(there), file_system(there)
+    free = fs.f_bavail * fs.f_frsize
+    if free < _NONE:
+        yield wrong("folder", f"{name} has {size(free)} left", "make room: no checkpoint fits there")
+    elif free < _LITTLE:
+        yield warning("folder", f"{name} has {size(free)} left", "make room: a save writes the new checkpoint before "
+                      "it removes an old one")  # fmt: skip
+    else:
+        yield ok("folder", f"{size(free)} free in {name.rstrip(',')}" + (f"; {kind}" if kind else ""))
+    if fs.f_files > 0 and fs.f_favail < _FEW_FILES:
+        yield warning("folder", f"{name} has room for {fs.f_favail} more files (df -i)", "remove files there")
+    if kind in ("tmpfs", "ramfs"):
+        yield warning(
+            "folder", f"{name} is in memory ({kind}): what is saved there is gone when the machine is",
+            "name a folder on a disk with --folder",
+        )  # fmt: skip
+    if not locks:
+        yield warning(
+            "folder", f"{name} is on a file system without locks (flock): two jobs there are not kept apart",
+            "use another file system, or one job at a time",
+        )  # fmt: skip
+    took = statistics.median(durations)
+    what = f"a megabyte is on the disk after {seconds(took)} (fsync)"
+    if took > _SLOW:
+        yield warning("disk", what, "save with async_save (docs/checkpoints.md), or to a faster disk")
+    else:
+        yield ok("disk", what)
+
+
+def nearest(folder: Path) -> Path:
+    """Return a folder, or if it is not there yet the one in which it would be made."""
+    folder = folder.absolute()
+    return next(each for each in (folder, *folder.parents) if each.exists())
+
+
+def file_system(folder: Path) -> str:
+    """Return the kind of file system that a folder is on; empty if the kernel does not say."""
+    device = os.stat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in facts.text("/proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == number:
+            return after.split()[0]
+    return ""
+
+
+def _write(folder: Path) -> list[float]:
+    """Write a megabyte to a file without a name some times, and return the seconds until it was on the disk."""
+    durations = []
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        for _ in range(_REPEATS):
+            file.seek(0)
+            start = time.perf_counter()
+            data = memoryview(os.urandom(_MIB))
+            while data:  # where there is room for some of it only, the next write says so
+                data = data[os.write(file.fileno(), data) :]
+            os.fsync(file.fileno())
+            durations.append(time.perf_counter() - start)
+    return durations
+
+
+def _locks(folder: Path) -> bool:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True  # somebody holds it
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True

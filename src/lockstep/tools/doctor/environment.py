@@ -1,0 +1,79 @@
+"""What a bug report needs, as text to paste: versions, machine, variables; no secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from lockstep._units import size
+from lockstep.tools.doctor import child, facts
+from lockstep.tools.doctor.disk import file_system
+from lockstep.tools.doctor.trials import TORCH_LIMIT
+from lockstep.tools.doctor.variables import telling, without_secrets
+
+
+def describe() -> str:
+    """Return the text."""
+    found = facts.collect()
+    packages = found["packages"]
+    rows = [
+        ("lockstep", found["lockstep"]),
+        *((name, packages.get(name, "not installed")) for name in ("torch", "numpy")),
+        ("others", ", ".join(f"{name} {packages[name]}" for name in packages if name not in ("torch", "numpy"))),
+        ("Python", f"{found['python']} ({found['implementation']}) at {sys.executable}"),
+        ("system", f"{found['system']}, Linux {found['kernel']}, {found['libc']}, {found['architecture']}"),
+        ("processor", found["processor"]),
+        ("cores", _cores(found)),
+        ("memory", _memory(found)),
+        ("/dev/shm", _shared()),
+        ("GPUs", f"{found['visible_gpus']} visible of {found['gpus']}" if found["gpus"] else "none"),
+        *([("driver", found["driver"])] if found["driver"] else []),
+        *_torch(),
+        ("folder", f"{os.getcwd()} ({file_system(Path.cwd())})"),
+    ]
+    variables = telling()
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {without_secrets(value)}" for name, value in rows]
+    lines += ["", "variables:" if variables else "variables: none of those that matter"]
+    lines += [f"  {name}={value if value.startswith('(') else shlex.quote(value)}" for name, value in variables.items()]
+    return "\n".join(lines)
+
+
+def _cores(found: dict[str, Any]) -> str:
+    quota = "" if found["quota"] is None else f", quota {found['quota']:g}"
+    return f"{found['cores']} of {found['cores_of_the_machine']}{quota}"
+
+
+def _memory(found: dict[str, Any]) -> str:
+    limit = found["memory_limit"]
+    total = "unknown" if found["memory"] is None else size(found["memory"])
+    return total if limit is None else f"{total}, limit {size(limit)}"
+
+
+def _shared() -> str:
+    try:
+        there = os.statvfs("/dev/shm")
+    except OSError as error:
+        return f"none ({error.strerror})"
+    return f"{size(there.f_bavail * there.f_frsize)} free of {size(there.f_blocks * there.f_frsize)}"
+
+
+def _torch() -> list[tuple[str, str]]:
+    """Return what torch says of itself; it is imported in a process of its own."""
+    ended = child.run("lockstep.tools.doctor.torch_facts", limit=TORCH_LIMIT)
+    if ended.code != 0:
+        how = f"no answer within {TORCH_LIMIT:g} s" if ended.code is None else ended.last_words.splitlines()[-1]
+        return [("torch says", how)]
+    found = json.loads(ended.out)
+    rows = [
+        ("CUDA", f"{found['cuda'] or 'none'}, NCCL {found['nccl'] or 'none'}"),
+        ("backends", ", ".join(found["backends"])),
+    ]
+    for index, device in enumerate(found["devices"]):
+        capability = ".".join(map(str, device["capability"]))
+        rows.append((f"GPU {index}", f"{device['name']}, {size(device['memory'])}, capability {capability}"))
+    return rows + [("torch warns", text.splitlines()[0]) for text in found["warnings"]]

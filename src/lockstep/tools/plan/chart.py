@@ -1,0 +1,60 @@
+"""A plan as text: a table, a curve, and what it takes for granted. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from lockstep import _units
+from lockstep.tools.plan.plan import Plan, Point
+
+#: Lines of the curve, and points that it has room for.
+_HEIGHT, _MOST = 8, 20
+_COLUMN = 6
+#: Columns of what is assumed.
+_WIDTH = 120
+
+
+def describe(plan: Plan, points: Sequence[Point]) -> str:
+    """Describe a plan."""
+    recorded = plan.recorded
+    many = f"{recorded.ranks} rank{'s' * (recorded.ranks > 1)}"
+    head = f"{recorded.name}: recorded on {many} over {recorded.first.backend}, {_units.duration(recorded.step)} a step"
+    assumptions = [textwrap.fill(f"- {line}", _WIDTH, subsequent_indent="  ") for line in plan.assumptions()]
+    return "\n".join([head, "", *_table(points), "", *_curve(points), "", "assumed:", *assumptions])
+
+
+def _table(points: Sequence[Point]) -> list[str]:
+    counted = any(point.samples_per_second for point in points)
+    head = ["ranks", "hosts", "step", "computing", "stragglers", "copies", "network", "all-reduce", "efficiency"]
+    rows = [[*head, *(["samples/s"] if counted else [])]]
+    for point in points:
+        row = [f"{point.ranks:,}", f"{point.hosts:,}", _units.duration(point.step), _units.duration(point.computing)]
+        row += [_units.duration(part) if part else "-" for part in (point.stragglers, point.handling, point.network)]
+        row.append(f"{point.algorithm} {_units.duration(point.averaging)}" if point.algorithm else "-")
+        row.append(f"{point.efficiency:.0%}")
+        if counted:
+            row.append(f"{point.samples_per_second:,.0f}" if point.samples_per_second else "-")
+        rows.append(row)
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _curve(points: Sequence[Point]) -> list[str]:
+    """Draw the efficiency over the ranks; where there are many points, some of them."""
+    if len(points) > _MOST:
+        points = [points[round(place * (len(points) - 1) / (_MOST - 1))] for place in range(_MOST)]
+    lines = ["efficiency"]
+    for level in range(_HEIGHT, -1, -1):
+        label = f"{level / _HEIGHT:.0%}" if level % 2 == 0 else ""
+        marks = [
+            ("●" if round(min(1.0, point.efficiency) * _HEIGHT) == level else "").rjust(_COLUMN) for point in points
+        ]
+        lines.append(f"{label:>5} {'┤' if label else '│'}{''.join(marks)}".rstrip())
+    lines.append(f"{'':6}└{'─' * (_COLUMN * len(points) + 1)}")
+    lines.append(f"{'ranks':>5}  {''.join(_short(point.ranks).rjust(_COLUMN) for point in points)}")
+    return lines
+
+
+def _short(count: int) -> str:
+    return f"{count // 1024}k" if count >= 10_000 and count % 1024 == 0 else str(count)

@@ -1,0 +1,100 @@
+"""``python -m lockstep.tools.verify.observed ASSIGNMENT [-m] PROGRAM ARGS…``: run a program in a rank, observed.
+
+``lockstep run`` starts it in the program's place, so that neither the launcher nor the ranks of other runs know of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from lockstep import knobs
+from lockstep.identity import Identity
+from lockstep.launch import rank as program
+from lockstep.tools.verify.putback import Journal
+from lockstep.tools.verify.records import Assignment
+
+
+def main(words: list[str]) -> None:
+    """Become the program, and be observed."""
+    assignment = Assignment.read(words[0])
+    if sys.path and sys.path[0] == os.getcwd():  # put there for this module; the program is found as if it were alone
+        del sys.path[0]
+    from lockstep.tools.verify.observe import observe
+
+    identity = Identity.from_environment()
+    observe(assignment, rank=identity.rank, world_size=identity.world_size)
+    _keep_apart(Path(assignment.folder))
+    _compare_nothing()
+    _keep_what_is_changed(Path(assignment.folder))
+    if words[1] == "-m":
+        program.run_module(words[2], words[3:])
+    else:
+        program.run_script(words[1], words[2:])
+
+
+def _keep_apart(folder: Path) -> None:
+    """Have checkpoints and logs of this run in a folder of its own: it begins at its beginning, and leaves what other
+    runs of the script have saved as it is."""
+    from lockstep.checkpoint.api import Checkpointer
+    from lockstep.metrics.api import Log
+
+    for cls, name in ((Checkpointer, "folder"), (Log, "run")):
+        _redirect(cls, name, folder / "saved")
+
+
+def _compare_nothing() -> None:
+    """Have replicas that differ train on: the verdict says in what they differ, and from which step on."""
+    from lockstep.ddp.drift import DriftCheck
+
+    def count(self: DriftCheck) -> bool:
+        del self
+        return False
+
+    DriftCheck.count = count  # type: ignore[method-assign]
+
+
+def _keep_what_is_changed(folder: Path) -> None:
+    """From now on keep a copy of each file that the script changes: see Note [Put back] in putback.py."""
+    import safetensors
+    import torch
+
+    job = knobs.job_dir()
+    journal = Journal(folder / "journal", [folder] if job is None else [folder, job])
+    journal.announce(torch, "save", 1, "f")
+    journal.announce(torch.jit, "save", 1, "f")
+    for module in (safetensors, *filter(None, map(sys.modules.get, ("safetensors.torch", "safetensors.numpy")))):
+        journal.announce(module, "serialize_file", 1, "filename")
+    journal.listen()
+
+
+def _redirect(cls: Any, name: str, home: Path) -> None:
+    """Have instances of ``cls`` write below ``home`` what they would write at the path that they are given.
+
+    Args:
+        cls: the class.
+        name: its first argument, the path; what is no path is left alone.
+        home: a folder.
+    """
+    begin = cls.__init__
+
+    @functools.wraps(begin)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        place = args[0] if args else options.get(name)
+        if isinstance(place, (str, os.PathLike)):
+            moved = home / os.path.abspath(place).lstrip("/")
+            moved.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if args:
+                args = (moved, *args[1:])
+            else:
+                options[name] = moved
+        begin(self, *args, **options)
+
+    cls.__init__ = init
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

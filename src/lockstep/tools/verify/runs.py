@@ -1,0 +1,347 @@
+"""Start the runs of a verification, one after the other, and compare what they leave.
+
+Each run is ``lockstep run`` in a process of its own, with a limit, and with one number of threads for all: a rank that
+has half the threads adds up in another order, which would be one more reason to differ. The script runs on one rank and
+on each number of ranks that was asked for. Only where bits differ is there more to learn: a second run on one rank says
+whether the script repeats itself, a nudged one what rounding does (Note [Nudged runs] in compare.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep import knobs, machine
+from lockstep.errors import LockstepError, listed
+from lockstep.launch import processes
+from lockstep.launch.spec import Program, check_program
+from lockstep.tools.verify import compare
+from lockstep.tools.verify.compare import Difference, Judgement, Kind, Nudged, Stage, judge, measure
+from lockstep.tools.verify.putback import Lookout, put_back
+from lockstep.tools.verify.reasons import Reason, explain, whole_batch_each
+from lockstep.tools.verify.records import Assignment, Observation
+
+#: What starts lockstep's command; tests put a faster one in its place.
+COMMAND: Sequence[str] = (sys.executable, "-m", "lockstep")
+#: Seconds that a launcher has to end its ranks and itself after SIGTERM.
+_PATIENCE = 15.0
+#: Lines of a failed run's output that are repeated.
+_LINES = 12
+#: Runs that keep numbers beside those on several ranks: the first, a second one, two that are nudged.
+_ALONE = 4
+#: Bytes of a number that is kept.
+_BYTES = 4
+
+
+class CannotVerify(LockstepError):
+    """A run failed, or took no step, so that there is nothing to compare."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be verified."""
+
+    program: Program
+    #: Numbers of ranks that are compared with one.
+    ranks: tuple[int, ...]
+    steps: int = 20
+    #: Seconds for each run.
+    timeout: float = 600.0
+    #: Bytes of numbers that all runs may keep together.
+    keep: int = 2**30
+    #: Whether what the script prints is shown.
+    shows: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.ranks or min(self.ranks) < 2:
+            raise ValueError("-n: expected 2 ranks or more; they are compared with one")
+        if self.steps < 1:
+            raise ValueError(f"--steps {self.steps}: expected 1 or more")
+        if not (math.isfinite(self.timeout) and self.timeout > 0):
+            raise ValueError(f"--timeout {self.timeout:g}: expected a positive number of seconds")
+        if self.keep < 2**20:
+            raise ValueError(f"--keep {self.keep / 2**20:g}: expected 1 MiB or more")
+
+
+@dataclass(frozen=True)
+class Started:
+    """A run that has ended."""
+
+    what: str
+    ranks: int
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """One number of ranks, against one."""
+
+    ranks: int
+    difference: Difference
+    judgement: Judgement
+    #: The likeliest first; empty where nothing differs.
+    reasons: list[Reason] = field(default_factory=list)
+    #: Sentences about what differs without changing the verdict.
+    remarks: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Result:
+    """What a verification has found."""
+
+    asked: Asked
+    threads: str
+    #: Steps that were compared at most.
+    steps: int = 0
+    contrasts: list[Contrast] = field(default_factory=list)
+    #: How far rounding alone takes a run on one rank from another; None: all bits are equal.
+    rounding: Difference | None = None
+    runs: list[Started] = field(default_factory=list)
+    #: Files that the script has written and that are as they were before; and those that are not.
+    put_back: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def kind(self) -> Kind:
+        """The verdict on all: the worst."""
+        order = [Kind.BITS, Kind.ROUNDING, Kind.DIFFERENT]
+        return max((each.judgement.kind for each in self.contrasts), key=order.index)
+
+
+def verify(asked: Asked, folder: Path, tell: Callable[[str], None]) -> Result:
+    """Run the script as often as it takes, and compare.
+
+    Args:
+        asked: what to verify.
+        folder: an empty one, 0700; what the runs leave there is read as long as the result is used.
+        tell: shows a line about what is done.
+
+    Raises:
+        ValueError: the program can't be run.
+        CannotVerify: a run failed, took longer than its limit, or took no step.
+    """
+    check_program(asked.program)
+    runs = _Runs(asked, folder, tell)
+    one = runs.start("one rank", 1)
+    runs.result.steps = one.steps
+    differences = {ranks: measure(one, runs.start(f"{ranks} ranks", ranks)) for ranks in asked.ranks}
+    repeat: Difference | None = None
+    nudged: list[Nudged] = []
+    operations: list[str] = []
+    nudge = max(each.first.spacing for each in (one, *(found.other for found in differences.values())))
+    if any(found.same_layout and not found.same_bits for found in differences.values()):
+        repeat = measure(one, runs.start("one rank again, to see whether it repeats itself", 1))
+        if compare.repeats_itself(repeat):
+            away = measure(one, runs.start("one rank, nudged, to see what rounding does", 1, nudge=nudge))
+            nudged.append(Nudged(away, nudge, compare.FACTOR))
+            runs.result.rounding = away
+        if not repeat.same_bits:
+            name = "one rank, to name operations that are not deterministic"
+            operations = runs.start(name, 1, names_operations=True).first.operations
+    for ranks, found in differences.items():
+        judgement = judge(found, nudged)
+        if _is_close(judgement) and nudged:
+            if len(nudged) == 1:
+                far = nudge * compare.FAR
+                away = measure(one, runs.start("one rank, nudged further, to see what crossing a 0 does", 1, nudge=far))
+                nudged.append(Nudged(away, far, compare.FACTOR_FAR))
+            judgement = judge(found, nudged)
+        different = judgement.kind is Kind.DIFFERENT
+        reasons = explain(judgement, found, repeat, operations, nudged=nudged) if different else []
+        runs.result.contrasts.append(
+            Contrast(ranks, found, judgement, reasons, _remarks(asked, found, repeat, reasons))
+        )
+    return runs.result
+
+
+def _is_close(judgement: Judgement) -> bool:
+    return judgement.stage in (Stage.GRADIENT, Stage.UPDATE) and judgement.relative < compare.CLOSE
+
+
+def _remarks(asked: Asked, found: Difference, repeat: Difference | None, reasons: Sequence[Reason]) -> list[str]:
+    """Say what is worth knowing beside the verdict."""
+    texts = list(found.other.first.remarks)
+    spawned = found.other.first.spawned
+    if spawned:
+        texts.append(f"the script starts ranks by itself ({listed(spawned)}), and these are not seen")
+    texts += compare.untrained_parameters(found.first)
+    taken = {found.first.steps, found.other.steps}
+    if max(taken) < asked.steps:
+        texts.append(f"the script ended by itself after {max(taken)} of {asked.steps} steps")
+    if whole_batch_each(found.first, found.other):
+        texts.append("every rank computed the whole batch, so more ranks save no time: nothing cuts the batch")
+    if repeat is not None and not repeat.same_bits and not reasons:
+        texts.append("two runs on one rank don't have the same bits either")
+    spacing = max(found.first.first.spacing, found.other.first.spacing)
+    limit = max(1e-3, compare.FACTOR * spacing)
+    apart = [each.step for each in found.steps if each.loss is not None and each.loss > limit * (each.loss_size or 0.0)]
+    if apart and not reasons:
+        texts.append(
+            f"the ranks' losses don't make that of one rank from step {apart[0]} on, whether added or averaged; the "
+            "gradients do"
+        )
+    return texts
+
+
+class _Runs:
+    """Starts one run after the other."""
+
+    def __init__(self, asked: Asked, folder: Path, tell: Callable[[str], None]) -> None:
+        self._asked, self._folder, self._tell = asked, folder, tell
+        self._env = {name: value for name, value in os.environ.items() if name != knobs.TRACE}
+        if not any(self._env.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
+            self._env["OMP_NUM_THREADS"] = str(machine.share_of_cores(max(asked.ranks)))
+        threads = self._env.get("OMP_NUM_THREADS") or self._env.get("MKL_NUM_THREADS") or ""
+        self.result = Result(asked, threads)
+        self._lookout = Lookout(_folders(asked.program), folder)
+        self._numbers = asked.keep // _BYTES // ((_ALONE + len(asked.ranks)) * asked.steps * 2)
+
+    def start(self, what: str, ranks: int, *, nudge: float = 0.0, names_operations: bool = False) -> Observation:
+        """Run the script to its last step that is compared.
+
+        Raises:
+            CannotVerify: it failed, was too slow, or took no step.
+        """
+        home = self._folder / str(len(self.result.runs))
+        home.mkdir(mode=0o700)
+        assignment = Assignment(str(home), self._asked.steps, max(1, self._numbers), nudge, names_operations)
+        assignment.write(home / "assignment.json")
+        begun = time.monotonic()
+        try:
+            code = self._launch(home, ranks, what)
+        finally:
+            self._put_back(home, what)
+        seconds = time.monotonic() - begun
+        found = Observation.read(home, ranks)
+        why = self._why_useless(found, home, code, what)
+        if why is not None:
+            raise CannotVerify(why)
+        self.result.runs.append(Started(what, ranks, found.steps, seconds))
+        self._tell(f"{what}: {_steps(found.steps)}, {seconds:.1f} s")
+        return found
+
+    def _put_back(self, home: Path, what: str) -> None:
+        """Undo what the script has written; see Note [Put back] in putback.py."""
+        done = put_back(home / "journal")
+        shutil.rmtree(home / "journal", ignore_errors=True)
+        self.result.put_back += [path for path in done.files if path not in self.result.put_back]
+        changed = [path for path in self._lookout.changed() if path not in done.left]
+        for path in [*done.left, *changed]:
+            if path not in self.result.left:
+                self.result.left.append(path)
+                self._tell(f"{what}: not as it was before: {path}")
+
+    def _why_useless(self, found: Observation, home: Path, code: int, what: str) -> str | None:
+        """Return why there is nothing to compare in a run, if so."""
+        if code:
+            taken = {rank.rank: len(rank.steps) for rank in found.ranks}
+            steps = f"after {_steps(found.steps)}"
+            if len({*taken.values()}) > 1:
+                apart = (f"rank {rank} took {_steps(count)}" for rank, count in taken.items())
+                steps = f"and its ranks did not end together: {listed([*apart])}"
+            return f"the run on {what} failed with exit code {code}, {steps}; its last lines:\n{self._last_lines(home)}"
+        if len(found.ranks) < found.world_size:
+            return f"the run on {what} ended without a word of {found.world_size - len(found.ranks)} of its ranks"
+        if not found.steps:
+            return f"the run on {what} ended without a step of any torch.optim optimizer{_why_no_step(found)}"
+        if not any(each.names for each in found.first.optimizers):
+            return "all parameters are held in parts, as FSDP does: there are no replicas to compare"
+        untrained = None if self.result.runs else compare.why_untrained(found)
+        return None if untrained is None else f"the run on {what} trains nothing: {untrained}"
+
+    def _launch(self, home: Path, ranks: int, what: str) -> int:
+        command = [
+            *COMMAND,
+            "run",
+            "-n",
+            str(ranks),
+            "--standalone",
+            "--quiet",
+            f"--log-dir={home / 'logs'}",
+            "-m",
+            "lockstep.tools.verify.observed",
+            str(home / "assignment.json"),
+            *self._asked.program.words,
+        ]
+        with open(_output(home), "wb") as file:
+            out = sys.stderr if self._asked.shows else file
+            process = subprocess.Popen(
+                command,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),
+            )
+            try:
+                return process.wait(self._asked.timeout)
+            except subprocess.TimeoutExpired:
+                steps = _steps(Observation.read(home, ranks).steps)
+                raise CannotVerify(
+                    f"the run on {what} was stopped after {self._asked.timeout:g} s, the limit (--timeout), and "
+                    f"{steps}; fewer steps (--steps) take less"
+                ) from None
+            finally:
+                _end(process)
+
+    def _last_lines(self, home: Path) -> str:
+        if self._asked.shows:
+            return "  (see above)"
+        lines = _output(home).read_text(errors="replace").splitlines()
+        lines = [line for line in lines if str(home) not in line]  # which is about to be removed
+        return "\n".join(f"  {line}" for line in lines[-_LINES:]) or "  (none)"
+
+
+def _folders(program: Program) -> list[Path]:
+    """Return where a script is likely to write."""
+    here = Path.cwd()
+    return [here] if program.is_module else [here, Path(program.target).resolve().parent]
+
+
+def _why_no_step(found: Observation) -> str:
+    spawned = list(dict.fromkeys(each for rank in found.ranks for each in rank.spawned))
+    if spawned:
+        return (
+            f" of its own: it starts ranks by itself ({listed(spawned)}), and these are not seen. Here the command "
+            "starts the ranks: have the script call that function once in its own process, with the rank and the "
+            "number of ranks that lockstep.init() or the variables RANK and WORLD_SIZE tell"
+        )
+    if any(len(rank.steps) for rank in found.ranks):
+        idle = [str(rank.rank) for rank in found.ranks if not rank.steps]
+        return f" on rank {listed(idle)}, while the others took some: what does the script do on that rank?"
+    processes = list(dict.fromkeys(each for rank in found.ranks for each in rank.processes))
+    text = (
+        ", so there is nothing to compare: does the script train, and with these arguments? One that resumes by itself "
+        "and finds a training that is complete takes none"
+    )
+    if processes:
+        text += f". It starts processes ({listed(processes, most=3)}); what they train is not seen"
+    return text
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher that runs, and wait for it: it takes its ranks with it."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _output(home: Path) -> Path:
+    return home / "output"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"

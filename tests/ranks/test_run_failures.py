@@ -45,6 +45,38 @@ def test_the_first_failure_is_shown_with_its_own_traceback(tmp_path: Path) -> No
         )
 
 
+_SAYS_WHY_AND_LEAVES = """
+import argparse, os, sys, time
+
+if os.environ["RANK"] == "0":
+    time.sleep(100)  # slower than rank 1 at importing what it needs
+for line in range(20):
+    print("line", line, "x" * 300)
+if {how!r} == "argparse":
+    parser = argparse.ArgumentParser(prog="train.py")
+    parser.add_argument("--epochs", type=int)
+    parser.parse_args(["--epochs", "none"])
+print("out of patience", flush=True)
+os._exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "last"), [("argparse", "train.py: error: argument --epochs: invalid int value: 'none'"), ("exit", "out of")]
+)
+def test_what_an_unseen_rank_wrote_last_is_told_where_nothing_else_says_why(
+    tmp_path: Path, how: str, last: str
+) -> None:
+    (tmp_path / "train.py").write_text(_SAYS_WHY_AND_LEAVES.format(how=how))
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path)
+    report = done.err[done.err.index("lockstep: ") :].splitlines()
+    code = 2 if how == "argparse" else 3
+    assert report[0] == f"lockstep: rank 1 of 2 failed: exit code {code}"
+    (log,) = [number for number, line in enumerate(report) if line.startswith("rank 1's log: ")]
+    assert report[log - 1].startswith(f"  {last}")
+    assert 2 <= log <= 9
+
+
 _LATE = """
 import os, lockstep
 w = lockstep.init(timeout=2)

@@ -26,6 +26,8 @@ from lockstep.rendezvous.messages import Round
 _RANKS = 16
 #: Characters of an error's first line that a report repeats where its traceback was shown.
 _BRIEF = 200
+#: Lines and bytes of what a rank wrote last that are told where nobody saw it and nothing else says why it ended.
+_LAST_LINES, _LAST_BYTES = 8, 2000
 #: Stands for the rank that an error begins with.
 _ANY_RANK = "rank #"
 
@@ -246,6 +248,8 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     elif record is not None and record.traceback:
         told = record.summary if len(record.summary) <= _BRIEF else record.type
         lines.append(f"{told} (its traceback is above)" if first.shown and not elsewhere else record.traceback.rstrip())
+    elif first.log is not None and not first.shown:  # it may have said why before it left, as argparse does
+        lines += _last_lines(first.log)
     if first.log is not None:
         lines.append(f"rank {first.rank}'s log: {first.log}")
     others: dict[str, list[int]] = {}
@@ -287,6 +291,18 @@ def unseen(ranks: Sequence[int], folder: Path | None) -> str:
 
 def _where(note: StopNote) -> str:
     return note.describe()
+
+
+def _last_lines(log: Path) -> list[str]:
+    """Return the end of a rank's log, indented."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []  # the log is named all the same
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return [f"  {line}" for line in lines[-_LAST_LINES:]]
 
 
 def _blamed(message: str) -> str:

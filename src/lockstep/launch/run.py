@@ -348,6 +348,7 @@ class _Run:
 
     def _end_attempt(self) -> None:
         """Find out why the attempt is over, now that all ranks of this machine have ended."""
+        self._relay.finish_sources()  # what they wrote last may say it
         if self._verdict is None:
             verdict = self._judge()
             if self._others is None or self._stage is _Stage.IMPORTING:

@@ -209,6 +209,76 @@ def test_a_terminal_that_goes_makes_the_run_save(tmp_path: Path, how: str) -> No
             assert gone_within(everyone, 10.0) == []
 
 
+_WORKERS = """
+import os, sys, time
+import torch, lockstep
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+context, sharded = sys.argv[1], sys.argv[2] == "sharded"
+
+class Data(Dataset):
+    def __init__(self):
+        self.rank = os.environ["RANK"]
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return torch.ones(4)
+    def __setstate__(self, state):  # in a worker that is not forked
+        self.__dict__.update(state)
+        hang_about(self.rank)
+
+def hang_about(rank):
+    open(f"worker-of-{rank}", "w").close()
+    limit = time.monotonic() + 60
+    while not os.path.exists("hung-up") and time.monotonic() < limit:
+        time.sleep(0.01)
+    time.sleep(0.2)  # so that the signal is seen here
+
+if __name__ == "__main__":
+    world = lockstep.init()
+    model = lockstep.replicate(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Data(), batch_size=4, num_workers=2, multiprocessing_context=context)
+    loader = lockstep.shard(loader) if sharded else loader
+    saved = lockstep.Checkpointer("run", model=model, optimizer=optimizer, loader=loader if sharded else None)
+    for epoch in saved.epochs(10):
+        if epoch == 1 and context == "fork":
+            os.register_at_fork(after_in_child=lambda: hang_about(world.rank))
+        for batch in loader:
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+            if not sharded:
+                saved.between_steps()
+"""
+
+
+@pytest.mark.parametrize(
+    ("context", "loader"),
+    [
+        ("fork", "sharded"),
+        ("fork", "plain"),
+        ("spawn", "sharded"),
+        pytest.param("forkserver", "sharded", marks=pytest.mark.campaign),
+    ],
+)
+def test_a_worker_that_is_about_to_start_outlives_the_terminal(tmp_path: Path, context: str, loader: str) -> None:
+    (tmp_path / "train.py").write_text(_WORKERS)
+    # The kernel tells all processes of the terminal when the leader of its session, a shell, has ended.
+    shell = ["bash", "-c", '"$@"; true', "bash"]
+    with _in_a_terminal(tmp_path, [*shell, *_run("-n", "2", "train.py", context, loader)]) as job:
+        job.wait_for(lambda: all((tmp_path / f"worker-of-{rank}").exists() for rank in range(2)), "workers")
+        job.wait_for(lambda: list(job._logs.glob("*/run.json")), "the run's record")
+        everyone = _proc.descendants(job.leader)
+        with killed_afterwards(everyone):
+            job.hang_up()
+            job.code()
+            (tmp_path / "hung-up").touch()
+            assert job.end() == EXIT_SAVED
+            assert gone_within(everyone, 10.0) == []
+
+
 #: Where the terminal goes, and how the run may end. Ranks that have just been started again may have nothing to save,
 #: and who is on its way out when all is done is ended by the signal, or is faster.
 _PLACES = {

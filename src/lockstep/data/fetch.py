@@ -29,6 +29,7 @@ from lockstep.data.order import global_batches, mix, slice_bounds
 from lockstep.data.seeding import preserved_generators, seed_generators
 from lockstep.data.slicing import Slicing
 from lockstep.data.source import Shardable
+from lockstep.job import stop
 from lockstep.job.trace import BatchTimes
 from lockstep.job.workers import AtWork
 from lockstep.trees import parts_of, rebuilt
@@ -426,6 +427,14 @@ def step_key(
     return key._replace(samples=sum(each.samples for each in key.slices))
 
 
+class _InnerLoader(DataLoader[Fetched]):
+    """A loader whose workers leave it to their rank what comes of a Ctrl-C, or of the end of the terminal."""
+
+    def __iter__(self) -> Any:
+        with stop.spared():
+            return super().__iter__()
+
+
 def inner_loader(
     source: Shardable,
     world: World,
@@ -458,7 +467,7 @@ def inner_loader(
     else:
         dataset = (TimedSlices if traced else SliceDataset)(given.dataset, given.collate_fn, seeded=seeded)
         workers = max(1, given.num_workers // world.local_world_size) if given.num_workers else 0
-    return DataLoader(
+    return _InnerLoader(
         dataset,
         batch_size=None,
         sampler=None if isinstance(dataset, IterableDataset) else keys,

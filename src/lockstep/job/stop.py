@@ -33,8 +33,9 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import current_process, util
+from multiprocessing import current_process, popen_fork, util
 from types import FrameType
 from typing import Any, Protocol
 
@@ -48,6 +49,10 @@ from lockstep.job.page import Cell, Pages
 LEAD = 2
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SAVE = signal.SIGUSR1
+#: The code in which multiprocessing forks a worker.
+_LAUNCH = popen_fork.Popen._launch.__code__  # type: ignore[attr-defined]  # (private)
+#: What a terminal sends to all processes that it controls.
+_FROM_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP)
 #: Two signals closer than this are one: "timeout" signals its child and then the whole group.
 _SAME_SIGNAL = 0.25
 
@@ -275,7 +280,8 @@ class Requests:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked child has this function too, and none of the steps
-            _as_by_default(signum, frame)
+            if signum not in _FROM_THE_TERMINAL or not _becomes_daemon(frame):
+                _as_by_default(signum, frame)
         elif signum == _SAVE:
             self.save = True
         elif signum == signal.SIGHUP and self._hung_up():
@@ -308,5 +314,26 @@ def _spare_daemons(requests: Requests) -> None:
     """Ignore what a terminal sends to all, Ctrl-C and its end, in a worker that multiprocessing forked: its rank still
     needs it."""
     if requests.listening and current_process().daemon:
-        for signum in (signal.SIGINT, signal.SIGHUP):
+        for signum in _FROM_THE_TERMINAL:
             signal.signal(signum, signal.SIG_IGN)
+
+
+def _becomes_daemon(frame: FrameType | None) -> bool:
+    """Return whether multiprocessing is at making a daemon of this process, which it has just forked."""
+    while frame is not None and frame.f_code is not _LAUNCH:
+        frame = frame.f_back
+    return frame is not None and bool(frame.f_locals["process_obj"].daemon)
+
+
+@contextmanager
+def spared() -> Iterator[None]:
+    """Keep what a terminal sends to all from the processes that are started meanwhile, also from those that are not
+    forked, if it is a request to this one, which then hears of it afterwards."""
+    if not isinstance(getattr(signal.getsignal(signal.SIGHUP), "__self__", None), Requests):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_THE_TERMINAL)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.job.page import Phase
-from lockstep.job.trace import EventWriter, Head, Kind
+from lockstep.job.trace import EventKind, EventWriter, Head
 from lockstep.runs.trace import Origin, Trace, collect
 
 Event = dict[str, Any]
@@ -52,36 +52,38 @@ class Steps:
         """Take steps, each of which computes so many milliseconds longer before its backward."""
         for _ in range(count):
             begun = self._at
-            self._add(Kind.PHASE, begun + 1 * _MS, number=Phase.OPTIMIZER)
-            self._add(Kind.PHASE, begun + 6 * _MS, number=Phase.OWN)
+            self._add(EventKind.PHASE, begun + 1 * _MS, number=Phase.OPTIMIZER)
+            self._add(EventKind.PHASE, begun + 6 * _MS, number=Phase.OWN)
             self._around("barrier #1", "collective", begun + 10 * _MS, begun + 14 * _MS, backend="shm")
             self.begin_backward(begun + round((30 + longer) * _MS), **about)
             at = begun + round(longer * _MS)
             for bucket in range(3):
-                self._add(Kind.MARK, at + (50 + 10 * bucket) * _MS, "bucket ready", number=bucket + 1)
+                self._add(EventKind.MARK, at + (50 + 10 * bucket) * _MS, "bucket ready", number=bucket + 1)
             self._taken += 1
             said: dict[str, Any] = {} if samples is None else {"local_samples": samples, "global_samples": 2 * samples}
-            self._add(Kind.BEGIN, at + 70 * _MS, "averaging gradients", number=self._taken, **said)
+            self._add(EventKind.BEGIN, at + 70 * _MS, "averaging gradients", number=self._taken, **said)
             self._around("all_reduce", "collective", at + 75 * _MS, at + 80 * _MS, backend="gloo (cpu)")
             self._around("wait for all_reduce", "wait", at + 80 * _MS, at + 95 * _MS)
             self._at = at + 100 * _MS
-            self._add(Kind.END, self._at)
+            self._add(EventKind.END, self._at)
 
     def begin_backward(self, at: int | None = None, *, averages: bool = True, **about: Any) -> None:
         """Begin a backward, in the middle of what comes before the next one."""
         about = {**self._about, **about, "averages": averages}
-        self._add(Kind.MARK, at or self._at + 20 * _MS, "backward begins", **about)
+        self._add(EventKind.MARK, at or self._at + 20 * _MS, "backward begins", **about)
 
     def close(self) -> None:
         """Close the window."""
         self._writer.close()
 
-    def _add(self, kind: Kind, at: int, name: str = "", *, cat: str = "gradients", number: int = 0, **of: Any) -> None:
+    def _add(
+        self, kind: EventKind, at: int, name: str = "", *, cat: str = "gradients", number: int = 0, **of: Any
+    ) -> None:
         self._writer.add(kind, self._writer.name(name, cat, **of) if name else 0, number, at=at)
 
     def _around(self, name: str, category: str, begun: int, ended: int, **about: Any) -> None:
-        self._add(Kind.BEGIN, begun, name, cat=category, **about)
-        self._add(Kind.END, ended)
+        self._add(EventKind.BEGIN, begun, name, cat=category, **about)
+        self._add(EventKind.END, ended)
 
 
 def steps_of(folder: Path, ranks: int) -> Trace:

@@ -17,7 +17,7 @@ from lockstep import machine
 from lockstep.launch.evidence import MemoryGroup
 from lockstep.tools.doctor import checks, child, facts, findings, trials, variables
 from lockstep.tools.doctor.between import (
-    Clock,
+    HostClock,
     Try,
     compare_clocks,
     compare_versions,
@@ -25,13 +25,13 @@ from lockstep.tools.doctor.between import (
     judge_ways,
     name_ranks,
 )
-from lockstep.tools.doctor.checks import Task
+from lockstep.tools.doctor.checks import CheckTask
 from lockstep.tools.doctor.disk import check_folder
 from lockstep.tools.doctor.findings import Finding, Level, verdict
 from lockstep.tools.doctor.hosted import CHECKS
 from lockstep.tools.doctor.visit import _advice
 
-HERE = Task(ranks=2, folder=Path("."))
+HERE = CheckTask(ranks=2, folder=Path("."))
 
 
 def one(found: Iterable[Finding], level: Level) -> Finding:
@@ -380,11 +380,11 @@ def test_a_pair_that_is_slower_than_the_others() -> None:
 
 
 def test_what_a_job_has_printed() -> None:
-    assert trials.read_job(child.Ended(0, 'hello\n{"backend": "shm"}\n', "")) == {"backend": "shm"}
-    assert trials.read_job(child.Ended(1, "{}", "first\n\nlast\n")) == "first\nlast"
-    assert trials.read_job(child.Ended(0, "hello", "")) == "hello"
-    assert trials.read_job(child.Ended(0, "", "")) == "it said nothing"
-    assert trials.read_job(child.Ended(None, "", "it waits")) == "it has not ended in its time; it waits"
+    assert trials.read_job(child.ChildResult(0, 'hello\n{"backend": "shm"}\n', "")) == {"backend": "shm"}
+    assert trials.read_job(child.ChildResult(1, "{}", "first\n\nlast\n")) == "first\nlast"
+    assert trials.read_job(child.ChildResult(0, "hello", "")) == "hello"
+    assert trials.read_job(child.ChildResult(0, "", "")) == "it said nothing"
+    assert trials.read_job(child.ChildResult(None, "", "it waits")) == "it has not ended in its time; it waits"
 
 
 # Between machines ----------------------------------------------------------------------------------------------------
@@ -413,17 +413,22 @@ def test_versions_that_differ() -> None:
 
 def test_clocks_are_compared_with_each_other() -> None:
     """Not with this machine's, and not more closely than they are known."""
-    clock = Clock.of([(10.0, 15.5, 11.0), (20.0, 25.2, 20.4)])
+    clock = HostClock.of([(10.0, 15.5, 11.0), (20.0, 25.2, 20.4)])
     assert clock.ahead == pytest.approx(5.0)
     assert clock.error == pytest.approx(0.2)
-    fine = compare_clocks({"a": Clock(100.0, 0.01), "b": Clock(100.5, 0.01)})
+    fine = compare_clocks({"a": HostClock(100.0, 0.01), "b": HostClock(100.5, 0.01)})
     assert one(fine, Level.OK).what == "they agree to 500 ms"
-    found = one(compare_clocks({"a": Clock(0.0, 0.01), "b": Clock(-3.0, 0.01), "c": Clock(-1.0, 0.0)}), Level.WARNING)
+    found = one(
+        compare_clocks({"a": HostClock(0.0, 0.01), "b": HostClock(-3.0, 0.01), "c": HostClock(-1.0, 0.0)}),
+        Level.WARNING,
+    )
     assert found.what.startswith("the clock of a is 3 s ahead of that of b")
     assert "chronyd" in found.advice
-    found = one(compare_clocks({"a": Clock(0.0, 0.01), "b": Clock(60.0, 0.01)}), Level.WARNING)
+    found = one(compare_clocks({"a": HostClock(0.0, 0.01), "b": HostClock(60.0, 0.01)}), Level.WARNING)
     assert "can't be put in order by their times" in found.what
-    assert levels(compare_clocks({"a": Clock(0.0, 1.0), "b": Clock(3.0, 1.0)})) == {Level.OK}, "asked over a slow line"
+    assert levels(compare_clocks({"a": HostClock(0.0, 1.0), "b": HostClock(3.0, 1.0)})) == {Level.OK}, (
+        "asked over a slow line"
+    )
 
 
 def _try(how: str = "ok", *, source: str = "a", target: str = "b", port: int = 41000, **changes: Any) -> Try:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.ddp.difference import Difference
-from lockstep.ddp.digest import Holdings, Span, digest_on_device, watch_optimizers
+from lockstep.ddp.digest import ByteSpan, Holdings, digest_on_device, watch_optimizers
 from lockstep.ddp.drift import MOST_STEPS, Costs, Schedule
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.step.conditions import conditions, differences
@@ -49,7 +49,7 @@ def test_a_tensor_with_gaps_is_one_piece_and_strides_are_kept() -> None:
     holdings = _holdings(wide[:, ::2], torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.zeros(50))
     assert [item.has_gaps for item in holdings.items] == [True, False, False]
     pieces = [span for part in holdings.cut(128) for span in part.spans if span.item == 0]
-    assert pieces == [Span(0, 0, 20 * 15 * 4)]
+    assert pieces == [ByteSpan(0, 0, 20 * 15 * 4)]
 
 
 # Digests ------------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_every_bit_counts_in_both_digests(kind: str) -> None:
 def test_a_gpu_takes_the_digest_that_a_cpu_takes_in_its_way(kind: str) -> None:
     torch.manual_seed(3)
     tensor: Tensor = _TENSORS[kind]()
-    span = Span(0, 0, tensor.nbytes)
+    span = ByteSpan(0, 0, tensor.nbytes)
     there = torch.empty_like(tensor, device="cuda").copy_(tensor)
     expected = digest_on_device([(tensor, span)], 7, _CPU)
     for _ in range(20):

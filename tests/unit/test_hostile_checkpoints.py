@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint.blocks import Part, cut
+from lockstep.checkpoint.blocks import TensorPart, cut
 from lockstep.checkpoint.encoding import digest_of
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.manifest import MODEL, FileEntry, Manifest, _digest_of
@@ -29,9 +29,9 @@ from tests.harness import collect_outcomes, run_ranks
 Header = dict[str, Any]
 
 
-def _part(content: bytes, name: str = "", start: int = 0, stop: int | None = None) -> Part:
+def _part(content: bytes, name: str = "", start: int = 0, stop: int | None = None) -> TensorPart:
     stop = len(content) if stop is None else stop
-    return Part(name, start, stop, tuple(digest_of(content[begin:end]) for begin, end in cut(start, stop)))
+    return TensorPart(name, start, stop, tuple(digest_of(content[begin:end]) for begin, end in cut(start, stop)))
 
 
 def _checkpoint(root: Path) -> Path:
@@ -42,7 +42,7 @@ def _file(header: bytes, data: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
-def _forge(folder: Path, name: str, content: bytes, parts: list[Part] | None = None) -> None:
+def _forge(folder: Path, name: str, content: bytes, parts: list[TensorPart] | None = None) -> None:
     """Put another file into a checkpoint, so that all digests fit."""
     path = folder / MANIFEST
     manifest = Manifest.from_json(path.read_bytes(), where=str(path))

@@ -11,13 +11,13 @@ from lockstep.job.hang import (
     ASLEEP,
     HALTS,
     Doing,
-    Kind,
+    HangKind,
+    HangVerdict,
     Looker,
     Seen,
     Shares,
     Standstill,
     StepTimes,
-    Verdict,
     compare,
     odd_ones,
     settle,
@@ -46,12 +46,12 @@ def _works(
     return Seen(rank, look or _look(**changes), moved=NOW - quiet, standstill=standstill)
 
 
-def _compare(*ranks: Seen, usual: float = 5.0, whole: bool = True) -> Verdict | None:
+def _compare(*ranks: Seen, usual: float = 5.0, whole: bool = True) -> HangVerdict | None:
     return compare(ranks, now=NOW, usual=usual, shortest=5.0, whole=whole)
 
 
 def test_a_rank_that_the_others_have_waited_for_is_late() -> None:
-    assert _compare(_waits(0, 5.1), _works(1, 5.1)) == Verdict(Kind.LATE, (1,), (0,), NOW - 5.1)
+    assert _compare(_waits(0, 5.1), _works(1, 5.1)) == HangVerdict(HangKind.LATE, (1,), (0,), NOW - 5.1)
     assert _compare(_waits(0, 4.9), _works(1, 100.0)) is None
 
 
@@ -113,7 +113,7 @@ def test_all_wait() -> None:
     assert _compare(_waits(0, 6), _waits(1, 4)) is None
     verdict = _compare(_waits(0, 60), _waits(1, 6))
     assert verdict is not None
-    assert (verdict.kind, verdict.late, verdict.waiting) == (Kind.APART, (), (0, 1))
+    assert (verdict.kind, verdict.late, verdict.waiting) == (HangKind.APART, (), (0, 1))
     assert _compare(_waits(0, 50), _waits(1, 50), whole=False) is None, "another machine's ranks may be busy"
     assert _compare(_waits(0, 61), _waits(1, 61), whole=False) is not None
 
@@ -121,12 +121,12 @@ def test_all_wait() -> None:
 def test_nobody_moves_and_nobody_is_known_to_wait() -> None:
     verdict = _compare(_works(0, 6), _works(1, 6))
     assert verdict is not None
-    assert verdict.kind is Kind.STILL
+    assert verdict.kind is HangKind.STILL
     assert _compare(_works(0, 6), _works(1, 4)) is None
     assert _compare(_works(0, 6)) is None, "a rank alone holds up nobody"
     assert settle(verdict, {0: Doing.WORKS, 1: Doing.WORKS}) is None
-    assert settle(verdict, {0: Doing.WAITS, 1: Doing.WORKS}) == Verdict(Kind.LATE, (1,), (0,), verdict.since)
-    assert settle(verdict, {0: Doing.WAITS, 1: Doing.WAITS}) == Verdict(Kind.APART, (), (0, 1), verdict.since)
+    assert settle(verdict, {0: Doing.WAITS, 1: Doing.WORKS}) == HangVerdict(HangKind.LATE, (1,), (0,), verdict.since)
+    assert settle(verdict, {0: Doing.WAITS, 1: Doing.WAITS}) == HangVerdict(HangKind.APART, (), (0, 1), verdict.since)
 
 
 @pytest.mark.parametrize("standstill", sorted(HALTS, key=str))
@@ -143,7 +143,7 @@ def test_who_cannot_go_on_has_no_longer_whatever_it_is_at(changes: dict[str, Any
     late = _look(**changes)
     assert _compare(_waits(0, 4.9), _works(1, 60, late, standstill=standstill), usual=50) is None
     verdict = _compare(_waits(0, 5.1), _works(1, 5.1, late, standstill=standstill), usual=50)
-    assert verdict == Verdict(Kind.LATE, (1,), (0,), NOW - 5.1)
+    assert verdict == HangVerdict(HangKind.LATE, (1,), (0,), NOW - 5.1)
 
 
 def test_who_cannot_go_on_is_named_beside_one_that_is_excused() -> None:
@@ -159,7 +159,7 @@ def test_who_is_stopped_where_nobody_is_known_to_wait_is_asked_for_early() -> No
     stopped = _works(1, 6, steps=None, standstill=Standstill.STOPPED)
     verdict = _compare(early[0], stopped)
     assert verdict is not None
-    assert verdict.kind is Kind.STILL
+    assert verdict.kind is HangKind.STILL
     assert _compare(early[0], _works(1, 6, steps=None, standstill=Standstill.LOCKED)) is None, "it may wait, by its own"
 
 
@@ -170,8 +170,8 @@ def _mark(phase: Phase, event: int, *, waits: bool = False) -> int:
 @pytest.mark.parametrize("standstill", list(Standstill))
 def test_who_is_at_a_standstill_does_not_wait_whatever_its_page_says(standstill: Standstill) -> None:
     stopped = replace(_waits(1, 7), standstill=standstill)
-    assert _compare(_waits(0, 6), stopped) == Verdict(Kind.LATE, (1,), (0,), NOW - 6)
-    assert _compare(_waits(0, 6), stopped, _waits(2, 7)) == Verdict(Kind.LATE, (1,), (0, 2), NOW - 6)
+    assert _compare(_waits(0, 6), stopped) == HangVerdict(HangKind.LATE, (1,), (0,), NOW - 6)
+    assert _compare(_waits(0, 6), stopped, _waits(2, 7)) == HangVerdict(HangKind.LATE, (1,), (0, 2), NOW - 6)
     assert _compare(_waits(0, 4), stopped) is None
     assert _compare(stopped, _works(0, 1)) is None, "nobody waits for it yet"
     early = replace(_waits(1, 7, steps=0), standstill=standstill)
@@ -188,7 +188,7 @@ def test_a_debugger_or_a_busy_machine_at_a_ranks_own_work_changes_nothing(stands
 def test_ranks_that_all_stand_still_are_all_named() -> None:
     stopped = [replace(_waits(rank, 6), standstill=Standstill.STOPPED) for rank in range(2)]
     verdict = _compare(*stopped)
-    assert verdict == Verdict(Kind.LATE, (0, 1), (), NOW - 6)
+    assert verdict == HangVerdict(HangKind.LATE, (0, 1), (), NOW - 6)
     assert settle(verdict, {0: Doing.WORKS, 1: Doing.WORKS}) == verdict
     assert _compare(stopped[0]) is None, "a rank alone holds up nobody"
 

@@ -9,7 +9,7 @@ import pytest
 from lockstep import EnvironmentMismatch, LaunchError, knobs
 from lockstep.launch.hosted import Order
 from lockstep.launch.hosts import Line, refuse_with_hosts
-from lockstep.remote.frames import Frames, Greeting, Kind, frame
+from lockstep.remote.frames import FrameKind, Frames, Greeting, frame
 from lockstep.remote.ssh import Host, meeting_place, parse_hosts, passed_on
 
 
@@ -72,13 +72,19 @@ def test_the_hosts_meet_at_the_first() -> None:
 
 def test_frames_come_in_any_pieces() -> None:
     said = b'lockstep is here: {"version": "1", "port": 4000}\n'
-    stream = b"Welcome!\n\n" + said + frame(Kind.OUTPUT, b"a\nb 3\n") + frame(Kind.ALIVE) + frame(Kind.ENDED, b"75")
+    stream = (
+        b"Welcome!\n\n"
+        + said
+        + frame(FrameKind.OUTPUT, b"a\nb 3\n")
+        + frame(FrameKind.ALIVE)
+        + frame(FrameKind.ENDED, b"75")
+    )
     for size in (1, 7, len(stream)):
         frames = Frames()
         pieces = [stream[start : start + size] for start in range(0, len(stream), size)]
         found = [each for piece in pieces for each in frames.feed(piece)]
         assert frames.greeting == Greeting("1", 4000)
-        assert found == [(Kind.OUTPUT, b"a\nb 3\n"), (Kind.ALIVE, b""), (Kind.ENDED, b"75")]
+        assert found == [(FrameKind.OUTPUT, b"a\nb 3\n"), (FrameKind.ALIVE, b""), (FrameKind.ENDED, b"75")]
 
 
 def test_an_order_is_a_line() -> None:

@@ -17,7 +17,7 @@ from typing import TextIO
 import pytest
 
 from lockstep import _proc
-from lockstep.job.hang import Kind, Standstill, Verdict
+from lockstep.job.hang import HangKind, HangVerdict, Standstill
 from lockstep.job.page import Phase
 from lockstep.launch import evidence, report
 from lockstep.launch.evidence import Frame, Stillness
@@ -241,7 +241,9 @@ def test_the_report_names_the_late_rank_its_place_and_where_the_others_wait() ->
         stack=evidence.parse_stack(_DUMP),
     )
     waits = _known(0, look=_look(waiting=True, waits_in="all_reduce #12 at train.py:30 in step"))
-    text = report.describe_late(Verdict(Kind.LATE, (1,), (0,), NOW - 7), {0: waits, 1: late}, now=NOW, world_size=2)
+    text = report.describe_late(
+        HangVerdict(HangKind.LATE, (1,), (0,), NOW - 7), {0: waits, 1: late}, now=NOW, world_size=2
+    )
     assert text.splitlines()[:5] == [
         "rank 1 of 2 has held up the others for 7 s",
         "  rank 1 (process 4001) is sleeping in read of /data/7 (pipe_read)",
@@ -255,7 +257,7 @@ def test_the_report_names_the_late_rank_its_place_and_where_the_others_wait() ->
 
 def test_a_rank_is_placed_by_its_stack_or_by_what_it_waited_in_last() -> None:
     def said(**changes: object) -> str:
-        verdict = Verdict(Kind.LATE, (1,), (0,), NOW - 7)
+        verdict = HangVerdict(HangKind.LATE, (1,), (0,), NOW - 7)
         ranks = {0: _known(0, look=_look(waiting=True, waits_in="barrier at train.py:3")), 1: _known(1, **changes)}
         return report.describe_late(verdict, ranks, now=NOW, world_size=2)
 
@@ -274,7 +276,7 @@ def test_a_rank_is_placed_by_its_stack_or_by_what_it_waited_in_last() -> None:
 def test_ranks_that_all_wait_are_told_apart_and_from_other_machines() -> None:
     one = _known(0, look=_look(waiting=True, waits_in="barrier at train.py:3"))
     other = _known(1, look=_look(waiting=True, waits_in="all_reduce at train.py:9", steps=11))
-    verdict = Verdict(Kind.APART, (), (0, 1), NOW - 7)
+    verdict = HangVerdict(HangKind.APART, (), (0, 1), NOW - 7)
     text = report.describe_late(verdict, {0: one, 1: other}, now=NOW, world_size=2)
     assert text.startswith(
         "rank 1 of 2 has left out the collective that the others wait in, or they have one too many: "
@@ -308,5 +310,5 @@ def test_a_rank_in_the_garbage_collector_is_named_so_and_keeps_its_stack(tmp_pat
         "test_a_rank_in_the_garbage_collector_is_named_so_and_keeps_its_stack",
     ]
     late = _known(1, stack=stack)
-    text = report.describe_late(Verdict(Kind.LATE, (1,), (), NOW - 7), {1: late}, now=NOW, world_size=2)
+    text = report.describe_late(HangVerdict(HangKind.LATE, (1,), (), NOW - 7), {1: late}, now=NOW, world_size=2)
     assert "  Python's garbage collector is at work: gc.freeze()" in text

@@ -17,7 +17,7 @@ import torch
 from lockstep.errors import LockstepError
 from lockstep.metrics import series
 from lockstep.metrics.file import LogFile
-from lockstep.metrics.series import Numbers, Summary, merged, summary_of
+from lockstep.metrics.series import Numbers, SeriesSummary, merged, summary_of
 from lockstep.metrics.sinks import Sink, make
 
 
@@ -28,7 +28,7 @@ def test_a_mean_is_weighted_and_rounded_once() -> None:
     assert value == pytest.approx(exact, rel=1e-15)
     halves = merged([summary_of(numbers[:300]), summary_of(numbers[300:])])
     assert halves.value == pytest.approx(exact, rel=1e-15)
-    assert Summary.from_json(json.loads(json.dumps(halves.to_json()))) == halves
+    assert SeriesSummary.from_json(json.loads(json.dumps(halves.to_json()))) == halves
 
 
 def test_equal_numbers_stay_what_they_are() -> None:
@@ -41,7 +41,7 @@ def test_equal_numbers_stay_what_they_are() -> None:
 def test_what_is_not_finite_is_counted_apart_and_what_weighs_nothing_not_at_all() -> None:
     summary = summary_of([(1.0, 1.0), (math.nan, 1.0), (-math.inf, 2.0), (3.0, 1.0), (math.nan, 0.0)])
     assert (summary.value, summary.weight, summary.nonfinite) == (2.0, 2.0, 2)
-    assert summary_of([(math.nan, 0.0)]) == Summary(0.0, 0.0, 0.0, 0.0, 0)
+    assert summary_of([(math.nan, 0.0)]) == SeriesSummary(0.0, 0.0, 0.0, 0.0, 0)
     assert merged([summary_of([]), summary_of([(5.0, 2.0)])]).value == 5.0
     assert merged([]).value is None
 
@@ -57,7 +57,7 @@ def test_the_step_of_the_first_that_is_not_finite_is_known(monkeypatch: pytest.M
     summary = numbers.take()
     assert (summary.nonfinite, summary.since) == (1, 9), "that of step 7 counts for nothing"
     assert merged([summary, summary_of([(1.0, 1.0)])]).since == 9
-    assert Summary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
+    assert SeriesSummary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
     assert numbers.take().since is None
 
 

@@ -312,7 +312,7 @@ def test_a_few_far_values_do_not_flatten_the_others() -> None:
 
 
 def test_curves_break_where_nothing_is_known() -> None:
-    frame = drawing.Frame(10.0, 0.0, 1.0, "number")
+    frame = drawing.Axes(10.0, 0.0, 1.0, "number")
     drawn = drawing.line(frame, [0, 1, 2, 3, 4], [0.0, 1.0, math.nan, 0.5, math.nan], "s0")
     assert 'd="M0 1000l1000 -1000M3000 500h0"' in drawn
     stairs = drawing.stack(frame, [0, 1, 5], [1, 2, 6], [("a", [0.5, 0.5, 0.25]), ("b", [0.5, 0.0, math.nan])])

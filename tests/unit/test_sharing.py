@@ -15,7 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 
 import lockstep
 from lockstep.checkpoint import blocks
-from lockstep.checkpoint.blocks import Part, count_blocks, cut, divide
+from lockstep.checkpoint.blocks import TensorPart, count_blocks, cut, divide
 from lockstep.checkpoint.plan import StateLayout, plan_writes
 from lockstep.checkpoint.read import read
 from lockstep.checkpoint.state import Moment
@@ -27,7 +27,7 @@ from tests.checkpoints import State, save, some_tensors, verify
 def test_every_byte_is_written_once_in_order_and_evenly(sizes: list[int], world_size: int, extra: int) -> None:
     parts, end = [], 0
     for number, size in enumerate(sizes):
-        parts.append(Part(str(number), end, end + size))
+        parts.append(TensorPart(str(number), end, end + size))
         end += size
     written = [extra] + [0] * (world_size - 1)
     with pytest.MonkeyPatch.context() as patch:

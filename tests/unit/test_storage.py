@@ -13,7 +13,7 @@ import pytest
 
 import lockstep
 from lockstep.checkpoint import folders
-from lockstep.checkpoint.blocks import Part
+from lockstep.checkpoint.blocks import TensorPart
 from lockstep.checkpoint.encoding import digest_of
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.manifest import MODEL, FileEntry, Manifest
@@ -31,7 +31,7 @@ def _manifest(files: dict[str, FileEntry], **changes: Any) -> Manifest:
 
 
 def _entry(size: int) -> FileEntry:
-    return FileEntry.of([Part("", 0, size, (digest_of(bytes(size)),))])
+    return FileEntry.of([TensorPart("", 0, size, (digest_of(bytes(size)),))])
 
 
 def _commit(root: Path, step: int = 3) -> Path:
@@ -46,7 +46,7 @@ def _commit(root: Path, step: int = 3) -> Path:
 def _write(draft: Draft, name: str, content: bytes) -> FileEntry:
     draft.create(name)
     written = write_blocks(draft.path, [Block(name, 0, memoryview(content))])
-    return FileEntry.of([Part("", 0, len(content), tuple(written.digests))])
+    return FileEntry.of([TensorPart("", 0, len(content), tuple(written.digests))])
 
 
 def test_a_committed_folder_verifies_and_is_private(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.job.trace import EventWriter, Kind, Part
+from lockstep.job.trace import EventKind, EventWriter, RankTrace
 from lockstep.runs import trace as traces
 from lockstep.runs.timeline import events_of
 from lockstep.tools.plan.timetable import NoTimetable, Timetable, timetables
@@ -132,21 +132,21 @@ def _record_on_gpu(folder: Path, stream: Stream, *, steps: int = 5) -> EventWrit
     about: dict[str, Any] = {**ABOUT, "device": "cuda", "buckets": [10, 20], "averages": True}
     begins = recorder.name("backward begins", "gradients", **about)
     for step in range(steps):
-        recorder.add(Kind.PHASE, 0, 5)
+        recorder.add(EventKind.PHASE, 0, 5)
         stream.queued += 2
-        recorder.add(Kind.PHASE, 0, 10)
+        recorder.add(EventKind.PHASE, 0, 10)
         stream.queued += 3
-        recorder.add(Kind.MARK, begins)
+        recorder.add(EventKind.MARK, begins)
         for bucket, part in ((1, 2), (2, 6)):
             stream.queued += part
-            recorder.add(Kind.MARK, recorder.name("bucket ready", "gradients"), bucket)
+            recorder.add(EventKind.MARK, recorder.name("bucket ready", "gradients"), bucket)
         recorder.begin(recorder.name("averaging gradients", "gradients"), step + 1)
         stream.queued += 1
         recorder.begin(recorder.name("wait for all_reduce", "wait"))
         stream.queued += 6
         recorder.end()
         recorder.end()
-    recorder.add(Kind.PHASE, 0, 5)
+    recorder.add(EventKind.PHASE, 0, 5)
     return recorder
 
 
@@ -172,7 +172,7 @@ def test_on_a_gpu_a_step_is_what_its_stream_did(tmp_path: Path) -> None:
 def test_the_trace_has_a_lane_by_the_gpus_time(tmp_path: Path) -> None:
     recorder = _record_on_gpu(tmp_path, Stream(), steps=2)
     recorder.close()
-    part = Part.read(tmp_path, 0)
+    part = RankTrace.read(tmp_path, 0)
     assert part is not None
     found = [event for event in events_of(part, {}) if event.get("cat") == "phase on the GPU"]
     assert [(event["name"], round(event["dur"] / 1e6)) for event in found] == [

@@ -18,7 +18,7 @@ from lockstep.job import flight, tracing
 from lockstep.job.files import JobFiles
 from lockstep.job.flight import Flight
 from lockstep.job.page import PAGE, Phase
-from lockstep.job.trace import BatchTimes, EventWriter, Kind, Part, batches, is_over
+from lockstep.job.trace import BatchTimes, EventKind, EventWriter, RankTrace, batches, is_over
 from lockstep.rendezvous.clocks import ahead
 from lockstep.runs import trace as traces
 from lockstep.runs.timeline import Measured, events_of
@@ -81,13 +81,13 @@ def test_the_window_opens_and_closes_and_leaves_nothing_behind(rank: Path) -> No
         assert is_over(rank, 3) == (taken >= 5)
         _step()
     assert type(flight.current) is Flight
-    part = Part.read(rank, 3)
+    part = RankTrace.read(rank, 3)
     assert part is not None
     assert (part.rank, part.steps, part.lost) == (3, 3, 0)
-    assert [event.number for event in part.events if event.kind is Kind.STEP] == [4, 5]
+    assert [event.number for event in part.events if event.kind is EventKind.STEP] == [4, 5]
     assert (
-        sum(event.kind is Kind.BEGIN for event in part.events)
-        == sum(event.kind is Kind.END for event in part.events)
+        sum(event.kind is EventKind.BEGIN for event in part.events)
+        == sum(event.kind is EventKind.END for event in part.events)
         == 2
     )
     slices = [event for event in events_of(part, {}) if event["ph"] == "X"]
@@ -122,7 +122,7 @@ def test_where_there_is_no_room_for_events_the_rank_says_so_and_trains(
         for _ in range(3):
             _step()
     assert "lockstep: rank 3 can't be traced: No space left on device" in capsys.readouterr().err
-    assert (type(flight.current), eye.seen, Part.read(rank, 3)) == (Flight, [], None)
+    assert (type(flight.current), eye.seen, RankTrace.read(rank, 3)) == (Flight, [], None)
 
 
 def test_a_gpu_is_followed_from_where_it_is_known(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,10 +134,10 @@ def test_a_gpu_is_followed_from_where_it_is_known(rank: Path, monkeypatch: pytes
     stream.queued += 5
     flight.current.enter(Phase.OPTIMIZER)
     flight.current.took_step()
-    part = Part.read(rank, 0)
+    part = RankTrace.read(rank, 0)
     assert part is not None
     known = [event for event in part.events if event.device]
-    assert {event.kind for event in known} == {Kind.PHASE, Kind.STEP}
+    assert {event.kind for event in known} == {EventKind.PHASE, EventKind.STEP}
     assert 0 < len(known) < len(part.events), "of the first step nothing is known"
     assert all(event.device - known[0].device == 0 for event in known)
     assert stream.done == stream.queued, "it is waited for once, at the end"
@@ -148,9 +148,9 @@ def test_a_window_from_the_first_step_on(rank: Path) -> None:
     assert type(flight.current).__name__ == "_Recording"
     _step()
     assert type(flight.current) is Flight
-    part = Part.read(rank, 0)
+    part = RankTrace.read(rank, 0)
     assert part is not None
-    assert [event.number for event in part.events if event.kind is Kind.STEP] == [1]
+    assert [event.number for event in part.events if event.kind is EventKind.STEP] == [1]
 
 
 class _Other(Flight):
@@ -175,9 +175,9 @@ def test_a_trace_goes_on_with_another_writer_of_the_page(rank: Path, first: int)
         assert flight.current.steps_seen == taken
         _step()
     assert type(flight.current) is _Other
-    part = Part.read(rank, 0)
+    part = RankTrace.read(rank, 0)
     assert part is not None
-    assert [event.number for event in part.events if event.kind is Kind.STEP] == [first + 1, first + 2, first + 3]
+    assert [event.number for event in part.events if event.kind is EventKind.STEP] == [first + 1, first + 2, first + 3]
     assert is_over(rank, 0)
 
 
@@ -187,15 +187,15 @@ def test_what_does_not_fit_is_counted(rank: Path, monkeypatch: pytest.MonkeyPatc
     recorder = EventWriter(rank, rank=0, steps=1)
     recorder.open(steps=0)
     for number in range(20):
-        recorder.add(Kind.STEP, 0, number + 1)
-    part = Part.read(rank, 0)
+        recorder.add(EventKind.STEP, 0, number + 1)
+    part = RankTrace.read(rank, 0)
     assert part is not None
     assert (len(part.events), part.lost) == (8, 13), "one of them is the thread's name"
 
 
 def test_a_part_that_was_cut_off_anywhere_is_read(rank: Path) -> None:
     recorder = EventWriter(rank, rank=0, steps=1)
-    assert Part.read(rank, 0) is None, "not opened yet"
+    assert RankTrace.read(rank, 0) is None, "not opened yet"
     recorder.open(steps=5)
     for _ in range(3):
         recorder.begin(recorder.name("a", "wait"))
@@ -206,7 +206,7 @@ def test_a_part_that_was_cut_off_anywhere_is_read(rank: Path) -> None:
     for cut in (*range(0, 600, 7), len(whole)):
         files.trace(0).write_bytes(whole[:cut])
         files.trace_names(0).write_bytes(names[: cut // 4])
-        part = Part.read(rank, 0)
+        part = RankTrace.read(rank, 0)
         assert (part is None) == (cut < 64)
         if part is not None:
             made = [event for event in events_of(part, {}) if event["ph"] == "X" and event["cat"] != "user_annotation"]

@@ -12,11 +12,11 @@ import pytest
 
 from lockstep.launch.spec import Program
 from lockstep.tools.verify import compare
-from lockstep.tools.verify.compare import Kind, Nudged, Stage, judge, measure
+from lockstep.tools.verify.compare import FindingKind, Nudged, Stage, judge, measure
 from lockstep.tools.verify.reasons import Cause, explain, whole_batch_each
-from lockstep.tools.verify.records import Array, Batch, Loss, NotesWriter, Observation, OptimizerNote, StepNote
+from lockstep.tools.verify.records import Array, ForwardRecord, Loss, NotesWriter, Observation, OptimizerNote, StepNote
 from lockstep.tools.verify.report import as_json, describe
-from lockstep.tools.verify.runs import Asked, Contrast, Result
+from lockstep.tools.verify.runs import Contrast, Result, VerifyOptions
 
 _EPS = 2.0**-23
 _SHAPES = [[40], [8]]
@@ -71,7 +71,7 @@ def _observe(
         for rank, writer in enumerate(writers):
             part = slice(12 * rank // ranks, 12 * (rank + 1) // ranks)
             kept = samples[part].tolist()
-            batch = Batch("net", [len(kept), 3], kept, 1.0, [2 * each for each in kept], 1.0, False, False)
+            batch = ForwardRecord("net", [len(kept), 3], kept, 1.0, [2 * each for each in kept], 1.0, False, False)
             note = StepNote(
                 step, 0, [], [], [], [{"lr": 0.1}], [Loss(1.0 + float(np.mean(kept)))], [batch], states[rank]
             )
@@ -94,7 +94,7 @@ def _observe(
     return Observation.read(folder, ranks)
 
 
-def _judged(tmp_path: Path, change: Change, **others: object) -> tuple[compare.Judgement, compare.Difference]:
+def _judged(tmp_path: Path, change: Change, **others: object) -> tuple[compare.Judgement, compare.Distance]:
     one = _observe(tmp_path / "one")
     many = _observe(tmp_path / "many", ranks=2, change=change, rounding=_EPS, seed=1, **others)  # type: ignore[arg-type]
     nudged = _observe(tmp_path / "nudged", rounding=_EPS, seed=2)
@@ -104,13 +104,13 @@ def _judged(tmp_path: Path, change: Change, **others: object) -> tuple[compare.J
 
 def _cause(tmp_path: Path, change: Change, **others: object) -> Cause:
     judgement, difference = _judged(tmp_path, change, **others)
-    assert judgement.kind is Kind.DIFFERENT
+    assert judgement.kind is FindingKind.DIFFERENT
     return explain(judgement, difference)[0].cause
 
 
 def test_the_same_numbers_are_equal_bits(tmp_path: Path) -> None:
     difference = measure(_observe(tmp_path / "one"), _observe(tmp_path / "two", ranks=3))
-    assert judge(difference, []).kind is Kind.BITS
+    assert judge(difference, []).kind is FindingKind.BITS
     assert [each.gradient for each in difference.steps] == [0.0] * 4
 
 
@@ -121,13 +121,13 @@ def test_one_bit_is_not_equal_bits(tmp_path: Path) -> None:
         return note
 
     difference = measure(_observe(tmp_path / "one"), _observe(tmp_path / "two", ranks=2, change=flip))
-    assert judge(difference, []).kind is Kind.ROUNDING
+    assert judge(difference, []).kind is FindingKind.ROUNDING
     assert [each.same_bits for each in difference.steps] == [True, True, False, False]
 
 
 def test_rounding_that_grows_no_faster_than_that_of_a_nudged_run_is_rounding(tmp_path: Path) -> None:
     judgement, _ = _judged(tmp_path, _as_it_is)
-    assert judgement == compare.Judgement(Kind.ROUNDING)
+    assert judgement == compare.Judgement(FindingKind.ROUNDING)
 
 
 @pytest.mark.parametrize("part", [1e-4, 1e-2])
@@ -138,7 +138,7 @@ def test_a_tensor_beyond_rounding_is_named_with_its_step_and_size(tmp_path: Path
         return note
 
     judgement, _ = _judged(tmp_path, change)
-    assert (judgement.kind, judgement.step, judgement.stage) == (Kind.DIFFERENT, 3, Stage.GRADIENT)
+    assert (judgement.kind, judgement.step, judgement.stage) == (FindingKind.DIFFERENT, 3, Stage.GRADIENT)
     assert judgement.tensor == 1
     assert judgement.relative == pytest.approx(part, rel=0.01)
     assert judgement.allowed < 1e-4
@@ -153,14 +153,14 @@ def test_a_step_in_the_function_that_a_further_nudge_meets_is_rounding(tmp_path:
         return note
 
     judgement, difference = _judged(tmp_path, crossing)
-    assert judgement.kind is Kind.DIFFERENT
+    assert judgement.kind is FindingKind.DIFFERENT
     assert judgement.relative < compare.CLOSE
     near, far = (
         measure(difference.first, _observe(tmp_path / name, change=change, rounding=_EPS * times, seed=3))
         for name, times, change in (("near", 1.0, _as_it_is), ("far", compare.FAR, crossing))
     )
     both = [Nudged(near, _EPS, compare.FACTOR), Nudged(far, _EPS * compare.FAR, compare.FACTOR_FAR)]
-    assert judge(difference, both).kind is Kind.ROUNDING
+    assert judge(difference, both).kind is FindingKind.ROUNDING
 
 
 def test_nothing_is_said_of_runs_that_rounding_takes_far_apart(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_nothing_is_said_of_runs_that_rounding_takes_far_apart(tmp_path: Path) -
     one = _observe(tmp_path / "one", change=chaos(1))
     away = Nudged(measure(one, _observe(tmp_path / "nudged", change=chaos(2))), _EPS, compare.FACTOR)
     judgement = judge(measure(one, _observe(tmp_path / "many", change=chaos(3))), [away])
-    assert (judgement.kind, judgement.conclusive) == (Kind.ROUNDING, 2)
+    assert (judgement.kind, judgement.conclusive) == (FindingKind.ROUNDING, 2)
 
 
 def test_what_a_nudged_run_differs_by_wholly_may_differ(tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def test_what_a_nudged_run_differs_by_wholly_may_differ(tmp_path: Path) -> None:
     one = _observe(tmp_path / "one", change=noise(1))
     difference = measure(one, _observe(tmp_path / "many", change=noise(2)))
     away = measure(one, _observe(tmp_path / "nudged", change=noise(3)))
-    assert judge(difference, []).kind is Kind.DIFFERENT
-    assert judge(difference, [Nudged(away, _EPS, compare.FACTOR)]).kind is Kind.ROUNDING
+    assert judge(difference, []).kind is FindingKind.DIFFERENT
+    assert judge(difference, [Nudged(away, _EPS, compare.FACTOR)]).kind is FindingKind.ROUNDING
 
 
 def test_numbers_that_are_not_finite_are_equal_where_both_have_them(tmp_path: Path) -> None:
@@ -208,17 +208,17 @@ def test_numbers_that_are_not_finite_are_equal_where_both_have_them(tmp_path: Pa
         return note
 
     one, two = (_observe(tmp_path / name, change=broken) for name in ("one", "two"))
-    assert judge(measure(one, two), []).kind is Kind.BITS
+    assert judge(measure(one, two), []).kind is FindingKind.BITS
     assert [each.gradient for each in measure(one, two).steps] == [0.0] * 4
     whole = _observe(tmp_path / "whole")
     judgement = judge(measure(one, whole), [])
-    assert (judgement.kind, judgement.step) == (Kind.DIFFERENT, 2)
+    assert (judgement.kind, judgement.step) == (FindingKind.DIFFERENT, 2)
 
 
 def test_another_number_of_steps_is_a_difference_after_the_last_common_one(tmp_path: Path) -> None:
     one, two = _observe(tmp_path / "one"), _observe(tmp_path / "two", ranks=2, steps=2)
     judgement = judge(measure(one, two), [])
-    assert (judgement.kind, judgement.step, judgement.stage) == (Kind.DIFFERENT, 3, Stage.COUNT)
+    assert (judgement.kind, judgement.step, judgement.stage) == (FindingKind.DIFFERENT, 3, Stage.COUNT)
     assert "2 ranks take 2 steps, and one takes 4" in explain(judgement, measure(one, two))[0].evidence
 
 
@@ -253,11 +253,11 @@ def test_gradients_that_differ_between_ranks_are_outside_of_the_replica(tmp_path
     assert reason.evidence.endswith("on each rank: bias")
 
 
-def _with_batches(note: StepNote, batch: Callable[[Batch], Batch]) -> StepNote:
+def _with_batches(note: StepNote, batch: Callable[[ForwardRecord], ForwardRecord]) -> StepNote:
     return replace(note, batches=[batch(each) for each in note.batches])
 
 
-def _moved(batch: Batch) -> Batch:
+def _moved(batch: ForwardRecord) -> ForwardRecord:
     return replace(batch, samples=[math.sin(9 * each) for each in batch.samples])
 
 
@@ -291,7 +291,7 @@ def test_other_samples_are_data_unless_generators_explain_them(tmp_path: Path) -
     }
 
 
-def _other_outputs(batch: Batch) -> Batch:
+def _other_outputs(batch: ForwardRecord) -> ForwardRecord:
     return replace(batch, outputs=[each + 0.1 for each in batch.outputs])
 
 
@@ -393,7 +393,7 @@ def test_the_report_says_verdict_parameter_size_and_reason(tmp_path: Path) -> No
 
     judgement, difference = _judged(tmp_path, change)
     contrast = Contrast(2, difference, judgement, explain(judgement, difference), ["a remark"])
-    result = Result(Asked(Program("train.py", ("--fast",)), (2,)), "1", 4, [contrast])
+    result = Result(VerifyOptions(Program("train.py", ("--fast",)), (2,)), "1", 4, [contrast])
     text = describe(result)
     assert "2 ranks: different from step 1 on" in text
     assert "differs by 100.0% of its size" in text
@@ -411,4 +411,4 @@ def test_the_report_says_verdict_parameter_size_and_reason(tmp_path: Path) -> No
 )
 def test_what_makes_no_sense_is_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Asked(Program("train.py"), **({"ranks": (2,)} | changes))  # type: ignore[arg-type]
+        VerifyOptions(Program("train.py"), **({"ranks": (2,)} | changes))  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ BLOCK = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """One tensor's bytes in a file, or a header's, or a whole file's that has no tensors."""
 
     #: The tensor's name; empty if it is none.
@@ -28,10 +28,10 @@ class Part:
     #: In a plan, the rank that writes each block, in order; empty until that is decided. A manifest does not say.
     writers: tuple[int, ...] = ()
 
-    def written_by(self, rank: int) -> Part:
+    def written_by(self, rank: int) -> TensorPart:
         """Return the same part, all of it to be written by one rank."""
         writers = (rank,) * count_blocks(self.start, self.stop)
-        return Part(self.name, self.start, self.stop, self.digests, writers)
+        return TensorPart(self.name, self.start, self.stop, self.digests, writers)
 
     def run_of(self, rank: int) -> tuple[int, int]:
         """Return the bounds of the blocks that a rank writes, which follow each other; empty if there are none."""
@@ -50,7 +50,7 @@ def count_blocks(start: int, stop: int) -> int:
     return -(-(stop - start) // BLOCK)
 
 
-def divide(parts: Iterable[Part], *, world_size: int, extra: int = 0) -> list[Part]:
+def divide(parts: Iterable[TensorPart], *, world_size: int, extra: int = 0) -> list[TensorPart]:
     """Decide who writes each block: every rank one run of them, and all ranks about the same number of bytes.
 
     Args:
@@ -75,5 +75,5 @@ def divide(parts: Iterable[Part], *, world_size: int, extra: int = 0) -> list[Pa
             middle = (passed + passed + stop - start) / 2
             writers.append(0 if middle < first or not each else min(world_size - 1, 1 + int((middle - first) / each)))
             passed += stop - start
-        divided.append(Part(part.name, part.start, part.stop, part.digests, tuple(writers)))
+        divided.append(TensorPart(part.name, part.start, part.stop, part.digests, tuple(writers)))
     return divided

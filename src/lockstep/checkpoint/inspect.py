@@ -41,7 +41,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 @dataclass(frozen=True)
-class Summary:
+class CheckpointSummary:
     """A checkpoint at first sight: its manifest, or what is wrong with that."""
 
     folder: Path
@@ -86,16 +86,16 @@ def _is_checkpoint(path: Path) -> bool:
     return is_named_so and (not folders.checkpoints(path) or (path / MANIFEST).exists())
 
 
-def glance(folder: Path) -> Summary:
+def glance(folder: Path) -> CheckpointSummary:
     """Read the manifest of a checkpoint, and nothing else.
 
     Raises:
         CheckpointGone: it has just been removed.
     """
     try:
-        return Summary(folder, read_manifest(folder))
+        return CheckpointSummary(folder, read_manifest(folder))
     except CheckpointCorrupt as error:
-        return Summary(folder, None, str(error))
+        return CheckpointSummary(folder, None, str(error))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.checkpoint.blocks import Part, count_blocks
+from lockstep.checkpoint.blocks import TensorPart, count_blocks
 from lockstep.checkpoint.encoding import DIGEST, digest_of, digest_of_digests, strict_json
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.errors import CheckpointCorrupt
@@ -32,10 +32,10 @@ class FileEntry:
     size: int
     #: Of the digests of all blocks, in order.
     digest: str
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
     @classmethod
-    def of(cls, parts: Iterable[Part]) -> FileEntry:
+    def of(cls, parts: Iterable[TensorPart]) -> FileEntry:
         """Make the entry of a file that consists of ``parts``."""
         parts = tuple(parts)
         return cls(parts[-1].stop if parts else 0, digest_of_digests(d for part in parts for d in part.digests), parts)
@@ -142,8 +142,8 @@ def _entry(name: str, entry: Any) -> FileEntry:
     return read
 
 
-def _part(file: str, part: Any) -> Part:
-    read = Part(part["name"], part["start"], part["stop"], tuple(part["digests"]))
+def _part(file: str, part: Any) -> TensorPart:
+    read = TensorPart(part["name"], part["start"], part["stop"], tuple(part["digests"]))
     numbers_fit = type(read.start) is int and type(read.stop) is int and 0 <= read.start <= read.stop
     if not numbers_fit or type(read.name) is not str or set(part) != set(_PART):
         raise ValueError(f"a part of {file} is malformed")

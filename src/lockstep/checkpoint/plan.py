@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.checkpoint.blocks import Part, cut, divide
+from lockstep.checkpoint.blocks import TensorPart, cut, divide
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.finite import NOTHING_MEANT, Bound, Meant
 from lockstep.checkpoint.manifest import MODEL, FileEntry
@@ -200,7 +200,7 @@ class WritePlan:
     #: Files that rank 0 writes alone because other ranks hold something else there, and these ranks.
     apart: Mapping[str, tuple[int, ...]]
     #: On rank 0 all files, with what each rank writes of them; None on the others.
-    files: Mapping[str, tuple[Part, ...]] | None
+    files: Mapping[str, tuple[TensorPart, ...]] | None
 
     @property
     def nbytes(self) -> int:
@@ -246,7 +246,7 @@ class WritePlan:
         theirs = [iter(own) for own in digests]
         return {
             name: FileEntry.of(
-                Part(part.name, part.start, part.stop, tuple(next(theirs[rank]) for rank in part.writers))
+                TensorPart(part.name, part.start, part.stop, tuple(next(theirs[rank]) for rank in part.writers))
                 for part in parts
             )
             for name, parts in (self.files or {}).items()
@@ -301,7 +301,7 @@ def plan_writes(
         world_size=len(outlines),
         extra=main.alone + sum(main.alike.get(name, 0) for name in apart),
     )
-    files: dict[str, list[Part]] = {file.name: [] for file in layout.files}
+    files: dict[str, list[TensorPart]] = {file.name: [] for file in layout.files}
     writes: list[Write] = []
     for file, part in zip(holders, planned, strict=True):
         files[file.name].append(part)
@@ -312,6 +312,6 @@ def plan_writes(
     if rank:
         return WritePlan(tuple(writes), apart, None)
     for name, content in {**layout.texts, **texts}.items():
-        files[name] = [Part("", 0, len(content)).written_by(0)]
+        files[name] = [TensorPart("", 0, len(content)).written_by(0)]
         writes.append(Write(name, 0, len(content), content, 0))
     return WritePlan(tuple(writes), apart, {name: tuple(those) for name, those in files.items()})

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from lockstep.checkpoint import finite, folders
-from lockstep.checkpoint.blocks import BLOCK, Part, cut
+from lockstep.checkpoint.blocks import BLOCK, TensorPart, cut
 from lockstep.checkpoint.encoding import PIECE, decode, new_digest, strict_json
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.locks import CheckpointGone, reading
@@ -344,7 +344,7 @@ class _File:
     def __init__(self, path: Path, opened: int, entry: FileEntry | None, on: Storage) -> None:
         self.path, self._opened, self._on = path, opened, on
         self.size = on.size(opened)
-        self._parts: dict[str, Part] | None = None
+        self._parts: dict[str, TensorPart] | None = None
         if entry is not None:
             self._parts = {part.name: part for part in entry.parts}
             if self.size != entry.size:
@@ -414,7 +414,7 @@ class _File:
         for (begin, stop), expected in zip(cut(part.start, part.stop), part.digests, strict=True):
             self._check(into[begin - start : stop - start], begin, expected, part)
 
-    def check(self, part: Part, scratch: memoryview) -> None:
+    def check(self, part: TensorPart, scratch: memoryview) -> None:
         """Read a part and keep nothing.
 
         Raises:
@@ -423,7 +423,7 @@ class _File:
         for (start, stop), expected in zip(cut(part.start, part.stop), part.digests, strict=True):
             self._check(scratch[: stop - start], start, expected, part)
 
-    def _check(self, into: memoryview, start: int, expected: str, part: Part) -> None:
+    def _check(self, into: memoryview, start: int, expected: str, part: TensorPart) -> None:
         digest = new_digest()
         for begin in range(0, len(into), PIECE):
             piece = into[begin : begin + PIECE]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.checkpoint.blocks import Part
+from lockstep.checkpoint.blocks import TensorPart
 from lockstep.checkpoint.encoding import new_digest, strict_json
 from lockstep.checkpoint.finite import Bound
 from lockstep.errors import CheckpointError
@@ -103,11 +103,11 @@ class TensorFile:
         """Bytes that every rank should hold alike, or at least in the same places."""
         return sum(one.stop - one.start for one in self.spans if one.name in self.alike or one.name in self.owners)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[TensorPart]:
         """Return what the file consists of, in order: the header is rank 0's, and so is what the ranks don't share."""
-        tensors = [Part(one.name, one.start, one.stop) for one in self.spans]
+        tensors = [TensorPart(one.name, one.start, one.stop) for one in self.spans]
         return [
-            Part("", 0, len(self.header)).written_by(0),
+            TensorPart("", 0, len(self.header)).written_by(0),
             *(part if part.name in self.alike else part.written_by(self.owners.get(part.name, 0)) for part in tensors),
         ]
 

@@ -12,7 +12,7 @@ from lockstep import _units
 from lockstep.cli.terminal import LocalPath, errors, open_console
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.inspect import Summary
+    from lockstep.checkpoint.inspect import CheckpointSummary
 
 _FOLDER = click.argument("folder", type=LocalPath())
 _STEP = click.option("--step", type=click.IntRange(min=0), help="The checkpoint of this step; the newest if not given.")
@@ -56,7 +56,7 @@ def ls(folder: Path) -> None:
             console.print(f"the folder belongs to {owner}", markup=False)
 
 
-def _row(summary: Summary) -> list[str]:
+def _row(summary: CheckpointSummary) -> list[str]:
     manifest = summary.manifest
     if manifest is None:
         return ["?", "?", "", "?", "?", "damaged", summary.folder.name]

@@ -47,14 +47,14 @@ def doctor(ranks: str | None, folder: Path, quick: bool, as_json: bool, hosted: 
         from lockstep import machine
         from lockstep.launch.spec import parse_ranks
         from lockstep.remote.ssh import parse_hosts
-        from lockstep.tools.doctor.visit import Asked, look_at
+        from lockstep.tools.doctor.visit import VisitOptions, look_at
 
         if ranks is not None and not hosts:
             parse_ranks(ranks, cores=machine.cores(), gpus=machine.gpus())  # refuses what makes no sense
         if sys.stderr.isatty() and not quick:
             where = "this machine" if not hosts else f"{len(hosts)} host{'' if len(hosts) == 1 else 's'}"
             click.echo(f"lockstep doctor: looking at {where}; this takes some ten to thirty seconds", err=True)
-        report = look_at(parse_hosts(",".join(hosts)) if hosts else (), Asked(ranks, str(folder), quick))
+        report = look_at(parse_hosts(",".join(hosts)) if hosts else (), VisitOptions(ranks, str(folder), quick))
     except (ValueError, LockstepError) as error:
         click.echo(f"lockstep doctor: {error}", err=True)
         sys.exit(2)

@@ -82,13 +82,13 @@ def manifest(
         --volume runs:/runs train.py /runs/first | kubectl apply -f -
     """
     from lockstep.launch.spec import Program
-    from lockstep.schedulers.kubernetes import Engine, Manifest, Volume
-    from lockstep.schedulers.start import Start
+    from lockstep.schedulers.kubernetes import Controller, JobManifest, Volume
+    from lockstep.schedulers.start import StartCommand
 
     try:
-        described = Manifest(
-            Start(program, args, is_module, machines=nodes, ranks=ranks, grace=grace),
-            engine=Engine(engine),
+        described = JobManifest(
+            StartCommand(program, args, is_module, machines=nodes, ranks=ranks, grace=grace),
+            engine=Controller(engine),
             image=image,
             name=name or "-".join(Program(program, is_module=is_module).name.lower().replace("_", ".").split(".")),
             namespace=namespace,

@@ -94,13 +94,13 @@ def slurm(
     sbatch train.sh
     """
     from lockstep.launch.spec import Program
-    from lockstep.schedulers.sbatch import Batch, Requeue, default_grace
-    from lockstep.schedulers.start import Start
+    from lockstep.schedulers.sbatch import BatchJob, Requeue, default_grace
+    from lockstep.schedulers.start import StartCommand
 
     try:
         grace = default_grace(time) if grace is None else grace
-        batch = Batch(
-            Start(program, args, is_module, machines=nodes, ranks=ranks, grace=grace),
+        batch = BatchJob(
+            StartCommand(program, args, is_module, machines=nodes, ranks=ranks, grace=grace),
             time=time,
             name=name or Program(program, is_module=is_module).name,
             cpus_per_rank=cpus_per_rank,

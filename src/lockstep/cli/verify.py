@@ -59,13 +59,13 @@ def verify(
     from lockstep.errors import LockstepError
     from lockstep.launch.spec import Program
     from lockstep.tools.verify import report, runs
-    from lockstep.tools.verify.compare import Kind
+    from lockstep.tools.verify.compare import FindingKind
 
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup
             signal.signal(signum, _leave)
     try:
-        asked = runs.Asked(
+        asked = runs.VerifyOptions(
             Program(program, args, is_module),
             tuple(dict.fromkeys(ranks)),
             steps=steps,
@@ -84,7 +84,7 @@ def verify(
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    sys.exit(1 if result.kind is Kind.DIFFERENT else 0)
+    sys.exit(1 if result.kind is FindingKind.DIFFERENT else 0)
 
 
 def _leave(signum: int, _frame: FrameType | None) -> None:

@@ -96,7 +96,7 @@ class Item(NamedTuple):
     is_like_parameter: bool
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """Some bytes of an item."""
 
     item: int
@@ -105,11 +105,11 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class DigestPart:
     """What one digest is of: bytes on one device."""
 
     device: torch.device
-    spans: tuple[Span, ...]
+    spans: tuple[ByteSpan, ...]
 
 
 class Holdings:
@@ -187,9 +187,9 @@ class Holdings:
         value = None if item.optimizer < 0 else self.find(item)
         return value is not None and value.numel() == 1
 
-    def cut(self, size: int) -> list[Part]:
+    def cut(self, size: int) -> list[DigestPart]:
         """Cut the items into parts of at most ``size`` bytes, each on one device, in the items' order."""
-        spans: dict[torch.device, list[list[Span]]] = {}
+        spans: dict[torch.device, list[list[ByteSpan]]] = {}
         room: dict[torch.device, int] = {}
         for index, item in enumerate(self.items):
             start = 0
@@ -201,12 +201,12 @@ class Holdings:
                 length = item.nbytes - start
                 if length > left and not item.has_gaps:
                     length = left // _GRAIN * _GRAIN
-                spans[item.device][-1].append(Span(index, start, start + length))
+                spans[item.device][-1].append(ByteSpan(index, start, start + length))
                 room[item.device] = left - length
                 start += length
-        return [Part(device, tuple(part)) for device, parts in spans.items() for part in parts]
+        return [DigestPart(device, tuple(part)) for device, parts in spans.items() for part in parts]
 
-    def digest(self, part: Part, salt: int) -> int | Tensor:
+    def digest(self, part: DigestPart, salt: int) -> int | Tensor:
         """Return the digest of a part: a number on CPUs, a tensor (0-dim, int64) elsewhere; see Note [Two digests]."""
         found = [(self.find(self.items[span.item]), span) for span in part.spans]
         if part.device.type == "cpu":
@@ -218,7 +218,7 @@ class Holdings:
         value, nbytes = self.find(self.items[item]), self.items[item].nbytes
         digests = []
         for start in range(0, nbytes, block):
-            found = [(value, Span(item, start, min(start + block, nbytes)))]
+            found = [(value, ByteSpan(item, start, min(start + block, nbytes)))]
             if value is None or value.device.type == "cpu":
                 digests.append(f"{_digest_on_cpu(found, 0):016x}")
             else:
@@ -245,7 +245,7 @@ def _fold_tensor(digest: Tensor) -> Tensor:
     return (digest ^ (digest >> BITS)) & ((1 << BITS) - 1)
 
 
-def _digest_on_cpu(found: Iterable[tuple[Tensor | None, Span]], salt: int) -> int:
+def _digest_on_cpu(found: Iterable[tuple[Tensor | None, ByteSpan]], salt: int) -> int:
     state = xxhash.xxh3_64(seed=salt)
     for value, (_, start, stop) in found:
         if value is not None:
@@ -259,7 +259,7 @@ def _bytes(count: int) -> type[ctypes.Array[ctypes.c_char]]:
     return ctypes.c_char * count
 
 
-def digest_on_device(found: Iterable[tuple[Tensor | None, Span]], salt: int, device: torch.device) -> Tensor:
+def digest_on_device(found: Iterable[tuple[Tensor | None, ByteSpan]], salt: int, device: torch.device) -> Tensor:
     """Return the sum of the words' products (0-dim, int64), on their device; see Note [Two digests].
 
     Args:

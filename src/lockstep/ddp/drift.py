@@ -59,7 +59,7 @@ from lockstep.comm.exchange import all_gather_records, group_device
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.difference import Difference, advise, describe, find_difference
-from lockstep.ddp.digest import BITS, Holdings, Part, watch_optimizers
+from lockstep.ddp.digest import BITS, DigestPart, Holdings, watch_optimizers
 from lockstep.ddp.rider import BackwardState
 from lockstep.errors import ReplicaMismatch
 
@@ -161,7 +161,7 @@ class DriftCheck:
         watch_optimizers()
         self._group, self._rank, self._world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self._holdings = Holdings([])
-        self._parts: list[Part] = []
+        self._parts: list[DigestPart] = []
         self._schedule, self._costs = Schedule(every), Costs()
         self._paused = self._is_stopped = False
         #: Whether replicas are compared in the backward under way.

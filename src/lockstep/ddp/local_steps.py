@@ -30,7 +30,7 @@ from torch.nn import Parameter
 
 from lockstep.comm.exchange import all_gather_records, group_device
 from lockstep.ddp.compression import Compression
-from lockstep.ddp.outer import Outcome, OuterExchange, Standing
+from lockstep.ddp.outer import OuterExchange, RoundOutcome, Standing
 from lockstep.errors import CheckpointMismatch, ReplicaMismatch
 
 #: Makes the outer optimizer of the anchors.
@@ -172,7 +172,7 @@ class LocalRounds:
         """Bytes that this rank has sent to others for the averages so far."""
         return self._exchange.sent
 
-    def between_steps(self) -> Outcome | None:
+    def between_steps(self) -> RoundOutcome | None:
         """**Collective** if something is due: end the round, or with overlap go on with ending the last one.
 
         Returns:
@@ -204,7 +204,7 @@ class LocalRounds:
                 param.copy_(anchor + (param.to(anchor.dtype) - before.to(anchor.dtype)))
 
     @torch.no_grad()
-    def end(self, *, final: bool = False) -> Outcome:
+    def end(self, *, final: bool = False) -> RoundOutcome:
         """**Collective.** End the round here: all ranks continue from the new anchors.
 
         Args:
@@ -233,7 +233,7 @@ class LocalRounds:
         self.steps, self.rounds = 0, self.rounds + 1
         self._exchange.begin(values, standing)
 
-    def _step_outer(self, outcome: Outcome) -> bool:
+    def _step_outer(self, outcome: RoundOutcome) -> bool:
         """Let the outer optimizer step, unless nobody has trained; return whether it did."""
         if outcome.average is None:
             return False

@@ -56,7 +56,7 @@ class Standing(NamedTuple):
     trained: int
 
 
-class Outcome(NamedTuple):
+class RoundOutcome(NamedTuple):
     """What a round has brought."""
 
     #: By rank.
@@ -105,9 +105,9 @@ class OuterExchange:
         self.error = self.zeros()
         #: Bytes that this rank has sent to others.
         self.sent = 0
-        self._stages: Generator[_Send, None, Outcome] | None = None
+        self._stages: Generator[_Send, None, RoundOutcome] | None = None
         self._work: Any = None
-        self._outcome: Outcome | None = None
+        self._outcome: RoundOutcome | None = None
         self._round = 0
 
     def zeros(self) -> Tensor:
@@ -130,7 +130,7 @@ class OuterExchange:
         while self._work is not None and self._work.is_completed():
             self._wait()
 
-    def finish(self) -> Outcome:
+    def finish(self) -> RoundOutcome:
         """Wait for the outcome.
 
         Raises:
@@ -166,7 +166,7 @@ class OuterExchange:
         return f"rank {self._rank} of {self._world_size}: ending round {self._round + 1} of local steps"
 
     @torch.no_grad()
-    def _run(self, values: Tensor, standing: Standing) -> Generator[_Send, None, Outcome]:
+    def _run(self, values: Tensor, standing: Standing) -> Generator[_Send, None, RoundOutcome]:
         count, group = self._world_size, self._group
         mine = torch.tensor(standing, dtype=torch.int64, device=self._device)
         told = torch.empty(count, len(standing), dtype=torch.int64, device=self._device)
@@ -176,7 +176,7 @@ class OuterExchange:
         self._refuse(standings)
         trained = sum(standing.steps > 0 for standing in standings)
         if not trained:
-            return Outcome(standings, None, self.error)
+            return RoundOutcome(standings, None, self.error)
 
         rows = values.view(count, self._slice)
         sending = encode(rows, self._compression)
@@ -195,7 +195,7 @@ class OuterExchange:
         self.sent += (count - 1) * average.nbytes
         yield lambda: dist.all_gather([*gathered.unbind(0)], average[0], group=group, async_op=True)
         decoded = decode(gathered, self._compression).view(-1)[: self._length]
-        return Outcome(standings, decoded, error.view(-1))
+        return RoundOutcome(standings, decoded, error.view(-1))
 
     def _refuse(self, standings: Sequence[Standing]) -> None:
         """Raise on every rank if the ranks do not fit together; nothing has been averaged then."""

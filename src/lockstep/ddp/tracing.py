@@ -35,10 +35,10 @@ from lockstep.ddp.local_replica import LocalReplica
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.replica import Replica
 from lockstep.job import tracing
-from lockstep.job.trace import EventWriter, Kind
+from lockstep.job.trace import EventKind, EventWriter
 from lockstep.step.share import Items
 
-_MARK = int(Kind.MARK)
+_MARK = int(EventKind.MARK)
 _CATEGORY = "gradients"
 
 

@@ -163,7 +163,7 @@ class Looker:
         self.due = now + pause * self._draw.uniform(0.5, 1.5)
 
 
-class Kind(enum.Enum):
+class HangKind(enum.Enum):
     """What is wrong."""
 
     #: Some ranks are late, the others wait for them.
@@ -223,10 +223,10 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """Which ranks hold up which."""
 
-    kind: Kind
+    kind: HangKind
     #: The ranks to look at, and those that wait for them.
     late: tuple[int, ...]
     waiting: tuple[int, ...]
@@ -274,7 +274,7 @@ def patience(seen: Seen, *, usual: float, shortest: float) -> float:
 
 def compare(
     ranks: Sequence[Seen], *, now: float, usual: float, shortest: float | None = None, whole: bool = True
-) -> Verdict | None:
+) -> HangVerdict | None:
     """Return which ranks hold up which for longer than is ``usual`` (in seconds); None: none does.
 
     Args:
@@ -295,18 +295,24 @@ def compare(
     if not waits:
         if len(alive) > 1 and all(seen.halted for seen in alive):
             since = max(seen.moved for seen in alive)
-            return Verdict(Kind.LATE, tuple(seen.rank for seen in alive), (), since) if now - since > shortest else None
+            return (
+                HangVerdict(HangKind.LATE, tuple(seen.rank for seen in alive), (), since)
+                if now - since > shortest
+                else None
+            )
         halted = any(seen.halted and seen.standstill is not Standstill.LOCKED for seen in alive)
         limits = [shortest if halted else limit_of(seen) for seen in alive]
         if len(alive) > 1 and all(now - seen.moved > limit for seen, limit in zip(alive, limits, strict=True)):
-            return Verdict(Kind.STILL, tuple(seen.rank for seen in alive), (), max(seen.moved for seen in alive))
+            return HangVerdict(
+                HangKind.STILL, tuple(seen.rank for seen in alive), (), max(seen.moved for seen in alive)
+            )
         return None
     since = max(waits.values())
     if not late:
         if any(seen.look.reason for seen in ranks):
             return None
         limit = max(0.0 if whole else WARMING_UP, *map(limit_of, ranks))
-        return Verdict(Kind.APART, (), tuple(waits), since) if now - since > limit else None
+        return HangVerdict(HangKind.APART, (), tuple(waits), since) if now - since > limit else None
     overdue = [seen for seen in late if seen.exit_code is None and _is_overdue(seen, limit_of(seen), since, now)]
     if any(seen.exit_code is None and seen not in overdue for seen in late):
         # A rank that can't continue is named at once; the others may still be at work.
@@ -315,7 +321,7 @@ def compare(
             return None
     if now - since <= shortest or (not overdue and now - since <= usual):  # all that is late has ended
         return None
-    return Verdict(Kind.LATE, tuple(seen.rank for seen in overdue or late), tuple(waits), since)
+    return HangVerdict(HangKind.LATE, tuple(seen.rank for seen in overdue or late), tuple(waits), since)
 
 
 def _is_overdue(seen: Seen, limit: float, since: float, now: float) -> bool:
@@ -330,18 +336,18 @@ class Doing(enum.Enum):
     WORKS = "works"
 
 
-def settle(verdict: Verdict, doing: Mapping[int, Doing]) -> Verdict | None:
+def settle(verdict: HangVerdict, doing: Mapping[int, Doing]) -> HangVerdict | None:
     """Return the verdict once the stacks of all ranks are known; None: no rank holds up another.
 
     A rank that waits in a process group that its program made says nothing of it in its page, but its stack does.
     """
-    if verdict.kind is Kind.APART:
+    if verdict.kind is HangKind.APART:
         return verdict
     late = tuple(rank for rank in verdict.late if doing.get(rank, Doing.WORKS) is not Doing.WAITS)
     waiting = tuple(sorted({*verdict.waiting, *verdict.late} - set(late)))
-    if not waiting and verdict.kind is not Kind.LATE:
+    if not waiting and verdict.kind is not HangKind.LATE:
         return None
-    return Verdict(Kind.LATE if late else Kind.APART, late, waiting, verdict.since)
+    return HangVerdict(HangKind.LATE if late else HangKind.APART, late, waiting, verdict.since)
 
 
 #: How far into a step a rank is by the last phase that it entered; the optimizer's is over when the step is counted.

@@ -42,7 +42,7 @@ _EVENTS_PER_STEP, _LEAST, _MOST = 512, 1 << 14, 1 << 18
 _NAMES, _LONGEST = 4096, 400
 
 
-class Kind(enum.IntEnum):
+class EventKind(enum.IntEnum):
     """What an event says."""
 
     #: A phase begins, ``number``; the one before ends.
@@ -127,12 +127,14 @@ class EventWriter:
         number = self._names.get(key)
         return self._add_name(key) if number is None else number
 
-    def add(self, kind: Kind | int, name: int = 0, number: int = 0, size: int = 0, *, at: int | None = None) -> None:
+    def add(
+        self, kind: EventKind | int, name: int = 0, number: int = 0, size: int = 0, *, at: int | None = None
+    ) -> None:
         """Record an event that happens now, or happened ``at`` a time (nanoseconds, CLOCK_MONOTONIC)."""
         thread = get_ident()
         if thread not in self._threads:
             self._threads.add(thread)
-            self.add(Kind.THREAD, self.name(_name_of(thread), "thread"))
+            self.add(EventKind.THREAD, self.name(_name_of(thread), "thread"))
         place = next(self._places)
         if place < self._capacity:
             where = _HEAD + place * _RECORD.size
@@ -165,8 +167,8 @@ class EventWriter:
             return number
 
 
-_BEGIN, _END = int(Kind.BEGIN), int(Kind.END)
-_KINDS = frozenset(Kind)
+_BEGIN, _END = int(EventKind.BEGIN), int(EventKind.END)
+_KINDS = frozenset(EventKind)
 
 
 def _name_of(ident: int) -> str:
@@ -183,7 +185,7 @@ class Event:
 
     #: Nanoseconds on CLOCK_MONOTONIC.
     at: int
-    kind: Kind
+    kind: EventKind
     thread: int
     #: The name and what goes with it, where the kind has one.
     about: dict[str, Any]
@@ -194,7 +196,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankTrace:
     """What one rank has recorded."""
 
     rank: int
@@ -211,7 +213,7 @@ class Part:
     events: list[Event]
 
     @classmethod
-    def read(cls, folder: str | Path, rank: int) -> Part | None:
+    def read(cls, folder: str | Path, rank: int) -> RankTrace | None:
         """Return what a rank has recorded so far; None: its window was not opened."""
         files = JobFiles(folder)
         head = read_head(folder, rank)
@@ -226,7 +228,7 @@ class Part:
         for at, kind, thread, name, number, size, device in _RECORD.iter_unpack(records[:whole]):
             if at and kind in _KINDS:
                 about = names[name if name < len(names) else 0]
-                events.append(Event(at, Kind(kind), thread, about, number, size, device))
+                events.append(Event(at, EventKind(kind), thread, about, number, size, device))
         events.sort(key=lambda event: event.at)
         return cls(
             rank,
@@ -307,7 +309,7 @@ class BatchTimes:
 
 
 @dataclass(frozen=True)
-class Batch:
+class WorkerBatch:
     """A batch that a worker has made."""
 
     begun: int
@@ -316,13 +318,13 @@ class Batch:
     samples: int
 
 
-def batches(folder: str | Path, rank: int) -> dict[str, list[Batch]]:
+def batches(folder: str | Path, rank: int) -> dict[str, list[WorkerBatch]]:
     """Return what the workers of a rank have made, by their names, in order of time."""
-    found: dict[str, list[Batch]] = {}
+    found: dict[str, list[WorkerBatch]] = {}
     for path in sorted(JobFiles(folder).trace_workers(rank)):
         records = path.read_bytes()
         whole = len(records) // _BATCH.size * _BATCH.size
-        made = [Batch(*numbers) for numbers in _BATCH.iter_unpack(records[:whole]) if numbers[0]]
+        made = [WorkerBatch(*numbers) for numbers in _BATCH.iter_unpack(records[:whole]) if numbers[0]]
         _, _, loader, worker, pid = path.name.rsplit("-", 4)
         found[f"worker {worker} of loader {loader} ({pid})"] = sorted(made, key=lambda batch: batch.begun)
     return found

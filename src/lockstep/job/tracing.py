@@ -16,9 +16,9 @@ from lockstep.job import flight
 from lockstep.job.device import Device
 from lockstep.job.flight import Flight
 from lockstep.job.page import Cell, Phase
-from lockstep.job.trace import EventWriter, Kind
+from lockstep.job.trace import EventKind, EventWriter
 
-_PHASE, _STEP, _OWN = int(Kind.PHASE), int(Kind.STEP), int(Phase.OWN)
+_PHASE, _STEP, _OWN = int(EventKind.PHASE), int(EventKind.STEP), int(Phase.OWN)
 _STEPS = int(Cell.STEPS)
 
 
@@ -82,7 +82,7 @@ def arm(folder: str | Path, *, rank: int, steps: int, first: int, on_demand: boo
         on_demand: whether a user has asked for it; if not, what records on demand only records nothing.
     """
     global _asked
-    _asked = _Asked(first, first + steps, Path(folder), rank, on_demand)
+    _asked = _Window(first, first + steps, Path(folder), rank, on_demand)
     settle()
 
 
@@ -99,7 +99,7 @@ def settle() -> None:
         flight.use(armed)
 
 
-class _Asked(NamedTuple):
+class _Window(NamedTuple):
     """What is to be traced."""
 
     opens_at: int
@@ -109,7 +109,7 @@ class _Asked(NamedTuple):
     on_demand: bool
 
 
-_asked: _Asked | None = None
+_asked: _Window | None = None
 
 
 def _sees(eye: Eye) -> bool:

@@ -20,12 +20,12 @@ from lockstep.job.hang import (
     WARM,
     WARMING_UP,
     Doing,
-    Kind,
+    HangKind,
+    HangVerdict,
     Looker,
     Seen,
     Standstill,
     StepTimes,
-    Verdict,
     compare,
     settle,
 )
@@ -51,10 +51,10 @@ _PAUSE = 60.0
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Suspicion:
     """A suspicion, and the ranks' answers to come."""
 
-    verdict: Verdict
+    verdict: HangVerdict
     at: float
     #: Of each rank, where its new stack begins in its file, and what the kernel said then.
     begins: dict[int, int]
@@ -96,10 +96,10 @@ class HangWatch:
         self._standstills: dict[int, Standstill | None] = {}
         self._times = StepTimes()
         self._ledger = Ledger()
-        self._asked: _Asked | None = None
+        self._asked: _Suspicion | None = None
         #: When to ask again, where the answers were that nobody is late.
-        self._quiet_until: dict[Kind, float] = {}
-        self._verdict: Verdict | None = None
+        self._quiet_until: dict[HangKind, float] = {}
+        self._verdict: HangVerdict | None = None
         #: The ranks' marks when they were reported.
         self._reported: dict[int, Mark] = {}
         #: What was said of the ranks that hold up the others now; empty: nobody does.
@@ -269,7 +269,7 @@ class HangWatch:
             rank - self._ranks.start for rank, why in self._standstills.items() if why is not None
         )
 
-    def _compare(self, states: Mapping[int, RankState], now: float) -> Verdict | None:
+    def _compare(self, states: Mapping[int, RankState], now: float) -> HangVerdict | None:
         elsewhere = [
             Seen(rank, heard.look, heard.moved, standstill=heard.standstill)
             for rank, heard in self._others.items()
@@ -288,10 +288,14 @@ class HangWatch:
         return Seen(rank, self._looks[rank], self._moved(rank), state.exit_code, self._standstills.get(rank))
 
     def _ask(
-        self, verdict: Verdict, states: Mapping[int, RankState], now: float, ask: Callable[[Iterable[int], int], None]
+        self,
+        verdict: HangVerdict,
+        states: Mapping[int, RankState],
+        now: float,
+        ask: Callable[[Iterable[int], int], None],
     ) -> None:
         alive = {rank: state.pid for rank, state in states.items() if state.pid is not None and state.exit_code is None}
-        self._asked = _Asked(
+        self._asked = _Suspicion(
             verdict,
             now,
             begins={rank: evidence.stack_size(self._files.folder, rank) for rank in states},
@@ -311,11 +315,11 @@ class HangWatch:
         for rank, heard in self._others.items():
             known[rank] = Known(rank, None, None, heard.look, heard.moved, None, None)
             if (
-                asked.verdict.kind is Kind.STILL and heard.standstill is None
+                asked.verdict.kind is HangKind.STILL and heard.standstill is None
             ):  # what its stack says, only its own launcher knows
                 doing[rank] = Doing.WAITS
         verdict = settle(asked.verdict, doing)
-        if verdict is not None and self._others and asked.verdict.kind is Kind.STILL and not verdict.late:
+        if verdict is not None and self._others and asked.verdict.kind is HangKind.STILL and not verdict.late:
             verdict = None
         if verdict is None:
             # One that stands still is asked about again soon: the others may only now come to wait for it.
@@ -335,12 +339,12 @@ class HangWatch:
         self._files.mark_late(self.text)
         return [self.text]
 
-    def _has_gone_on(self, verdict: Verdict, states: Mapping[int, RankState], now: float) -> bool:
+    def _has_gone_on(self, verdict: HangVerdict, states: Mapping[int, RankState], now: float) -> bool:
         """Return whether what was suspected is over before it was reported."""
         again = self._compare(states, now)
         return again is None or (again.kind, again.late) != (verdict.kind, verdict.late)
 
-    def _known(self, state: RankState, asked: _Asked) -> Known:
+    def _known(self, state: RankState, asked: _Suspicion) -> Known:
         rank, alive = state.rank, state.exit_code is None and state.pid is not None
         facts = evidence.facts(state.pid) if alive and state.pid is not None else None
         if facts is not None:
@@ -361,7 +365,7 @@ class HangWatch:
         return [report.over(verdict, now=now)]
 
 
-def _is_excused(known: Known, asked: _Asked, *, held: float, now: float) -> bool:
+def _is_excused(known: Known, asked: _Suspicion, *, held: float, now: float) -> bool:
     """Return whether a late rank is at what may take long, by its stack; see Note [Late or slow]."""
     stack, facts = known.stack, known.facts
     if stack is None or facts is None:
@@ -370,14 +374,14 @@ def _is_excused(known: Known, asked: _Asked, *, held: float, now: float) -> bool
     return stack.in_debugger or (evaluates and held < WARMING_UP and _works(known, asked, now - asked.at))
 
 
-def _works(known: Known, asked: _Asked, seconds: float) -> bool:
+def _works(known: Known, asked: _Suspicion, seconds: float) -> bool:
     now, before = known.facts, asked.facts.get(known.rank)
     if now is None or before is None:
         return False
     return (now.processor - before.processor) / max(seconds, 0.1) > _WORKS
 
 
-def _doing(known: Known, asked: _Asked, seconds: float, standstill: Standstill | None) -> Doing:
+def _doing(known: Known, asked: _Suspicion, seconds: float, standstill: Standstill | None) -> Doing:
     stack, facts = known.stack, known.facts
     if standstill not in (None, Standstill.LOCKED):  # whose threads may as well all wait, for all that is known of them
         return Doing.WORKS

@@ -23,7 +23,7 @@ from lockstep.launch import processes, report
 from lockstep.launch.output import open_pty
 from lockstep.launch.ports import free_port
 from lockstep.launch.processes import SAVE, STOPPING, SignalQueue
-from lockstep.remote.frames import BEAT, SILENT, Kind, frame, greet
+from lockstep.remote.frames import BEAT, SILENT, FrameKind, frame, greet
 
 #: Seconds that an order may take: the other hosts are waited for.
 _ORDER = 120.0
@@ -98,7 +98,11 @@ def obey() -> Order:
     for pair in (output, error, said):
         if pair is not None:
             os.close(pair[1])
-    readers = {output[0]: Kind.OUTPUT} | ({} if error is None else {error[0]: Kind.ERROR}) | {said[0]: Kind.SAID}
+    readers = (
+        {output[0]: FrameKind.OUTPUT}
+        | ({} if error is None else {error[0]: FrameKind.ERROR})
+        | {said[0]: FrameKind.SAID}
+    )
     os._exit(_Guard(pid, readers, grace=order.grace).serve())
 
 
@@ -123,7 +127,7 @@ class _Guard:
         grace: seconds that it may take to stop.
     """
 
-    def __init__(self, launcher: int, readers: dict[int, Kind], *, grace: float) -> None:
+    def __init__(self, launcher: int, readers: dict[int, FrameKind], *, grace: float) -> None:
         self._launcher = launcher
         self._end = os.pidfd_open(launcher)
         self._code: int | None = None
@@ -149,7 +153,7 @@ class _Guard:
             if self._code is not None and not told and (not self._readers or now >= limit):
                 told, limit = True, now + _READER
                 self._readers.clear()
-                self._outgoing += frame(Kind.ENDED, str(self._code).encode())
+                self._outgoing += frame(FrameKind.ENDED, str(self._code).encode())
             if told and (not self._outgoing or not self._connected or now >= limit):
                 return self._code or 0
             ready = self._wait(signals.fileno())
@@ -178,13 +182,13 @@ class _Guard:
 
     def _read(self, ready: set[int]) -> None:
         """Take what the launcher and its ranks have written. Output first: messages come after what they are about."""
-        said = any(self._readers.get(fd) is Kind.SAID for fd in ready)
+        said = any(self._readers.get(fd) is FrameKind.SAID for fd in ready)
         for fd, kind in list(self._readers.items()):
             if said or fd in ready:
                 while self._take(fd, kind) and said:
                     pass
 
-    def _take(self, fd: int, kind: Kind) -> bool:
+    def _take(self, fd: int, kind: FrameKind) -> bool:
         """Read once; whether there was anything."""
         try:
             data = os.read(fd, _CHUNK)
@@ -197,7 +201,7 @@ class _Guard:
             del self._readers[fd]
             return False
         if self._connected:
-            lines = data.splitlines() if kind is Kind.SAID else [data]  # a message is written at once
+            lines = data.splitlines() if kind is FrameKind.SAID else [data]  # a message is written at once
             for line in lines:
                 self._outgoing += frame(kind, line)
         return True
@@ -208,7 +212,7 @@ class _Guard:
                 self._hear(now)
             if now - self._beat >= BEAT:
                 self._beat = now
-                self._outgoing += frame(Kind.ALIVE)
+                self._outgoing += frame(FrameKind.ALIVE)
             with contextlib.suppress(BlockingIOError):
                 try:
                     while self._outgoing:

@@ -36,9 +36,9 @@ from lockstep.errors import LaunchError
 from lockstep.job import terminal
 from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.hosted import Order
-from lockstep.launch.output import PATIENCE, Sink, error_sink, window_size
+from lockstep.launch.output import PATIENCE, OutputSink, error_sink, window_size
 from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ignored
-from lockstep.remote.frames import BEAT, SILENT, Kind
+from lockstep.remote.frames import BEAT, SILENT, FrameKind
 from lockstep.remote.ssh import Connection, Host, address_of, by_ssh, command_line, leave, meeting_place, passed_on
 from lockstep.version import __version__
 
@@ -149,10 +149,10 @@ class _Job:
         self._connections = connections
         self._grace = grace
         self._signals = SignalQueue({*STOPPING, SAVE, signal.SIGTSTP} - ignored())
-        self._sinks = {Kind.OUTPUT: Sink(1), Kind.ERROR: Sink(2)}
+        self._sinks = {FrameKind.OUTPUT: OutputSink(1), FrameKind.ERROR: OutputSink(2)}
         if error_sink() == 1:
-            self._sinks[Kind.ERROR] = self._sinks[Kind.OUTPUT]
-        self._unfinished: dict[tuple[int, Kind], _Unfinished] = {}
+            self._sinks[FrameKind.ERROR] = self._sinks[FrameKind.OUTPUT]
+        self._unfinished: dict[tuple[int, FrameKind], _Unfinished] = {}
         self._shown: Counter[str] = Counter()
         #: Messages that wait for a better one: until when, the how manieth of its name, the name, the text.
         self._later: list[tuple[float, int, str, str]] = []
@@ -317,16 +317,16 @@ class _Job:
         if signum != SAVE:
             self._stopped_by = signum
 
-    def _on_frame(self, index: int, each: Connection, kind: Kind, data: bytes, now: float) -> None:
+    def _on_frame(self, index: int, each: Connection, kind: FrameKind, data: bytes, now: float) -> None:
         match kind:
-            case Kind.OUTPUT | Kind.ERROR:
+            case FrameKind.OUTPUT | FrameKind.ERROR:
                 held = self._unfinished.setdefault((index, kind), _Unfinished(since=now))
                 held.data += data
-            case Kind.SAID:
+            case FrameKind.SAID:
                 self._on_message(each, json.loads(data), now)
-            case Kind.ENDED:
+            case FrameKind.ENDED:
                 each.code = int(data)
-            case Kind.ALIVE:
+            case FrameKind.ALIVE:
                 pass
 
     def _on_message(self, each: Connection, said: dict[str, Any], now: float) -> None:
@@ -358,7 +358,7 @@ class _Job:
 
     def _show(self, text: str) -> None:
         self._finish_lines(float("inf"))  # what came before it
-        self._sinks[Kind.ERROR].push(-1, b"", f"lockstep: {text}\n".encode())
+        self._sinks[FrameKind.ERROR].push(-1, b"", f"lockstep: {text}\n".encode())
 
     def _finish_lines(self, now: float) -> None:
         """Show what has come: whole lines, and the beginning of one where it is in nobody's way, or after a moment."""

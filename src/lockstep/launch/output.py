@@ -177,7 +177,7 @@ _FULL = 1 << 20
 
 
 @dataclass(eq=False)
-class Sink:
+class OutputSink:
     """The launcher's standard output or error. Bytes wait here until poll says that they can be written."""
 
     fd: int
@@ -216,12 +216,12 @@ class Sink:
 
 
 @dataclass(eq=False)
-class Source:
+class OutputSource:
     """The reading end of a rank's pipe or pseudo-terminal."""
 
     fd: int
     rank: int
-    sink: Sink
+    sink: OutputSink
     #: Where every byte also goes, or None.
     log: int | None
     #: The ranks whose logs can't be written any more, as the relay's sources have said: a rank has two of them.
@@ -282,14 +282,16 @@ class Relay:
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
-        self._sources: dict[int, Source] = {}
-        self._sinks: dict[int, Sink] = {}
+        self._sources: dict[int, OutputSource] = {}
+        self._sinks: dict[int, OutputSink] = {}
         self._watched: dict[int, int] = {}
         self._unwritten: set[int] = set()
 
     def add(self, fd: int, *, rank: int, sink: int, log: int | None, prefix: bytes = b"") -> None:
         """Relay from ``fd`` to the launcher's own ``sink`` and to ``log``; the relay closes ``fd`` and ``log``."""
-        self._sources[fd] = Source(fd, rank, self._sinks.setdefault(sink, Sink(sink)), log, self._unwritten, prefix)
+        self._sources[fd] = OutputSource(
+            fd, rank, self._sinks.setdefault(sink, OutputSink(sink)), log, self._unwritten, prefix
+        )
         self._watch()
 
     @property

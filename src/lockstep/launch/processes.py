@@ -176,7 +176,7 @@ _SI_KERNEL = 0x80
 
 
 @dataclass(frozen=True)
-class Arrival:
+class SignalArrival:
     """One signal that arrived."""
 
     signum: signal.Signals
@@ -206,14 +206,14 @@ class SignalQueue:
         """Return the descriptor to wait on."""
         return self._fd
 
-    def read(self) -> list[Arrival]:
+    def read(self) -> list[SignalArrival]:
         """Return the signals that arrived since the last call."""
-        arrivals: list[Arrival] = []
+        arrivals: list[SignalArrival] = []
         try:
             while True:
                 info = os.read(self._fd, _SIGINFO_SIZE)
                 signum, _, code = struct.unpack_from("=Iii", info)
-                arrivals.append(Arrival(signal.Signals(signum), code == _SI_KERNEL))
+                arrivals.append(SignalArrival(signal.Signals(signum), code == _SI_KERNEL))
         except BlockingIOError:
             return arrivals
 

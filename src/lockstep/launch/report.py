@@ -15,7 +15,7 @@ from pathlib import Path
 from lockstep import _units
 from lockstep.job.fates import advice, names
 from lockstep.job.files import EXIT_SAVED, StopNote
-from lockstep.job.hang import Kind, Verdict, odd_ones
+from lockstep.job.hang import HangKind, HangVerdict, odd_ones
 from lockstep.job.page import NAMES, Look, Phase
 from lockstep.launch.evidence import MachineFacts, ProcessFacts, Stack
 from lockstep.launch.policy import Ending, Failure, Refusal, first_failure
@@ -511,11 +511,11 @@ class Known:
     stack: Stack | None
 
 
-def describe_late(verdict: Verdict, ranks: Mapping[int, Known], *, now: float, world_size: int) -> str:
+def describe_late(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: float, world_size: int) -> str:
     """Report which ranks are late, what they are doing, and where the others wait."""
     late, seconds = verdict.late, now - verdict.since
     lines: list[str]
-    if verdict.kind is Kind.APART:
+    if verdict.kind is HangKind.APART:
         lines = _apart(ranks, seconds=seconds, world_size=world_size)
     else:
         what = "held up the others" if verdict.waiting else "stood still"
@@ -531,9 +531,9 @@ def describe_late(verdict: Verdict, ranks: Mapping[int, Known], *, now: float, w
     return "\n".join(lines)
 
 
-def _calls_for_all(verdict: Verdict, ranks: Mapping[int, Known]) -> list[str]:
+def _calls_for_all(verdict: HangVerdict, ranks: Mapping[int, Known]) -> list[str]:
     """Say of what ranks wait in that all must call it, where others wait elsewhere or have ended."""
-    apart = verdict.kind is Kind.APART or any(ranks[rank].exit_code is not None for rank in verdict.late)
+    apart = verdict.kind is HangKind.APART or any(ranks[rank].exit_code is not None for rank in verdict.late)
     if not apart:
         return []
     found = [_CALL.match(known.look.waits_in) for known in ranks.values() if known.look.mark.waiting]
@@ -542,7 +542,7 @@ def _calls_for_all(verdict: Verdict, ranks: Mapping[int, Known]) -> list[str]:
     return [f"{advice(call)}." for call in sorted(odd)]
 
 
-def over(verdict: Verdict, *, now: float) -> str:
+def over(verdict: HangVerdict, *, now: float) -> str:
     """Say that the ranks which were late have moved on."""
     who = "the ranks have" if not verdict.late else f"{_names(verdict.late)} {_have(verdict.late)}"
     return f"{who} moved on after {now - verdict.since:.0f} s"

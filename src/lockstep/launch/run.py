@@ -27,7 +27,7 @@ from lockstep.launch.launcher import Launcher
 from lockstep.launch.output import LogFolder, Relay, Streams, show_cursor
 from lockstep.launch.policy import Failure, Restarts
 from lockstep.launch.ports import free_port, is_free
-from lockstep.launch.processes import SAVE, STOPPING, Arrival, SignalQueue, ignored
+from lockstep.launch.processes import SAVE, STOPPING, SignalArrival, SignalQueue, ignored
 from lockstep.launch.report import say
 from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, Output, check_program
 from lockstep.rendezvous.handle import Rendezvous
@@ -35,8 +35,8 @@ from lockstep.rendezvous.messages import (
     Alive,
     End,
     Ended,
+    EndKind,
     Event,
-    Kind,
     Leave,
     Looking,
     Looks,
@@ -293,7 +293,7 @@ class _Run:
             case Started(number, pid) if number == CLIENT and self._others is not None:
                 self._others.pid = pid
 
-    def _on_signal(self, arrival: Arrival, now: float) -> None:
+    def _on_signal(self, arrival: SignalArrival, now: float) -> None:
         if arrival.signum == signal.SIGWINCH:
             self._streams.resize()
         elif arrival.signum == SAVE:
@@ -304,8 +304,8 @@ class _Run:
             self._stop(arrival.signum, delivered=delivered, now=now)
             node = self._launcher.attempt.round.node_rank
             if self._others is not None and not self._launcher.policy.failing:
-                self._others.end(End(Verdict(Kind.STOPPED, node, signum=arrival.signum).to_json()))
-        elif self._verdict is not None and self._verdict.kind is Kind.JOINING:
+                self._others.end(End(Verdict(EndKind.STOPPED, node, signum=arrival.signum).to_json()))
+        elif self._verdict is not None and self._verdict.kind is EndKind.JOINING:
             self._launcher.policy.stopped_by = arrival.signum  # all ranks have saved, and are not to start again
         # else all ranks have saved, and leave by themselves
 
@@ -363,11 +363,11 @@ class _Run:
         restarts = copy.copy(self._restarts)  # counted once it is the verdict
         node = attempt.round.node_rank
         if policy.stopped_by is not None and not policy.failing:
-            return Verdict(Kind.STOPPED, node, signum=policy.stopped_by)
+            return Verdict(EndKind.STOPPED, node, signum=policy.stopped_by)
         outcome = attempt.outcome(self._streams)
         first = outcome.first
         if first is None:
-            return Verdict(Kind.STOPPED if outcome.saved else Kind.DONE, node)
+            return Verdict(EndKind.STOPPED if outcome.saved else EndKind.DONE, node)
         step, taken = attempt.steps(first.rank)
         failure = Failure.of(first, step=step, taken=taken, out_of_memory=outcome.out_of_memory)
         again, what_now = False, ""
@@ -380,7 +380,7 @@ class _Run:
                 else report.not_restarted(refusal, failure, limit=restarts.limit)
             )
         return Verdict(
-            Kind.FAILED,
+            EndKind.FAILED,
             node,
             report.describe(outcome, elsewhere=True),
             again=again,
@@ -396,8 +396,12 @@ class _Run:
         completed = self._launcher.attempt.outcome(self._streams).completed
         # Those who have read LOST start again together, whether or not their own ranks had ended. One that has only
         # lost its connection may have missed that all is done.
-        done = completed and (verdict.kind is Kind.JOINING or bool(self._lost))
-        again = verdict.again if verdict.kind is Kind.FAILED else verdict.kind in (Kind.LOST, Kind.JOINING) and not done
+        done = completed and (verdict.kind is EndKind.JOINING or bool(self._lost))
+        again = (
+            verdict.again
+            if verdict.kind is EndKind.FAILED
+            else verdict.kind in (EndKind.LOST, EndKind.JOINING) and not done
+        )
         if again and self._launcher.policy.stopped_by is None:
             self._stage = _Stage.CLEARING
             pid = None if self._others is None else self._others.pid
@@ -410,7 +414,7 @@ class _Run:
     def _leave_early(self, signum: signal.Signals) -> None:
         """End this machine's part of the job while it has no ranks, because of a signal."""
         if self._stage is _Stage.MEETING and self._others is not None and self._last_round >= 0:
-            self._verdict = Verdict(Kind.STOPPED, self._launcher.attempt.round.node_rank, signum=signum)
+            self._verdict = Verdict(EndKind.STOPPED, self._launcher.attempt.round.node_rank, signum=signum)
             self._leave(self._others, self._verdict, meanwhile=True)
         else:
             self._launcher.zygote.kill()  # it may be busy importing for a while
@@ -433,7 +437,7 @@ class _Run:
     def _exit_code(self, verdict: Verdict) -> int:
         """Return what machines that wait for a round which will not come are to end with."""
         outcome, signum = self._launcher.attempt.outcome(self._streams), self._launcher.policy.stopped_by
-        if verdict.kind is Kind.FAILED:
+        if verdict.kind is EndKind.FAILED:
             return verdict.exit_code
         if outcome.saved:
             return EXIT_SAVED
@@ -452,7 +456,7 @@ class _Run:
             return  # a signal came meanwhile: the job ends as it stands
         self._relay.finish_sources()
         self._relay.pump(set(), time.monotonic())
-        if verdict.kind is Kind.LOST:
+        if verdict.kind is EndKind.LOST:
             verdict = replace(verdict, what_now="all ranks start again when there are enough machines")
         self._say_verdict(verdict)
         if self._others is None:
@@ -518,11 +522,11 @@ class _Run:
                 verdict = Verdict.from_json(event.verdict)
                 if self._verdict is None:
                     self._verdict = verdict
-                    if verdict.kind in (Kind.FAILED, Kind.LOST):
+                    if verdict.kind in (EndKind.FAILED, EndKind.LOST):
                         self._launcher.apply(policy.failed(now))
-                    elif verdict.kind is Kind.JOINING:
+                    elif verdict.kind is EndKind.JOINING:
                         self._launcher.apply(policy.leave(now))
-                    elif verdict.kind is Kind.STOPPED and verdict.signum and policy.stopped_by is None:
+                    elif verdict.kind is EndKind.STOPPED and verdict.signum and policy.stopped_by is None:
                         self._stop(signal.Signals(verdict.signum), delivered=False, now=now)
 
     def _on_round(self, met: Met) -> None:
@@ -555,7 +559,7 @@ class _Run:
         machines = "1 machine wants" if waiting == 1 else f"{waiting} machines want"
         if attempt.listening:
             text = f"{machines} to join: the ranks finish a step, save, and start again together"
-            self._others.end(End(Verdict(Kind.JOINING, attempt.round.node_rank, text).to_json()))
+            self._others.end(End(Verdict(EndKind.JOINING, attempt.round.node_rank, text).to_json()))
         elif not self._told_of_waiting:
             self._told_of_waiting = True
             say(f"{machines} to join, and can when the job starts again: no Checkpointer is there that would save now")
@@ -583,7 +587,7 @@ class _Run:
         why = why.partition(". ")[0]  # what to do about it is for a job that ends by it
         self._lost = self._lost or why
         if self._verdict is None:
-            self._verdict = Verdict(Kind.LOST, self._launcher.attempt.round.node_rank, why)
+            self._verdict = Verdict(EndKind.LOST, self._launcher.attempt.round.node_rank, why)
             self._launcher.apply(self._launcher.policy.failed(now))
 
     def _forget_client(self) -> None:
@@ -593,7 +597,7 @@ class _Run:
 
     # What the user asks for --------------------------------------------------------------------------------------
 
-    def _ask_to_save(self, arrival: Arrival) -> None:
+    def _ask_to_save(self, arrival: SignalArrival) -> None:
         """Pass SIGUSR1 on to the ranks that have a use for it; the others would die of it."""
         policy = self._launcher.policy
         willing = [rank for rank in policy.alive if _proc.catches(policy.states[rank].pid or 0, arrival.signum)]
@@ -658,7 +662,7 @@ class _Run:
             say(text, once=text)
             return EXIT_SAVED
         signum = policy.stopped_by
-        not_failed = verdict is not None and verdict.kind in (Kind.LOST, Kind.STOPPED)
+        not_failed = verdict is not None and verdict.kind in (EndKind.LOST, EndKind.STOPPED)
         if signum is not None and (not policy.failing or not_failed):
             late = self._asked_listeners and outcome.completed
             text = report.came_late(signum) if late else report.stopped(outcome, signum, at_once=policy.at_once)
@@ -668,10 +672,10 @@ class _Run:
             return self._say_lost()
         if verdict is None and outcome.first is not None:  # the zygote has ended as well, so nothing starts again
             verdict = replace(self._judge(), what_now="")
-        if verdict is not None and verdict.kind in (Kind.FAILED, Kind.LOST):
+        if verdict is not None and verdict.kind in (EndKind.FAILED, EndKind.LOST):
             # A signal, or the end of the zygote, may have come before what was to come of it.
             self._say_verdict(replace(verdict, what_now="") if verdict.again else verdict)
-            if verdict.kind is Kind.LOST:
+            if verdict.kind is EndKind.LOST:
                 return 0 if outcome.completed else self._say_lost()
             return verdict.exit_code
         return 0 if policy.done else self._say_lost()
@@ -695,7 +699,7 @@ class _Run:
         """Say why an attempt is over, and what comes of it."""
         round_ = self._launcher.attempt.round
         text, mine = verdict.text, True
-        if verdict.kind is Kind.FAILED:
+        if verdict.kind is EndKind.FAILED:
             mine = verdict.node == round_.node_rank
             if mine:
                 text = report.describe(self._launcher.attempt.outcome(self._streams))

@@ -22,7 +22,7 @@ from lockstep.metrics.lines import Lines, Target
 _EVERY = 50
 
 
-class Run(Protocol):
+class LoggedRun(Protocol):
     """What a log needs of a Checkpointer."""
 
     folder: Path
@@ -65,7 +65,7 @@ class Log:
 
     def __init__(
         self,
-        run: Run | str | PathLike[str],
+        run: LoggedRun | str | PathLike[str],
         *,
         every: int | None = None,
         seconds: float | None = None,
@@ -87,7 +87,7 @@ class Log:
         if isinstance(sinks, (str, Mapping)) or not isinstance(sinks, Sequence):
             raise TypeError(f"sinks={type(sinks).__name__}: expected a list of sinks, also for one")
         self._world = world
-        self._run: Run | None = None
+        self._run: LoggedRun | None = None
 
         def check() -> None:
             return None
@@ -210,7 +210,7 @@ class Log:
             self.close()
 
 
-def _check_of(run: Run) -> Callable[[], None]:
+def _check_of(run: LoggedRun) -> Callable[[], None]:
     """Return what refuses a run that has checkpoints which it has not resumed; it keeps no Checkpointer alive."""
     weak = weakref.ref(run)
 

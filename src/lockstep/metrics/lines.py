@@ -46,7 +46,7 @@ from lockstep.errors import LockstepError, listed
 from lockstep.job import notes
 from lockstep.metrics import sinks as to
 from lockstep.metrics.file import LogFile
-from lockstep.metrics.series import Numbers, Summary, merged, readable
+from lockstep.metrics.series import Numbers, SeriesSummary, merged, readable
 from lockstep.step import slicing
 
 #: What a line says besides what was logged, and the words that the call has for itself.
@@ -397,7 +397,7 @@ class Lines:
                 RuntimeWarning,
             )
 
-    def _note_nonfinite(self, key: str, summary: Summary) -> None:
+    def _note_nonfinite(self, key: str, summary: SeriesSummary) -> None:
         """**Rank 0.** Leave a note for the record of the run where numbers begin not to be finite, and where they are
         again."""
         alone = bool(summary.nonfinite) and summary.value is None
@@ -503,8 +503,8 @@ class Lines:
         self._end()
 
 
-def _summary(told: _Told, key: str) -> Summary:
-    return Summary.from_json(told.numbers[key])
+def _summary(told: _Told, key: str) -> SeriesSummary:
+    return SeriesSummary.from_json(told.numbers[key])
 
 
 class _Alone:

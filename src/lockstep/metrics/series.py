@@ -47,7 +47,7 @@ def readable(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Summary:
+class SeriesSummary:
     """The numbers of one key, of one rank or of all."""
 
     #: How much the finite numbers weigh together.
@@ -66,7 +66,7 @@ class Summary:
         return list(astuple(self))
 
     @classmethod
-    def from_json(cls, record: Sequence[Any]) -> Summary:
+    def from_json(cls, record: Sequence[Any]) -> SeriesSummary:
         """Read back what :meth:`to_json` returned."""
         return cls(*record)
 
@@ -82,26 +82,26 @@ class Summary:
         return self.least if self.least == self.greatest else self.total / self.weight
 
 
-def summary_of(numbers: Iterable[tuple[float, float]]) -> Summary:
+def summary_of(numbers: Iterable[tuple[float, float]]) -> SeriesSummary:
     """Summarise pairs of a number and its weight. A number of weight 0 does not count, whatever it is."""
     counting = [(number, weight, number * weight) for number, weight in numbers if weight]
     finite = [each for each in counting if abs(each[2]) <= _MOST]  # which NaN is not
     nonfinite = len(counting) - len(finite)
     if not finite:
-        return Summary(0.0, 0.0, 0.0, 0.0, nonfinite)
+        return SeriesSummary(0.0, 0.0, 0.0, 0.0, nonfinite)
     values, weights, products = zip(*finite, strict=True)
-    return Summary(math.fsum(weights), math.fsum(products), min(values), max(values), nonfinite)
+    return SeriesSummary(math.fsum(weights), math.fsum(products), min(values), max(values), nonfinite)
 
 
-def merged(summaries: Iterable[Summary]) -> Summary:
+def merged(summaries: Iterable[SeriesSummary]) -> SeriesSummary:
     """Summarise what several ranks have."""
     summaries = list(summaries)
     counting = [each for each in summaries if each.weight]
     nonfinite = sum(each.nonfinite for each in summaries)
     since = min((each.since for each in summaries if each.since is not None), default=None)
     if not counting:
-        return Summary(0.0, 0.0, 0.0, 0.0, nonfinite, since)
-    return Summary(
+        return SeriesSummary(0.0, 0.0, 0.0, 0.0, nonfinite, since)
+    return SeriesSummary(
         math.fsum(each.weight for each in counting),
         math.fsum(each.total for each in counting),
         min(each.least for each in counting),
@@ -172,7 +172,7 @@ class Numbers:
             self._stacks.append(torch.stack(self._copies))
             self._copies = []
 
-    def take(self) -> Summary:
+    def take(self) -> SeriesSummary:
         """Read all numbers, which waits for their devices, and begin anew."""
         self._stack()
         read = [number for stack in self._stacks for number in stack.tolist()]

@@ -16,7 +16,7 @@ BEAT, SILENT = 5.0, 30.0
 _HERE = b"lockstep is here: "
 
 
-class Kind(enum.Enum):
+class FrameKind(enum.Enum):
     """What a frame carries."""
 
     OUTPUT = "out"
@@ -37,7 +37,7 @@ class Greeting:
     port: int
 
 
-def frame(kind: Kind, data: bytes = b"") -> bytes:
+def frame(kind: FrameKind, data: bytes = b"") -> bytes:
     """Return one frame: a line with its kind and size, then the bytes."""
     return f"{kind.value} {len(data)}\n".encode() + data
 
@@ -50,7 +50,7 @@ class Frames:
         #: What the host has said of itself; None: nothing yet.
         self.greeting: Greeting | None = None
 
-    def feed(self, data: bytes) -> Iterator[tuple[Kind, bytes]]:
+    def feed(self, data: bytes) -> Iterator[tuple[FrameKind, bytes]]:
         """Yield the frames that are now complete."""
         self._bytes += data
         while self.greeting is None and b"\n" in self._bytes:
@@ -68,7 +68,7 @@ class Frames:
                 return
             body = bytes(self._bytes[len(head) + 1 : end])
             del self._bytes[:end]
-            yield Kind(kind), body
+            yield FrameKind(kind), body
 
 
 def greet(port: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from lockstep import knobs
 from lockstep.errors import LaunchError
 from lockstep.machine import is_loopback
-from lockstep.remote.frames import Frames, Kind
+from lockstep.remote.frames import FrameKind, Frames
 
 #: Seconds that the client may take to read its configuration.
 _CONFIGURATION = 10.0
@@ -193,7 +193,7 @@ class Connection:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 self.process.stdin.write(data)
 
-    def read(self, fd: int, now: float) -> list[tuple[Kind, bytes]]:
+    def read(self, fd: int, now: float) -> list[tuple[FrameKind, bytes]]:
         """Take what is there at one of its descriptors."""
         try:
             data = os.read(fd, _CHUNK)

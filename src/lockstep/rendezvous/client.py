@@ -64,7 +64,7 @@ from lockstep.rendezvous.messages import (
     Command,
     End,
     Ended,
-    Kind,
+    EndKind,
     Leave,
     Looking,
     Looks,
@@ -398,7 +398,7 @@ class _Client:
     def _tell_the_last_round(self, meet: Meet) -> None:
         """Let the other machines of a round that this one can't go on with know it, if they are still in it."""
         if meet.lost and meet.last >= 0:
-            self._write(f"{meet.last}/verdict", Verdict(Kind.LOST, -1, meet.lost).to_json())
+            self._write(f"{meet.last}/verdict", Verdict(EndKind.LOST, -1, meet.lost).to_json())
 
     def _meet(self, meet: Meet) -> Round:
         """Take part in the next round; see Note [Membership]."""
@@ -748,7 +748,7 @@ class _Client:
                 if lost:
                     who = ", ".join(round_.host(node) for node in lost)
                     text = f"{who} gave no sign of life for {SILENT:g} s"
-                    self._write(self._verdict_key, Verdict(Kind.LOST, round_.node_rank, text).to_json())
+                    self._write(self._verdict_key, Verdict(EndKind.LOST, round_.node_rank, text).to_json())
             # What was counted up before is read up to a sign of life later; so what counts is what is heard after a
             # while.
             if echo is not None and self._signs.heard_since(others, echo[1] + _ECHO):
@@ -763,7 +763,7 @@ class _Client:
                     self._ranks = command.ranks
                 if isinstance(command, End):
                     verdict = Verdict.from_json(command.verdict)
-                    if verdict.kind is Kind.DONE:
+                    if verdict.kind is EndKind.DONE:
                         if self._store.add("done", 1) == len(round_.ranks):
                             self._write(self._verdict_key, verdict.to_json())
                     elif verdict.echo:

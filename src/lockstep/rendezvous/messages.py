@@ -73,7 +73,7 @@ class Round:
         return f"machine {node} ({self.hosts[node]})" if self.hosts else f"machine {node}"
 
 
-class Kind(str, enum.Enum):
+class EndKind(str, enum.Enum):
     """Why a round ended."""
 
     #: A rank failed.
@@ -92,7 +92,7 @@ class Kind(str, enum.Enum):
 class Verdict:
     """Why a round ended, as the first machine to know has written it down: all machines act on the same one."""
 
-    kind: Kind
+    kind: EndKind
     #: The machine that wrote it.
     node: int
     #: What to tell the user; complete for FAILED, with the traceback.
@@ -115,7 +115,7 @@ class Verdict:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Verdict:
         """Read what another machine wrote."""
-        return cls(**{**fields, "kind": Kind(fields["kind"])})
+        return cls(**{**fields, "kind": EndKind(fields["kind"])})
 
 
 # Launcher to client --------------------------------------------------------------------------------------------------

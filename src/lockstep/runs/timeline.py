@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.job.page import NAMES, Phase
-from lockstep.job.trace import Batch, Kind, Part
 from lockstep.job.trace import Event as Recorded
+from lockstep.job.trace import EventKind, RankTrace, WorkerBatch
 
 #: An event in the words of Chrome's trace format, its times in nanoseconds.
 Event = dict[str, Any]
@@ -54,7 +54,7 @@ _MUTUAL = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier"
 # A rank --------------------------------------------------------------------------------------------------------------
 
 
-def events_of(part: Part, workers: Mapping[str, Sequence[Batch]]) -> list[Event]:
+def events_of(part: RankTrace, workers: Mapping[str, Sequence[WorkerBatch]]) -> list[Event]:
     """Return the events of one rank, its metadata included.
 
     Args:
@@ -65,7 +65,7 @@ def events_of(part: Part, workers: Mapping[str, Sequence[Batch]]) -> list[Event]
     found = [event for event in part.events if event.at <= end]
     lanes = _Lanes(part.pid)
     events = [*_steps(part, lanes), *_phases(part, end, lanes), *_phases_on_device(part, lanes)]
-    names = {event.thread: event.about["name"] for event in found if event.kind is Kind.THREAD}
+    names = {event.thread: event.about["name"] for event in found if event.kind is EventKind.THREAD}
     # The thread that trains is the first to be seen.
     for thread, name in names.items():
         own = [event for event in found if event.thread == thread and event.kind in _NESTED]
@@ -87,10 +87,10 @@ def events_of(part: Part, workers: Mapping[str, Sequence[Batch]]) -> list[Event]
 
 
 #: What is in the lane of its thread.
-_NESTED = frozenset({Kind.BEGIN, Kind.END, Kind.MARK})
+_NESTED = frozenset({EventKind.BEGIN, EventKind.END, EventKind.MARK})
 
 
-def end_of(part: Part) -> int:
+def end_of(part: RankTrace) -> int:
     """Return when a rank's window ended; that of a rank that ended before it, with its last event."""
     return part.closed or max((event.at for event in part.events), default=part.opened)
 
@@ -118,20 +118,20 @@ class _Lanes:
             yield _about("thread_sort_index", self._pid, number, {"sort_index": place - len(self._titles) - 1})
 
 
-def _steps(part: Part, lanes: _Lanes) -> Iterator[Event]:
+def _steps(part: RankTrace, lanes: _Lanes) -> Iterator[Event]:
     lane, begun = lanes.lane("steps"), part.opened
     for event in part.events:
-        if event.kind is Kind.STEP:
+        if event.kind is EventKind.STEP:
             # The name that torch.profiler gives to a step, which other tools look for.
             yield _slice(f"ProfilerStep#{event.number - 1}", "user_annotation", begun, event.at, lane)
             begun = event.at
 
 
-def _phases(part: Part, end: int, lanes: _Lanes) -> Iterator[Event]:
+def _phases(part: RankTrace, end: int, lanes: _Lanes) -> Iterator[Event]:
     lane = lanes.lane("phases")
     phase, begun = None, part.opened
     for event in part.events:
-        if event.kind is not Kind.PHASE or event.at > end or event.number == phase:
+        if event.kind is not EventKind.PHASE or event.at > end or event.number == phase:
             continue
         if phase is not None and event.at > begun:
             yield _slice(NAMES[Phase(phase)], "phase", begun, event.at, lane)
@@ -140,9 +140,9 @@ def _phases(part: Part, end: int, lanes: _Lanes) -> Iterator[Event]:
         yield _slice(NAMES[Phase(phase)], "phase", begun, end, lane)
 
 
-def _phases_on_device(part: Part, lanes: _Lanes) -> Iterator[Event]:
+def _phases_on_device(part: RankTrace, lanes: _Lanes) -> Iterator[Event]:
     """Yield from when to when the GPU was at what the rank had queued in its phases."""
-    known = [event for event in part.events if event.kind is Kind.PHASE and event.device]
+    known = [event for event in part.events if event.kind is EventKind.PHASE and event.device]
     if not known:
         return
     lane = lanes.lane("phases on the GPU")
@@ -159,7 +159,7 @@ def _nested(events: Iterable[Recorded], end: int, lane: Event) -> list[Event]:
     made: list[Event] = []
     under_way: list[Event] = []
     for event in events:
-        if event.kind is Kind.END:
+        if event.kind is EventKind.END:
             if under_way:  # else it began before the window
                 slice_ = under_way.pop()
                 slice_["dur"] = event.at - slice_["ts"]
@@ -174,7 +174,7 @@ def _nested(events: Iterable[Recorded], end: int, lane: Event) -> list[Event]:
             name, args = f"{name} #{event.number}", args | {"number": event.number}
         if event.device:
             args = args | {"gpu_after_us": [(event.device - event.at) / 1000]}
-        if event.kind is Kind.MARK:
+        if event.kind is EventKind.MARK:
             common = {"name": name, "cat": category, "ts": event.at, **lane, "args": args}
             made.append({"ph": "i", "s": "t", **common})
         else:
@@ -184,7 +184,7 @@ def _nested(events: Iterable[Recorded], end: int, lane: Event) -> list[Event]:
     return [event for event in made if event.get("dur", 1) > 0]
 
 
-def _batch(batch: Batch, lane: Event) -> Event:
+def _batch(batch: WorkerBatch, lane: Event) -> Event:
     args = {"position": batch.position, "samples": batch.samples}
     return _slice("batch", "worker", batch.begun, batch.ended, lane, args)
 
@@ -200,7 +200,7 @@ def _about(name: str, pid: int, tid: int | None, args: Event) -> Event:
 # What torch.profiler has recorded ------------------------------------------------------------------------------------
 
 
-def profile_events(profile: Mapping[str, Any], part: Part, number: int) -> tuple[list[Event], int]:
+def profile_events(profile: Mapping[str, Any], part: RankTrace, number: int) -> tuple[list[Event], int]:
     """Return what a profile has of the window, in this timeline's words, and how many of its events are outside of it.
 
     Its times are the wall clock's. Its processes other than the rank's own (GPUs) get numbers of their own.

@@ -19,7 +19,7 @@ from typing import Any
 from lockstep._files import write_whole
 from lockstep.errors import LockstepError
 from lockstep.job.files import JobFiles
-from lockstep.job.trace import Part, batches
+from lockstep.job.trace import RankTrace, batches
 from lockstep.runs.timeline import (
     NOTICEABLE,
     Clock,
@@ -112,7 +112,7 @@ def collect(folder: Path, ranks: Iterable[int], origin: Origin) -> Trace | None:
     wanted = list(ranks)
     profiles: dict[str, Any] = {}
     for rank in wanted:
-        part = Part.read(folder, rank)
+        part = RankTrace.read(folder, rank)
         if part is None:
             continue
         parts.append(part)
@@ -147,7 +147,7 @@ def collect(folder: Path, ranks: Iterable[int], origin: Origin) -> Trace | None:
     return trace
 
 
-def _add_profile(path: Path, part: Part, number: int, events: list[Event]) -> dict[str, Any]:
+def _add_profile(path: Path, part: RankTrace, number: int, events: list[Event]) -> dict[str, Any]:
     """Add what torch.profiler has exported in a rank; return what became of it."""
     try:
         data = path.read_bytes()

@@ -24,7 +24,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.schedulers.start import SAVED, Start
+from lockstep.schedulers.start import SAVED, StartCommand
 
 #: What a manifest is made of.
 Yaml = Mapping[str, "Yaml"] | Sequence["Yaml"] | str | int | bool
@@ -44,7 +44,7 @@ _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _LONGEST = 63
 
 
-class Engine(enum.Enum):
+class Controller(enum.Enum):
     """What starts the pods and replaces them."""
 
     JOB = "job"
@@ -77,15 +77,15 @@ class Volume:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class JobManifest:
     """A job for Kubernetes. Sizes are as Kubernetes takes them.
 
     Raises:
         ValueError: an option makes no sense, or two contradict each other.
     """
 
-    start: Start
-    engine: Engine
+    start: StartCommand
+    engine: Controller
     image: str
     name: str
     namespace: str | None = None
@@ -115,7 +115,7 @@ class Manifest:
             raise ValueError(f"--image {self.image!r}: expected the name of an image, such as registry/train:1")
         if self.memory is not None and not re.fullmatch(r"\d+([KMGTP]i?|k)?", self.memory):
             raise ValueError(f"--mem {self.memory}: expected a size for each pod, such as 64Gi")
-        if self.max_restarts is not None and self.engine is Engine.JOB and self.rdzv is None:
+        if self.max_restarts is not None and self.engine is Controller.JOB and self.rdzv is None:
             raise ValueError(
                 f"--max-restarts {self.max_restarts} with --engine job: a Job makes single pods anew, which would meet "
                 "the others in the middle of their steps; a JobSet makes all of them anew (--engine jobset), and "
@@ -144,11 +144,11 @@ class Manifest:
     def documents(self) -> list[Yaml]:
         """Return the manifest's documents, in the order in which they are made."""
         match self.engine:
-            case Engine.JOB:
+            case Controller.JOB:
                 return [self._service(), self._object("batch/v1", "Job", self._job(subdomain=True))]
-            case Engine.JOBSET:
+            case Controller.JOBSET:
                 return [self._object("jobset.x-k8s.io/v1alpha2", "JobSet", self._jobset())]
-            case Engine.TRAINJOB:
+            case Controller.TRAINJOB:
                 return [self._runtime(), self._object("trainer.kubeflow.org/v1alpha1", "TrainJob", self._trainjob())]
 
     def text(self) -> str:
@@ -161,7 +161,7 @@ class Manifest:
         if self.rdzv is not None:
             first = f"{self._host(0)}.{self.name}" if self.rdzv == "service" else self.rdzv
             place = ["--nnodes", str(self.start.machines), "--rdzv", first, "--max-restarts", str(self._restarts)]
-        elif self.engine is not Engine.TRAINJOB:  # which says it by PET_NNODES and PET_MASTER_ADDR
+        elif self.engine is not Controller.TRAINJOB:  # which says it by PET_NNODES and PET_MASTER_ADDR
             place = ["--nnodes", str(self.start.machines), "--master-addr", f"{self._host(0)}.{self.name}"]
         # What ranks print is gone with the pod, but for what kubectl logs shows.
         return ["lockstep", "run", *self.start.options(), *place, "--all-output", *self.start.target()]
@@ -171,7 +171,7 @@ class Manifest:
         return _RESTARTS if self.max_restarts is None else self.max_restarts
 
     def _host(self, index: int) -> str:
-        return f"{self.name}-{index}" if self.engine is Engine.JOB else f"{self.name}-{_CONTAINER}-0-{index}"
+        return f"{self.name}-{index}" if self.engine is Controller.JOB else f"{self.name}-{_CONTAINER}-0-{index}"
 
     def _object(self, version: str, kind: str, spec: Yaml) -> dict[str, Yaml]:
         metadata = {"name": self.name, **({} if self.namespace is None else {"namespace": self.namespace})}
@@ -246,7 +246,7 @@ class Manifest:
         mounts: list[Yaml] = [{"name": "shm", "mountPath": "/dev/shm"}]
         mounts += [{"name": f"volume-{n}", "mountPath": volume.path} for n, volume in enumerate(self.volumes)]
         described: dict[str, Yaml] = {"name": _CONTAINER, "image": self.image}
-        if self.engine is not Engine.TRAINJOB:  # there the TrainJob has these
+        if self.engine is not Controller.TRAINJOB:  # there the TrainJob has these
             described["command"] = [_unexpanded(word) for word in self.command()]
             described |= {"env": self._env()} if self.env else {}
             port = _PORT if self.rdzv is None else _MEETING_PORT

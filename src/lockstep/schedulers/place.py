@@ -35,7 +35,7 @@ _MPI_DIALECTS: tuple[dict[str, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Node:
+class LauncherPlace:
     """The place of a launcher among those of a job, one on each machine. What the engine does not say is None."""
 
     #: Who says so, for messages.
@@ -84,7 +84,7 @@ def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
     return by_mpi
 
 
-def node(env: Mapping[str, str]) -> Node | None:
+def node(env: Mapping[str, str]) -> LauncherPlace | None:
     """Return the place that an engine gives to a launcher; None: none does, so the machine is alone.
 
     Raises:
@@ -106,7 +106,7 @@ def mpi_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def _torchrun(env: Mapping[str, str]) -> Node | None:
+def _torchrun(env: Mapping[str, str]) -> LauncherPlace | None:
     if "PET_NNODES" not in env:
         return None
     count = env["PET_NNODES"]
@@ -117,11 +117,11 @@ def _torchrun(env: Mapping[str, str]) -> Node | None:
         )
     nodes = _number("PET_NNODES", count.partition(":")[0])
     if nodes == 1:
-        return Node("PET_NNODES", 0, 1, env.get("PET_NPROC_PER_NODE"))
+        return LauncherPlace("PET_NNODES", 0, 1, env.get("PET_NPROC_PER_NODE"))
     if "PET_NODE_RANK" not in env:
         raise EnvironmentMismatch(f"PET_NNODES={count} is set but PET_NODE_RANK is not: which of the machines is this?")
     port = env.get("PET_MASTER_PORT")
-    return Node(
+    return LauncherPlace(
         "PET_NNODES",
         _number("PET_NODE_RANK", env["PET_NODE_RANK"]),
         nodes,
@@ -131,7 +131,7 @@ def _torchrun(env: Mapping[str, str]) -> Node | None:
     )
 
 
-def _slurm(env: Mapping[str, str]) -> Node | None:
+def _slurm(env: Mapping[str, str]) -> LauncherPlace | None:
     task = slurm.read(env)
     if task is None:
         return None
@@ -141,21 +141,21 @@ def _slurm(env: Mapping[str, str]) -> Node | None:
             f"number {task.rank}, and each would start ranks of its own: start one launcher on each machine (srun "
             "--ntasks-per-node=1 lockstep run -n RANKS train.py), or let srun start the ranks (srun python train.py)"
         )
-    return Node("srun", task.node, len(task.hosts), None, task.address, task.port)
+    return LauncherPlace("srun", task.node, len(task.hosts), None, task.address, task.port)
 
 
-def _indexed_job(env: Mapping[str, str]) -> Node | None:
+def _indexed_job(env: Mapping[str, str]) -> LauncherPlace | None:
     if "JOB_COMPLETION_INDEX" not in env:
         return None
-    return Node("JOB_COMPLETION_INDEX", _number("JOB_COMPLETION_INDEX", env["JOB_COMPLETION_INDEX"]))
+    return LauncherPlace("JOB_COMPLETION_INDEX", _number("JOB_COMPLETION_INDEX", env["JOB_COMPLETION_INDEX"]))
 
 
-def _pytorch_job(env: Mapping[str, str]) -> Node | None:
+def _pytorch_job(env: Mapping[str, str]) -> LauncherPlace | None:
     """Read what a PyTorchJob (kubeflow.org/v1) says of a pod: the same words as of a rank, which has LOCAL_RANK too."""
     words = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "KUBERNETES_SERVICE_HOST"}
     if not env.keys() >= words or "LOCAL_RANK" in env:
         return None
-    return Node(
+    return LauncherPlace(
         "RANK and WORLD_SIZE of a PyTorchJob",
         _number("RANK", env["RANK"]),
         _number("WORLD_SIZE", env["WORLD_SIZE"]),
@@ -165,7 +165,7 @@ def _pytorch_job(env: Mapping[str, str]) -> Node | None:
     )
 
 
-def _mpirun(env: Mapping[str, str]) -> Node | None:
+def _mpirun(env: Mapping[str, str]) -> LauncherPlace | None:
     found = mpi_variables(env)
     if "LOCAL_WORLD_SIZE" not in found:
         return None
@@ -175,7 +175,7 @@ def _mpirun(env: Mapping[str, str]) -> Node | None:
             "own: start one on each machine (mpirun -ppn 1 or --npernode 1), or let mpirun start the ranks (mpirun -n "
             "4 python train.py)"
         )
-    return Node("mpirun", _number("RANK", found["RANK"]), _number("WORLD_SIZE", found["WORLD_SIZE"]))
+    return LauncherPlace("mpirun", _number("RANK", found["RANK"]), _number("WORLD_SIZE", found["WORLD_SIZE"]))
 
 
 def _number(name: str, text: str) -> int:

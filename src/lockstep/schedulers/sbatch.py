@@ -11,7 +11,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from lockstep.schedulers.start import SAVED, Start
+from lockstep.schedulers.start import SAVED, StartCommand
 
 #: Seconds between the end of --grace and that of the job: the last ranks are killed and reported, the job is queued.
 _MARGIN = 30
@@ -39,14 +39,14 @@ class Requeue(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchJob:
     """A job for Slurm. Sizes and times are as sbatch takes them.
 
     Raises:
         ValueError: an option makes no sense, or two contradict each other.
     """
 
-    start: Start
+    start: StartCommand
     #: ``[DAYS-]HOURS:MINUTES:SECONDS`` and sbatch's other forms.
     time: str
     name: str

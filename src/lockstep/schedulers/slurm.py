@@ -26,7 +26,7 @@ _LISTS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
 
 
 @dataclass(frozen=True)
-class Task:
+class SlurmTask:
     """One task of a step that srun started."""
 
     job: int
@@ -65,7 +65,7 @@ def is_task(env: Mapping[str, str]) -> bool:
     return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP and "SLURM_PROCID" in env
 
 
-def read(env: Mapping[str, str]) -> Task | None:
+def read(env: Mapping[str, str]) -> SlurmTask | None:
     """Read this process's task; None if it is none, or the only one of its step.
 
     Raises:
@@ -84,7 +84,7 @@ def read(env: Mapping[str, str]) -> Task | None:
     restart = _number(env, "SLURM_RESTART_COUNT") if env.get("SLURM_RESTART_COUNT") else 0
     per_node = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])
     hosts = expand(env["SLURM_STEP_NODELIST"])
-    found = Task(job, step, restart, rank, local_rank, node, per_node, hosts)
+    found = SlurmTask(job, step, restart, rank, local_rank, node, per_node, hosts)
     fits = (
         found.tasks == tasks
         and len(hosts) == len(per_node)

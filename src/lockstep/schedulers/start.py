@@ -11,7 +11,7 @@ SAVED = os.EX_TEMPFAIL
 
 
 @dataclass(frozen=True)
-class Start:
+class StartCommand:
     """The same command on each of several machines."""
 
     program: str

@@ -34,7 +34,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class SharedPart:
     """The same part of one allocation on all ranks."""
 
     #: The allocation, counted from 0 in the order of the collective calls that made them.
@@ -166,7 +166,7 @@ class Engine(ABC):
 
     # --- what an engine may do better than this --------------------------------------------------------------------
 
-    def all_reduce_tensor(self, tensor: torch.Tensor, how: Reduction, part: Part | None) -> None:  # noqa: ARG002
+    def all_reduce_tensor(self, tensor: torch.Tensor, how: Reduction, part: SharedPart | None) -> None:  # noqa: ARG002
         """**Collective.** Combine a caller's tensor over all ranks, in place.
 
         Args:
@@ -178,7 +178,7 @@ class Engine(ABC):
         self.all_reduce(flat if flat.dtype is how.dtype else flat.view(how.dtype), how)
         tensors.restore(tensor, flat)
 
-    def find(self, tensor: torch.Tensor) -> Part | None:  # noqa: ARG002  (an engine without memory has no parts)
+    def find(self, tensor: torch.Tensor) -> SharedPart | None:  # noqa: ARG002  (an engine without memory has no parts)
         """Return the part of the engine's own memory that ``tensor`` is; None if it lies elsewhere."""
         return None
 
@@ -191,12 +191,12 @@ class Engine(ABC):
         raise RuntimeError(f'allocate_tensor: the backend "{self.backend}" has no memory for {count} x {dtype}')
 
     def in_place_sum(
-        self, tensor: torch.Tensor, how: Reduction, part: Part, look: SumLook | None
+        self, tensor: torch.Tensor, how: Reduction, part: SharedPart, look: SumLook | None
     ) -> Callable[[Engine], None]:
         """Return what adds up ``tensor``, once its turn has come; see :class:`~lockstep.comm.memory.InPlaceMemory`."""
         raise NotImplementedError  # an engine that finds no part is not asked
 
-    def add_rows(self, rows: torch.Tensor, order: RowOrder, part: Part) -> None:
+    def add_rows(self, rows: torch.Tensor, order: RowOrder, part: SharedPart) -> None:
         """**Collective.** See :class:`~lockstep.comm.memory.InPlaceMemory`.
 
         Args:

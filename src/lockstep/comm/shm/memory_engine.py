@@ -9,7 +9,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
 from lockstep.comm.group import tensors
-from lockstep.comm.group.engine import Engine, Part, Tensors
+from lockstep.comm.group.engine import Engine, SharedPart, Tensors
 from lockstep.comm.group.meeting import Whereabouts
 from lockstep.comm.group.reduction import Reduction
 from lockstep.comm.group.work import ShmWork
@@ -113,7 +113,7 @@ class MemoryEngine(Engine):
         """See :class:`Engine`."""
         collectives.all_reduce(self._rounds, flat, how)
 
-    def all_reduce_tensor(self, tensor: torch.Tensor, how: Reduction, part: Part | None) -> None:
+    def all_reduce_tensor(self, tensor: torch.Tensor, how: Reduction, part: SharedPart | None) -> None:
         """See :class:`Engine`. Nothing is copied for a part of shared memory; for a small tensor little is called."""
         rounds = self._rounds
         if part is not None:
@@ -126,7 +126,7 @@ class MemoryEngine(Engine):
             super().all_reduce_tensor(tensor, how, part)
 
     def in_place_sum(
-        self, tensor: torch.Tensor, how: Reduction, part: Part, look: SumLook | None
+        self, tensor: torch.Tensor, how: Reduction, part: SharedPart, look: SumLook | None
     ) -> Callable[[Engine], None]:
         """See :class:`Engine`."""
         views = _views(tensor, how, part)
@@ -136,7 +136,7 @@ class MemoryEngine(Engine):
 
         return add_up
 
-    def add_rows(self, rows: torch.Tensor, order: RowOrder, part: Part) -> None:
+    def add_rows(self, rows: torch.Tensor, order: RowOrder, part: SharedPart) -> None:
         """See :class:`Engine`."""
         collectives.add_rows_shared(self._rounds, part.views(tensors.target(rows)), order)
 
@@ -193,7 +193,7 @@ class MemoryEngine(Engine):
                     self._messages = Messages(self._segment, self._layout, rank=self.rank, health=self._health)
         return self._messages
 
-    def find(self, tensor: torch.Tensor) -> Part | None:
+    def find(self, tensor: torch.Tensor) -> SharedPart | None:
         """See :class:`Engine`."""
         return self._shared.find(tensor) if self._shared.allocations and tensors.is_flat(tensor) else None
 
@@ -206,7 +206,7 @@ class MemoryEngine(Engine):
         return self._shared.allocate(self._rounds, count, dtype)
 
 
-def _views(tensor: torch.Tensor, how: Reduction, part: Part) -> list[torch.Tensor]:
+def _views(tensor: torch.Tensor, how: Reduction, part: SharedPart) -> list[torch.Tensor]:
     """Return all ranks' memory of a shared tensor, in order of rank, as what is reduced."""
     views = part.views(tensors.target(tensor))
     return views if views[0].dtype is how.dtype else [view.view(how.dtype) for view in views]

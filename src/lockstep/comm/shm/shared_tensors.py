@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.comm.group.engine import Part
+from lockstep.comm.group.engine import SharedPart
 from lockstep.comm.shm.collectives import gather
 from lockstep.comm.shm.rounds import Rounds
 from lockstep.comm.shm.segment import Memory, Offer, Segment
@@ -64,7 +64,7 @@ class SharedTensors:
         self._rank = rank
         self._made = 0
         self.allocations: list[_Allocation] = []
-        self._parts: dict[tuple[int, int, torch.dtype], Part] = {}
+        self._parts: dict[tuple[int, int, torch.dtype], SharedPart] = {}
         self._lock = threading.Lock()
         #: Numbers of allocations whose memory is gone; see Note [Lifetime of shared tensors].
         self._ended: deque[int] = deque()
@@ -119,7 +119,7 @@ class SharedTensors:
             raise RendezvousError("\n".join(refusals))
         return segment, others
 
-    def find(self, flat: torch.Tensor) -> Part | None:
+    def find(self, flat: torch.Tensor) -> SharedPart | None:
         """Return the part of an allocation that ``flat`` is, or None if it lies elsewhere.
 
         Every rank must pass the same part of the same allocation; number and offset belong in the fingerprint.
@@ -144,7 +144,7 @@ class SharedTensors:
             self.allocations.clear()
             self._parts.clear()
 
-    def _find(self, address: int, nbytes: int, dtype: torch.dtype) -> Part | None:
+    def _find(self, address: int, nbytes: int, dtype: torch.dtype) -> SharedPart | None:
         for allocation in self.allocations:
             if allocation.start <= address < allocation.end and allocation.memory() is not None:
                 offset = address - allocation.start
@@ -154,7 +154,7 @@ class SharedTensors:
                     None if other is None else other[offset : offset + nbytes].view(dtype)
                     for other in allocation.others
                 )
-                return Part(allocation.number, offset, tuple(views), allocation.memory)
+                return SharedPart(allocation.number, offset, tuple(views), allocation.memory)
         return None
 
     def _forget_ended(self) -> None:

@@ -75,20 +75,20 @@ def _and(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Clock:
+class HostClock:
     """How far a host's clock is ahead of this one's, in seconds, and by how much that may be wrong."""
 
     ahead: float
     error: float
 
     @classmethod
-    def of(cls, looks: Sequence[tuple[float, float, float]]) -> Clock:
+    def of(cls, looks: Sequence[tuple[float, float, float]]) -> HostClock:
         """Work it out from some looks: when it was asked, what it said, when its answer came. The quickest counts."""
         asked, said, heard = min(looks, key=lambda look: look[2] - look[0])
         return cls(said - (asked + heard) / 2, (heard - asked) / 2)
 
 
-def compare_clocks(clocks: Mapping[str, Clock]) -> Iterator[Finding]:
+def compare_clocks(clocks: Mapping[str, HostClock]) -> Iterator[Finding]:
     """Compare the hosts' clocks with each other; this machine's does not matter."""
     fastest = max(clocks, key=lambda name: clocks[name].ahead)
     slowest = min(clocks, key=lambda name: clocks[name].ahead)

@@ -1,6 +1,6 @@
 """What a machine offers to a job: versions, cores, memory, shared memory, limits, names, ports.
 
-A check takes the :class:`Task` and yields findings. It only looks: what it needs to try it removes at once.
+A check takes the :class:`CheckTask` and yields findings. It only looks: what it needs to try it removes at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TEMPORARY = 64 * _MIB
 
 
 @dataclass(frozen=True)
-class Task:
+class CheckTask:
     """What a machine is looked at for."""
 
     #: Ranks that are to run there.
@@ -56,10 +56,10 @@ class Task:
     quick: bool = False
 
 
-Check = Callable[[Task], Iterator[Finding]]
+Check = Callable[[CheckTask], Iterator[Finding]]
 
 
-def check_versions(task: Task) -> Iterator[Finding]:
+def check_versions(task: CheckTask) -> Iterator[Finding]:
     """Look at the versions of Python, torch and lockstep. Nothing is imported."""
     del task
     found = facts.versions()
@@ -78,7 +78,7 @@ def check_versions(task: Task) -> Iterator[Finding]:
         yield ok("versions", f"lockstep {__version__}, torch {torch}, Python {python}")
 
 
-def check_cores(task: Task) -> Iterator[Finding]:
+def check_cores(task: CheckTask) -> Iterator[Finding]:
     """Look at the cores: affinity, the container's quota, other programs, threads for each rank."""
     cores, visible, everything = machine.cores(), machine.visible_cores(), os.cpu_count() or 1
     quota = machine.cpu_quota()
@@ -120,7 +120,7 @@ def check_cores(task: Task) -> Iterator[Finding]:
         )
 
 
-def check_memory(task: Task) -> Iterator[Finding]:
+def check_memory(task: CheckTask) -> Iterator[Finding]:
     """Look at the memory: what is free, the container's limit, limits of address space."""
     total, group = machine_memory(), memory_group()
     limit = None if group is None else group.limit()
@@ -152,7 +152,7 @@ def check_memory(task: Task) -> Iterator[Finding]:
         )
 
 
-def check_shared_memory(task: Task) -> Iterator[Finding]:
+def check_shared_memory(task: CheckTask) -> Iterator[Finding]:
     """Look at /dev/shm, which loader workers use, and at memory without a name, which the backend "shm" uses."""
     del task
     advice = (
@@ -194,7 +194,7 @@ writes it); else mount -o remount,size=8g /dev/shm"
         )
 
 
-def check_limits(task: Task) -> Iterator[Finding]:
+def check_limits(task: CheckTask) -> Iterator[Finding]:
     """Look at ulimit: open files, processes, core files, sizes of files, seconds."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = descriptors(task.ranks)
@@ -236,7 +236,7 @@ def check_limits(task: Task) -> Iterator[Finding]:
         )
 
 
-def _processes(task: Task) -> Iterator[Finding]:
+def _processes(task: CheckTask) -> Iterator[Finding]:
     needed = task.ranks * _TASKS + _TASKS_BESIDE
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if os.geteuid() and soft != resource.RLIM_INFINITY:  # root is free of it
@@ -278,7 +278,7 @@ def _core_files() -> Iterator[Finding]:
         )
 
 
-def check_names(task: Task) -> Iterator[Finding]:
+def check_names(task: CheckTask) -> Iterator[Finding]:
     """Look at what this machine's own name leads to: gloo, and jobs by --node-rank, take it for its address."""
     name = socket.gethostname()
     try:
@@ -305,7 +305,7 @@ def check_names(task: Task) -> Iterator[Finding]:
         yield ok("names", f"{name} is {', '.join(found)}")
 
 
-def check_ports(task: Task) -> Iterator[Finding]:
+def check_ports(task: CheckTask) -> Iterator[Finding]:
     """Look whether the ports are free that jobs on several machines take unless told otherwise."""
     for port, use, option in (
         (DEFAULT_PORT, "--rdzv", f"--rdzv HOST:{DEFAULT_PORT + 1}"),
@@ -319,7 +319,7 @@ def check_ports(task: Task) -> Iterator[Finding]:
         yield wrong("ports", what, advice) if task.several else warning("ports", what, advice)
 
 
-def check_temporary(task: Task) -> Iterator[Finding]:
+def check_temporary(task: CheckTask) -> Iterator[Finding]:
     """Look at the place for temporary files, where a job has its private folder."""
     del task
     try:

@@ -24,7 +24,7 @@ _running: set[subprocess.Popen[str]] = set()
 
 
 @dataclass(frozen=True)
-class Ended:
+class ChildResult:
     """A process that has ended."""
 
     #: As subprocess has it; None: it had to be killed, since its time was up.
@@ -40,7 +40,7 @@ class Ended:
         return "\n".join(lines[-_LINES:]) or "it said nothing"
 
 
-def run(module: str, *args: str, limit: float, env: Mapping[str, str] | None = None) -> Ended:
+def run(module: str, *args: str, limit: float, env: Mapping[str, str] | None = None) -> ChildResult:
     """Run a module as ``python -m`` does, and return how it has ended.
 
     Args:
@@ -72,7 +72,7 @@ def run(module: str, *args: str, limit: float, env: Mapping[str, str] | None = N
         raise
     finally:
         _running.discard(process)
-    return Ended(process.returncode if in_time else None, out, err)
+    return ChildResult(process.returncode if in_time else None, out, err)
 
 
 def end_all() -> None:

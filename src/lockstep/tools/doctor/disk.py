@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lockstep._units import size
 from lockstep.tools.doctor import facts
-from lockstep.tools.doctor.checks import Task
+from lockstep.tools.doctor.checks import CheckTask
 from lockstep.tools.doctor.findings import Finding, ok, seconds, warning, wrong
 
 _MIB = 1 << 20
@@ -24,7 +24,7 @@ _SLOW = 0.25
 _REPEATS = 5
 
 
-def check_folder(task: Task) -> Iterator[Finding]:
+def check_folder(task: CheckTask) -> Iterator[Finding]:
     """Look at the folder that a run goes to, or where it would be made. What is written there has no name."""
     folder = task.folder.absolute()
     there = nearest(folder)

@@ -27,12 +27,12 @@ from typing import Any, NoReturn
 from lockstep import machine
 from lockstep.launch.ports import free_port
 from lockstep.launch.spec import parse_ranks
-from lockstep.remote.frames import SILENT, Kind, frame, greet
+from lockstep.remote.frames import SILENT, FrameKind, frame, greet
 from lockstep.rendezvous.addresses import own_address
 from lockstep.tools.doctor import child, facts
 from lockstep.tools.doctor.checks import (
     Check,
-    Task,
+    CheckTask,
     check_cores,
     check_limits,
     check_memory,
@@ -55,7 +55,7 @@ _TOKEN = 32
 _SAFE = re.compile("[0-9a-f]{32}")
 
 
-def _variables(task: Task) -> Iterator[Finding]:
+def _variables(task: CheckTask) -> Iterator[Finding]:
     del task
     return check_variables()
 
@@ -148,7 +148,7 @@ class _Host:
         except ValueError as error:
             ranks = 1
             _say({"found": wrong("ranks", str(error), "say another number for this host: HOST:N").to_json()})
-        task = Task(
+        task = CheckTask(
             ranks=ranks,
             folder=Path(order["folder"]),
             several=order["several"],
@@ -279,7 +279,7 @@ _voice = threading.Lock()
 
 
 def _say(message: dict[str, Any]) -> None:
-    data = frame(Kind.SAID, json.dumps(message).encode())
+    data = frame(FrameKind.SAID, json.dumps(message).encode())
     with _voice, contextlib.suppress(BrokenPipeError):  # nobody is there; the main thread hears of it
         while data:
             data = data[os.write(1, data) :]

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep import knobs, machine
 from lockstep._units import size
 from lockstep.tools.doctor import child, facts
-from lockstep.tools.doctor.checks import Task
+from lockstep.tools.doctor.checks import CheckTask
 from lockstep.tools.doctor.findings import Finding, ok, seconds, warning, wrong
 
 #: Seconds for importing torch and asking the driver, and for a job of two ranks.
@@ -21,7 +21,7 @@ _FEW, _RATE = 5e-3, 100e6
 _TRIAL = "lockstep.tools.doctor.trial"
 
 
-def check_torch(task: Task) -> Iterator[Finding]:
+def check_torch(task: CheckTask) -> Iterator[Finding]:
     """Look at torch and the GPUs: import it, ask the driver, compute something on each."""
     if task.quick:
         return
@@ -130,7 +130,7 @@ def _judge_devices(found: Mapping[str, Any], *, ranks: int) -> Iterator[Finding]
         )
 
 
-def check_job(task: Task) -> Iterator[Finding]:
+def check_job(task: CheckTask) -> Iterator[Finding]:
     """Start a job of two ranks that average something, by what ``lockstep.init()`` takes on this machine."""
     if task.quick:
         return
@@ -164,7 +164,7 @@ def judge_own_job(job: Mapping[str, Any]) -> Finding:
 _REPORT = "this must not be: write an issue with the output of lockstep env, and look at the machine's memory (memtest)"
 
 
-def read_job(ended: child.Ended) -> dict[str, Any] | str:
+def read_job(ended: child.ChildResult) -> dict[str, Any] | str:
     """Return what ``trial.py`` has printed, or why it has not."""
     if ended.code is None:
         return f"it has not ended in its time; {ended.last_words}"
@@ -191,7 +191,7 @@ _ODD = 3.0
 _PAIRS_LIMIT = 4.0 * 28
 
 
-def job_on_hosts(hosts: str, *, logs: str) -> child.Ended:
+def job_on_hosts(hosts: str, *, logs: str) -> child.ChildResult:
     """Run a job of one rank on each host, as ``lockstep run --hosts`` does.
 
     Args:

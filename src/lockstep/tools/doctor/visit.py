@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.errors import LaunchError
 from lockstep.launch.spec import DEFAULT_MASTER_PORT
 from lockstep.machine import is_loopback
-from lockstep.remote.frames import BEAT, Kind
+from lockstep.remote.frames import BEAT, FrameKind
 from lockstep.remote.ssh import (
     Connection,
     Host,
@@ -43,7 +43,7 @@ THIS = "this machine"
 
 
 @dataclass(frozen=True)
-class Asked:
+class VisitOptions:
     """What the user wants to know."""
 
     #: As after -n, for hosts that have no number of their own.
@@ -114,7 +114,7 @@ class _Visit:
     def read(self, fd: int) -> None:
         now = time.monotonic()
         for kind, data in self.connection.read(fd, now):
-            if kind is Kind.SAID:
+            if kind is FrameKind.SAID:
                 self._hear(json.loads(data))
 
     def _hear(self, said: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ class _Visit:
             self.answer, self.heard = said, time.time()
 
 
-def look_at(hosts: Sequence[Host], asked: Asked) -> Report:
+def look_at(hosts: Sequence[Host], asked: VisitOptions) -> Report:
     """Look at ``hosts``; at this machine if there are none."""
     several = len(hosts) > 1
     report = Report([Visited(host.name) for host in hosts] or [Visited(THIS)])
@@ -255,7 +255,7 @@ class _Party:
         """Ask all the same."""
         return self.ask(dict.fromkeys(self.there, order))
 
-    def during(self, work: Callable[[], child.Ended]) -> child.Ended:
+    def during(self, work: Callable[[], child.ChildResult]) -> child.ChildResult:
         """Return what ``work`` does, in a thread; meanwhile let the hosts know that somebody is here."""
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(work)
@@ -322,14 +322,14 @@ def _look_between(party: _Party, *, folder: str, quick: bool) -> Iterator[Findin
     yield from _try_job(party)
 
 
-def _clock(party: _Party, visit: _Visit) -> between.Clock:
+def _clock(party: _Party, visit: _Visit) -> between.HostClock:
     looks = []
     for _ in range(_CLOCKS):
         asked = time.time()
         answer = party.ask({visit: {"do": "clock"}})
         if visit in answer:
             looks.append((asked, float(answer[visit]), visit.heard))
-    return between.Clock.of(looks or [(0.0, 0.0, float("inf"))])
+    return between.HostClock.of(looks or [(0.0, 0.0, float("inf"))])
 
 
 def _look_at_folder(party: _Party, folder: str) -> Iterator[Finding]:

@@ -46,7 +46,7 @@ def text(words: object) -> str:
 
 
 @dataclass(frozen=True)
-class Frame:
+class Axes:
     """The axes of a chart.
 
     Args:
@@ -71,7 +71,7 @@ class Frame:
         return max(-_FAR, min(_FAR, place))
 
 
-def chart(frame: Frame, curves: str, *, marks: str = "", over: str = "", label: str, rows: Sequence[int] = ()) -> str:
+def chart(frame: Axes, curves: str, *, marks: str = "", over: str = "", label: str, rows: Sequence[int] = ()) -> str:
     """Return a chart.
 
     Args:
@@ -108,7 +108,7 @@ def chart(frame: Frame, curves: str, *, marks: str = "", over: str = "", label: 
     )
 
 
-def _values(frame: Frame) -> str:
+def _values(frame: Axes) -> str:
     lines: list[str] = []
     if not frame.unit:
         return ""
@@ -120,7 +120,7 @@ def _values(frame: Frame) -> str:
     return "".join(lines)
 
 
-def _rows(frame: Frame, ranks: Sequence[int]) -> str:
+def _rows(frame: Axes, ranks: Sequence[int]) -> str:
     high = frame.height / len(ranks)
     every = 1 << max(0, math.ceil(math.log2(12 / high)))
     return "".join(
@@ -130,7 +130,7 @@ def _rows(frame: Frame, ranks: Sequence[int]) -> str:
     )
 
 
-def _moments(frame: Frame) -> str:
+def _moments(frame: Axes) -> str:
     moments = scales.time_ticks(0.0, frame.seconds, max(3, frame.width // 110))
     step = moments[1] - moments[0] if len(moments) > 1 else 1.0
     y = ABOVE + frame.height
@@ -145,12 +145,12 @@ def _moments(frame: Frame) -> str:
 # Curves --------------------------------------------------------------------------------------------------------------
 
 
-def line(frame: Frame, times: Sequence[float], values: Sequence[float], class_: str) -> str:
+def line(frame: Axes, times: Sequence[float], values: Sequence[float], class_: str) -> str:
     """Return a line through points; it breaks where a value is not finite."""
     return tag("path", class_=f"line {class_}", d=_through(frame, times, values))
 
 
-def _through(frame: Frame, times: Sequence[float], values: Sequence[float]) -> str:
+def _through(frame: Axes, times: Sequence[float], values: Sequence[float]) -> str:
     parts: list[str] = []
     before: tuple[int, int] | None = None
     alone = False
@@ -166,7 +166,7 @@ def _through(frame: Frame, times: Sequence[float], values: Sequence[float]) -> s
     return "".join(parts) + ("h0" if alone else "")
 
 
-def band(frame: Frame, times: Sequence[float], low: Sequence[float], high: Sequence[float], class_: str) -> str:
+def band(frame: Axes, times: Sequence[float], low: Sequence[float], high: Sequence[float], class_: str) -> str:
     """Return the area between two curves."""
     parts: list[str] = []
     run: list[tuple[int, int, int]] = []
@@ -182,7 +182,7 @@ def band(frame: Frame, times: Sequence[float], low: Sequence[float], high: Seque
     return tag("path", class_=class_, d="".join(parts))
 
 
-def spans(frame: Frame, times: Sequence[float], chosen: Sequence[bool], class_: str) -> str:
+def spans(frame: Axes, times: Sequence[float], chosen: Sequence[bool], class_: str) -> str:
     """Return the times up to each of the points that are chosen, from the one before it, from top to bottom."""
     parts = []
     for place, is_chosen in enumerate(chosen):
@@ -192,7 +192,7 @@ def spans(frame: Frame, times: Sequence[float], chosen: Sequence[bool], class_: 
     return tag("path", class_=class_, d="".join(parts))
 
 
-def bands(frame: Frame, times: Sequence[float], table: Sequence[Sequence[float]]) -> str:
+def bands(frame: Axes, times: Sequence[float], table: Sequence[Sequence[float]]) -> str:
     """Return all ranks' values as bands: from the least to the greatest, the middle half, and the median."""
     quarters = [_quartiles(values) for values in zip(*table, strict=True)]
     least, first, median, third, most = zip(*quarters, strict=True) if quarters else ((), (), (), (), ())
@@ -213,7 +213,7 @@ def _quartiles(values: Iterable[float]) -> tuple[float, ...]:
 
 
 def stack(
-    frame: Frame, begins: Sequence[float], ends: Sequence[float], layers: Sequence[tuple[str, Sequence[float]]]
+    frame: Axes, begins: Sequence[float], ends: Sequence[float], layers: Sequence[tuple[str, Sequence[float]]]
 ) -> str:
     """Return layers of parts on each other, the first at the bottom.
 
@@ -230,7 +230,7 @@ def stack(
     return "".join(reversed(drawn))  # each covers what the layers below it have of it
 
 
-def _stairs(frame: Frame, begins: Sequence[float], ends: Sequence[float], tops: Sequence[float]) -> str:
+def _stairs(frame: Axes, begins: Sequence[float], ends: Sequence[float], tops: Sequence[float]) -> str:
     parts: list[str] = []
     x = y = -1
     floor = frame.y(0.0)
@@ -248,7 +248,7 @@ def _stairs(frame: Frame, begins: Sequence[float], ends: Sequence[float], tops: 
 
 
 def heat(
-    frame: Frame,
+    frame: Axes,
     begins: Sequence[float],
     ends: Sequence[float],
     starts: Sequence[range],
@@ -312,7 +312,7 @@ _BELOW = ("checkpoint", "restart")
 CIRCLE = "M-4 0A4 4 0 1 0 4 0A4 4 0 1 0 -4 0Z"
 
 
-def mark_lines(frame: Frame, marks: Iterable[tuple[float, str]]) -> str:
+def mark_lines(frame: Axes, marks: Iterable[tuple[float, str]]) -> str:
     """Return vertical lines through a plot; of each mark its moment and its kind."""
     paths: dict[str, list[str]] = {}
     for at, kind in marks:
@@ -322,7 +322,7 @@ def mark_lines(frame: Frame, marks: Iterable[tuple[float, str]]) -> str:
 
 def lane(seconds: float, marks: Sequence[tuple[float, str, str]], spans: Sequence[tuple[float, float]]) -> str:
     """Return the strip with what has happened: marks with a text each, and when the ranks ran."""
-    frame = Frame(seconds, 0.0, 1.0, "", height=26)
+    frame = Axes(seconds, 0.0, 1.0, "", height=26)
     signs = "".join(
         tag(
             "g",

@@ -21,7 +21,7 @@ _TOGETHER, _PARTS = 10, 24
 
 
 @dataclass(frozen=True)
-class Mark:
+class Marker:
     """Something that happened at a moment."""
 
     at: float
@@ -70,7 +70,7 @@ class Account:
     #: Samples a second, by bin; None: nobody counts them.
     samples: list[float] | None
     totals: list[Total]
-    marks: list[Mark]
+    marks: list[Marker]
     metrics: list[Metric]
     #: The summary's headline, its verdict and its remarks, a line each; empty: it can't be told.
     verdict: str
@@ -302,10 +302,10 @@ def _host(span: Span, rank: int) -> str:
     return str(span.run.about.get("host", ""))
 
 
-def _marks(machines: Sequence[Run], began: float, starts: Sequence[Start]) -> list[Mark]:
+def _marks(machines: Sequence[Run], began: float, starts: Sequence[Start]) -> list[Marker]:
     """Return what has happened, in order; what several machines tell in the same words is said once."""
     marks = [
-        Mark(start.at, "restart", f"started again, on {start.world_size} ranks ({start.number}. restart)")
+        Marker(start.at, "restart", f"started again, on {start.world_size} ranks ({start.number}. restart)")
         for start in starts
         if start.number
     ]
@@ -316,9 +316,11 @@ def _marks(machines: Sequence[Run], began: float, starts: Sequence[Start]) -> li
             kind, text = str(event.get("kind", "")), str(event.get("text", ""))
             if (kind, text) not in said or len(machines) == 1:
                 said.add((kind, text))
-                marks.append(Mark(_number(event.get("at")) + shift, kind, text))
+                marks.append(Marker(_number(event.get("at")) + shift, kind, text))
         for each in about.get("checkpoints", ()):
-            marks.append(Mark(_number(each.get("at")) + shift, "checkpoint", f"checkpoint at step {each.get('step')}"))
+            marks.append(
+                Marker(_number(each.get("at")) + shift, "checkpoint", f"checkpoint at step {each.get('step')}")
+            )
     return sorted(marks, key=lambda mark: mark.at)
 
 

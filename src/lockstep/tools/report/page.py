@@ -27,9 +27,9 @@ from lockstep.job.page import Phase
 from lockstep.runs.history import Run
 from lockstep.tools.report import drawing, pixels, scales
 from lockstep.tools.report.bins import Start
-from lockstep.tools.report.drawing import Frame, tag, text
+from lockstep.tools.report.drawing import Axes, tag, text
 from lockstep.tools.report.logged import Metric
-from lockstep.tools.report.numbers import Account, Mark, Total, mean, median, phase_name
+from lockstep.tools.report.numbers import Account, Marker, Total, mean, median, phase_name
 from lockstep.tools.report.scales import shown
 from lockstep.version import __version__
 
@@ -185,7 +185,7 @@ class _Page:
     def _of_ranks(self, name: str, title: str, table: Sequence[Sequence[float]], unit: str, words: str) -> str:
         """A chart with a line for each rank, or a band where there are many."""
         ranks = self._account.ranks
-        frame = Frame(self._seconds, 0.0, scales.top([value for row in table for value in row]), unit)
+        frame = Axes(self._seconds, 0.0, scales.top([value for row in table for value in row]), unit)
         longest: int | None = None
         if len(ranks) <= drawing.LINES:
             curves = "".join(self._line(frame, row, f"s{place}") for place, row in enumerate(table))
@@ -206,7 +206,7 @@ class _Page:
         drawn = drawing.chart(frame, curves, marks=lines, label=f"{title} over time, {words}; median {usual}")
         return _figure(name, title, words, keys, drawn)
 
-    def _line(self, frame: Frame, values: Sequence[float], class_: str) -> str:
+    def _line(self, frame: Axes, values: Sequence[float], class_: str) -> str:
         return drawing.line(frame, self._times(), self._broken(values), class_)
 
     def _times(self) -> list[float]:
@@ -222,7 +222,7 @@ class _Page:
         return [value for bins in self._bins for value in (math.nan, *values[bins.start : bins.stop])]
 
     def _single(self, name: str, title: str, values: Sequence[float], unit: str, words: str) -> str:
-        frame = Frame(self._seconds, 0.0, scales.top(list(values)), unit, height=110)
+        frame = Axes(self._seconds, 0.0, scales.top(list(values)), unit, height=110)
         curve = self._line(frame, values, "s0")
         self._tell(name, "single", frame, values=_rounded(values))
         drawn = drawing.chart(frame, curve, marks=drawing.mark_lines(frame, self._marks), label=f"{title} over time")
@@ -230,7 +230,7 @@ class _Page:
 
     def _stack(self) -> str:
         account = self._account
-        frame = Frame(self._seconds, 0.0, 1.0, "share", height=190)
+        frame = Axes(self._seconds, 0.0, 1.0, "share", height=190)
         layers = [(_layer(phase), account.mean(phase)) for phase in self._phases]
         curves = drawing.stack(frame, account.grid.begins, account.grid.ends, layers)
         keys = "".join(_key(_layer(phase), phase_name(phase)) for phase in self._phases)
@@ -258,7 +258,7 @@ class _Page:
     def _heat(self, name: str, title: str, table: Sequence[Sequence[float]], words: str) -> str:
         account = self._account
         count = len(account.ranks)
-        frame = Frame(self._seconds, 0.0, 1.0, "share", height=max(28, min(320, count * (16 if count <= 16 else 5))))
+        frame = Axes(self._seconds, 0.0, 1.0, "share", height=max(28, min(320, count * (16 if count <= 16 else 5))))
         most = max((value for row in table for value in row if math.isfinite(value)), default=0.0)
         scale = min(1.0, max(most, 0.05))
         scaled = [[value / scale for value in row] for row in table]
@@ -289,7 +289,7 @@ class _Page:
     def _metric(self, number: int, metric: Metric) -> str:
         known = [value for value in metric.values if math.isfinite(value)]
         low, high = scales.span(metric.values) if known else (0.0, 1.0)
-        frame = Frame(self._seconds, low, high, "number" if known else "", width=440, height=130)
+        frame = Axes(self._seconds, low, high, "number" if known else "", width=440, height=130)
         curves = drawing.line(frame, metric.times, metric.values, "s0 raw")
         told: dict[str, Any] = {
             "times": _rounded(metric.times),
@@ -400,7 +400,7 @@ class _Page:
         words = json.dumps(told, separators=(",", ":"), allow_nan=False)
         return words.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
-    def _tell(self, name: str, kind: str, frame: Frame, **more: object) -> None:
+    def _tell(self, name: str, kind: str, frame: Axes, **more: object) -> None:
         self._told[name] = {
             "kind": kind,
             "unit": frame.unit,
@@ -439,7 +439,7 @@ def _sign(kind: str) -> str:
     return tag("svg", path, class_=class_, viewBox="-8 -8 16 16", width=14, height=14, aria_hidden="true")
 
 
-def _event(mark: Mark) -> str:
+def _event(mark: Marker) -> str:
     first, _, rest = mark.text.strip().partition("\n")
     when = tag("time", scales.moment(mark.at))
     words = tag("b", text(_WORDS.get(mark.kind, mark.kind))) + " " + tag("span", text(first))

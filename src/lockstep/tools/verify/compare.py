@@ -61,7 +61,7 @@ FACTOR_SEEN, _SAMPLE_STEPS = 8.0, 5
 _HALF = 0.5
 
 
-class Kind(enum.Enum):
+class FindingKind(enum.Enum):
     """What a verification finds."""
 
     BITS = "equal bits"
@@ -120,7 +120,7 @@ class StepDifference:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Distance:
     """How far one run is from another."""
 
     first: Observation
@@ -146,7 +146,7 @@ class Difference:
 class Judgement:
     """What is to be said of a run on several ranks."""
 
-    kind: Kind
+    kind: FindingKind
     #: The first step that differs beyond rounding, from 1; 0: they differ before it.
     step: int | None = None
     stage: Stage | None = None
@@ -161,7 +161,7 @@ class Judgement:
     conclusive: int | None = None
 
 
-def measure(first: Observation, other: Observation) -> Difference:
+def measure(first: Observation, other: Observation) -> Distance:
     """Compare two runs step by step, as far as both go.
 
     Args:
@@ -174,7 +174,7 @@ def measure(first: Observation, other: Observation) -> Difference:
     if orders[0] != orders[1] or any(
         first.first.optimizers[i].shapes != other.first.optimizers[i].shapes for i in used
     ):
-        return Difference(first, other, [], same_layout=False)
+        return Distance(first, other, [], same_layout=False)
     steps: list[StepDifference] = []
     start: dict[int, Array] = {}
     before: dict[int, tuple[list[Array], list[Array]]] = {}
@@ -189,7 +189,7 @@ def measure(first: Observation, other: Observation) -> Difference:
         gradients = [(_or_zero(ours, theirs, i), _or_zero(theirs, ours, i)) for i in tensors]
         steps.append(_measure_step(first, other, step, before=before[optimizer], after=after, gradients=gradients))
         before[optimizer] = after
-    return Difference(first, other, steps, start)
+    return Distance(first, other, steps, start)
 
 
 def _measure_step(
@@ -346,7 +346,7 @@ def untrained_parameters(run: Observation) -> list[str]:
 class Nudged:
     """A run that was nudged, and by how much; see Note [Nudged runs]."""
 
-    difference: Difference
+    difference: Distance
     #: Relative.
     nudge: float
     #: How many times its differences may be exceeded.
@@ -354,7 +354,7 @@ class Nudged:
 
 
 def expected(
-    difference: Difference, nudged: Sequence[Nudged], step: int, found: Callable[[Difference, int], float | None]
+    difference: Distance, nudged: Sequence[Nudged], step: int, found: Callable[[Distance, int], float | None]
 ) -> float | None:
     """Return by how much a number of a step may differ by rounding; None: no nudged run tells.
 
@@ -375,7 +375,7 @@ def expected(
     return FACTOR_SEEN * max(1.0, entering[0] / max(entering[1], run.nudge)) * max(seen)
 
 
-def repeats_itself(repeat: Difference) -> bool:
+def repeats_itself(repeat: Distance) -> bool:
     """Return whether a second run like the first differs from it by no more than rounding where they begin to differ.
 
     If not, a nudged run differs for the same reason and not for its nudges, so that nothing is to be learned from it.
@@ -389,7 +389,7 @@ def repeats_itself(repeat: Difference) -> bool:
     return repeat.same_counts
 
 
-def judge(difference: Difference, nudged: Sequence[Nudged]) -> Judgement:
+def judge(difference: Distance, nudged: Sequence[Nudged]) -> Judgement:
     """Say whether two runs are equal, and where not, from which step on.
 
     Args:
@@ -397,28 +397,28 @@ def judge(difference: Difference, nudged: Sequence[Nudged]) -> Judgement:
         nudged: how far rounding takes runs apart. Empty: nothing counts as rounding.
     """
     if difference.same_bits:
-        return Judgement(Kind.BITS)
+        return Judgement(FindingKind.BITS)
     if not difference.same_layout:
-        return Judgement(Kind.DIFFERENT, 0, Stage.LAYOUT)
+        return Judgement(FindingKind.DIFFERENT, 0, Stage.LAYOUT)
     spacing = max(difference.first.first.spacing, difference.other.first.spacing)
     for optimizer, found in difference.start.items():
         worst = int(np.argmax(found)) if found.size else 0
         if found.size and found[worst] > FACTOR * spacing:
             step = next(each.step for each in difference.steps if each.optimizer == optimizer)
-            return Judgement(Kind.DIFFERENT, step - 1, Stage.START, worst, float(found[worst]))
+            return Judgement(FindingKind.DIFFERENT, step - 1, Stage.START, worst, float(found[worst]))
     noise = _Noise(nudged, spacing)
     for each in difference.steps:
         found_here = _judge_step(each, noise, difference)
         if found_here is not None:
             return found_here
         if noise.is_blind(each):
-            return Judgement(Kind.ROUNDING, conclusive=each.step - 1)
+            return Judgement(FindingKind.ROUNDING, conclusive=each.step - 1)
     if not difference.same_counts:
-        return Judgement(Kind.DIFFERENT, len(difference.steps) + 1, Stage.COUNT)
-    return Judgement(Kind.ROUNDING)
+        return Judgement(FindingKind.DIFFERENT, len(difference.steps) + 1, Stage.COUNT)
+    return Judgement(FindingKind.ROUNDING)
 
 
-def _judge_step(each: StepDifference, noise: _Noise, difference: Difference) -> Judgement | None:
+def _judge_step(each: StepDifference, noise: _Noise, difference: Distance) -> Judgement | None:
     noise.learn(each)
     if not each.ranks_begin_equal:
         return _apart(each, [note.before for note in difference.other.at(each.step)])
@@ -426,7 +426,7 @@ def _judge_step(each: StepDifference, noise: _Noise, difference: Difference) -> 
     if np.any(each.gradients > allowed):
         tensor = _worst(each.gradients, allowed, each.gradient_sizes)
         return Judgement(
-            Kind.DIFFERENT,
+            FindingKind.DIFFERENT,
             each.step,
             Stage.GRADIENT,
             tensor,
@@ -438,7 +438,7 @@ def _judge_step(each: StepDifference, noise: _Noise, difference: Difference) -> 
     if np.any(each.updates > allowed):
         tensor = _worst(each.updates, allowed, each.update_sizes)
         return Judgement(
-            Kind.DIFFERENT,
+            FindingKind.DIFFERENT,
             each.step,
             Stage.UPDATE,
             tensor,
@@ -454,7 +454,7 @@ def _judge_step(each: StepDifference, noise: _Noise, difference: Difference) -> 
 def _apart(each: StepDifference, digests: Sequence[Sequence[str]]) -> Judgement:
     """Name the first parameter of which the ranks, of ``digests``, hold different versions."""
     tensor = next(i for i, versions in enumerate(zip(*digests, strict=True)) if len({*versions}) > 1)
-    return Judgement(Kind.DIFFERENT, each.step, Stage.APART, tensor)
+    return Judgement(FindingKind.DIFFERENT, each.step, Stage.APART, tensor)
 
 
 class _Noise:
@@ -478,7 +478,7 @@ class _Noise:
         """Return, by tensor, the difference of gradients that rounding explains."""
         return self._allowed(each, self._gradients, self._spacing * each.gradient_sizes)
 
-    def updates(self, each: StepDifference, difference: Difference) -> Array:
+    def updates(self, each: StepDifference, difference: Distance) -> Array:
         """Return, by tensor, the difference of what a step adds that rounding explains."""
         spacings = np.array(difference.first.optimizer(each.step).spacings)
         return self._allowed(each, self._updates, spacings * each.parameter_sizes)

@@ -36,7 +36,16 @@ from lockstep import _torch, callsite, trees
 from lockstep.comm.init import current_world
 from lockstep.launch.spawn import SpawnContext
 from lockstep.step import streams
-from lockstep.tools.verify.records import VERSION, Array, Assignment, Batch, Loss, NotesWriter, OptimizerNote, StepNote
+from lockstep.tools.verify.records import (
+    VERSION,
+    Array,
+    Assignment,
+    ForwardRecord,
+    Loss,
+    NotesWriter,
+    OptimizerNote,
+    StepNote,
+)
 
 #: Numbers of a sample that its signature is made of, and samples of a batch that have one.
 _MOST_NUMBERS, _MOST_SAMPLES = 65_536, 65_536
@@ -115,7 +124,7 @@ class Observer:
     def _reset(self) -> None:
         """Begin the notes of a step."""
         self._losses: list[Loss] = []
-        self._batches: list[Batch] = []
+        self._batches: list[ForwardRecord] = []
         self._states: dict[str, str] = {}
         self._norms: dict[str, None] = {}
         self._dropouts: dict[str, None] = {}
@@ -170,7 +179,9 @@ class Observer:
         outputs, output_size = self._signatures(made, count)
         self._note_spacing_of(made)
         name, shape = self._root_names[id(module)], list(inputs[0].shape)
-        self._batches.append(Batch(name, shape, samples, size, outputs, output_size, self._drew, self._drew_before))
+        self._batches.append(
+            ForwardRecord(name, shape, samples, size, outputs, output_size, self._drew, self._drew_before)
+        )
 
     def _meet(self, module: nn.Module) -> None:
         """Keep the names of a module that the script calls; the first time, listen to how it ends."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from lockstep.errors import listed
 from lockstep.tools.verify.compare import (
-    Difference,
+    Distance,
     Judgement,
     Nudged,
     Stage,
@@ -87,8 +87,8 @@ class Reason:
 
 def explain(
     judgement: Judgement,
-    difference: Difference,
-    repeat: Difference | None = None,
+    difference: Distance,
+    repeat: Distance | None = None,
     operations: Sequence[str] = (),
     *,
     nudged: Sequence[Nudged] = (),
@@ -131,9 +131,7 @@ def explain(
 # Before the chain ----------------------------------------------------------------------------------------------------
 
 
-def _repeated(
-    judgement: Judgement, repeat: Difference | None, step: int, operations: Sequence[str]
-) -> Iterable[Reason]:
+def _repeated(judgement: Judgement, repeat: Distance | None, step: int, operations: Sequence[str]) -> Iterable[Reason]:
     """Look whether one rank alone does it again."""
     if repeat is None or repeat.same_bits or not repeat.steps:
         return
@@ -172,7 +170,7 @@ def _repeated(
     )
 
 
-def _start(judgement: Judgement, difference: Difference, step: int) -> Iterable[Reason]:
+def _start(judgement: Judgement, difference: Distance, step: int) -> Iterable[Reason]:
     if judgement.stage is not Stage.START:
         return
     names = _apart(difference.other)
@@ -236,7 +234,7 @@ def _alone(notes: Sequence[StepNote]) -> Reason:
     )
 
 
-def _layout(difference: Difference) -> Reason:
+def _layout(difference: Distance) -> Reason:
     one, many = difference.first.first.optimizers, difference.other.first.optimizers
     counts = [sum(len(each.shapes) for each in optimizers) for optimizers in (one, many)]
     return Reason(
@@ -410,7 +408,7 @@ def _other_samples(one: Observation, many: Observation, step: int, note: StepNot
 # Outputs -------------------------------------------------------------------------------------------------------------
 
 
-def _outputs(difference: Difference, step: int, nudged: Sequence[Nudged]) -> list[Reason]:
+def _outputs(difference: Distance, step: int, nudged: Sequence[Nudged]) -> list[Reason]:
     """Look whether the model makes the same of each sample."""
     note, notes = difference.first.at(step)[0], difference.other.at(step)
     size = max((batch.output_size for batch in note.batches if batch.outputs), default=0.0)
@@ -465,7 +463,7 @@ _WEIGH = (
 )
 
 
-def _loss(difference: Difference, step: int, nudged: Sequence[Nudged]) -> list[Reason]:
+def _loss(difference: Distance, step: int, nudged: Sequence[Nudged]) -> list[Reason]:
     """Look at the loss; samples and outputs are those of one rank."""
     note, notes = difference.first.at(step)[0], difference.other.at(step)
     combined, weighted = combined_loss(note, notes), weighted_loss(notes)
@@ -516,10 +514,10 @@ def _loss(difference: Difference, step: int, nudged: Sequence[Nudged]) -> list[R
     ]
 
 
-def _loss_allowed(difference: Difference, step: int, nudged: Sequence[Nudged], one: float) -> float:
+def _loss_allowed(difference: Distance, step: int, nudged: Sequence[Nudged], one: float) -> float:
     """Return by how much the loss may differ by rounding."""
 
-    def gap(run: Difference, at: int) -> float | None:
+    def gap(run: Distance, at: int) -> float | None:
         return run.steps[at - 1].loss
 
     allowed = expected(difference, nudged, step, gap)
@@ -529,7 +527,7 @@ def _loss_allowed(difference: Difference, step: int, nudged: Sequence[Nudged], o
     return max(allowed, max(_LEAST, 2 * spacing) * abs(one))
 
 
-def _gradient(difference: Difference, step: int) -> list[Reason]:
+def _gradient(difference: Distance, step: int) -> list[Reason]:
     """Look at what became of the loss; it is that of one rank as well."""
     notes = difference.other.at(step)
     counts = [_count(each) for each in notes]
@@ -579,7 +577,7 @@ def _gradient(difference: Difference, step: int) -> list[Reason]:
     return []
 
 
-def _all_alike(judgement: Judgement, difference: Difference, nudged: Sequence[Nudged]) -> list[Reason]:
+def _all_alike(judgement: Judgement, difference: Distance, nudged: Sequence[Nudged]) -> list[Reason]:
     """Look whether the loss is the same wherever one looks, so that it says nothing of how its mean is weighed."""
     step = judgement.step
     if judgement.stage is not Stage.GRADIENT or step is None:
@@ -619,7 +617,7 @@ def _options(note: StepNote, notes: Sequence[StepNote], *, sure: bool) -> list[R
     return []
 
 
-def _unknown(judgement: Judgement, difference: Difference) -> Reason:
+def _unknown(judgement: Judgement, difference: Distance) -> Reason:
     one, many = difference.first, difference.other
     if judgement.stage is Stage.COUNT:
         return Reason(
@@ -731,7 +729,7 @@ def _compare_outputs(note: StepNote, notes: Sequence[StepNote], limit: float) ->
     return len(gaps), sum(1 for gap in gaps if not gap <= limit)
 
 
-def _most_apart(difference: Difference, step: int) -> float | None:
+def _most_apart(difference: Distance, step: int) -> float | None:
     """Return by how much a sample's output differs at most."""
     return max(_output_gaps(difference.first.at(step)[0], difference.other.at(step)), default=None)
 
@@ -757,13 +755,13 @@ def _pairs(notes: Sequence[StepNote]) -> list[tuple[float, float]]:
     return found
 
 
-def _scaled(difference: Difference, step: int) -> str:
+def _scaled(difference: Distance, step: int) -> str:
     """Return words about the number that all gradients are multiplied by, or none if they are not."""
     scale = _scale(difference, step)
     return "" if scale is None else f"; the gradients are {scale:.4g} times those of one rank"
 
 
-def _scale(difference: Difference, step: int) -> float | None:
+def _scale(difference: Distance, step: int) -> float | None:
     ours, theirs = difference.first.numbers(step), difference.other.numbers(step)
     names = [name for name in ours if name.startswith("g") and name in theirs]
     if not names:

@@ -67,7 +67,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Batch:
+class ForwardRecord:
     """What a model got in one forward for training, and what it made of it."""
 
     module: str
@@ -101,7 +101,7 @@ class StepNote:
     #: Numbers of each of the optimizer's groups: lr, momentum, ...
     options: list[dict[str, Any]] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[ForwardRecord] = field(default_factory=list)
     #: Digests of the generators where the step begins: python, numpy, torch (the stream that all ranks share).
     generators: dict[str, str] = field(default_factory=dict)
     #: The names of batch norms that took statistics of a batch, and of dropouts that dropped.
@@ -224,7 +224,7 @@ def _read_rank(folder: Path, rank: int) -> RankNotes:
     for kind, content in _whole_lines(_lines(folder, rank)):
         if kind == "step":
             losses = [Loss(**each) for each in content.pop("losses")]
-            batches = [Batch(**each) for each in content.pop("batches")]
+            batches = [ForwardRecord(**each) for each in content.pop("batches")]
             notes.steps.append(StepNote(**content, losses=losses, batches=batches))
         elif kind == "optimizer":
             notes.optimizers.append(OptimizerNote(**content))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lockstep.errors import listed
-from lockstep.tools.verify.compare import Difference, Judgement, Kind, Stage, StepDifference
+from lockstep.tools.verify.compare import Distance, FindingKind, Judgement, Stage, StepDifference
 from lockstep.tools.verify.records import VERSION
 from lockstep.tools.verify.runs import Contrast, Result
 
@@ -73,12 +73,12 @@ def _threads(result: Result) -> str:
 # In words ------------------------------------------------------------------------------------------------------------
 
 
-def _contrast(contrast: Contrast, rounding: Difference | None) -> Iterator[str]:
+def _contrast(contrast: Contrast, rounding: Distance | None) -> Iterator[str]:
     judgement, difference = contrast.judgement, contrast.difference
     yield f"{contrast.ranks} ranks: {_verdict(judgement)}"
-    if judgement.kind is Kind.BITS:
+    if judgement.kind is FindingKind.BITS:
         yield from _wrapped("gradients and parameters have the same bits on all ranks after every step")
-    elif judgement.kind is Kind.ROUNDING:
+    elif judgement.kind is FindingKind.ROUNDING:
         yield from _growth_in_words(difference, rounding)
         if judgement.conclusive is not None:
             yield from _wrapped(
@@ -95,7 +95,7 @@ def _contrast(contrast: Contrast, rounding: Difference | None) -> Iterator[str]:
 
 
 def _verdict(judgement: Judgement) -> str:
-    if judgement.kind is not Kind.DIFFERENT:
+    if judgement.kind is not FindingKind.DIFFERENT:
         return str(judgement.kind.value)
     if judgement.stage is Stage.START:
         return "different before the first step"
@@ -138,7 +138,7 @@ def _part(relative: float) -> str:
     return f"{relative:.1%} of its size" if relative < 10 else f"{relative:.0f} times its size"
 
 
-def _growth_in_words(difference: Difference, rounding: Difference | None) -> Iterator[str]:
+def _growth_in_words(difference: Distance, rounding: Distance | None) -> Iterator[str]:
     alone = {} if rounding is None else {each.step: each for each in rounding.steps}
     yield f"{_INDENT}step   gradients differ by   parameters by   rounding alone: gradients   parameters"
     for each in _few(difference.steps):
@@ -187,7 +187,7 @@ def _contrast_as_json(contrast: Contrast) -> dict[str, Any]:
     }
 
 
-def _growth(difference: Difference) -> list[dict[str, Any]]:
+def _growth(difference: Distance) -> list[dict[str, Any]]:
     return [
         {
             "step": each.step,

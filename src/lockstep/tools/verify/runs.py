@@ -24,7 +24,7 @@ from lockstep.errors import LockstepError, listed
 from lockstep.launch import processes
 from lockstep.launch.spec import Program, check_program
 from lockstep.tools.verify import compare
-from lockstep.tools.verify.compare import Difference, Judgement, Kind, Nudged, Stage, judge, measure
+from lockstep.tools.verify.compare import Distance, FindingKind, Judgement, Nudged, Stage, judge, measure
 from lockstep.tools.verify.putback import Lookout, put_back
 from lockstep.tools.verify.reasons import Reason, explain, whole_batch_each
 from lockstep.tools.verify.records import Assignment, Observation
@@ -46,7 +46,7 @@ class CannotVerify(LockstepError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class VerifyOptions:
     """What is to be verified."""
 
     program: Program
@@ -72,7 +72,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Started:
+class FinishedRun:
     """A run that has ended."""
 
     what: str
@@ -86,7 +86,7 @@ class Contrast:
     """One number of ranks, against one."""
 
     ranks: int
-    difference: Difference
+    difference: Distance
     judgement: Judgement
     #: The likeliest first; empty where nothing differs.
     reasons: list[Reason] = field(default_factory=list)
@@ -98,26 +98,26 @@ class Contrast:
 class Result:
     """What a verification has found."""
 
-    asked: Asked
+    asked: VerifyOptions
     threads: str
     #: Steps that were compared at most.
     steps: int = 0
     contrasts: list[Contrast] = field(default_factory=list)
     #: How far rounding alone takes a run on one rank from another; None: all bits are equal.
-    rounding: Difference | None = None
-    runs: list[Started] = field(default_factory=list)
+    rounding: Distance | None = None
+    runs: list[FinishedRun] = field(default_factory=list)
     #: Files that the script has written and that are as they were before; and those that are not.
     put_back: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> FindingKind:
         """The verdict on all: the worst."""
-        order = [Kind.BITS, Kind.ROUNDING, Kind.DIFFERENT]
+        order = [FindingKind.BITS, FindingKind.ROUNDING, FindingKind.DIFFERENT]
         return max((each.judgement.kind for each in self.contrasts), key=order.index)
 
 
-def verify(asked: Asked, folder: Path, tell: Callable[[str], None]) -> Result:
+def verify(asked: VerifyOptions, folder: Path, tell: Callable[[str], None]) -> Result:
     """Run the script as often as it takes, and compare.
 
     Args:
@@ -134,7 +134,7 @@ def verify(asked: Asked, folder: Path, tell: Callable[[str], None]) -> Result:
     one = runs.start("one rank", 1)
     runs.result.steps = one.steps
     differences = {ranks: measure(one, runs.start(f"{ranks} ranks", ranks)) for ranks in asked.ranks}
-    repeat: Difference | None = None
+    repeat: Distance | None = None
     nudged: list[Nudged] = []
     operations: list[str] = []
     nudge = max(each.first.spacing for each in (one, *(found.other for found in differences.values())))
@@ -155,7 +155,7 @@ def verify(asked: Asked, folder: Path, tell: Callable[[str], None]) -> Result:
                 away = measure(one, runs.start("one rank, nudged further, to see what crossing a 0 does", 1, nudge=far))
                 nudged.append(Nudged(away, far, compare.FACTOR_FAR))
             judgement = judge(found, nudged)
-        different = judgement.kind is Kind.DIFFERENT
+        different = judgement.kind is FindingKind.DIFFERENT
         reasons = explain(judgement, found, repeat, operations, nudged=nudged) if different else []
         runs.result.contrasts.append(
             Contrast(ranks, found, judgement, reasons, _remarks(asked, found, repeat, reasons))
@@ -167,7 +167,7 @@ def _is_close(judgement: Judgement) -> bool:
     return judgement.stage in (Stage.GRADIENT, Stage.UPDATE) and judgement.relative < compare.CLOSE
 
 
-def _remarks(asked: Asked, found: Difference, repeat: Difference | None, reasons: Sequence[Reason]) -> list[str]:
+def _remarks(asked: VerifyOptions, found: Distance, repeat: Distance | None, reasons: Sequence[Reason]) -> list[str]:
     """Say what is worth knowing beside the verdict."""
     texts = list(found.other.first.remarks)
     spawned = found.other.first.spawned
@@ -195,7 +195,7 @@ def _remarks(asked: Asked, found: Difference, repeat: Difference | None, reasons
 class _Runs:
     """Starts one run after the other."""
 
-    def __init__(self, asked: Asked, folder: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, asked: VerifyOptions, folder: Path, tell: Callable[[str], None]) -> None:
         self._asked, self._folder, self._tell = asked, folder, tell
         self._env = {name: value for name, value in os.environ.items() if name != knobs.TRACE}
         if not any(self._env.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
@@ -225,7 +225,7 @@ class _Runs:
         why = self._why_useless(found, home, code, what)
         if why is not None:
             raise CannotVerify(why)
-        self.result.runs.append(Started(what, ranks, found.steps, seconds))
+        self.result.runs.append(FinishedRun(what, ranks, found.steps, seconds))
         self._tell(f"{what}: {_steps(found.steps)}, {seconds:.1f} s")
         return found
 

@@ -70,6 +70,8 @@ _PRELOAD = [
     "lockstep.comm.shm.memory_engine",
     "lockstep.data_parallel.api",
     "lockstep.ddp.wrapper",
+    "lockstep.launch.hosted",
+    "lockstep.launch.hosts",
     "lockstep.launch.run",
     "lockstep.launch.spawn",
     "lockstep.progress",
@@ -312,6 +314,10 @@ sys.exit(int(server.makefile().read().split()[1]) & 0xFF)
 """
 
 
+#: In the environment of a command whose hosts are to start fresh interpreters.
+_COLD_HOSTS = "TESTS_COLD_HOSTS"
+COLD_HOSTS = {_COLD_HOSTS: "1"}
+
 _HUGE = 2 << 20
 #: Linux 6.1 and newer; others say that they have no such advice (linux/mman.h).
 _MADV_COLLAPSE = 25
@@ -477,14 +483,16 @@ def _main(listener: int, modules: Sequence[str], optional: Sequence[str]) -> Non
     _use_huge_pages()
     here = os.getpid()
     hearing = socket.socket(fileno=listener)
-    lockstep = Path(hearing.getsockname()).parent / "commands" / "lockstep"
+    commands = Path(hearing.getsockname()).parent / "commands"
     request = _Forker(hearing).serve()
     if "call" in request:
         die_with_parent(here)
         _end_after(lambda: _call(request))
     if "zygote" in request:
         _end_after(lambda: _be_zygote(request["zygote"], request["fds"]))
-    sys.modules["lockstep.tools.verify.runs"].COMMAND = (str(lockstep),)  # type: ignore[attr-defined]
+    sys.modules["lockstep.tools.verify.runs"].COMMAND = (str(commands / "lockstep"),)  # type: ignore[attr-defined]
+    if _COLD_HOSTS not in request["env"]:
+        sys.modules["lockstep.remote.ssh"].PYTHON = str(commands / "python")  # type: ignore[attr-defined]
     _end_after(lambda: _live(request))
 
 
@@ -511,11 +519,32 @@ def _call(request: dict[str, Any]) -> None:
 def _live(request: dict[str, Any]) -> None:
     _become(request)
     exec(request.get("before", ""), {})
-    asked = _fork_zygote()
-    if asked is None:
-        _run(request["argv"])
+    if "--hosted" in request["argv"]:
+        _prepare_guard()
     else:
-        _be_zygote(*asked)
+        _prepare_zygote()
+    _run(request["argv"])
+
+
+def _prepare_zygote() -> None:
+    """Have a zygote ready for this process. In the zygote this does not return."""
+    asked = _fork_zygote()
+    if asked is not None:
+        _end_after(lambda: _be_zygote(*asked))
+
+
+def _prepare_guard() -> None:
+    """Have a zygote ready for the launcher that this process will fork, once it is another host's."""
+    from lockstep.launch import hosted
+
+    obey = hosted.obey
+
+    def obey_and_prepare() -> hosted.Order:
+        order = obey()  # returns in the launcher
+        _prepare_zygote()
+        return order
+
+    hosted.obey = obey_and_prepare
 
 
 def _order(argv: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:

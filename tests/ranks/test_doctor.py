@@ -350,6 +350,7 @@ def machines(tmp_path: Path) -> Iterator[_Machines]:
         yield _Machines(tmp_path, names)
 
 
+@pytest.mark.campaign  # two hosts are looked at by every run of the tests, these more quickly
 def test_machines_as_debian_names_them(machines: _Machines) -> None:
     """The whole of it, with a job over their network."""
     between, bad = machines.look()

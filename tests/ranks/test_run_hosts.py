@@ -12,6 +12,7 @@ import pytest
 
 from lockstep._proc import descendants, read
 from lockstep.job.files import EXIT_SAVED
+from tests import warm
 from tests.faults import jobs
 from tests.launching import Running, environment, gone_within, killed_afterwards, python_path, wait_for
 from tests.sshd import Sshd, sshd
@@ -39,9 +40,10 @@ def _start(server: Sshd, folder: Path, *words: str, hosts: str = "one,two", **en
     return Running(command, cwd=folder, env=environment(folder, torch=True, **env))
 
 
-def _train(server: Sshd, folder: Path, *options: str) -> Running:
+def _train(server: Sshd, folder: Path, *options: str, cold: bool = False) -> Running:
+    """Start training; all that a host runs is below sshd only where it starts cold."""
     run = ["-n", "1", "--max-restarts", "2", "--log-dir", "logs"]
-    return _start(server, folder, *run, str(jobs.SCRIPT), str(folder), *options)
+    return _start(server, folder, *run, str(jobs.SCRIPT), str(folder), *options, **(warm.COLD_HOSTS if cold else {}))
 
 
 _SAYS = """
@@ -122,9 +124,9 @@ def test_a_rank_dies_and_all_restart_with_the_same_bits(server: Sshd, tmp_path: 
     assert done.err.count("restart 1 of 2: all ranks start again") == 1
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGINT, marks=pytest.mark.campaign), signal.SIGTERM])
 def test_a_signal_stops_all_hosts(server: Sshd, tmp_path: Path, signum: signal.Signals) -> None:
-    with _train(server, tmp_path, "--slow", "0.05") as job:
+    with _train(server, tmp_path, "--slow", "0.05", cold=True) as job:
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 3, "training", limit=LIMIT)
         there = descendants(server.pid)
         assert len(there) >= 8, "a guard, a launcher, a zygote and a rank on each host"
@@ -137,7 +139,7 @@ def test_a_signal_stops_all_hosts(server: Sshd, tmp_path: Path, signum: signal.S
 
 
 def test_nothing_is_left_when_the_command_is_killed(server: Sshd, tmp_path: Path) -> None:
-    with _train(server, tmp_path, "--slow", "0.05") as job:
+    with _train(server, tmp_path, "--slow", "0.05", cold=True) as job:
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 3, "training", limit=LIMIT)
         there = descendants(server.pid)
         job.process.kill()
@@ -149,7 +151,7 @@ def test_nothing_is_left_when_the_command_is_killed(server: Sshd, tmp_path: Path
 
 def test_the_end_of_a_hosts_connection_ends_the_job(server: Sshd, tmp_path: Path) -> None:
     """The ranks save, since those of the other host are there."""
-    with _train(server, tmp_path, "--slow", "0.05") as job:
+    with _train(server, tmp_path, "--slow", "0.05", cold=True) as job:
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 3, "training", limit=LIMIT)
         there = descendants(server.pid)
         clients = [pid for pid in descendants(job.pid) if read(pid, "cmdline").startswith("ssh")]

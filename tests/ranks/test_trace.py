@@ -292,7 +292,7 @@ for step in range(30):
 """
 
 
-@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("shares", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_machines_whose_clocks_differ_are_aligned(tmp_path: Path, shares: bool) -> None:
     """The second machine's CLOCK_MONOTONIC is a hundred seconds ahead."""
     skip_unless("unshare --time --fork --monotonic 100 true", "a clock of the test's own")
@@ -340,6 +340,7 @@ def test_machines_whose_clocks_differ_are_aligned(tmp_path: Path, shares: bool) 
         assert abs(call[0]["ts"] - call[1]["ts"]) < 5e6
 
 
+@pytest.mark.campaign  # a run that is spawned is recorded in every run of the tests, in the same way
 def test_spawned_ranks_are_traced_by_the_variable(tmp_path: Path) -> None:
     done = spawn_stragglers(tmp_path, "none", "0", "0", LOCKSTEP_TRACE="4")
     assert done.returncode == 0, done

@@ -374,7 +374,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("module", ["torch.multiprocessing", "lockstep"])
+@pytest.mark.parametrize("module", [pytest.param("torch.multiprocessing", marks=pytest.mark.campaign), "lockstep"])
 def test_ranks_that_a_script_spawns_are_said_not_to_be_seen(tmp_path: Path, module: str) -> None:
     (tmp_path / "inner.py").write_text(_ALONE.format(steps=2))
     done, _ = _verify(tmp_path, _write(tmp_path, _SPAWNS.format(module=module)))

@@ -30,6 +30,8 @@ _CHUNK = 65536
 
 #: Without the current folder, where a random.py may be.
 _BOOT = 'import sys; sys.path[:] = filter(None, sys.path); from lockstep.cli import main; main(prog_name="lockstep")'
+#: The Python of the hosts, by which lockstep is started there: it is where this host's is.
+PYTHON = sys.executable
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 #: No name begins with a dash, which would be an option for ssh.
 _WORD = r"[^\s@,:\[\]-][^\s@,:\[\]]*"
@@ -69,7 +71,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 def lockstep_command(words: Sequence[str]) -> list[str]:
     """Return the command line of ``lockstep`` with these words, for this Python."""
-    return [sys.executable, "-c", _BOOT, *words]
+    return [PYTHON, "-c", _BOOT, *words]
 
 
 def command_line(words: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> str:

@@ -16,28 +16,20 @@ from torch.utils.hooks import RemovableHandle
 from lockstep import _torch, callsite
 from lockstep.comm import ending
 from lockstep.comm.init import current_world
-from lockstep.comm.labels import compares_labels
-from lockstep.comm.memory import InPlaceMemory, in_place_memory
-from lockstep.ddp.batches import BatchFlags
-from lockstep.ddp.bucket import Bucket, ParameterSpec, plan_buckets
+from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.buffers import broadcast_tensors
+from lockstep.ddp.checks import GradientChecks
 from lockstep.ddp.comm_hooks import CommHook, keeps_equal
 from lockstep.ddp.compare import compare_replicas
-from lockstep.ddp.drift import DriftCheck
 from lockstep.ddp.finite import FiniteCheck
-from lockstep.ddp.guard import StepGuard
 from lockstep.ddp.hooks import BackwardListener, BackwardWatch, Forward
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
-from lockstep.ddp.kept_count import KeptCount
-from lockstep.ddp.left_out import LeftOut
+from lockstep.ddp.layout import lay_out, sparse_parameters
 from lockstep.ddp.members import Buffers, buffers_of, parameters_of, tensors_of
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.reducer import Reducer
-from lockstep.ddp.rider import Rider
 from lockstep.ddp.slice_member import SliceMember, forward_in_slice, of_other_slice
-from lockstep.ddp.sparse import SparseSlot
-from lockstep.ddp.unaveraged import Unaveraged
 from lockstep.errors import LockstepError, listed
 from lockstep.job import flight
 from lockstep.job.page import Phase
@@ -49,8 +41,6 @@ _transformed = _torch.transforms_active()
 _wrapper_around = _torch.wrapper_around()
 _FORWARD, _EVALUATE, _BACKWARD = int(Phase.FORWARD), int(Phase.EVALUATE), int(Phase.BACKWARD)
 _REDUCE = int(Phase.REDUCE)
-#: A bucket's cap that no model reaches.
-_ALL = 1 << 62
 
 
 class Replica(Joinable, BackwardListener):
@@ -74,15 +64,11 @@ class Replica(Joinable, BackwardListener):
         self._buffers = Buffers(module)
         self._latest: Forward | None = None
         self._current: Forward | None = None
-        self._drift: DriftCheck | None = None
+        self._checks = GradientChecks(group, options, lambda: self._reducer)
         #: What the backward under way is weighed by, if its items are counted.
         self._items: Items | None = None
         #: Which batch it is of; see Note [Batches compared].
         self._batch: Place | None = None
-        #: What check_finite looks with: in front of an optimizer's step, or in backward.
-        self._guard: StepGuard | None = None
-        self._check: FiniteCheck | None = None
-        self._unaveraged: Unaveraged | None = None
         _refuse_traced_backward()
         self._compare(module, unfit=unfit)
         if options.init_sync:
@@ -95,12 +81,11 @@ class Replica(Joinable, BackwardListener):
         self._closing = weakref.finalize(module, self._close)
         self._closing.atexit = False
         self._warns_of_unused = not options.find_unused_parameters and self._rank == 0
-        self._kept_count = KeptCount(self.whoami())
         #: Whether a backward begins with a gradient that is there already.
         self._is_unannounced = False
         #: Its part in steps in slices, which are the whole world's.
         self._slices = SliceMember(self) if self._in_hand() is not None else None
-        if self._slices is not None and self._world_size > 1 and options.compares:
+        if self._slices is not None and self._checks.compares:
             ending.follow(self._slices.number, self)
 
     def _compare(self, module: nn.Module, *, unfit: str | None = None) -> None:
@@ -108,7 +93,7 @@ class Replica(Joinable, BackwardListener):
             module,
             self._options.must_match(),
             self._group,
-            sparse=_sparse_parameters(module),
+            sparse=sparse_parameters(module),
             buffers=self._options.sends_buffers,
             unfit=unfit,
         )
@@ -118,38 +103,15 @@ class Replica(Joinable, BackwardListener):
     def _lay_out(self, module: nn.Module) -> Reducer:
         """Plan the buckets for the parameters that are trained now, and listen to them."""
         names, params = self._find_trained(module)
-        look = self._look_for_finite(params, names)
-        self._look_for_unaveraged()
-        sparse_ids = _sparse_parameters(module)
-        sparse = [i for i, param in enumerate(params) if id(param) in sparse_ids]
-        dense = [i for i, param in enumerate(params) if id(param) not in sparse_ids]
-        memory = self._choose_memory([params[i] for i in dense])
-        plan = plan_buckets(
-            [ParameterSpec.of(params[i]) for i in dense],
-            caps=self._options.bucket_caps if memory is None else [_ALL],
-        )
-        positions = [[dense[i] for i in bucket] for bucket in plan]
-        riders = self._find_riders(look, params[positions[-1][0]] if positions else None)
-        reducer = Reducer(
+        self._checks.look_at(params, names)
+        reducer = lay_out(
+            module,
             params,
             names,
-            buckets=[
-                Bucket(
-                    index,
-                    chosen,
-                    [params[i] for i in chosen],
-                    widths=[rider.width(len(chosen), is_last=chosen is positions[-1]) for rider in riders],
-                    is_last=chosen is positions[-1],
-                    memory=memory,
-                    looks=self._guard is not None,
-                )
-                for index, chosen in enumerate(positions)
-            ],
-            sparse=[SparseSlot(i, params[i], names[i], self._group, look) for i in sparse],
             group=self._group,
-            as_view=self._options.gradient_as_bucket_view,
-            overlap=memory is None and self._options.overlap is not False,
-            riders=riders,
+            options=self._options,
+            checks=self._checks,
+            batches=self._in_hand() is not None,
             listener=self,
         )
         self._handles = [
@@ -162,50 +124,12 @@ class Replica(Joinable, BackwardListener):
         named = [(name, param) for name, param in parameters_of(module) if param.requires_grad]
         self._frozen = [param for _, param in parameters_of(module) if not param.requires_grad]
         self._own = OwnParameters(module, self.whoami)
-        if self._options.compares and self._world_size > 1:
-            if self._drift is None:
-                self._drift = DriftCheck(self._group, self._options.compared_within)
-            self._drift.turn_to(list(parameters_of(module)))
+        self._checks.turn_to(module)
         return [name for name, _ in named], [param for _, param in named]
-
-    def _look_for_finite(self, params: list[nn.Parameter], names: list[str]) -> StepGuard | FiniteCheck | None:
-        """Return what looks at gradients while they are averaged."""
-        policy = self._options.check_finite
-        if policy == "step":
-            self._guard = self._guard or StepGuard(self._group)
-            self._guard.turn_to(params, names)
-            return self._guard if self._world_size > 1 else None
-        self._check = None if policy == "off" else FiniteCheck(policy, self._group)
-        return self._check
-
-    def _look_for_unaveraged(self) -> None:
-        if self._unaveraged is None and self._options.compares and self._world_size > 1:
-            self._unaveraged = Unaveraged(self._group, lambda: self._reducer)
-
-    def _find_riders(self, look: StepGuard | FiniteCheck | None, param: nn.Parameter | None) -> list[Rider]:
-        """Return what travels with the gradients.
-
-        Args:
-            look: what looks at them.
-            param: of the last bucket, whose flags are like it; None: there is no bucket.
-        """
-        riders: list[Rider] = [] if look is None else [look]
-        if self._world_size > 1 and param is not None and param.device.type == "cpu":
-            if not compares_labels(self._group, param.device):
-                riders.insert(0, LeftOut(self._group, param.dtype))
-            if self._in_hand() is not None:
-                riders.append(BatchFlags(self._group, param.dtype))
-        return riders if self._drift is None else [*riders, self._drift]
 
     def whoami(self) -> str:
         """Say which rank this is."""
         return f"rank {self._rank} of {self._world_size}"
-
-    def _choose_memory(self, params: list[nn.Parameter]) -> InPlaceMemory | None:
-        """Return the group's own memory, if all is to be reduced at once at the end; see Note [One reduction]."""
-        if self._options.overlap is True or any(param.device != params[0].device for param in params):
-            return None
-        return in_place_memory(self._group, params[0].device) if params else None
 
     def _lay_out_again(self, module: nn.Module) -> None:
         """Lay the buckets out anew: parameters that were frozen are trained now."""
@@ -223,7 +147,7 @@ class Replica(Joinable, BackwardListener):
             ending.say_now(self._slices.number, self)
             self._slices.close()
         self._remove_hooks()
-        self._stop_looking()
+        self._checks.stop()
         self._watch.close()
         self._own.close()
 
@@ -250,18 +174,11 @@ class Replica(Joinable, BackwardListener):
         for handle in self.announcing:
             handle.remove()
         self._remove_hooks()
-        self._stop_looking()
+        self._checks.stop()
         self._watch.end()
         self._own.close()
         self._reducer.free()
         self._closing.detach()  # it would keep this replica for as long as the module lives
-
-    def _stop_looking(self) -> None:
-        if self._guard is not None:
-            self._guard.close()
-        if self._unaveraged is not None:
-            self._unaveraged.stop()
-        self._kept_count.stop()
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -352,8 +269,8 @@ class Replica(Joinable, BackwardListener):
             step = shake_hands(self._group, active=True, sends_buffers=sends_buffers, averages=averages)
             source = step.active[0]
             divisor = None if self._divides_by_initial_world_size else len(step.active)
-        if self._drift is not None:
-            self._drift.pause(joins)
+        if self._checks.drift is not None:
+            self._checks.drift.pause(joins)
         if sends_buffers:
             self._send_buffers(module, source)
         in_hand = self._in_hand()
@@ -409,7 +326,7 @@ class Replica(Joinable, BackwardListener):
                 world.refuse_contested_share("this backward", of_backward=True)
             world.in_hand.take(items)
             if items is not None and world.in_hand.is_outside(items):
-                self._kept_count.weighs(items)
+                self._checks.weighs(items)
         return items
 
     def _items_of(self, forward: Forward) -> Items | None:
@@ -503,7 +420,7 @@ class Replica(Joinable, BackwardListener):
         flight.current.enter(_REDUCE)
         left_out = self._watch.forwards.settle() if forward.sync else 0
         outcome = self._reducer.finish(left_out=left_out, batch=self._batch)
-        self._note_for_step(forward)
+        self._checks.backward_ended(forward, self._place_words)
         mistake = outcome.mistake
         if forward.sync:
             if outcome.missing or self._own.watches_all:
@@ -514,13 +431,6 @@ class Replica(Joinable, BackwardListener):
             self._send_buffers_again(forward)
         _raise_if(mistake)
         flight.current.leave(_BACKWARD)
-
-    def _note_for_step(self, forward: Forward) -> None:
-        """Say what is to be looked at when an optimizer steps with these gradients."""
-        if self._unaveraged is not None and forward.slice is None:
-            self._unaveraged.backward_ended(is_averaged=forward.sync)
-        if self._guard is not None and self._world_size == 1 and forward.slice is None:
-            self._guard.averaged_unseen(self._place_words())
 
     def _place_words(self) -> str:
         return f"{self.whoami()}, step {self._reducer.step}"
@@ -567,7 +477,7 @@ class Replica(Joinable, BackwardListener):
     @property
     def check(self) -> FiniteCheck | None:
         """What looks at gradients that are averaged; None if nothing does, or in front of the optimizer's step."""
-        return self._check
+        return self._checks.finite
 
     def lay_out_if_unfrozen(self, module: nn.Module) -> None:
         """**Collective** if parameters that were frozen are trained now. Lay the buckets out for them."""
@@ -583,11 +493,8 @@ class Replica(Joinable, BackwardListener):
         return ""
 
     def sliced_step_ended(self, step: slicing.SlicedStep) -> None:
-        """**Collective** in some steps. Look at the averages in front of the optimizer's step; compare the replicas."""
-        if self._guard is not None:
-            self._guard.averaged_unseen(step.whoami())
-        if self._drift is not None and self._drift.count():
-            _raise_if(self._drift.exchange_alone())
+        """**Collective** in some steps. Check what came of it."""
+        self._checks.sliced_step_ended(step)
 
     # What users ask for ---------------------------------------------------------------------------------------------
 
@@ -606,39 +513,15 @@ class Replica(Joinable, BackwardListener):
         tensors = tensors_of(module, buffers=True) if params else [buffer for _, buffer in buffers_of(module)]
         self._broadcast(tensors, 0, "sending rank 0's parameters and buffers" if params else "sending the buffers")
 
-    def logged(self) -> dict[str, Any]:
-        """Return what torch's DDP logs of itself, under torch's names; times are not measured."""
-        module = self._living_module()
-        params = [param for _, param in parameters_of(module) if param.requires_grad]
-        return {
-            "world_size": self._world_size,
-            "rank": self._rank,
-            "module_name": type(module).__name__,
-            "backend_name": dist.get_backend(self._group),
-            "iteration": self._reducer.step,
-            "num_parameter_tensors": len(params),
-            "total_parameter_size_bytes": sum(param.numel() * param.element_size() for param in params),
-            "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
-            "broadcast_buffers": int(self.sends_buffers),
-            "bucket_cap_bytes": self._options.bucket_caps[-1],
-            "bucket_sizes": ", ".join(map(str, self._reducer.bucket_bytes())),
-            "find_unused_parameters": int(self._options.find_unused_parameters),
-            "gradient_as_bucket_view": int(self._options.gradient_as_bucket_view),
-            "comm_hook": self._reducer.hook_name(),
-            "can_set_static_graph": 1,
-        }
-
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """See :func:`lockstep.register_comm_hook`."""
         if not callable(hook):
             raise TypeError(f"a comm hook must be callable, not {type(hook).__name__}")
         self._reducer.register_comm_hook(state, hook)
-        if self._drift is not None and self._options.compare_every == "auto" and not keeps_equal(hook):
-            self._drift.stop()  # see Note [A rank's own]
+        if self._checks.compares and self._options.compare_every == "auto" and not keeps_equal(hook):
+            self._checks.expect_differences()
             if self._slices is not None:
                 ending.leave(self._slices.number)
-            if self._unaveraged is not None:
-                self._unaveraged.stop()
 
     # Join -----------------------------------------------------------------------------------------------------------
 
@@ -662,8 +545,8 @@ class Replica(Joinable, BackwardListener):
     def answer_step(self, *, divide_by_initial_world_size: bool) -> None:
         """**Collective.** Take part in one step of the ranks that still have data; see Note [Join handshake]."""
         step = shake_hands(self._group, active=False, sends_buffers=False, averages=False)
-        if self._drift is not None:
-            self._drift.pause(True)
+        if self._checks.drift is not None:
+            self._checks.drift.pause(True)
         if step.sends_buffers:
             self._send_buffers(self._living_module(), step.active[0])
         if step.averages:
@@ -698,12 +581,6 @@ class Replica(Joinable, BackwardListener):
 def _raise_if(error: LockstepError | None) -> None:
     if error is not None:
         raise error
-
-
-def _sparse_parameters(module: nn.Module) -> set[int]:
-    """Return the ids of the parameters whose gradients will be sparse."""
-    embeddings = (nn.Embedding, nn.EmbeddingBag)
-    return {id(part.weight) for part in module.modules() if isinstance(part, embeddings) and part.sparse}
 
 
 def _refuse_traced_backward() -> None:

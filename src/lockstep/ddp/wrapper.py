@@ -241,8 +241,26 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Do nothing: no times are measured; ``benchmarks/step.py`` shows how to measure them."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return what torch's class logs of itself, without the times."""
-        return self._replica.logged()
+        """Return what torch's class logs of itself, under its names, without the times."""
+        replica, options, reducer = self._replica, self._options, self._replica.reducer
+        params = [param for _, param in parameters_of(self.module) if param.requires_grad]
+        return {
+            "world_size": dist.get_world_size(replica.group),
+            "rank": dist.get_rank(replica.group),
+            "module_name": type(self.module).__name__,
+            "backend_name": dist.get_backend(replica.group),
+            "iteration": reducer.step,
+            "num_parameter_tensors": len(params),
+            "total_parameter_size_bytes": sum(param.nbytes for param in params),
+            "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
+            "broadcast_buffers": int(replica.sends_buffers),
+            "bucket_cap_bytes": options.bucket_caps[-1],
+            "bucket_sizes": ", ".join(map(str, reducer.bucket_bytes())),
+            "find_unused_parameters": int(options.find_unused_parameters),
+            "gradient_as_bucket_view": int(options.gradient_as_bucket_view),
+            "comm_hook": reducer.hook_name(),
+            "can_set_static_graph": 1,
+        }
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Return the hooks that torch has written in C++: plain averages, and averages in float16."""

@@ -1,0 +1,138 @@
+"""What is checked of one replica's gradients while it trains: that they are finite, averaged, and equal everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+
+from lockstep.comm.labels import compares_labels
+from lockstep.ddp.batches import BatchFlags
+from lockstep.ddp.drift import DriftCheck
+from lockstep.ddp.finite import FiniteCheck
+from lockstep.ddp.guard import StepGuard
+from lockstep.ddp.hooks import Forward
+from lockstep.ddp.kept_count import KeptCount
+from lockstep.ddp.left_out import LeftOut
+from lockstep.ddp.members import parameters_of
+from lockstep.ddp.options import ReplicaOptions
+from lockstep.ddp.reducer import Reducer
+from lockstep.ddp.rider import Rider
+from lockstep.ddp.unaveraged import Unaveraged
+from lockstep.step.share import Items
+from lockstep.step.slicing import SlicedStep
+
+
+class GradientChecks:
+    """The checks of one replica, as its options have them.
+
+    It checks nothing before :meth:`turn_to` and :meth:`look_at`.
+
+    Args:
+        group: the ranks that hold replicas.
+        options: of the replica.
+        reducer: returns what averages the gradients now.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, options: ReplicaOptions, reducer: Callable[[], Reducer]) -> None:
+        self._group, self._options, self._reducer = group, options, reducer
+        self._world_size = dist.get_world_size(group)
+        #: Whether the ranks' replicas are compared.
+        self.compares = options.compares and self._world_size > 1
+        #: Compares the replicas of all ranks, from time to time.
+        self.drift: DriftCheck | None = None
+        #: What check_finite looks with: in front of an optimizer's step, or in backward.
+        self._guard: StepGuard | None = None
+        self.finite: FiniteCheck | None = None
+        self._unaveraged: Unaveraged | None = None
+        self._kept_count = KeptCount(f"rank {dist.get_rank(group)} of {self._world_size}")
+
+    def turn_to(self, module: nn.Module) -> None:
+        """Compare the parameters that ``module`` has now."""
+        if self.compares:
+            if self.drift is None:
+                self.drift = DriftCheck(self._group, self._options.compared_within)
+            self.drift.turn_to(list(parameters_of(module)))
+
+    def look_at(self, params: Sequence[Parameter], names: Sequence[str]) -> None:
+        """Look at the gradients of ``params`` from now on."""
+        policy = self._options.check_finite
+        if policy == "step":
+            self._guard = self._guard or StepGuard(self._group)
+            self._guard.turn_to(params, names)
+        else:
+            self.finite = None if policy == "off" else FiniteCheck(policy, self._group)
+        if self._unaveraged is None and self.compares:
+            self._unaveraged = Unaveraged(self._group, self._reducer)
+
+    @property
+    def in_sums(self) -> StepGuard | FiniteCheck | None:
+        """What looks at gradients while they are averaged."""
+        if self._guard is not None:
+            return self._guard if self._world_size > 1 else None
+        return self.finite
+
+    @property
+    def looks_at_sums(self) -> bool:
+        """Whether each rank's share of a sum is looked at while it is made; see ``comm/looks.py``."""
+        return self._guard is not None
+
+    def riders(self, param: Parameter | None, *, batches: bool) -> list[Rider]:
+        """Return what travels with the gradients.
+
+        Args:
+            param: of the last bucket, whose flags are like it; None: there is no bucket.
+            batches: whether batches are in hand that the ranks can compare.
+        """
+        riders: list[Rider] = [] if self.in_sums is None else [self.in_sums]
+        if self._world_size > 1 and param is not None and param.device.type == "cpu":
+            if not compares_labels(self._group, param.device):
+                riders.insert(0, LeftOut(self._group, param.dtype))
+            if batches:
+                riders.append(BatchFlags(self._group, param.dtype))
+        return riders if self.drift is None else [*riders, self.drift]
+
+    # In training ----------------------------------------------------------------------------------------------------
+
+    def weighs(self, items: Items) -> None:
+        """Note that a backward is weighed by a number of items that was said outside of a sharded loop."""
+        self._kept_count.weighs(items)
+
+    def backward_ended(self, forward: Forward, where: Callable[[], str]) -> None:
+        """Note what is to be looked at when an optimizer steps with these gradients; ``where`` says which they are."""
+        if forward.slice is not None:
+            return
+        if self._unaveraged is not None:
+            self._unaveraged.backward_ended(is_averaged=forward.sync)
+        if self._guard is not None and self._world_size == 1:
+            self._guard.averaged_unseen(where())
+
+    def sliced_step_ended(self, step: SlicedStep) -> None:
+        """**Collective** in some steps. Look at the averages in front of the optimizer's step; compare the replicas.
+
+        Raises:
+            ReplicaMismatch: they differ.
+        """
+        if self._guard is not None:
+            self._guard.averaged_unseen(step.whoami())
+        if self.drift is not None and self.drift.count():
+            mismatch = self.drift.exchange_alone()
+            if mismatch is not None:
+                raise mismatch
+
+    def expect_differences(self) -> None:
+        """Compare the replicas no more: they are trained in a way that need not keep them equal."""
+        if self.drift is not None:
+            self.drift.stop()  # see Note [A rank's own]
+        if self._unaveraged is not None:
+            self._unaveraged.stop()
+
+    def stop(self) -> None:
+        """Look at nothing any more."""
+        if self._guard is not None:
+            self._guard.close()
+        if self._unaveraged is not None:
+            self._unaveraged.stop()
+        self._kept_count.stop()

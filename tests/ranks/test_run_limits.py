@@ -58,6 +58,14 @@ def test_a_limit_under_which_no_job_can_start(tmp_path: Path) -> None:
     assert "Traceback" not in done.err
 
 
+def test_a_trace_that_can_not_be_written_is_not_blamed_on_its_steps(tmp_path: Path) -> None:
+    script = _SAVES.format(steps=30, save="pass").replace("time.sleep(0.05)", "pass")
+    done = _run(tmp_path, script, "-n", "2", "--trace", "20", torch=True, limit=50_000)
+    assert done.code == 0, done
+    assert "lockstep: rank 0 can't be traced: File too large" in done.err
+    assert "no trace: the ranks took 30 steps and could not write it" in done.err
+
+
 _SAVES = """
 import time
 import torch, lockstep

@@ -60,6 +60,8 @@ class Tracer:
             if not self._on_demand:
                 return []
             count, first = self._asked
+            if steps > first:
+                return [f"no trace: the ranks took {steps:,} steps and could not write it; what they wrote says why"]
             least = max(0, steps - count)
             better = f"; --trace {min(count, steps)}:{least} would have traced the last ones" if steps else ""
             return [f"no trace: --trace {count}:{first} begins after {first:,} steps, and {steps:,} were taken{better}"]

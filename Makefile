@@ -24,6 +24,9 @@ TESTS := python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -
 QUICK := $(addprefix tests/ranks/test_,ddp_left_out.py run_signals.py ddp_wrapping.py shm_messages.py shared_writing.py) \
 	tests/unit $(addprefix tests/contracts/test_,ddp_signature.py names_of_subclasses.py public_names.py)
 
+# What starts torch's compiler in C++, for minutes: only where torch or Python is another one, and in the campaigns.
+COMPILER := tests/ranks/test_compiled.py
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick check format faults ecosystem schedulers bench newest oldest pythons house clean
 
@@ -109,6 +112,7 @@ define demo_and_internals
 	$(1)/bin/python -c 'import sys, torch; print("torch", torch.__version__, "Python", sys.version.split()[0])'
 	CUDA_VISIBLE_DEVICES= $(1)/bin/lockstep run -n 2 -m examples.digits
 	$(1)/bin/$(TESTS) -q -m 'internals and not campaign'
+	$(1)/bin/$(TESTS) -q -m 'internals and campaign' $(COMPILER)
 endef
 
 $(READY): pyproject.toml constraints.txt

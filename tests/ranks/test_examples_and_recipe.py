@@ -93,7 +93,7 @@ def test_the_recipe_reads_over_97_percent_and_its_checkpoint_loads_alone(trained
         assert "features.0.weight" in weights.keys()  # noqa: SIM118  (a safetensors handle is no dict)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.campaign)])
 def test_evaluate_gives_the_same_accuracy_on_any_number_of_ranks(trained: tuple[Path, str], ranks: int) -> None:
     folder, text = trained
     done = start(folder, *LOCKSTEP, "run", "-n", str(ranks), "-m", DIGITS, "--evaluate")

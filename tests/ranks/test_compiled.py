@@ -170,8 +170,8 @@ def _compiled_cases(chosen: Sequence[str] | None) -> dict[str, float]:
     return results
 
 
-#: What every run of the tests compiles: around a replica, inside of one, and a whole step of all that belongs to it.
-_COMMON = ("step with no_sync and optimizer", "replicate, compile", "compile in one graph, replicate")
+#: What every run of the tests compiles: around a replica, with its backward, and inside of one.
+_COMMON = ("step", "compile in one graph, replicate")
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,10 @@ def test_spawn_and_checkpoint(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder with one finished run of the recipe on two ranks, and what it printed."""
+    """A folder with one finished run of the recipe on two ranks, of fewer epochs than it takes by itself, and what it
+    printed."""
     folder = tmp_path_factory.mktemp("digits")
-    return folder, start(folder, *LOCKSTEP, "run", "-n", "2", "-m", DIGITS).stdout
+    return folder, start(folder, *LOCKSTEP, "run", "-n", "2", "-m", DIGITS, "--epochs", "12").stdout
 
 
 def accuracy(text: str) -> float:

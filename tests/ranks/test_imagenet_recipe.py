@@ -118,10 +118,10 @@ def test_a_checkpoint_of_two_ranks_tests_the_same_on_one_device_and_on_three(pic
     )
 
 
-def _resumable(pictures: Path, epochs: int) -> list[str]:
+def _resumable(pictures: Path, epochs: int, workers: int) -> list[str]:
     return [
-        str(pictures), *COMMON[:4], "--image-size", str(SIZE), "-j", "2", "--warmup-epochs", "1", "--log-every", "1",
-        "-b", "16", "--epochs", str(epochs), "--ema", "0.9", "--save-every", "2", "--sync-bn",
+        str(pictures), *COMMON[:4], "--image-size", str(SIZE), "-j", str(workers), "--warmup-epochs", "1",
+        "--log-every", "1", "-b", "16", "--epochs", str(epochs), "--ema", "0.9", "--save-every", "2", "--sync-bn",
     ]  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def _dies_after(step: int, words: list[str]) -> str:
 
 def test_a_run_that_dies_goes_on_with_the_same_bits(pictures: Path, tmp_path: Path) -> None:
     """Within the second of two epochs of three steps, behind the checkpoint of step 4."""
-    options, whole, killed = _resumable(pictures, 2), tmp_path / "whole", tmp_path / "killed"
+    options, whole, killed = _resumable(pictures, 2, 0), tmp_path / "whole", tmp_path / "killed"
     recipe(2, *options, "--folder", whole)
     outcomes = collect_outcomes(_dies_after, 2, 5, [*options, "--folder", str(killed)])
     assert not any(outcome.ok for outcome in outcomes)
@@ -168,7 +168,7 @@ def test_a_run_that_dies_goes_on_with_the_same_bits(pictures: Path, tmp_path: Pa
 @pytest.mark.campaign
 @pytest.mark.timeout(4 * LIMIT)
 def test_a_run_whose_launcher_is_killed_goes_on_with_the_same_bits(pictures: Path, tmp_path: Path) -> None:
-    options, whole, killed = _resumable(pictures, 3), tmp_path / "whole", tmp_path / "killed"
+    options, whole, killed = _resumable(pictures, 3, 2), tmp_path / "whole", tmp_path / "killed"
     recipe(2, *options, "--folder", whole)
     argv = ["lockstep", "run", "-n", "2", "-m", MODULE, *options, "--folder", str(killed)]
     with start(argv, tmp_path, torch=True, PYTHONPATH=python_path(SITE, ROOT)) as job:

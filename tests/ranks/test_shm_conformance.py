@@ -153,7 +153,8 @@ def test_every_collective(
 #: it. With three hosts each leader combines a part of a chunk, with two all of it.
 _SPREAD = [
     ([2, 2], None, (0, 1, 257), True),
-    ([1, 1, 1], SMALL_CHUNK, (1301,), True),
+    ([1, 1, 1], SMALL_CHUNK, (301,), True),
+    ([1, 1, 1], SMALL_CHUNK, (1301,), False),
     ([2, 1], SMALL_CHUNK, (3, 1301), False),
     ([1, 2, 2], None, (0, 1, 257), False),
     ([1], None, (0, 1, 257), False),
@@ -165,7 +166,7 @@ _SPREAD = [
     [
         each
         for hosts, chunk, counts, often in _SPREAD
-        for each in _selected(hosts, chunk, counts, name="-".join(map(str, hosts)), often=often)
+        for each in _selected(hosts, chunk, counts, name=f"{'-'.join(map(str, hosts))}-of-{counts[-1]}", often=often)
     ],
 )
 def test_every_collective_across_hosts(

@@ -21,7 +21,8 @@ SCHEDULERS := .venv-schedulers
 WORKERS ?= 4
 TESTS := python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # Of the tests with processes, some of each room; of the others all but the files that take longest.
-QUICK_WITHOUT := $(addprefix tests/unit/test_,scheduling.py report.py manifests.py hostile_checkpoints.py finite_checkpoints.py)
+QUICK_WITHOUT := $(addprefix tests/unit/test_,scheduling.py report.py manifests.py hostile_checkpoints.py finite_checkpoints.py \
+	codec.py crnn_lines.py crnn_model.py crnn_reading.py imagenet_options.py imagenet_parts.py dp_replicas.py job_folders.py)
 QUICK := $(addprefix tests/ranks/test_,ddp_left_out.py run_signals.py ddp_wrapping.py shm_messages.py shared_writing.py) \
 	tests/unit $(addprefix tests/contracts/test_,ddp_signature.py names_of_subclasses.py public_names.py)
 

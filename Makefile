@@ -20,9 +20,14 @@ SCHEDULERS := .venv-schedulers
 # (tests/scheduling.py). A test that hangs ends them all. WORKERS=2: each takes every file; WORKERS=0: in one process.
 WORKERS ?= 4
 TESTS := python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-# Of the tests with processes, some of each room; of the others all but the slowest one.
+# Of the tests with processes, some of each room; of the others all but the files that take longest.
+QUICK_WITHOUT := $(addprefix tests/unit/test_,scheduling.py report.py manifests.py hostile_checkpoints.py finite_checkpoints.py \
+	codec.py crnn_lines.py crnn_model.py crnn_reading.py imagenet_options.py imagenet_parts.py dp_replicas.py job_folders.py)
 QUICK := $(addprefix tests/ranks/test_,ddp_left_out.py run_signals.py ddp_wrapping.py shm_messages.py shared_writing.py) \
 	tests/unit $(addprefix tests/contracts/test_,ddp_signature.py names_of_subclasses.py public_names.py)
+
+# What starts torch's compilers for seconds or minutes: only where torch or Python is another one, and in the campaigns.
+COMPILER := tests/ranks/test_compiled.py tests/unit/test_torch.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick check format faults ecosystem schedulers bench newest oldest pythons house clean
@@ -36,8 +41,8 @@ demo: $(READY)  ## train a digit classifier on two replicas and load its checkpo
 test: $(READY)  ## all tests (in four processes, two of which mostly wait; WORKERS=0: in one)
 	$(BIN)/$(TESTS)
 
-quick: $(READY)  ## the tests to run after each edit: all without processes and some with
-	$(BIN)/$(TESTS) -q $(QUICK) --deselect tests/unit/test_torch.py::test_compile_callbacks
+quick: $(READY)  ## the tests to run after each edit: nearly all without processes and some with
+	$(BIN)/$(TESTS) -n 2 -q $(QUICK) $(addprefix --ignore=,$(QUICK_WITHOUT))
 
 check: $(READY)  ## ruff, mypy strict, import-linter
 	$(BIN)/ruff format --check .
@@ -109,6 +114,7 @@ define demo_and_internals
 	$(1)/bin/python -c 'import sys, torch; print("torch", torch.__version__, "Python", sys.version.split()[0])'
 	CUDA_VISIBLE_DEVICES= $(1)/bin/lockstep run -n 2 -m examples.digits
 	$(1)/bin/$(TESTS) -q -m 'internals and not campaign'
+	$(1)/bin/$(TESTS) -q -m 'internals and campaign' $(COMPILER)
 endef
 
 $(READY): pyproject.toml constraints.txt

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import pytest
 
+BOTH = ("gloo", "shm")
+
 #: The mark of a module whose tests run over the backends; the fixture is in conftest.py.
 EACH_BACKEND = pytest.mark.usefixtures("each_backend")
 
 #: The mark of a test that every run of the tests has over both. Below its other marks, so that it comes first in ids.
-OVER_BOTH = pytest.mark.parametrize("each_backend", ["gloo", "shm"], indirect=True)
+OVER_BOTH = pytest.mark.parametrize("each_backend", BOTH, indirect=True)

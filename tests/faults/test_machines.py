@@ -332,7 +332,8 @@ def _pace(folder: Path, count: int) -> float:
 # Machines come and go ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", _seeds(10))
+@pytest.mark.campaign  # every run of the tests has a machine that joins, and one that dies, in test_rendezvous.py
+@pytest.mark.parametrize("seed", range(10, 31))
 def test_one_machine_three_two_and_three_again(tmp_path: Path, names: tuple[str, ...], seed: int) -> None:
     """In one run: the batches, the losses and the parameters are those of one process."""
     draw = random.Random(seed)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from tests.backends import EACH_BACKEND, OVER_BOTH
+from tests.backends import BOTH, EACH_BACKEND
 from tests.harness import run_ranks
+from tests.selection import each_value
 
 pytestmark = [
     pytest.mark.internals,  # run on other versions of torch and Python, too
@@ -108,17 +109,14 @@ def _train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: Sequ
     return torch.cat([param.detach().reshape(-1) for param in model.parameters()])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-@pytest.mark.parametrize("kind", ["mlp", "convolution", "transformer"])
+@each_value(kind=("mlp", "convolution", "transformer"), optimizer=("SGD", "AdamW"), world_size=(4, 2, 3, 1))
 def test_equal_slices(kind: str, optimizer: str, world_size: int) -> None:
     for differences in run_ranks(_compare, world_size, kind, optimizer, [12] * STEPS):
         assert differences.keys() == {"replicate", "wrapper", "torch"}
         assert max(differences.values()) < TOLERANCE, differences
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@each_value(optimizer=("SGD", "AdamW"), world_size=(2, 3, 4))
 def test_unequal_slices_and_a_small_last_batch(optimizer: str, world_size: int) -> None:
     sizes = ([11] * 9 + [5]) * 2  # two epochs of 104 samples, 11 at a time
     for differences in run_ranks(_compare, world_size, "mlp", optimizer, sizes):
@@ -127,8 +125,7 @@ def test_unequal_slices_and_a_small_last_batch(optimizer: str, world_size: int) 
         assert differences["torch"] > 100 * TOLERANCE, "torch's DDP is expected to differ here"
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
-@OVER_BOTH
+@each_value(each_backend=BOTH, world_size=(3, 4))
 def test_a_last_batch_smaller_than_the_world(world_size: int) -> None:
     sizes = ([8] * 9 + [2]) * 2
     for differences in run_ranks(_compare, world_size, "mlp", "SGD", sizes):

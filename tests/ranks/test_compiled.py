@@ -141,7 +141,8 @@ def _in_half_precision(compiled: Compile) -> float:
     return _distance(*results)
 
 
-def _compiled_cases() -> dict[str, float]:
+def _compiled_cases(chosen: Sequence[str] | None) -> dict[str, float]:
+    """How far the chosen cases are off, or all others than _COMMON."""
     lockstep.init()
     replicate, wrap = lockstep.replicate, lockstep.DistributedDataParallel
     compiled: Compile = lambda what: torch.compile(what, backend="aot_eager")  # noqa: E731
@@ -163,14 +164,21 @@ def _compiled_cases() -> dict[str, float]:
         "half precision": lambda: _in_half_precision(compiled),
     }
     results = {}
-    for name, case in cases.items():
+    for name in chosen or [name for name in cases if name not in _COMMON]:
         torch._dynamo.reset()
-        results[name] = case()
+        results[name] = cases[name]()
     return results
 
 
-def test_whatever_is_compiled_trains_as_one_process_does() -> None:
-    for results in run_ranks(_compiled_cases, 2, timeout=110):
+#: What every run of the tests compiles: around a replica, with its backward, and inside of one.
+_COMMON = ("step", "compile in one graph, replicate")
+
+
+@pytest.mark.parametrize(
+    "chosen", [pytest.param(_COMMON, id="common"), pytest.param(None, id="others", marks=pytest.mark.campaign)]
+)
+def test_whatever_is_compiled_trains_as_one_process_does(chosen: Sequence[str] | None) -> None:
+    for results in run_ranks(_compiled_cases, 2, chosen, timeout=110):
         assert {name: off for name, off in results.items() if not off < (1e-3 if "half" in name else 1e-12)} == {}
 
 
@@ -218,11 +226,13 @@ def _inductor_cases(cache: str, chosen: Sequence[str]) -> dict[str, float]:
         return results
 
 
+@pytest.mark.campaign  # every run of the tests has what is traced around replicas, without the compiler behind it
+@pytest.mark.internals  # run on other versions of torch and Python, too
 @pytest.mark.parametrize(
     "chosen",
     [
         pytest.param(["step", "replicate, compile for any number of samples"], id="common"),
-        pytest.param(["compile, replicate", "layers", "reduce-overhead"], id="others", marks=pytest.mark.campaign),
+        pytest.param(["compile, replicate", "layers", "reduce-overhead"], id="others"),
     ],
 )
 def test_inductor_compiles_replicas(compile_cache: str, chosen: list[str]) -> None:

@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.ddp.api import replica_of
 from lockstep.errors import ReplicaMismatch
-from tests.backends import EACH_BACKEND, OVER_BOTH
+from tests.backends import BOTH, EACH_BACKEND, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks
 from tests.ranks.ddp_cases import batch, differentiate, mlp
+from tests.selection import each_value
 
 pytestmark = EACH_BACKEND
 
@@ -119,8 +120,7 @@ def _assert_found(results: list[list[tuple[Any, ...]]], *, every: int) -> None:
             assert "0 of" in said or "1 of" in said
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@OVER_BOTH
+@each_value(each_backend=BOTH, world_size=(2, 3))
 def test_a_flipped_bit_is_found_in_the_next_step(world_size: int) -> None:
     _assert_found(run_ranks(_flip_and_train, world_size, 1, _KINDS, 6, 1, 3), every=1)
 
@@ -236,8 +236,7 @@ def _train_quietly(name: str, dtype: torch.dtype) -> tuple[bool, int]:
     return True, len(optimizer.state)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", _OPTIMIZERS)
+@each_value(str, name=tuple(_OPTIMIZERS), dtype=(torch.float32, torch.bfloat16))
 def test_replicas_that_are_equal_train_on(name: str, dtype: torch.dtype) -> None:
     if name == "adafactor" and dtype is torch.bfloat16:
         dtype = torch.float64
@@ -327,8 +326,7 @@ def _leave_early(every: int) -> None:
             _step(model, optimizer, w.rank, 100 * epoch + 50 + step)
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@OVER_BOTH
+@each_value(each_backend=BOTH, every=(1, 3))
 def test_ranks_that_leave_a_loop_early_are_no_difference(every: int) -> None:
     run_ranks(_leave_early, 3, every)
 

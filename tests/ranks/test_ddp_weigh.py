@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from tests.backends import EACH_BACKEND, OVER_BOTH
+from tests.backends import BOTH, EACH_BACKEND, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks
 from tests.ranks.ddp_cases import (
     Attach,
@@ -30,6 +30,7 @@ from tests.ranks.ddp_cases import (
     wide,
     wrap_tiny,
 )
+from tests.selection import each_value
 
 pytestmark = EACH_BACKEND
 
@@ -92,14 +93,12 @@ def _weighed(attach: Attach, plans: Sequence[Sequence[int]], set_to_none: bool) 
         assert_gradients(model, by_one_process(wide, plans))
 
 
-@pytest.mark.parametrize("attach", [replicate_tiny, wrap_tiny, replicate_at_end, lockstep.replicate], ids=name_of)
-@pytest.mark.parametrize("plans", PLANS, ids=str)
+@each_value(name_of, plans=PLANS, attach=(replicate_tiny, wrap_tiny, replicate_at_end, lockstep.replicate))
 def test_the_mean_over_items_is_exact(attach: Attach, plans: list[tuple[int, ...]]) -> None:
     run_ranks(_weighed, 3, attach, plans, True)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@OVER_BOTH
+@each_value(each_backend=BOTH, world_size=(1, 2, 4))
 def test_it_is_exact_on_any_number_of_ranks(world_size: int) -> None:
     run_ranks(_weighed, world_size, replicate_tiny, [UNEVEN, OTHERS, EQUAL, EQUAL], True)
 
@@ -301,9 +300,7 @@ def _in_low_precision(dtype: torch.dtype, factor: float) -> None:
             assert error < 4 * torch.finfo(dtype).eps, f"{error} in {dtype}"
 
 
-@pytest.mark.parametrize("factor", [1.0, 300.0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@OVER_BOTH
+@each_value(str, each_backend=BOTH, dtype=(torch.bfloat16, torch.float16, torch.float32), factor=(300.0, 1.0))
 def test_low_precision(dtype: torch.dtype, factor: float) -> None:
     run_ranks(_in_low_precision, 3, dtype, factor)
 

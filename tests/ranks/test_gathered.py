@@ -12,8 +12,9 @@ from torch.nn.functional import cross_entropy, mse_loss, normalize, relu
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from tests.backends import EACH_BACKEND, OVER_BOTH
+from tests.backends import BOTH, EACH_BACKEND
 from tests.harness import collect_outcomes, run_ranks
+from tests.selection import each_value
 
 pytestmark = EACH_BACKEND
 
@@ -129,17 +130,14 @@ def _close(found: list[list[float]], expected: list[list[float]]) -> bool:
     return all(torch.allclose(one, two, rtol=1e-10, atol=1e-10) for one, two in zip(*exact, strict=True))
 
 
-@pytest.mark.parametrize("shares", [[1.0, 1.0], [5.0, 2.0], [3.0, 1.0, 2.0]], ids=str)
-@pytest.mark.parametrize("loss", LOSSES)
-@OVER_BOTH
+@each_value(str, each_backend=BOTH, loss=tuple(LOSSES), shares=([1.0, 1.0], [5.0, 2.0], [3.0, 1.0, 2.0]))
 def test_losses_of_the_whole_batch_are_those_of_one_process(loss: str, shares: list[float]) -> None:
     expected = _alone(loss)
     for found in run_ranks(_trained, len(shares), loss, shares, "gathered"):
         assert _close(found, expected)
 
 
-@pytest.mark.parametrize("how", ["weighed", "accumulated"])
-@pytest.mark.parametrize("loss", LOSSES)
+@each_value(loss=tuple(LOSSES), how=("weighed", "accumulated"))
 def test_they_are_where_samples_are_counted_or_gradients_accumulate(loss: str, how: str) -> None:
     expected = _alone(loss)
     for found in run_ranks(_trained, 3, loss, None, how):

@@ -98,7 +98,7 @@ def test_where_the_ranks_of_one_machine_can_not_share_memory_all_take_gloo_and_r
 # --- the same bits ---------------------------------------------------------------------------------------------------
 
 #: Elements: with the greeting; in one chunk; in more chunks than are on their way at once.
-_COUNTS = (1, 1000, 100_003, 2_500_000)
+_COUNTS = (1, 1000, 100_003, 1_200_000)
 
 
 def _sums(asynchronous: bool) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from examples.imagenet.records import read_table
 from examples.imagenet.schedule import factors
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep import knobs
 from lockstep.launch.ports import free_port
@@ -62,9 +65,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     ("ranks", "mode"),
     [
         (2, ()),
-        (3, ("--backend", "shm")),
+        pytest.param(3, ("--backend", "shm"), marks=pytest.mark.campaign),
         (None, ("--mode", "dp")),
-        (None, ("--mode", "dp", "--gpus", "cpu,cpu,cpu")),
+        pytest.param(None, ("--mode", "dp", "--gpus", "cpu,cpu,cpu"), marks=pytest.mark.campaign),
     ],
     ids=["ddp on 2", "ddp on 3 over shm", "dp on 2", "dp on 3"],
 )
@@ -79,11 +82,14 @@ def test_every_mode_has_the_same_loss_curve(
     assert re.findall(r"top-1 [\d.]+, top-5 [\d.]+", text)[-1] in alone[1]
 
 
-def test_synchronised_statistics_train_as_one_process_does(pictures: Path, tmp_path: Path) -> None:
-    shared = (*COMMON[:4], *COMMON[6:], "-b", "16", "--epochs", "2")
+@pytest.mark.parametrize(("ranks", "epochs"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.campaign)])
+def test_synchronised_statistics_train_as_one_process_does(
+    pictures: Path, tmp_path: Path, ranks: int, epochs: int
+) -> None:
+    shared = (*COMMON[:4], *COMMON[6:], "-b", "16", "--epochs", str(epochs))
     recipe(None, pictures, *shared, "--folder", tmp_path / "one")
-    recipe(3, pictures, *shared, "--folder", tmp_path / "synced", "--sync-bn")
-    recipe(3, pictures, *shared, "--folder", tmp_path / "own")
+    recipe(ranks, pictures, *shared, "--folder", tmp_path / "synced", "--sync-bn")
+    recipe(ranks, pictures, *shared, "--folder", tmp_path / "own")
     curve = losses(tmp_path / "one")
     assert losses(tmp_path / "synced") == pytest.approx(curve, rel=1e-3)
     assert losses(tmp_path / "own") != pytest.approx(curve, rel=1e-2), "statistics of each rank's own slice differ"
@@ -112,13 +118,57 @@ def test_a_checkpoint_of_two_ranks_tests_the_same_on_one_device_and_on_three(pic
     )
 
 
-@pytest.mark.timeout(4 * LIMIT)
-def test_a_run_that_is_killed_goes_on_with_the_same_bits(pictures: Path, tmp_path: Path) -> None:
-    options = [
-        str(pictures), *COMMON[:4], "--image-size", str(SIZE), "-j", "2", "--warmup-epochs", "1", "--log-every", "1",
-        "-b", "16", "--epochs", "3", "--ema", "0.9", "--save-every", "2", "--sync-bn",
+def _resumable(pictures: Path, epochs: int, workers: int) -> list[str]:
+    return [
+        str(pictures), *COMMON[:4], "--image-size", str(SIZE), "-j", str(workers), "--warmup-epochs", "1",
+        "--log-every", "1", "-b", "16", "--epochs", str(epochs), "--ema", "0.9", "--save-every", "2", "--sync-bn",
     ]  # fmt: skip
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+
+
+def _goes_on_with_the_same_bits(options: list[str], whole: Path, killed: Path) -> None:
+    """Resume the run in ``killed`` and compare all that it has written with the run that nobody disturbed."""
+    resumed = recipe(2, *options, "--folder", killed, "--resume")
+    assert last_line(resumed).startswith("test: ")
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        contents = [(max((folder / "run-001").glob("step-*")) / file).read_bytes() for folder in (whole, killed)]
+        assert contents[0] == contents[1], file
+    assert (whole / "run-001/ema.safetensors").read_bytes() == (killed / "run-001/ema.safetensors").read_bytes()
+    assert (whole / "run-001/steps.csv").read_text() == (killed / "run-001/steps.csv").read_text()
+    columns = ("step", "train_loss", "top1", "ema_top1", "pictures")
+    tables = [read_table(folder / "run-001/epochs.csv") for folder in (whole, killed)]
+    cells = [[[row[column] for column in columns] for row in table] for table in tables]
+    assert cells[0] == cells[1]
+
+
+def _dies_after(step: int, words: list[str]) -> str:
+    taken = itertools.count(1)
+
+    def die(*_: object) -> None:
+        if next(taken) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    register_optimizer_step_post_hook(die)
+    return alone_or_launched(words, True)
+
+
+def test_a_run_that_dies_goes_on_with_the_same_bits(pictures: Path, tmp_path: Path) -> None:
+    """Within the second of two epochs of three steps, behind the checkpoint of step 4."""
+    options, whole, killed = _resumable(pictures, 2, 0), tmp_path / "whole", tmp_path / "killed"
+    recipe(2, *options, "--folder", whole)
+    outcomes = collect_outcomes(_dies_after, 2, 5, [*options, "--folder", str(killed)])
+    assert not any(outcome.ok for outcome in outcomes)
+    assert max(path.name for path in (killed / "run-001").glob("step-*")) == "step-00000004"
+    with open(killed / "run-001/steps.csv", "a") as table:  # as if it had died while it wrote of a step that it repeats
+        table.write("5,2,0.1,123.0,16\r\n6,2,0.1,12")
+    _goes_on_with_the_same_bits(options, whole, killed)
+    again = recipe(2, *options, "--folder", killed, "--resume")
+    assert "all 2 epochs of this run were done already" in again
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(4 * LIMIT)
+def test_a_run_whose_launcher_is_killed_goes_on_with_the_same_bits(pictures: Path, tmp_path: Path) -> None:
+    options, whole, killed = _resumable(pictures, 3, 2), tmp_path / "whole", tmp_path / "killed"
     recipe(2, *options, "--folder", whole)
     argv = ["lockstep", "run", "-n", "2", "-m", MODULE, *options, "--folder", str(killed)]
     with start(argv, tmp_path, torch=True, PYTHONPATH=python_path(SITE, ROOT)) as job:
@@ -136,19 +186,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(pictures: Path, tmp_pat
     assert "step-00000009" not in left, "it was not killed in time to show anything"
     with open(run / "steps.csv", "a") as table:  # as if it had been killed while it wrote of a step that it repeats
         table.write("8,2,0.1,123.0,16\r\n9,2,0.1,12")
-    resumed = recipe(2, *options, "--folder", killed, "--resume")
-    assert last_line(resumed).startswith("test: ")
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        contents = [(max((folder / "run-001").glob("step-*")) / file).read_bytes() for folder in (whole, killed)]
-        assert contents[0] == contents[1], file
-    assert (whole / "run-001/ema.safetensors").read_bytes() == (killed / "run-001/ema.safetensors").read_bytes()
-    assert (whole / "run-001/steps.csv").read_text() == (killed / "run-001/steps.csv").read_text()
-    columns = ("step", "train_loss", "top1", "ema_top1", "pictures")
-    tables = [read_table(folder / "run-001/epochs.csv") for folder in (whole, killed)]
-    cells = [[[row[column] for column in columns] for row in table] for table in tables]
-    assert cells[0] == cells[1]
-    again = recipe(2, *options, "--folder", killed, "--resume")
-    assert "all 3 epochs of this run were done already" in again
+    _goes_on_with_the_same_bits(options, whole, killed)
 
 
 def break_pictures(folder: Path) -> Path:
@@ -164,19 +202,19 @@ def break_pictures(folder: Path) -> Path:
 
 def test_broken_pictures_are_named_and_the_mean_is_over_what_remains(tmp_path: Path) -> None:
     broken = break_pictures(tmp_path / "broken")
-    options = (*COMMON, "--lr", "0.02", "-b", "5", "--epochs", "2", "--max-bad-images", "4")
+    options = (*COMMON, "--lr", "0.02", "-b", "5", "--epochs", "1", "--max-bad-images", "4")
     texts = [
         recipe(ranks, broken, *options, *mode, "--folder", tmp_path / name)
-        for ranks, mode, name in ((None, (), "one"), (3, (), "three"), (None, ("--mode", "dp"), "dp"))
+        for ranks, mode, name in ((None, (), "one"), (2, (), "two"), (None, ("--mode", "dp"), "dp"))
     ]
-    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     assert losses(tmp_path / "dp") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    rows = read_table(tmp_path / "three/run-001/steps.csv")
-    assert sum(int(row["pictures"]) for row in rows) == 2 * (39 - 3)
+    rows = read_table(tmp_path / "two/run-001/steps.csv")
+    assert sum(int(row["pictures"]) for row in rows) == 39 - 3
     for text in texts:
         assert "4 pictures could not be read and were left out" in text
         assert "on 14 pictures" in last_line(text)
-    newest = max((tmp_path / "three/run-001").glob("step-*"))
+    newest = max((tmp_path / "two/run-001").glob("step-*"))
     reasons = json.loads((newest / "extra.json").read_text())
     assert {"red/000.jpg", "red/001.jpg", "blue/012.jpg", "green/002.jpg"} <= set(
         re.findall(r"\w+/\d+\.jpg", str(reasons))
@@ -289,8 +327,12 @@ def test_pretrained_weights_of_other_classes_lack_the_classifier(pictures: Path,
 
 @pytest.mark.parametrize(
     "options",
-    [("--amp", "bf16", "--channels-last"), ("--schedule", "step", "--augment", "imagenet")],
-    ids=["half precision", "steps"],
+    [
+        ("--amp", "bf16", "--channels-last", "--schedule", "step", "--augment", "imagenet"),
+        pytest.param(("--amp", "bf16", "--channels-last"), marks=pytest.mark.campaign),
+        pytest.param(("--schedule", "step", "--augment", "imagenet"), marks=pytest.mark.campaign),
+    ],
+    ids=["all at once", "half precision", "steps"],
 )
 def test_other_ways_to_compute_train_as_well(options: tuple[str, ...], pictures: Path, tmp_path: Path) -> None:
     text = recipe(2, pictures, *COMMON, "-b", "16", "--epochs", "2", "--folder", tmp_path, "--ema", "0.9", *options)
@@ -299,6 +341,7 @@ def test_other_ways_to_compute_train_as_well(options: tuple[str, ...], pictures:
     assert last_line(text).startswith("test: top-1")
 
 
+@pytest.mark.campaign  # every run of the tests has what is compiled around replicas
 def test_a_compiled_model_has_the_same_loss_curve(tmp_path: Path) -> None:
     # One batch of all pictures, as many to test on: each other size is traced anew, for seconds of all cores.
     pictures = make_pictures(tmp_path / "pictures", train=8, val=8)
@@ -379,6 +422,26 @@ def test_it_starts_its_own_processes(pictures: Path, alone: tuple[Path, str], tm
     assert "Traceback" not in done.err
 
 
+def _tensorboard_has_what_the_tables_have(run: Path) -> None:
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    rows = read_table(run / "epochs.csv")
+    assert [event.step for event in events.Scalars("epochs/top1")] == [int(row["step"]) for row in rows]
+    for name in ("train_loss", "val_loss", "top1", "top5", "lr"):
+        assert [event.value for event in events.Scalars(f"epochs/{name}")] == pytest.approx(
+            [float(row[name]) for row in rows]
+        )
+    assert events.Scalars("steps/loss")
+
+
+def test_tensorboard_has_what_the_tables_have(pictures: Path, tmp_path: Path) -> None:
+    options = [option for option in COMMON if option != "--no-tensorboard"]
+    recipe(2, pictures, *options, "-b", "16", "--epochs", "2", "--folder", tmp_path)
+    assert [row["step"] for row in read_table(tmp_path / "run-001/epochs.csv")] == ["3", "6"]
+    _tensorboard_has_what_the_tables_have(tmp_path / "run-001")
+
+
+@pytest.mark.campaign  # what every run of the tests trains on are pictures that were made
 def test_real_small_pictures_are_learnt(tmp_path: Path) -> None:
     data = unpack(sample("cifar10-sample.tar"), tmp_path, per_class=40)
     options = ("-a", "resnet20-cifar", "--sync-bn", "-j", "2", "-b", "32", "--lr", "0.4", "--warmup-epochs", "1")
@@ -387,17 +450,11 @@ def test_real_small_pictures_are_learnt(tmp_path: Path) -> None:
     assert found, text
     assert int(found[3]) == 400
     assert float(found[1]) > 0.15, "no better than guessing one of ten"
-    events = EventAccumulator(str(tmp_path / "runs/run-001/tensorboard"))
-    events.Reload()
-    rows = read_table(tmp_path / "runs/run-001/epochs.csv")
-    assert [event.step for event in events.Scalars("epochs/top1")] == [int(row["step"]) for row in rows] == [13, 26]
-    for name in ("train_loss", "val_loss", "top1", "top5", "lr"):
-        assert [event.value for event in events.Scalars(f"epochs/{name}")] == pytest.approx(
-            [float(row[name]) for row in rows]
-        )
-    assert events.Scalars("steps/loss")
+    assert [row["step"] for row in read_table(tmp_path / "runs/run-001/epochs.csv")] == ["13", "26"]
+    _tensorboard_has_what_the_tables_have(tmp_path / "runs/run-001")
 
 
+@pytest.mark.campaign
 def test_real_large_pictures_go_through_a_model_of_torchvision(tmp_path: Path) -> None:
     data = unpack(sample("imagenet-sample.tar"), tmp_path, per_class=1)
     options = ("-a", "resnet18", "--image-size", "64", "--val-split", "0.25", "-j", "2", "-b", "30", "--epochs", "1")
@@ -405,3 +462,10 @@ def test_real_large_pictures_go_through_a_model_of_torchvision(tmp_path: Path) -
     assert "80 classes" in text
     assert "60 pictures to train on, 20 to test on, 2 steps" in text
     assert "on 20 pictures, over 2 rank(s)" in text
+
+
+def test_a_model_of_torchvision_is_taken_by_its_name(pictures: Path, tmp_path: Path) -> None:
+    options = ("-a", "resnet18", "--image-size", "32", "-j", "0", "-b", "20", "--epochs", "1", "--no-tensorboard")
+    text = recipe(2, pictures, *options, "--folder", tmp_path)
+    assert "39 pictures to train on, 15 to test on, 2 steps" in text
+    assert "on 15 pictures, over 2 rank(s)" in text

@@ -22,9 +22,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.ddp.local_replica import LocalReplica
 from lockstep.step.local_training import local_training_of
-from tests.backends import EACH_BACKEND, OVER_BOTH
+from tests.backends import BOTH, EACH_BACKEND, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks
 from tests.ranks.ddp_cases import batch, differentiate, mlp, squares
+from tests.selection import each_value
 
 pytestmark = EACH_BACKEND
 
@@ -103,14 +104,14 @@ def _by_hand(every: int, steps: int, world_size: int, *, overlap: bool) -> list[
     return [anchor.detach() for anchor in anchors]
 
 
-@pytest.mark.parametrize(("every", "steps", "overlap"), [(4, 14, False), (9, 25, True), (1, 5, False), (1, 4, True)])
-@OVER_BOTH
-def test_rounds_are_those_of_one_process_that_holds_all_replicas(every: int, steps: int, overlap: bool) -> None:
+@each_value(str, each_backend=BOTH, rounds=((4, 14, False), (9, 25, True), (1, 4, True), (1, 5, False)))
+def test_rounds_are_those_of_one_process_that_holds_all_replicas(rounds: tuple[int, int, bool]) -> None:
+    every, steps, overlap = rounds
     expected = _by_hand(every, steps, 3, overlap=overlap)
     results = run_ranks(_train_apart, 3, every, steps, None, overlap)
-    for values, bits, rounds, _ in results:
+    for values, bits, taken, _ in results:
         assert bits == results[0][1], "the same bits on every rank"
-        assert rounds == -(-steps // every) + 1
+        assert taken == -(-steps // every) + 1
         for found, wanted in zip(values, expected, strict=True):
             torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-6, atol=1e-6)
 
@@ -589,8 +590,7 @@ def _stopped(folder: str, overlap: bool) -> None:
     raise AssertionError("it was not stopped")
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@OVER_BOTH
+@each_value(each_backend=BOTH, overlap=(False, True))
 def test_a_run_that_is_asked_to_stop_ends_its_round_first(tmp_path: Path, overlap: bool) -> None:
     for outcome in collect_outcomes(_stopped, 2, str(tmp_path), overlap):
         assert (outcome.error, outcome.message) == ("SystemExit", "75"), outcome.traceback

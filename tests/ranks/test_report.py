@@ -253,6 +253,7 @@ def test_light_dark_and_paper(tmp_path: Path, shown: Page) -> None:
 
 
 @needs_browser
+@pytest.mark.campaign  # every run of the tests makes this page, and opens smaller ones
 def test_ten_minutes_of_64_ranks_open_quickly(tmp_path: Path, shown: Page) -> None:
     account, path = _write(tmp_path, ranks=64, seconds=600)
     _open(shown, path)

@@ -27,6 +27,7 @@ from torch.utils.data import (
 
 import lockstep
 from tests.harness import collect_outcomes, run_ranks
+from tests.selection import each_value
 
 
 class Augmented(Dataset[tuple[float, str]]):
@@ -427,9 +428,7 @@ def _batches_of(kind: str, plain: bool, drop_last: bool, slices: int | None) -> 
     return [seen, sharded.state_dict()]
 
 
-@pytest.mark.parametrize("slices", [None, 4])
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("kind", ["sequential", "random", "generator", "weighted"])
+@each_value(kind=("sequential", "random", "generator", "weighted"), drop_last=(False, True), slices=(4, None))
 def test_a_plain_batch_sampler_is_its_sampler_and_batch_size(kind: str, drop_last: bool, slices: int | None) -> None:
     assert run_ranks(_batches_of, 2, kind, False, drop_last, slices) == run_ranks(
         _batches_of, 2, kind, True, drop_last, slices
@@ -529,7 +528,7 @@ def _resumed(state: dict[str, Any], workers: int, batch_size: int) -> tuple[int,
     return left, rest, len(loader), [value for values, _ in loader for value in values.tolist()]
 
 
-@pytest.mark.parametrize("stop", [1, 3, 4])
+@pytest.mark.parametrize("stop", [1, *[pytest.param(stop, marks=pytest.mark.campaign) for stop in (3, 4)]])
 def test_a_pass_continues_inside_its_epoch_at_any_world_size(stop: int) -> None:
     states = run_ranks(_interrupted, 2, stop)
     assert states[0][0] == states[1][0], "the state is the same on every rank"

@@ -1,5 +1,9 @@
 """The conformance suite: every collective, dtype and reduce op, sync and async, on 1 to 5 ranks, over each engine of
-lockstep's process group (shm; hierarchical, on two or three hosts), and over gloo, which they are compared with."""
+lockstep's process group (shm; hierarchical, on two or three hosts), and over gloo, which they are compared with.
+
+Every run of the tests has each collective with each dtype and op once; the campaign has them at all sizes, sync and
+async.
+"""
 
 from __future__ import annotations
 
@@ -81,13 +85,27 @@ def _cases(backend: str, size: int, counts: tuple[int, ...]) -> Iterator[Case]:
         yield Case("barrier", torch.float32, 0, asynchronous=asynchronous)
 
 
-def conform(backend: str, chunk: int | None, counts: tuple[int, ...]) -> tuple[int, list[str]]:
+def _one_of_each(cases: Iterator[Case]) -> Iterator[Case]:
+    """Each collective with each dtype and op once, in turn at every size, sync and async."""
+    alike: dict[str, dict[tuple[torch.dtype, str], list[Case]]] = {}
+    for case in cases:
+        if case.name == "barrier":
+            yield case
+        else:
+            alike.setdefault(case.name, {}).setdefault((case.dtype, case.op), []).append(case)
+    for kinds in alike.values():
+        for turn, variants in enumerate(kinds.values()):
+            yield variants[turn % len(variants)]
+
+
+def conform(backend: str, chunk: int | None, counts: tuple[int, ...], every: bool) -> tuple[int, list[str]]:
     if chunk is not None:
         os.environ[knobs.SHM_CHUNK] = str(chunk)
     world = lockstep.init(backend, timeout=30)
     wrong = []
     done = 0
-    for salt, case in enumerate(_cases(backend, world.world_size, counts)):
+    cases = _cases(backend, world.world_size, counts)
+    for salt, case in enumerate(cases if every else _one_of_each(cases)):
         try:
             issue(case, salt % _SALTS)()
         except lockstep.LockstepError:
@@ -98,27 +116,35 @@ def conform(backend: str, chunk: int | None, counts: tuple[int, ...]) -> tuple[i
     return done, wrong
 
 
-def _on(world_size: int, backend: str, chunk: int | None, counts: tuple[int, ...], name: str) -> Any:
+def _selected(*arguments: Any, name: str, often: bool) -> list[Any]:
+    """All cases, for the campaign, and before them one of each where every run of the tests is to have these."""
+    everything = pytest.param(*arguments, True, id=name, marks=pytest.mark.campaign)
+    return [pytest.param(*arguments, False, id=f"{name}-once"), everything] if often else [everything]
+
+
+def _on(world_size: int, backend: str, chunk: int | None, counts: tuple[int, ...], name: str) -> list[Any]:
     # Every run of the tests has each world size of the backend itself, and one of what it is compared with.
-    chosen = name == "shm" or (name, world_size) in (("gloo", 2), ("shm-small-chunks", 3))
-    marks = () if chosen else pytest.mark.campaign
-    return pytest.param(world_size, backend, chunk, counts, id=f"{name}-{world_size}", marks=marks)
+    often = name == "shm" or (name, world_size) in (("gloo", 2), ("shm-small-chunks", 3))
+    return _selected(world_size, backend, chunk, counts, name=f"{name}-{world_size}", often=often)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "backend", "chunk", "counts"),
+    ("world_size", "backend", "chunk", "counts", "every"),
     [
-        _on(world_size, *case)
+        each
         for world_size in (1, 2, 3, 4)
         for case in (
             ("gloo", None, (5,), "gloo"),
             ("shm", None, (0, 1, 257), "shm"),
             ("shm", SMALL_CHUNK, (3, 301), "shm-small-chunks"),
         )
+        for each in _on(world_size, *case)
     ],
 )
-def test_every_collective(world_size: int, backend: str, chunk: int | None, counts: tuple[int, ...]) -> None:
-    for done, wrong in run_ranks(conform, world_size, backend, chunk, counts):
+def test_every_collective(
+    world_size: int, backend: str, chunk: int | None, counts: tuple[int, ...], every: bool
+) -> None:
+    for done, wrong in run_ranks(conform, world_size, backend, chunk, counts, every):
         assert not wrong, f"{len(wrong)} of {done} cases:\n" + "\n".join(wrong[:20])
         assert done > 300
 
@@ -127,7 +153,8 @@ def test_every_collective(world_size: int, backend: str, chunk: int | None, coun
 #: it. With three hosts each leader combines a part of a chunk, with two all of it.
 _SPREAD = [
     ([2, 2], None, (0, 1, 257), True),
-    ([1, 1, 1], SMALL_CHUNK, (1301,), True),
+    ([1, 1, 1], SMALL_CHUNK, (301,), True),
+    ([1, 1, 1], SMALL_CHUNK, (1301,), False),
     ([2, 1], SMALL_CHUNK, (3, 1301), False),
     ([1, 2, 2], None, (0, 1, 257), False),
     ([1], None, (0, 1, 257), False),
@@ -135,14 +162,17 @@ _SPREAD = [
 
 
 @pytest.mark.parametrize(
-    ("hosts", "chunk", "counts"),
+    ("hosts", "chunk", "counts", "every"),
     [
-        pytest.param(hosts, chunk, counts, id="-".join(map(str, hosts)), marks=() if often else pytest.mark.campaign)
+        each
         for hosts, chunk, counts, often in _SPREAD
+        for each in _selected(hosts, chunk, counts, name=f"{'-'.join(map(str, hosts))}-of-{counts[-1]}", often=often)
     ],
 )
-def test_every_collective_across_hosts(hosts: list[int], chunk: int | None, counts: tuple[int, ...]) -> None:
-    for done, wrong in run_ranks(conform, sum(hosts), "hierarchical", chunk, counts, timeout=110, hosts=hosts):
+def test_every_collective_across_hosts(
+    hosts: list[int], chunk: int | None, counts: tuple[int, ...], every: bool
+) -> None:
+    for done, wrong in run_ranks(conform, sum(hosts), "hierarchical", chunk, counts, every, timeout=110, hosts=hosts):
         assert not wrong, f"{len(wrong)} of {done} cases:\n" + "\n".join(wrong[:20])
         assert done > 300
 

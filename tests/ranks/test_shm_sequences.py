@@ -55,12 +55,16 @@ def _play(backend: str, chunk: int, cases: list[tuple[Case, int]]) -> None:
         finish()
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("hierarchical", marks=pytest.mark.campaign)])
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(_sequences())
-def test_any_sequence_gives_what_one_process_computes(
-    backend: str, sequence: tuple[int, int, list[tuple[Case, int]]]
-) -> None:
-    size, chunk, cases = sequence
-    hosts = [size - size // 2, size // 2] if backend == "hierarchical" and size > 1 else None
-    run_ranks(_play, size, backend, chunk, cases, timeout=30, hosts=hosts)
+@pytest.mark.parametrize(
+    ("backend", "examples"),
+    [("shm", 5), *[pytest.param(backend, 15, marks=pytest.mark.campaign) for backend in ("shm", "hierarchical")]],
+)
+def test_any_sequence_gives_what_one_process_computes(backend: str, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(_sequences())
+    def check(sequence: tuple[int, int, list[tuple[Case, int]]]) -> None:
+        size, chunk, cases = sequence
+        hosts = [size - size // 2, size // 2] if backend == "hierarchical" and size > 1 else None
+        run_ranks(_play, size, backend, chunk, cases, timeout=30, hosts=hosts)
+
+    check()

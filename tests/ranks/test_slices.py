@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep import DistributedDataParallel
-from tests.backends import EACH_BACKEND, OVER_BOTH
+from tests.backends import BOTH, EACH_BACKEND, OVER_BOTH
 from tests.digests import digest_of
 from tests.harness import run_ranks
+from tests.selection import each_value
 
 pytestmark = EACH_BACKEND
 
@@ -79,13 +80,11 @@ def _trained(slices: int, options: dict[str, Any], wrapped: bool, epochs: int = 
     return [digest(net.state_dict(), optimizer.state_dict(), between), losses, int(net.norm.num_batches_tracked)]
 
 
-@pytest.mark.parametrize("slices", [4, 6, 8, 1])
-@OVER_BOTH
-def test_the_bits_are_the_same_on_any_number_of_ranks(slices: int) -> None:
+@each_value(each_backend=BOTH, slices=(4, 6, 8, 1), world_size=(4, 3, 2))
+def test_the_bits_are_the_same_on_any_number_of_ranks(slices: int, world_size: int) -> None:
     (expected,) = run_ranks(_trained, 1, slices, {}, False)
     assert expected[2] == 2 * 3  # a step counts as one
-    for world_size in (2, 3, 4):
-        assert run_ranks(_trained, world_size, slices, {}, False) == [expected] * world_size
+    assert run_ranks(_trained, world_size, slices, {}, False) == [expected] * world_size
 
 
 def test_they_are_the_same_in_other_shares_wrapped_and_with_workers() -> None:
@@ -137,11 +136,9 @@ def _weighed(slices: int, how: str) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "slices", "how"), [(1, 4, "step"), (2, 4, "world"), (3, 9, "step"), (4, 2, "step")]
-)
-@OVER_BOTH
-def test_uneven_tokens_are_weighed_exactly(world_size: int, slices: int, how: str) -> None:
+@each_value(str, each_backend=BOTH, spread=((1, 4, "step"), (2, 4, "world"), (3, 9, "step"), (4, 2, "step")))
+def test_uneven_tokens_are_weighed_exactly(spread: tuple[int, int, str]) -> None:
+    world_size, slices, how = spread
     run_ranks(_weighed, world_size, slices, how)
 
 

@@ -15,6 +15,7 @@ import lockstep
 from tests.backends import EACH_BACKEND
 from tests.harness import collect_outcomes, run_ranks
 from tests.ranks.test_slices import BATCH, Net, build, digest, samples
+from tests.selection import each_value
 
 pytestmark = EACH_BACKEND
 
@@ -296,14 +297,13 @@ def _trains_what_is_refused(index: int, slices: int) -> None:
     _train(lockstep.replicate(build(REFUSED[index][0])), _loader(slices))
 
 
-@pytest.mark.parametrize("index", range(len(REFUSED)))
-def test_what_slices_can_not_move_is_refused_by_name_on_all_ranks(index: int) -> None:
-    words = REFUSED[index][1]
-    # Each of the three ranks has one slice or two; of four ranks with two slices, two have none.
-    for world_size, slices in ((1, 4), (3, 4), (4, 2)):
-        for outcome in collect_outcomes(_trains_what_is_refused, world_size, index, slices):
-            assert outcome.error == "LockstepError", outcome
-            assert words in str(outcome.message), outcome
+# Each of the three ranks has one slice or two; of four ranks with two slices, two have none.
+@each_value(str, index=range(len(REFUSED)), spread=((1, 4), (3, 4), (4, 2)))
+def test_what_slices_can_not_move_is_refused_by_name_on_all_ranks(index: int, spread: tuple[int, int]) -> None:
+    world_size, slices = spread
+    for outcome in collect_outcomes(_trains_what_is_refused, world_size, index, slices):
+        assert outcome.error == "LockstepError", outcome
+        assert REFUSED[index][1] in str(outcome.message), outcome
 
 
 def _sees_extremes() -> None:

@@ -14,9 +14,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import lockstep
-from tests.backends import EACH_BACKEND, OVER_BOTH
+from tests.backends import EACH_BACKEND
 from tests.harness import collect_outcomes, run_ranks
 from tests.ranks.test_slices import Net, Stream, build, digest, samples
+from tests.selection import each_value
 
 pytestmark = EACH_BACKEND
 
@@ -70,8 +71,7 @@ def _trains(clears: str, where: str, slices: int = 4) -> list[Any]:
     return [digest(net.state_dict(), optimizer.state_dict())]
 
 
-@pytest.mark.parametrize("clears", CLEARING)
-@pytest.mark.parametrize("where", ["readme", "first"])
+@each_value(clears=tuple(CLEARING), where=("readme", "first"))
 def test_gradients_cleared_inside_the_loop_are_those_of_before_the_step(clears: str, where: str) -> None:
     expected = run_ranks(_trains, 1, clears, "after")
     assert run_ranks(_trains, 1, clears, where) == expected
@@ -193,7 +193,6 @@ def _plays(slices: int) -> list[Any]:
     ]
 
 
-@OVER_BOTH
 def test_two_players_each_have_a_pass() -> None:
     (expected,) = run_ranks(_plays, 1, 4)
     assert expected[2] == 2 * 3
@@ -394,7 +393,15 @@ def _ends_small(count: int, workers: int, epochs: int = 1) -> list[Any]:
     return [digest(net.state_dict()), sizes]
 
 
-@pytest.mark.parametrize(("left", "sizes"), [(15, [3, 2, 2, 2, 2, 2, 2]), (9, [3, 2, 2, 2]), (3, [3]), (2, [2])])
+@pytest.mark.parametrize(
+    ("left", "sizes"),
+    [
+        (15, [3, 2, 2, 2, 2, 2, 2]),
+        pytest.param(9, [3, 2, 2, 2], marks=pytest.mark.campaign),
+        pytest.param(3, [3], marks=pytest.mark.campaign),
+        (2, [2]),
+    ],
+)
 def test_a_small_last_batch_has_fewer_slices_on_any_number_of_ranks(left: int, sizes: list[int]) -> None:
     (alone,) = run_ranks(_ends_small, 1, 40 + left, 0)
     assert alone[1] == [[5] * 8, sizes]

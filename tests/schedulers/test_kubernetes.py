@@ -73,10 +73,8 @@ def _container(engine: str, documents: dict[str, Any], index: int) -> Container:
     return Container(host, subdomain, described["command"], env)
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [pytest.param("jobset", marks=pytest.mark.campaign), pytest.param("job", marks=pytest.mark.campaign), "trainjob"],
-)
+@pytest.mark.campaign  # every run of the tests starts what is printed for one engine, in the next test
+@pytest.mark.parametrize("engine", ["jobset", "job", "trainjob"])
 def test_pods_train_and_new_ones_resume_after_one_is_evicted(engine: str, tmp_path: Path, calm: jobs.Calm) -> None:
     folder = tmp_path / "a $(HOME) $$ b"
     folder.mkdir()

@@ -65,6 +65,7 @@ def _run(argv: list[str], folder: Path, variables: dict[str, str], expected: int
     return done.stdout + done.stderr
 
 
+@pytest.mark.campaign  # every run of the tests has machines whose ranks die in tests/ranks/test_rendezvous.py
 def test_by_hand(tmp_path: Path, variables: dict[str, str]) -> None:
     """The same line on two machines, which restart by themselves."""
     run = ["lockstep", "run", "--nnodes", "2", "--rdzv", f"127.0.0.1:{free_port()}", "-n", "1", "--max-restarts", "1"]

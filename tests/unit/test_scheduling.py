@@ -51,7 +51,7 @@ def _run(folder: Path, workers: int, *options: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("workers", [2, 4, *[pytest.param(workers, marks=pytest.mark.campaign) for workers in (1, 3)]])
 def test_every_case_runs_once_and_where_it_belongs(tmp_path: Path, workers: int) -> None:
     for name in [f"{kind}{number}" for kind in "cw" for number in range(4)]:
         (tmp_path / f"test_{name}.py").write_text(_FILE)
@@ -77,7 +77,7 @@ def test_only_files_that_wait_or_only_such_that_do_not(tmp_path: Path) -> None:
         folder.mkdir()
         for number in range(4):
             (folder / f"test_{kind}{number}.py").write_text(_FILE)
-        done = _run(folder, 4)
+        done = _run(folder, 3)
         assert done.returncode == 0, done.stdout
         assert "12 passed" in done.stdout
 

@@ -246,6 +246,7 @@ def test_original_of_and_its_prefix() -> None:
     assert set(compiled.state_dict()) == {f"{_torch.COMPILED_PREFIX}{name}" for name in module.state_dict()}
 
 
+@pytest.mark.campaign  # and where torch is another one
 def test_compile_callbacks() -> None:
     script = """
 import torch

@@ -22,7 +22,7 @@ from lockstep.launch.ports import free_port
 from lockstep.runs.series import Series
 from tests.faults import jobs
 from tests.faults.machines import SOON, Machines, client, kill_all, sockets, stop_all, zygote
-from tests.launching import Finished, Running, wait_for
+from tests.launching import LIMIT, Finished, Running, wait_for
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -31,8 +31,8 @@ def _strike(point: str, *, whom: str = "rank", rank: int = 1, taken: int = 4, si
     return json.dumps([{"life": 0, "rank": rank, "point": point, "taken": taken, "signal": int(sig), "whom": whom}])
 
 
-def _codes(machines: Machines) -> tuple[list[int], list[Finished]]:
-    done = [machine.finish() for machine in machines.running]
+def _codes(machines: Machines, limit: float = LIMIT) -> tuple[list[int], list[Finished]]:
+    done = [machine.finish(limit) for machine in machines.running]
     return [each.code for each in done], done
 
 
@@ -554,10 +554,11 @@ world.mean(1.0)
 
 
 def test_the_cause_is_told_where_it_was_though_another_machine_was_first(tmp_path: Path) -> None:
-    """Its launcher was busy, so that the consequence there was all that the others knew."""
+    """Its launcher was busy, so that the consequence there was all that the others knew. They have left with the store
+    when it comes to leave, and it does not wait for its client, which has nobody to tell."""
     script = tmp_path / "train.py"
     script.write_text(_CAUSE)
-    with Machines(tmp_path, "2") as machines:
+    with Machines(tmp_path, "2", times=f"{SOON},farewell=1.5,leaving=120") as machines:
         first, second = (machines.start(script=script, restarts=0) for _ in range(2))
         wait_for(lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), "the job")
         here = first if len(_ranks_log(tmp_path, 0, 1)) else second
@@ -565,8 +566,9 @@ def test_the_cause_is_told_where_it_was_though_another_machine_was_first(tmp_pat
         os.kill(here.pid, signal.SIGSTOP)
         (tmp_path / "go").touch()
         _wait_for_line(there, "rank 0 of 2 failed")
+        there.process.wait()
         os.kill(here.pid, signal.SIGCONT)
-        codes, done = _codes(machines)
+        codes, done = _codes(machines, limit=60)
     assert codes == [1, 1], done
     said = done[0 if here is first else 1].err.split("lockstep: ")[-1]
     assert said.startswith("rank 1 of 2 failed: exit code 1\nRuntimeError: the wrong path"), said

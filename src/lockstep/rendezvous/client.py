@@ -779,26 +779,30 @@ class _Client:
 
     def _leave(self, command: Leave) -> NoReturn:
         """Leave; the machine that serves the store does so when the others have, and those that wait to join."""
-        if self._base is None:
-            raise _Left
+        if self._base is not None:
+            with suppress(RuntimeError):  # the store has gone, and with it whoever looks there
+                self._part(self._base, command)
+        raise _Left
+
+    def _part(self, base: Store, command: Leave) -> None:
+        """Tell the other machines that this one leaves, and wait for them where they need it."""
         over = command.over and self._is_current()
         if over:  # written before this machine counts as gone: who sees that it has gone finds the result
-            self._base.set(self._key(f"{self._last}/result"), json.dumps([command.exit_code, command.why]))
-        self._base.set(self._key(f"gone/{self._name}"), "")
+            base.set(self._key(f"{self._last}/result"), json.dumps([command.exit_code, command.why]))
+        base.set(self._key(f"gone/{self._name}"), "")
         if over:
             machines = 1 if self._round is None else len(self._round.ranks)
             kind, _, path = self._options.endpoint.partition(":")
-            left = self._base.add(self._key(f"{self._last}/left"), 1)
+            left = base.add(self._key(f"{self._last}/left"), 1)
             limit = time.monotonic() + self._times.farewell
             stays = self._serves or self._server is not None or (kind == "file" and self._meets)
             while stays and time.monotonic() < limit and (left < machines or self._is_awaited()):
                 self._beat()
                 select.select([], [], [], 0.02)
-                left = self._base.add(self._key(f"{self._last}/left"), 0)
+                left = base.add(self._key(f"{self._last}/left"), 0)
             # Only who waits for the others removes the file: one that looked into it later would make it anew.
             if kind == "file" and stays and left >= machines:
                 Path(path).unlink(missing_ok=True)
-        raise _Left
 
     def _is_awaited(self) -> bool:
         """Return whether a machine waits for a round, or to join one, and has not read yet that there will be none."""

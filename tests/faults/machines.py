@@ -22,7 +22,7 @@ from tests.launching import Running, environment, python_path
 from tests.namespaces import skip_unless
 
 #: Times for machines that hear of each other sooner. What is lost, or cut off, is so no sooner than for users.
-SOON = "beat=0.1,echo=0.5,last_call=0.5"
+SOON = "beat=0.1,last_call=0.5"
 
 #: Python for ``before``: the job lives in a network of its own. (CLONE_NEWNET; os.setns came with Python 3.12.)
 _ENTER = """

@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 import pytest
 
 from lockstep import EnvironmentMismatch, knobs
+from lockstep.remote.ssh import passed_on
 from lockstep.times import Times
 
 
@@ -65,3 +66,7 @@ def test_what_has_to_be_longer_is_longer(text: str) -> None:
     assert times.still < times.cut_off
     assert times.farewell < times.leaving
     assert times.answer < times.stuck
+
+
+def test_the_other_hosts_of_a_job_wait_as_long() -> None:
+    assert passed_on({knobs.TIMES: "0.2"}, terminal=False) == {knobs.TIMES: "0.2"}

@@ -21,6 +21,7 @@ WAITING = frozenset(
         "ranks/test_doctor",
         "ranks/test_hosts",
         "ranks/test_job_phases",
+        "ranks/test_meeting",
         "ranks/test_rendezvous",
         "ranks/test_run_failures",
         "ranks/test_run_hosts",

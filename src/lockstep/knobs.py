@@ -23,6 +23,8 @@
                        stages per rank); for tests, and for machines whose caches differ much.
 ``LOCKSTEP_LATE``      seconds that a rank may hold up the others before ``lockstep run`` says so, where ten
                        steps take less. 5 by default.
+``LOCKSTEP_TIMES``     for tests: how long the product waits, as :mod:`lockstep.times` says; ``0.2`` shortens every
+                       pause, ``silent=1.5`` is one time by its name.
 ``LOCKSTEP_QUIET``     1: leave out the summary at the end of ``lockstep.spawn``, and of ``lockstep run``, which
                        also has ``--quiet``.
 ``LOCKSTEP_TRACE``     STEPS or STEPS:FROM, e.g. 20:100: write down what the ranks do in so many steps, after
@@ -38,6 +40,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -45,6 +48,7 @@ import shlex
 from collections.abc import Mapping
 
 from lockstep.errors import EnvironmentMismatch
+from lockstep.times import Times
 
 STORE = "LOCKSTEP_STORE"
 JOB_DIR = "LOCKSTEP_JOB_DIR"
@@ -58,6 +62,7 @@ TIMEOUT = "LOCKSTEP_TIMEOUT"
 KEEP_MEMORY = "LOCKSTEP_KEEP_MEMORY"
 SHM_CHUNK = "LOCKSTEP_SHM_CHUNK"
 LATE = "LOCKSTEP_LATE"
+TIMES = "LOCKSTEP_TIMES"
 QUIET = "LOCKSTEP_QUIET"
 TRACE = "LOCKSTEP_TRACE"
 KEY = "LOCKSTEP_KEY"
@@ -65,7 +70,7 @@ SSH = "LOCKSTEP_SSH"
 TRACEBACK = "LOCKSTEP_TRACEBACK"
 
 #: Those that the user sets and that mean the same on every machine.
-PASSED_ON = (PRELOAD, BACKEND, TIMEOUT, KEEP_MEMORY, SHM_CHUNK, LATE, QUIET, TRACE, TRACEBACK)
+PASSED_ON = (PRELOAD, BACKEND, TIMEOUT, KEEP_MEMORY, SHM_CHUNK, LATE, TIMES, QUIET, TRACE, TRACEBACK)
 
 #: Those that the launcher sets for its ranks, and a rank for what it starts; nobody else has a use for them.
 OF_A_RANK = (STORE, JOB_DIR, RANK_PROCESS, JOINED, RESTART, ROUND)
@@ -74,9 +79,6 @@ _DIGITS = re.compile("[0-9a-fA-F]{64}")
 
 #: Seconds a collective may wait before it is an error, unless the user says otherwise.
 DEFAULT_TIMEOUT = 600.0
-
-#: Seconds that a rank may hold up the others before the launcher says so.
-DEFAULT_LATE = 5.0
 
 #: Steps that a rank takes before the traced ones, unless the user says otherwise.
 DEFAULT_TRACE_FROM = 10
@@ -101,7 +103,7 @@ def names() -> frozenset[str]:
 def bad_values(env: Mapping[str, str] = os.environ) -> list[str]:
     """Return what is wrong with values that are set, a sentence for each."""
     found = []
-    for read in (keep_memory, timeout, late, trace, key, ssh, shm_chunk):
+    for read in (keep_memory, timeout, times, late, trace, key, ssh, shm_chunk):
         try:
             read(env)
         except EnvironmentMismatch as error:
@@ -181,9 +183,26 @@ def late(env: Mapping[str, str] = os.environ) -> float:
     """Return the seconds that a rank may hold up the others before the launcher says so.
 
     Raises:
-        EnvironmentMismatch: ``LOCKSTEP_LATE`` is not a positive number.
+        EnvironmentMismatch: ``LOCKSTEP_LATE`` is not a positive number, or ``LOCKSTEP_TIMES`` makes no sense.
     """
-    return _seconds(env, LATE, DEFAULT_LATE)
+    return _seconds(env, LATE, times(env).late)
+
+
+def times(env: Mapping[str, str] = os.environ) -> Times:
+    """Return how long to wait for what. A read costs a microsecond, so it is for whoever is about to wait.
+
+    Raises:
+        EnvironmentMismatch: ``LOCKSTEP_TIMES`` does not say it.
+    """
+    return _times(env.get(TIMES, ""))
+
+
+@functools.lru_cache(maxsize=4)
+def _times(text: str) -> Times:
+    try:
+        return Times.parse(text)
+    except ValueError as error:
+        raise EnvironmentMismatch(f"{TIMES}={text}: {error}") from None
 
 
 def quiet(env: Mapping[str, str] = os.environ) -> bool:

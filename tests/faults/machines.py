@@ -14,11 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from lockstep import knobs
 from lockstep._proc import children
 from lockstep.launch.ports import free_port
 from tests.faults import jobs
 from tests.launching import Running, environment, python_path
 from tests.namespaces import skip_unless
+
+#: Times for machines that hear of each other sooner. What is lost, or cut off, is so no sooner than for users.
+SOON = "beat=0.1,last_call=0.5"
 
 #: Python for ``before``: the job lives in a network of its own. (CLONE_NEWNET; os.setns came with Python 3.12.)
 _ENTER = """
@@ -39,6 +43,7 @@ class Machines:
         endpoint: as after ``--rdzv``; None: a free port of this machine.
         network: the names of network namespaces, one for each machine; none: all are on this machine.
         options: more of ``lockstep run``.
+        times: how long they wait for what, as in ``LOCKSTEP_TIMES``; empty: as long as for users.
     """
 
     def __init__(
@@ -49,8 +54,10 @@ class Machines:
         endpoint: str | None = None,
         network: tuple[str, ...] = (),
         options: tuple[str, ...] = (),
+        times: str = SOON,
     ) -> None:
         self._folder = folder
+        self._times = times
         self._network = network
         self._options = ["--nnodes", nodes, "--rdzv", endpoint or f"127.0.0.1:{free_port()}", "--regroup-after", "0.5"]
         self._options += options
@@ -82,7 +89,12 @@ class Machines:
         command = ["lockstep", "run", "-n", str(ranks), "--max-restarts", str(restarts), *self._options, *launcher]
         command += ["--log-dir", str(self._folder / f"logs-{number}"), str(script), str(self._folder), *options]
         # Launchers on one machine would find that their ranks can share memory.
-        env = {"LOCKSTEP_BACKEND": "gloo", "PYTHONPATH": python_path(jobs.SCRIPT.parents[2]), **env}
+        env = {
+            "LOCKSTEP_BACKEND": "gloo",
+            knobs.TIMES: self._times,
+            "PYTHONPATH": python_path(jobs.SCRIPT.parents[2]),
+            **env,
+        }
         if self._network:
             before += _ENTER.format(name=self._network[number if place is None else place])
         self._temporary.append(Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="machine-"))))

@@ -38,8 +38,8 @@ def evaluate(epoch):
     model.eval()
     random.random(), torch.rand(1)
     turns = 40 if how != "lengths" or world.is_main else 0
-    for turn in range(turns if int(struck) else 3):
-        if int(struck) and world.is_main and (epoch, turn) == (1, 2):
+    for turn in range(turns if (int(struck) and epoch == 1) or how == "plain" else 3):
+        if int(struck) and world.is_main and (epoch, turn) == (0 if how == "plain" else 1, 2):
             strike()
         model(torch.ones(2, 4))
         if how == "collective":

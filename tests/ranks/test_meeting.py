@@ -12,7 +12,7 @@ import pytest
 
 from lockstep._proc import children
 from lockstep.launch.ports import free_port
-from tests.faults.machines import Machines, client, sockets, zygote
+from tests.faults.machines import SOON, Machines, client, sockets, zygote
 from tests.launching import Finished, Running, start, wait_for
 
 pytestmark = pytest.mark.timeout(150)
@@ -61,10 +61,13 @@ _ALL = "tickets|card|attempt|proof|here|clock|fate|verdict|done|result|gone|left
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shared", [False, True], ids=["port", "file"])
 def test_late_messages(tmp_path: Path, script: Path, seed: int, shared: bool) -> None:
+    """Once as late as machines wait for each other where users have them; else both in a quarter of the time."""
     (tmp_path / "shared").mkdir()
-    with Machines(tmp_path, "2", endpoint=f"file:{tmp_path / 'shared'}" if shared else None) as machines:
+    endpoint = f"file:{tmp_path / 'shared'}" if shared else None
+    times, late = (SOON, 0.1) if seed or not shared else ("", 0.4)
+    with Machines(tmp_path, "2", endpoint=endpoint, times=times) as machines:
         for number in range(2):
-            machines.start(script=script, before=_late(_ALL, 0.4, seed=2 * seed + number))
+            machines.start(script=script, before=_late(_ALL, late, seed=2 * seed + number))
         done = _ends(machines)
     assert [each.code for each in done] == [0, 0], done
     assert _started(tmp_path) == _TWO
@@ -80,10 +83,11 @@ def _late(pattern: str, seconds: float, *, seed: int | None = None) -> str:
 def test_machines_without_the_jobs_key_are_refused_however_late_messages_are(
     tmp_path: Path, script: Path, number: int, seed: int
 ) -> None:
-    with Machines(tmp_path, "2") as machines:
+    times, late = (SOON, 0.15) if seed or number else ("", 0.6)
+    with Machines(tmp_path, "2", times=times) as machines:
         for index in range(2):
             key = KEY if index == number else ""
-            machines.start(script=script, before=_late(_ALL, 0.6, seed=2 * seed + index), LOCKSTEP_KEY=key)
+            machines.start(script=script, before=_late(_ALL, late, seed=2 * seed + index), LOCKSTEP_KEY=key)
         done = _ends(machines)
     assert [each.code for each in done] == [1, 1], done
     assert "does not know the job's key that this machine has" in done[number].err
@@ -103,8 +107,8 @@ def test_clocks_may_differ(tmp_path: Path, script: Path, ahead: float) -> None:
         assert f"is {abs(ahead):.0f} s ahead of that of machine " in each.err, each.err
 
 
-@pytest.mark.parametrize("message", ["proof", "clock"])
-def test_a_machine_that_stalls_as_a_round_is_made(tmp_path: Path, script: Path, message: str) -> None:
+@pytest.mark.parametrize(("message", "times"), [("proof", ""), ("clock", f"{SOON},silent=1.5")])
+def test_a_machine_that_stalls_as_a_round_is_made(tmp_path: Path, script: Path, message: str, times: str) -> None:
     """It wakes up when the others have given it up, and all meet again: never one of them alone."""
     stalls = (
         "import os, signal, torch.distributed as dist\n"
@@ -129,7 +133,7 @@ def test_a_machine_that_stalls_as_a_round_is_made(tmp_path: Path, script: Path, 
         "    open('connected', 'w').close()\n"
         "client._Client._connect = connected\n"
     )
-    with Machines(tmp_path, "2") as machines:
+    with Machines(tmp_path, "2", times=times) as machines:
         machines.start(script=script, before=tells)
         wait_for((tmp_path / "connected").exists, "the first machine's store")  # else the one that stalls may have it
         stalled = machines.start(script=script, before=stalls)
@@ -141,9 +145,9 @@ def test_a_machine_that_stalls_as_a_round_is_made(tmp_path: Path, script: Path, 
     assert _started(tmp_path) == _TWO
 
 
-@pytest.mark.parametrize("key", [OTHER, ""], ids=["wrong", "none"])
-def test_a_stranger_does_not_disturb_a_running_job(tmp_path: Path, script: Path, key: str) -> None:
-    with Machines(tmp_path, "2:3") as machines:
+@pytest.mark.parametrize(("key", "times"), [(OTHER, ""), ("", SOON)], ids=["wrong", "none"])
+def test_a_stranger_does_not_disturb_a_running_job(tmp_path: Path, script: Path, key: str, times: str) -> None:
+    with Machines(tmp_path, "2:3", times=times) as machines:
         for _ in range(2):
             machines.start(str(tmp_path / "go"), script=script, LOCKSTEP_KEY=KEY)
         wait_for(lambda: _started(tmp_path) == _TWO, "training")
@@ -224,7 +228,7 @@ def test_what_machines_bring_is_told(tmp_path: Path, script: Path) -> None:
 
 
 def test_who_waits_says_who_is_here(tmp_path: Path, script: Path) -> None:
-    with Machines(tmp_path, "2", options=("--join-timeout", "8")) as machines:
+    with Machines(tmp_path, "2", options=("--join-timeout", "2.5"), times="searching=0.5") as machines:
         machines.start(script=script)
         (done,) = _ends(machines)
     assert done.code == 1
@@ -238,7 +242,8 @@ def test_a_name_that_is_known_only_later(tmp_path: Path, script: Path) -> None:
     before = (
         f"from tests.ranks.planted import unknown_until\nunknown_until({str(known)!r}, 'box-0.train', '127.0.0.1')\n"
     )
-    with Machines(tmp_path, "2", endpoint=endpoint, options=("--local-addr", "127.0.0.1")) as machines:
+    local = ("--local-addr", "127.0.0.1")
+    with Machines(tmp_path, "2", endpoint=endpoint, options=local, times=f"{SOON},searching=0.5") as machines:
         first = machines.start(script=script, before=before)
         assert first.process.stderr is not None
         said = first.process.stderr.readline()
@@ -252,7 +257,7 @@ def test_a_name_that_is_known_only_later(tmp_path: Path, script: Path) -> None:
 def test_another_program_at_the_port_is_told_by_what_it_does(tmp_path: Path, script: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
-        with Machines(tmp_path, "2", endpoint=endpoint, options=("--join-timeout", "4")) as machines:
+        with Machines(tmp_path, "2", endpoint=endpoint, options=("--join-timeout", "2.5")) as machines:
             machines.start(script=script)
             (done,) = _ends(machines, limit=20)
     assert done.code == 1
@@ -285,7 +290,7 @@ def test_hosts_that_ask_for_different_backends(tmp_path: Path, script: Path) -> 
 
 
 def test_a_host_that_starts_before_the_first(tmp_path: Path, script: Path) -> None:
-    """It says what it waits for, in a line of lockstep's."""
+    """It says what it waits for, in a line of lockstep's, and after as long as for users."""
     port = free_port()
     with _fixed(tmp_path, script, 1, port, backend="gloo") as second:
         assert second.process.stderr is not None

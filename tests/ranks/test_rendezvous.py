@@ -21,8 +21,8 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.ports import free_port
 from lockstep.runs.series import Series
 from tests.faults import jobs
-from tests.faults.machines import Machines, client, kill_all, sockets, stop_all, zygote
-from tests.launching import Finished, Running, wait_for
+from tests.faults.machines import SOON, Machines, client, kill_all, sockets, stop_all, zygote
+from tests.launching import LIMIT, Finished, Running, wait_for
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -31,14 +31,14 @@ def _strike(point: str, *, whom: str = "rank", rank: int = 1, taken: int = 4, si
     return json.dumps([{"life": 0, "rank": rank, "point": point, "taken": taken, "signal": int(sig), "whom": whom}])
 
 
-def _codes(machines: Machines) -> tuple[list[int], list[Finished]]:
-    done = [machine.finish() for machine in machines.running]
+def _codes(machines: Machines, limit: float = LIMIT) -> tuple[list[int], list[Finished]]:
+    done = [machine.finish(limit) for machine in machines.running]
     return [each.code for each in done], done
 
 
 def test_all_machines_restart_together_with_the_same_bits(tmp_path: Path, calm: jobs.Calm) -> None:
     (tmp_path / "plan.json").write_text(_strike("optimizer"))
-    with Machines(tmp_path, "2") as machines:
+    with Machines(tmp_path, "2", times="") as machines:
         for _ in range(2):
             machines.start("--plan", str(tmp_path / "plan.json"))
         codes, done = _codes(machines)
@@ -90,9 +90,11 @@ def test_the_first_failure_is_told_on_every_machine(tmp_path: Path) -> None:
 def test_a_machine_that_comes_joins_without_a_step_lost(tmp_path: Path) -> None:
     """Two ranks more, on a job of one, in the middle of its first epoch."""
     with Machines(tmp_path, "1:2") as machines:
-        machines.start("--slow", "0.3")
+        machines.start("--slow", "0.3", "--while", str(_touch(tmp_path / "slowly")))
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 3, "training")
-        machines.start("--slow", "0.01", ranks=2)
+        machines.start(ranks=2)
+        wait_for(lambda: jobs.lives(tmp_path) == 2, "training of all")
+        (tmp_path / "slowly").unlink()
         codes, done = _codes(machines)
     assert codes == [0, 0], done
     taken = [line for line in jobs.lines(tmp_path, 0) if "step" in line]
@@ -107,6 +109,11 @@ def test_a_machine_that_comes_joins_without_a_step_lost(tmp_path: Path) -> None:
     ]
     assert sorted(used) == [(epoch, index) for epoch in range(3) for index in range(46)], "each sample once an epoch"
     assert "1 machine wants to join" in done[0].err
+
+
+def _touch(path: Path) -> Path:
+    path.touch()
+    return path
 
 
 def test_a_signal_to_one_machine_stops_them_all(tmp_path: Path, calm: jobs.Calm) -> None:
@@ -129,10 +136,12 @@ def test_a_signal_to_one_machine_stops_them_all(tmp_path: Path, calm: jobs.Calm)
     assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_job_goes_on_when_a_rendezvous_client_dies(tmp_path: Path, calm: jobs.Calm, number: int) -> None:
+@pytest.mark.parametrize(("number", "times"), [(0, f"{SOON},silent=1.5"), (1, "")], ids=["0", "1"])
+def test_the_job_goes_on_when_a_rendezvous_client_dies(
+    tmp_path: Path, calm: jobs.Calm, number: int, times: str
+) -> None:
     """One of them serves the store."""
-    with Machines(tmp_path, "2") as machines:
+    with Machines(tmp_path, "2", times=times) as machines:
         for _ in range(2):
             machines.start("--slow", "0.05")
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 5, "training")
@@ -147,10 +156,12 @@ def test_the_job_goes_on_when_a_rendezvous_client_dies(tmp_path: Path, calm: job
 
 
 def test_the_job_goes_on_when_a_rendezvous_client_stands_still(tmp_path: Path) -> None:
-    with Machines(tmp_path, "1") as machines:
-        machine = machines.start("--slow", "0.3")
+    with Machines(tmp_path, "1", times=f"{SOON},silent=2,cut_off=2.5,still=1") as machines:
+        machine = machines.start("--slow", "0.3", "--while", str(_touch(tmp_path / "slowly")))
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 5, "training")
         os.kill(client(machine), signal.SIGSTOP)
+        wait_for(lambda: jobs.lives(tmp_path) == 2, "the next life")
+        (tmp_path / "slowly").unlink()
         codes, done = _codes(machines)
     assert codes == [0], done
     assert jobs.lives(tmp_path) == 2
@@ -173,7 +184,7 @@ def test_a_machine_whose_ranks_have_ended_starts_again_when_another_is_lost(tmp_
     (tmp_path / "shared").mkdir()
     script = tmp_path / "train.py"
     script.write_text(_EARLY)
-    with Machines(tmp_path, "2", endpoint=f"file:{tmp_path / 'shared'}") as machines:
+    with Machines(tmp_path, "2", endpoint=f"file:{tmp_path / 'shared'}", times=f"{SOON},silent=2") as machines:
         for number in range(3):  # one of them is spare
             machines.start(str(number), script=script)
         began = [tmp_path / f"rank-0-{rank}" for rank in range(2)]
@@ -220,7 +231,7 @@ while True:
 def test_a_signal_to_a_machine_that_is_about_to_start_again(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_STUBBORN)
-    with Machines(tmp_path, "1") as machines:
+    with Machines(tmp_path, "1", options=("--grace", "3")) as machines:
         machine = machines.start(script=script)
         wait_for((tmp_path / "began").exists, "training")
         os.kill(client(machine), signal.SIGKILL)
@@ -288,7 +299,7 @@ def test_another_program_at_the_port(tmp_path: Path) -> None:
 def test_the_job_goes_on_without_a_machine_that_dies(tmp_path: Path) -> None:
     """Over a shared folder, whichever machine it is; and the one that is left does not need it."""
     (tmp_path / "shared").mkdir()
-    with Machines(tmp_path, "1:2", endpoint=f"file:{tmp_path / 'shared'}") as machines:
+    with Machines(tmp_path, "1:2", endpoint=f"file:{tmp_path / 'shared'}", times="") as machines:
         for _ in range(2):
             machines.start("--slow", "0.05")
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 5, "training")
@@ -324,9 +335,9 @@ for step in range(10):
 def test_a_late_rank_is_named_on_every_machine(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_LATE)
-    with Machines(tmp_path, "2") as machines:
+    with Machines(tmp_path, "2", times=f"{SOON},heartbeat=0.2,late=1") as machines:
         for number in range(2):
-            machines.start(script=script, LOCKSTEP_LATE="1.5", TMPDIR=_folder(tmp_path / f"{number}"))
+            machines.start(script=script, TMPDIR=_folder(tmp_path / f"{number}"))
         late = [tmp_path / f"{number}" for number in range(2)]
         wait_for(lambda: all(list(each.rglob("late")) for each in late), "both reports", limit=30)
         (tmp_path / "go").touch()
@@ -343,7 +354,7 @@ def test_a_late_rank_is_named_on_every_machine(tmp_path: Path) -> None:
 _STRAGGLES = """
 import sys
 from tests.ranks import stragglers
-sys.argv[1:] = ["forward", "0.5", "12"]
+sys.argv[1:] = ["forward", "0.5", "9"]
 stragglers.main()
 """
 
@@ -391,7 +402,7 @@ def test_machines_without_the_jobs_key_are_refused(tmp_path: Path) -> None:
 
 def test_too_few_machines(tmp_path: Path) -> None:
     with Machines(tmp_path, "2") as machines:
-        machines._options += ["--join-timeout", "2"]
+        machines._options += ["--join-timeout", "1"]
         machines.start()
         codes, done = _codes(machines)
     assert codes == [1], done
@@ -420,7 +431,7 @@ def _wait_for_line(machine: Running, words: str) -> str:
 def test_a_machine_that_waits_for_a_place_says_so(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_PARTS)
-    with Machines(tmp_path, "1") as machines:
+    with Machines(tmp_path, "1", times=f"{SOON},searching=0.5") as machines:
         machines.start(script=script)
         wait_for((tmp_path / "began-0").exists, "the job")
         spare = machines.start(script=script)
@@ -451,8 +462,8 @@ def test_what_an_earlier_job_has_left_in_the_file_does_not_end_the_next_one(tmp_
     shared, script = tmp_path / "shared", tmp_path / "train.py"
     shared.mkdir()
     script.write_text(_PARTS)
-    left = b""
-    with Machines(tmp_path, "2", endpoint=f"file:{shared}") as machines:
+    left, times = b"", f"{SOON},silent=2"
+    with Machines(tmp_path, "2", endpoint=f"file:{shared}", times=times) as machines:
         for _ in range(2):
             machines.start(script=script)
         wait_for(lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), "the job")
@@ -468,7 +479,7 @@ def test_what_an_earlier_job_has_left_in_the_file_does_not_end_the_next_one(tmp_
     file.write_bytes(left)
     for rank in range(2):
         (tmp_path / f"began-{rank}").unlink()
-    with Machines(tmp_path, "2", endpoint=f"file:{shared}") as machines:
+    with Machines(tmp_path, "2", endpoint=f"file:{shared}", times=times) as machines:
         for _ in range(2):
             machines.start(script=script)
         codes, done = _codes(machines)
@@ -480,16 +491,16 @@ def test_what_an_earlier_job_has_left_in_the_file_does_not_end_the_next_one(tmp_
 def test_a_machine_that_stands_still_as_its_ranks_end_ends_with_the_others(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_PARTS)
-    with Machines(tmp_path, "2") as machines:
+    with Machines(tmp_path, "2", times=f"{SOON},silent=1.5,cut_off=2.5,still=0.5") as machines:
         first = machines.start(script=script)
         wait_for(lambda: _has_client(first) and sockets(client(first), "0A"), "its store")
         second = machines.start(script=script)
         wait_for(lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), "the job")
         stopped = stop_all(second)
         (tmp_path / "go").touch()
-        _wait_for_line(first, "gave no sign of life for 4 s")
+        _wait_for_line(first, "gave no sign of life for 1.5 s")
         # Beyond the moment at which a launcher that heard nothing would give its client up.
-        wait_for(lambda: time.monotonic() > stopped[1] + 6.0, "a while")
+        wait_for(lambda: time.monotonic() > stopped[1] + 3.0, "a while")
         for pid in stopped[0]:
             os.kill(pid, signal.SIGCONT)
         codes, done = _codes(machines)
@@ -543,10 +554,11 @@ world.mean(1.0)
 
 
 def test_the_cause_is_told_where_it_was_though_another_machine_was_first(tmp_path: Path) -> None:
-    """Its launcher was busy, so that the consequence there was all that the others knew."""
+    """Its launcher was busy, so that the consequence there was all that the others knew. They have left with the store
+    when it comes to leave, and it does not wait for its client, which has nobody to tell."""
     script = tmp_path / "train.py"
     script.write_text(_CAUSE)
-    with Machines(tmp_path, "2") as machines:
+    with Machines(tmp_path, "2", times=f"{SOON},farewell=1.5,leaving=120") as machines:
         first, second = (machines.start(script=script, restarts=0) for _ in range(2))
         wait_for(lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), "the job")
         here = first if len(_ranks_log(tmp_path, 0, 1)) else second
@@ -554,8 +566,9 @@ def test_the_cause_is_told_where_it_was_though_another_machine_was_first(tmp_pat
         os.kill(here.pid, signal.SIGSTOP)
         (tmp_path / "go").touch()
         _wait_for_line(there, "rank 0 of 2 failed")
+        there.process.wait()
         os.kill(here.pid, signal.SIGCONT)
-        codes, done = _codes(machines)
+        codes, done = _codes(machines, limit=60)
     assert codes == [1, 1], done
     said = done[0 if here is first else 1].err.split("lockstep: ")[-1]
     assert said.startswith("rank 1 of 2 failed: exit code 1\nRuntimeError: the wrong path"), said
@@ -582,7 +595,7 @@ def test_a_machine_whose_clock_is_wrong_takes_part_and_is_told(tmp_path: Path, c
 def test_an_address_that_is_not_the_machines_own_is_told_on_all(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_PARTS)
-    with Machines(tmp_path, "2", options=("--join-timeout", "4")) as machines:
+    with Machines(tmp_path, "2", options=("--join-timeout", "2.5")) as machines:
         first = machines.start(script=script)
         wait_for(lambda: _has_client(first) and sockets(client(first), "0A"), "its store")
         machines.start(script=script, launcher=("--local-addr", "10.9.8.7"))

@@ -14,6 +14,9 @@ from lockstep._proc import descendants
 from lockstep.job.page import NAMES, Phase
 from tests.launching import Running, run, start
 
+#: Times of a launcher that looks for a late rank sooner, and more often.
+_SOON = "late=1,heartbeat=0.2,unmoved=0.2"
+
 _TRAINING = """
 import os, signal, sys, threading, time
 import torch, lockstep
@@ -70,7 +73,7 @@ with open({str(fifo)!r}, "rb", buffering=0) as file:
     with (tmp_path / "train.py").open("a") as script:
         script.write(f"if world.rank == 0:\n    open({str(end)!r}, 'rb').read(1)\n")
     argv = ["lockstep", "run", "-n", "2", "train.py"]
-    with start(argv, tmp_path, torch=True, LOCKSTEP_LATE="1") as job, ExitStack() as stack:
+    with start(argv, tmp_path, torch=True, LOCKSTEP_TIMES=_SOON) as job, ExitStack() as stack:
         # Opened for reading too, so that a rank gets as far as the read.
         writing, ending = (os.open(each, os.O_RDWR) for each in (fifo, end))
         stack.callback(os.close, writing)
@@ -96,9 +99,8 @@ with open({str(fifo)!r}, "rb", buffering=0) as file:
 
 def test_the_error_at_the_timeout_says_it_again(tmp_path: Path) -> None:
     _write(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)")
-    done = run(
-        ["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True, LOCKSTEP_LATE="1", LOCKSTEP_TIMEOUT="5"
-    )
+    argv = ["lockstep", "run", "-n", "2", "train.py"]
+    done = run(argv, tmp_path, torch=True, LOCKSTEP_TIMES=_SOON, LOCKSTEP_TIMEOUT="4")
     assert done.code == 1
     before, _, after = done.err.partition("CollectiveTimeout: ")
     for text in (before, after):
@@ -114,7 +116,7 @@ def test_a_collective_that_one_rank_leaves_out_is_named_with_both_places(tmp_pat
     (tmp_path / "train.py").write_text(script)
     line = 1 + script.splitlines().index("        world.barrier()")
     argv = ["lockstep", "run", "-n", "2", "train.py"]
-    done = run(argv, tmp_path, torch=True, LOCKSTEP_LATE="1", LOCKSTEP_BACKEND="gloo", LOCKSTEP_TIMEOUT="5")
+    done = run(argv, tmp_path, torch=True, LOCKSTEP_TIMES=_SOON, LOCKSTEP_BACKEND="gloo", LOCKSTEP_TIMEOUT="4")
     assert done.code == 1
     report = done.err[done.err.index("lockstep: rank 1 of 2 has left out") :].splitlines()
     assert "the collective that the others wait in, or they have one too many: all ranks have waited for" in report[0]
@@ -146,7 +148,7 @@ for step in range(8):
 def test_ranks_with_a_process_group_of_their_own_are_told_apart_by_their_stacks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_OWN_GROUP)
     argv = ["lockstep", "run", "-n", "2", "train.py"]
-    with start(argv, tmp_path, torch=True, LOCKSTEP_LATE="1") as job:
+    with start(argv, tmp_path, torch=True, LOCKSTEP_TIMES=_SOON) as job:
         report = _report(job)
         job.process.terminate()
         job.finish()
@@ -162,7 +164,7 @@ from torch.utils.data import DataLoader, Dataset
 
 class Slow(Dataset):
     def __len__(self):
-        return 280
+        return 180
 
     def __getitem__(self, index):
         time.sleep(0.05 if world.rank == 1 else 0.01)
@@ -210,22 +212,27 @@ _STUCK = {
 
 
 @pytest.mark.parametrize(
-    ("stuck", "phase", "announced"),
-    [("stop", "SAVE", False), ("stop", "EVALUATE", True), ("lock", "SAVE", False), ("lock", "OWN", True)],
+    ("stuck", "phase", "announced", "times"),
+    [
+        ("stop", "SAVE", False, "late=2"),
+        ("stop", "EVALUATE", True, _SOON),
+        ("lock", "SAVE", False, _SOON),
+        ("lock", "OWN", True, _SOON),
+    ],
 )
 def test_who_cannot_go_on_is_named_in_every_phase_and_without_an_optimizer(
-    tmp_path: Path, stuck: str, phase: str, announced: bool
+    tmp_path: Path, stuck: str, phase: str, announced: bool, times: str
 ) -> None:
     script = _STOPPED.format(announced=announced, phase=phase, stuck=_STUCK[stuck])
     (tmp_path / "train.py").write_text(script)
     argv = ["lockstep", "run", "-n", "2", "train.py"]
-    with start(argv, tmp_path, torch=True, LOCKSTEP_LATE="2") as job:
+    with start(argv, tmp_path, torch=True, LOCKSTEP_TIMES=times) as job:
         report = _report(job)
         job.process.terminate()
         for pid in descendants(job.pid):
             os.kill(pid, signal.SIGCONT)
         job.finish()
-    assert re.fullmatch(r"lockstep: rank 1 of 2 has held up the others for [2-9] s", report[0]), report
+    assert re.fullmatch(r"lockstep: rank 1 of 2 has held up the others for [1-9] s", report[0]), report
     if stuck == "stop":
         assert "is stopped by a signal" in report[1]
         assert re.match(rf"  in {NAMES[Phase[phase]]} for \d s, 0 steps taken", report[2]), report

@@ -188,6 +188,7 @@ def test_a_rank_that_holds_up_the_others_is_named_and_the_callers_signals_stay_i
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(knobs.LATE, "1")
+    monkeypatch.setenv(knobs.TIMES, "heartbeat=0.2")
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     ranks = lockstep.spawn(_stop_one, nprocs=2, join=False)
     assert ranks is not None

@@ -18,8 +18,10 @@ from lockstep.rendezvous.membership import (
     objection,
     proof,
 )
-from lockstep.rendezvous.signs import SILENT, Signs
+from lockstep.rendezvous.signs import Signs
+from lockstep.times import Times
 
+SILENT = Times().silent
 KEY, OTHER = "ab" * 32, "cd" * 32
 CARD = Card(
     name="a",
@@ -46,7 +48,7 @@ def _cards(count: int) -> dict[int, Card]:
 
 
 def test_what_was_counted_before_is_no_sign_of_life() -> None:
-    signs = Signs()
+    signs = Signs(SILENT)
     signs.hear("a", 7, now=100.0)
     assert not signs.lives("a", 100.0)
     signs.hear("a", 7, now=101.0)
@@ -57,7 +59,7 @@ def test_what_was_counted_before_is_no_sign_of_life() -> None:
 
 
 def test_a_machine_that_is_expected_and_says_nothing_is_silent() -> None:
-    signs = Signs()
+    signs = Signs(SILENT)
     assert not signs.is_silent("a", 1e9), "nobody expects it"
     signs.expect("a", 10.0)
     signs.expect("a", 13.0)
@@ -66,7 +68,7 @@ def test_a_machine_that_is_expected_and_says_nothing_is_silent() -> None:
 
 
 def test_a_machine_that_stood_still_has_heard_nobody() -> None:
-    signs = Signs()
+    signs = Signs(SILENT)
     for count in (1, 2):
         signs.hear("a", count, now=10.0)
     signs.pause(60.0)

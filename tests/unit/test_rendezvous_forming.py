@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in torch's stubs
 
+from lockstep import knobs
 from lockstep.job.messages import Channel, encode
 from lockstep.rendezvous import client
 from lockstep.rendezvous.membership import Card, encode_card, proof
@@ -121,7 +122,7 @@ def _meet(path: Path, *, join_timeout: float) -> tuple[str, list[str]]:
 
 def test_all_that_a_round_waits_for_shares_one_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No wait takes longer than the limit, and together they do; and a job whose rounds all fail comes to an end."""
-    monkeypatch.setattr(client, "_FORMING", 1.0)
+    monkeypatch.setenv(knobs.TIMES, "forming=1")
     store = tmp_path / "store"
     with _Other(store, pause=0.4):
         refused, said = _meet(store, join_timeout=2.0)

@@ -44,9 +44,6 @@ from lockstep.step import streams
 
 register()  # the backend "shm", where torch has not done it
 
-#: Seconds that a rank waits for rank 0 before it says so.
-_QUIET = 5.0
-
 _world: World | None = None
 #: Whether shutdown() may destroy the default group: not if the user's own code opened it.
 _owns_group = False
@@ -360,7 +357,7 @@ def _wait_for_rank_0(host: str, port: int, until: float) -> None:
         now = time.monotonic()
         if now >= until:
             raise TimeoutError(f"rank 0 does not listen at {why}")
-        if now - began > _QUIET and not told:
+        if now - began > knobs.times().searching and not told:
             told = True
             callsite.warn(f"waiting for rank 0, which does not listen yet at {why}")
         time.sleep(0.05)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep import _proc
+from lockstep import _proc, knobs
 from lockstep.job.account import Ledger, Progress
 from lockstep.job.files import JobFiles
 from lockstep.job.hang import (
@@ -38,10 +38,6 @@ from lockstep.launch.report import Known
 
 #: Processor seconds per second above which a rank in a backward works rather than waits.
 _WORKS = 0.2
-#: Seconds without a sign of life after which a process is looked at.
-_QUIET = 1.0
-#: Seconds after which what another machine has told of its ranks does not count any more.
-_OLD = 3.0
 #: What the launchers tell each other of a rank's page.
 _COUNTS = (
     Cell.STEPS, Cell.SAMPLES, Cell.RUN_STEPS, Cell.DEVICE_MEMORY, Cell.DEVICE_SIZE, Cell.COLLECTED, Cell.COLLECTIONS,
@@ -224,7 +220,7 @@ class HangWatch:
 
     def known(self, now: float) -> dict[int, Progress]:
         """Return how far the ranks have come: all of the job's, if all are known, else those of this machine."""
-        others = {rank: heard.progress for rank, heard in self._others.items() if now - heard.at < _OLD}
+        others = {rank: heard.progress for rank, heard in self._others.items() if now - heard.at < knobs.times().heard}
         known = self.progress()
         return dict(sorted((known | others).items())) if len(known) + len(others) == self._world_size else known
 
@@ -258,7 +254,7 @@ class HangWatch:
         """Find out whether those that give no sign of life can continue by themselves, whatever their pages say."""
         for rank, state in states.items():
             look = self._looks[rank]
-            quiet = state.exit_code is None and now - self._moved(rank) >= _QUIET
+            quiet = state.exit_code is None and now - self._moved(rank) >= knobs.times().unmoved
             if not quiet or state.pid is None:
                 self._still[rank], self._standstills[rank] = Stillness(), None
             else:
@@ -273,7 +269,7 @@ class HangWatch:
         elsewhere = [
             Seen(rank, heard.look, heard.moved, standstill=heard.standstill)
             for rank, heard in self._others.items()
-            if now - heard.at < _OLD
+            if now - heard.at < knobs.times().heard
         ]
         seen = [*(self._seen(state) for state in states.values()), *elsewhere]
         whole = len(seen) == self._world_size

@@ -31,9 +31,6 @@ from lockstep.machine import is_loopback
 from lockstep.rendezvous.messages import Round
 from lockstep.runs.record import Recorder
 
-#: Seconds between two comparisons of the ranks, and two looks for one that left a failure record but does not end.
-_HEARTBEAT = 1.0
-
 
 class Attempt:
     """The ranks of this machine, started once: their policy, their private folder, and what they leave there.
@@ -233,7 +230,7 @@ class Launcher:
     def act(self, now: float) -> None:
         """Do what is due: compare the ranks once a second, and end those whose time is up."""
         if now >= self._next_look:
-            self._next_look = now + _HEARTBEAT
+            self._next_look = now + knobs.times().heartbeat
             self._look(now)
         self.apply(self.policy.tick(now))
 

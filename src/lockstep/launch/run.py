@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep import _proc
+from lockstep import _proc, knobs
 from lockstep._files import describe, write_whole
 from lockstep.errors import LaunchError
 from lockstep.job import terminal
@@ -52,14 +52,8 @@ _DESCRIPTORS_PER_RANK = 7
 _DESCRIPTORS_BESIDE = 32
 #: Seconds that a reader may take for the last output once every process has ended.
 _DRAIN = 600.0
-#: Seconds that a rendezvous client has to leave: one that serves the others waits for them.
-_FAREWELL = 7.0
 #: Clients that may be lost, one after the other, before the machines count as unable to meet.
 _CLIENTS = 3
-#: Seconds in which ranks that are asked to save most often come to a step.
-_TO_A_STEP = 2.0
-#: Seconds from one turn of the loop to the next, at most, unless this process stands still.
-_STILL = 2.0
 #: Seconds that processes which outlived the zygote have to leave by themselves.
 _PATIENCE = 0.3
 
@@ -258,7 +252,7 @@ class _Run:
         due = self._patience if self._others is None or self._others.due is None else self._others.due
         ready = launcher.wait(None if held is None else time.monotonic() + held, due, self._warn_at)
         now = time.monotonic()
-        still, self._turned = now - self._turned - _STILL, now
+        still, self._turned = now - self._turned - knobs.times().still, now
         if still > 0:
             self._excuse(still)
         if self._signals in ready:
@@ -431,7 +425,7 @@ class _Run:
         if signum is not None and meanwhile:
             why = f"stopped by {signum.name} on {socket.gethostname()}, while the machines met again"
         self._stage = _Stage.LEAVING
-        self._patience = time.monotonic() + _FAREWELL
+        self._patience = time.monotonic() + knobs.times().leaving
         others.leave(Leave(over=True, exit_code=self._exit_code(verdict), why=why))
 
     def _exit_code(self, verdict: Verdict) -> int:
@@ -614,7 +608,7 @@ class _Run:
             return
         if signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._asked_listeners = True
-            self._warn_at = time.monotonic() + min(_TO_A_STEP, self._spec.grace / 4)
+            self._warn_at = time.monotonic() + min(knobs.times().to_a_step, self._spec.grace / 4)
             self._steps_when_asked = {rank: self._launcher.attempt.steps(rank)[1] for rank in policy.alive}
             what = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal has gone)"}.get(signum, signum.name)
             again = "" if signum == signal.SIGHUP else "; a second one stops them at once"

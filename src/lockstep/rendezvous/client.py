@@ -42,11 +42,12 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
+from lockstep import knobs
 from lockstep.errors import sentence
 from lockstep.job.messages import Channel, encode
 from lockstep.rendezvous.addresses import interface_of
 from lockstep.rendezvous.clocks import Look, ahead
-from lockstep.rendezvous.endpoint import PATIENCE, Knock
+from lockstep.rendezvous.endpoint import Knock
 from lockstep.rendezvous.membership import (
     Card,
     RoundAttempt,
@@ -76,26 +77,18 @@ from lockstep.rendezvous.messages import (
     Verdict,
     decode,
 )
-from lockstep.rendezvous.signs import SILENT, Signs
+from lockstep.rendezvous.signs import Signs
 from lockstep.version import __version__
 
-#: Seconds between two signs of life, and between two looks at the verdict. While machines meet, between two of either.
-_BEAT, _TICK = 0.5, 0.1
+#: Seconds between two looks at the verdict, and, while machines meet, between two signs of life.
+_TICK = 0.1
 #: How often the machines that have met look at their clocks together.
 _CLOCKS = 4
-#: Seconds that a failure which reads like an echo waits for the real one, at least: more than a sign of life takes.
-_ECHO = 1.0
 #: Seconds that an operation of a store may take. (A connection that is cut shows as silence long before.)
 _OPERATION = 30.0
-#: Seconds that the machines of an attempt have to make a round of it, where all give signs of life.
-_FORMING = 30.0
-#: Seconds that the machine with the store waits for the others to leave, at the job's end; and where none can begin, as
-#: long as they give signs of life.
-_FAREWELL, _DISMISSAL = 5.0, 60.0
-#: Seconds to wait for more machines once there are enough.
-_LAST_CALL = 2.0
-#: Seconds that a machine looks for others before it says so.
-_QUIET = 5.0
+#: Seconds that the machine with the store waits for the others to leave where none can begin, as long as they give
+#: signs of life.
+_DISMISSAL = 60.0
 #: What to do where the store is lost in the middle of a job.
 _AGAIN = (
     ". Is that machine up and reachable, and does the same command run there? Start the command again on all machines "
@@ -142,6 +135,7 @@ class _Client:
     def __init__(self, channel: Channel, options: Options) -> None:
         self._channel = channel
         self._options = options
+        self._times = knobs.times()
         self._commands: list[Command] = []
         self.endpoint = options.endpoint
         #: Whether the store that the machines meet at has answered.
@@ -164,7 +158,7 @@ class _Client:
         #: What this machine has counted up, when it gives the next sign of life, and how its ranks are.
         self._count, self._next_beat = 0, 0.0
         self._ranks: list[list[Any]] = []
-        self._signs = Signs()
+        self._signs = Signs(self._times.silent)
         #: All cards that were read, by ticket, with whether their machine knows the key; tickets that were drawn, and
         #: whose cards are still to be read; of which machines it has told its launcher.
         self._cards: dict[int, tuple[Card, bool]] = {}
@@ -224,7 +218,7 @@ class _Client:
     def _wait_for_meet(self) -> Meet:
         while True:
             try:
-                for command in self._hear(_BEAT):
+                for command in self._hear(self._times.beat):
                     if isinstance(command, Meet):
                         return command
             except RuntimeError:
@@ -240,7 +234,7 @@ class _Client:
         now = time.monotonic()
         new = text if text != self._said else ""
         if new or now >= self._next_word:
-            self._next_word, self._said = now + _BEAT, text or self._said
+            self._next_word, self._said = now + self._times.beat, text or self._said
             self._say(Looking(self._limit - now, new))
 
     # The store ---------------------------------------------------------------------------------------------------
@@ -254,7 +248,7 @@ class _Client:
         while True:
             knock = Knock(self._options.endpoint, self._options.local_addr, doubtful=doubtful)
             knock.start()
-            abandoned = min(self._limit, time.monotonic() + PATIENCE)
+            abandoned = min(self._limit, time.monotonic() + self._times.answer)
             while knock.is_alive() and time.monotonic() < abandoned:
                 self._look_on(self._said)
                 for _ in self._hear(0.005):
@@ -269,7 +263,11 @@ class _Client:
                     f"the rendezvous at {self.endpoint} failed: {why}; that was so until --join-timeout"
                     + (_AGAIN if meet.last >= 0 else "")
                 )
-            self._look_on(self._said if now - began < _QUIET else f"{sentence(why)} Trying again until --join-timeout")
+            self._look_on(
+                self._said
+                if now - began < self._times.searching
+                else f"{sentence(why)} Trying again until --join-timeout"
+            )
             self._idle(_TICK)
         self._base, self._address, self._serves = knock.store, knock.address, knock.serves
         self._base.set_timeout(timedelta(seconds=_OPERATION))
@@ -297,11 +295,11 @@ class _Client:
         now = time.monotonic()
         if self._base is None or now < self._next_beat:
             return
-        if self._count and now - self._next_beat > SILENT / 2:  # this process stood still, and heard nobody
+        if self._count and now - self._next_beat > self._times.silent / 2:  # this process stood still, and heard nobody
             self._signs.pause(now - self._next_beat)
         self._count += 1
         self._base.set(self._key(f"beat/{self._name}"), json.dumps([self._count, self._ranks]))
-        self._next_beat = time.monotonic() + (_TICK if self._meets else _BEAT)
+        self._next_beat = time.monotonic() + (min(_TICK, self._times.beat) if self._meets else self._times.beat)
 
     def _listen(self, names: Sequence[str]) -> list[list[Any]]:
         """Take other machines' signs of life. Return how their ranks are."""
@@ -464,7 +462,7 @@ class _Client:
                 fitting = {each: card for each, card in here.items() if not self._objection(mine, each)}
                 since = (since or now) if len(fitting) >= mine.least else None
                 unclear = self._end_if_over(meet, attempt, fate)
-                tickets = enough(fitting, since=since, now=now, last_call=_LAST_CALL)
+                tickets = enough(fitting, since=since, now=now, last_call=self._times.last_call)
                 if tickets and not unclear and now >= self._limit and self._why_not:
                     raise _Refusal(
                         f"the machines that met at {self.endpoint} could not start together until --join-timeout: "
@@ -479,7 +477,7 @@ class _Client:
                         f"too few machines came to {self.endpoint} in time (--join-timeout): "
                         f"{_are_here(fitting, mine)}; run the same command on each of them"
                     )
-                quiet = now - came < _QUIET or len(fitting) >= mine.least
+                quiet = now - came < self._times.searching or len(fitting) >= mine.least
                 self._look_on(self._said if quiet else _are_here(fitting, mine))
             elif attempt is not None:
                 # A round goes on, as long as it takes: who waits for a place in it does not run out of time.
@@ -517,7 +515,7 @@ class _Client:
 
     def _form(self, attempt: RoundAttempt, ticket: int, mine: Card) -> tuple[Round, list[str]] | None:
         """Make a round with the machines of an attempt, within one limit for all its waits; None: it has failed."""
-        self._attempt, self._form_by = attempt, time.monotonic() + _FORMING
+        self._attempt, self._form_by = attempt, time.monotonic() + self._times.forming
         self._store = PrefixStore(self._key(f"attempt/{attempt.count}"), self._shared)
         while missing := [each for each in attempt.tickets if each not in self._cards]:
             if time.monotonic() >= self._form_by:
@@ -654,7 +652,7 @@ class _Client:
         """Say what this machine waits for, once it has waited for a while: a round of others that goes on."""
         if self._waits_for != attempt.count:
             self._waits_for, self._waits_since = attempt.count, now
-        if now - self._waits_since < _QUIET:
+        if now - self._waits_since < self._times.searching:
             return self._said
         cards = [self._cards[ticket][0] for ticket in attempt.tickets if ticket in self._cards]
         machines = f"{len(attempt.names)} machine{'' if len(attempt.names) == 1 else 's'}"
@@ -699,7 +697,7 @@ class _Client:
             self._hopeless_since = None
         elif self._hopeless_since is None:
             self._hopeless_since = now
-        elif now - self._hopeless_since >= _LAST_CALL:
+        elif now - self._hopeless_since >= self._times.last_call:
             self._dismiss(mine, misfits, told_by=ticket)
 
     def _strangers(self, mine: Card, misfits: Sequence[int]) -> list[str]:
@@ -740,18 +738,18 @@ class _Client:
         while True:
             now = time.monotonic()
             if now >= next_look:
-                next_look = now + _BEAT
+                next_look = now + self._times.beat
                 others_ranks = self._listen(others)
                 waiting, refused = self._newcomers(attempt, mine) if round_.node_rank == 0 else (0, [])
                 self._say(Alive(waiting, others_ranks, refused))
                 lost = [node for node, name in enumerate(attempt.names) if self._signs.is_silent(name, now)]
                 if lost:
                     who = ", ".join(round_.host(node) for node in lost)
-                    text = f"{who} gave no sign of life for {SILENT:g} s"
+                    text = f"{who} gave no sign of life for {self._times.silent:g} s"
                     self._write(self._verdict_key, Verdict(EndKind.LOST, round_.node_rank, text).to_json())
             # What was counted up before is read up to a sign of life later; so what counts is what is heard after a
             # while.
-            if echo is not None and self._signs.heard_since(others, echo[1] + _ECHO):
+            if echo is not None and self._signs.heard_since(others, echo[1] + self._times.echo):
                 self._write(self._verdict_key, echo[0].to_json())
             if self._has(self._verdict_key):
                 if round_.node_rank == 0:  # whoever came meanwhile is named
@@ -781,26 +779,30 @@ class _Client:
 
     def _leave(self, command: Leave) -> NoReturn:
         """Leave; the machine that serves the store does so when the others have, and those that wait to join."""
-        if self._base is None:
-            raise _Left
+        if self._base is not None:
+            with suppress(RuntimeError):  # the store has gone, and with it whoever looks there
+                self._part(self._base, command)
+        raise _Left
+
+    def _part(self, base: Store, command: Leave) -> None:
+        """Tell the other machines that this one leaves, and wait for them where they need it."""
         over = command.over and self._is_current()
         if over:  # written before this machine counts as gone: who sees that it has gone finds the result
-            self._base.set(self._key(f"{self._last}/result"), json.dumps([command.exit_code, command.why]))
-        self._base.set(self._key(f"gone/{self._name}"), "")
+            base.set(self._key(f"{self._last}/result"), json.dumps([command.exit_code, command.why]))
+        base.set(self._key(f"gone/{self._name}"), "")
         if over:
             machines = 1 if self._round is None else len(self._round.ranks)
             kind, _, path = self._options.endpoint.partition(":")
-            left = self._base.add(self._key(f"{self._last}/left"), 1)
-            limit = time.monotonic() + _FAREWELL
+            left = base.add(self._key(f"{self._last}/left"), 1)
+            limit = time.monotonic() + self._times.farewell
             stays = self._serves or self._server is not None or (kind == "file" and self._meets)
             while stays and time.monotonic() < limit and (left < machines or self._is_awaited()):
                 self._beat()
                 select.select([], [], [], 0.02)
-                left = self._base.add(self._key(f"{self._last}/left"), 0)
+                left = base.add(self._key(f"{self._last}/left"), 0)
             # Only who waits for the others removes the file: one that looked into it later would make it anew.
             if kind == "file" and stays and left >= machines:
                 Path(path).unlink(missing_ok=True)
-        raise _Left
 
     def _is_awaited(self) -> bool:
         """Return whether a machine waits for a round, or to join one, and has not read yet that there will be none."""

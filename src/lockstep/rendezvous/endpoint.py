@@ -11,12 +11,12 @@ from datetime import timedelta
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
+from lockstep import knobs
 from lockstep.rendezvous.addresses import is_only_here, own_address
 from lockstep.rendezvous.messages import DEFAULT_PORT
 
-#: Seconds that a connection may take, and all of a try: a client of torch's store waits for the first answer of
-#: whatever listens at the port without a limit of its own.
-_CONNECT, PATIENCE = 5.0, 8.0
+#: Seconds that a connection may take.
+_CONNECT = 5.0
 #: Seconds in which a program that is no store may say what it is, and bytes of it that are repeated.
 _GREETING, _WORDS = 0.3, 60
 
@@ -101,7 +101,7 @@ class Knock(threading.Thread):
         )
         with contextlib.suppress(RuntimeError, OSError):  # torch's words name addresses that it was never given
             self.store = TCPStore(
-                host, port, is_master=False, timeout=timedelta(seconds=PATIENCE), wait_for_workers=False
+                host, port, is_master=False, timeout=timedelta(seconds=knobs.times().answer), wait_for_workers=False
             )
 
 

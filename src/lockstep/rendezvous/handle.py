@@ -8,6 +8,7 @@ import socket
 import time
 from typing import Any
 
+from lockstep import knobs
 from lockstep.job.messages import Channel, encode
 from lockstep.rendezvous.messages import (
     Alive,
@@ -24,12 +25,6 @@ from lockstep.rendezvous.messages import (
     Refused,
     decode,
 )
-
-#: Seconds without a word from a client in a round after which it counts as cut off: a little more than after which the
-#: others count this machine as lost, so that they say so first.
-_CUT_OFF = 5.0
-#: The same while it looks for the store and the others: an operation of a store that has gone may take long.
-_STUCK = 15.0
 
 
 class Rendezvous:
@@ -72,7 +67,7 @@ class Rendezvous:
 
     def meet(self, meet: Meet) -> None:
         """Have it take part in the next round; the answer is :class:`Met` or :class:`Refused`."""
-        self._deadline = time.monotonic() + _STUCK
+        self._deadline = time.monotonic() + knobs.times().stuck
         self._send(meet)
 
     def end(self, end: End) -> None:
@@ -99,9 +94,9 @@ class Rendezvous:
         events = [decode(fields) for fields, _ in self._channel.receive()]
         for event in events:
             if isinstance(event, Looking):
-                self._deadline = time.monotonic() + _STUCK
+                self._deadline = time.monotonic() + knobs.times().stuck
             elif isinstance(event, Met | Alive):
-                self._deadline = time.monotonic() + _CUT_OFF
+                self._deadline = time.monotonic() + knobs.times().cut_off
             elif isinstance(event, Ended | Refused):
                 self._deadline = None
         return [event for event in events if isinstance(event, Event)]

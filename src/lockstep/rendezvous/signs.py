@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-#: Seconds without a sign of life after which a machine is lost.
-SILENT = 4.0
-
 
 class Signs:
-    """What was heard of other machines, and when, on this machine's monotonic clock."""
+    """What was heard of other machines, and when, on this machine's monotonic clock.
 
-    def __init__(self) -> None:
+    Args:
+        silent: seconds without a sign of life after which a machine is lost.
+    """
+
+    def __init__(self, silent: float) -> None:
+        self._silent = silent
         #: By name: the counter, when it changed last, and whether it has changed since it was read first.
         self._heard: dict[str, tuple[int, float, bool]] = {}
 
@@ -34,12 +36,12 @@ class Signs:
     def lives(self, name: str, now: float) -> bool:
         """Return whether a machine has given a sign of life while this one listened, and not too long ago."""
         _, at, lives = self._heard.get(name, (-1, now, False))
-        return lives and now - at <= SILENT
+        return lives and now - at <= self._silent
 
     def is_silent(self, name: str, now: float) -> bool:
         """Return whether a machine has been silent for too long."""
         known = self._heard.get(name)
-        return known is not None and now - known[1] > SILENT
+        return known is not None and now - known[1] > self._silent
 
     def heard_since(self, names: Iterable[str], moment: float) -> bool:
         """Return whether every one of these machines has given a sign of life after ``moment``."""

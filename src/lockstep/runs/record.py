@@ -113,7 +113,7 @@ class Recorder:
         try:
             if self._series is None:
                 path = self.make_folder() / f"series-{self._start['number']}{self._suffix}.bin"
-                self._series = SeriesWriter(path, list(self._ranks))
+                self._series = SeriesWriter(path, list(self._ranks), interval=knobs.times().row)
                 self._start |= {"series": path.name, "ranks": {str(rank): pid for rank, pid in pids.items()}}
                 self._start.setdefault("trace", None)
                 self._about["starts"].append(self._start)

@@ -29,7 +29,7 @@ from lockstep.job.page import Phase
 COLUMNS = ("steps", "samples", "memory", *(phase.name.lower() for phase in Phase), "held", "collected")
 #: Rows of a file at most.
 MOST = 4096
-#: Seconds that a row may come early: the caller's are not exact.
+#: The part of the time between two rows that one may come early: the caller's are not exact.
 _SLACK = 0.1
 #: The format's own version, for readers to come.
 VERSION = 1
@@ -48,7 +48,7 @@ class SeriesWriter:
         self._path = path
         self._head = json.dumps({"series": VERSION, "ranks": list(ranks), "columns": COLUMNS}).encode() + b"\n"
         self._size = 4 * (1 + len(ranks) * len(COLUMNS))
-        self._interval, self._due, self._count = interval, 0.0, 0
+        self._interval, self._slack, self._due, self._count = interval, _SLACK * interval, 0.0, 0
         #: What came last, and was not written; None: it was.
         self._last: bytes | None = None
         write_whole(path, self._head)
@@ -66,7 +66,7 @@ class SeriesWriter:
         self._last = _little(row).tobytes()
         if seconds < self._due:
             return
-        self._due = seconds + self._interval - _SLACK
+        self._due = seconds + self._interval - self._slack
         self.end()
         if self._count >= MOST:
             self._halve()

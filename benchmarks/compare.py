@@ -86,7 +86,7 @@ def _make_step(workload: Workload, compare_every: Any) -> tuple[Callable[[], Non
                 loss_of(model(batch), targets).backward()
         optimizer.step()
 
-    return step, replica_of(model)._checks.drift
+    return step, replica_of(model).checks.drift
 
 
 def _round(step: Callable[[], None], steps: int) -> float:

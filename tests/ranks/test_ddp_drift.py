@@ -482,7 +482,7 @@ def _late(seconds: float) -> list[int]:
     w = lockstep.init()
     model = lockstep.replicate(mlp())
     optimizer = torch.optim.AdamW(model.parameters())
-    drift = replica_of(model)._checks.drift
+    drift = replica_of(model).checks.drift
     assert drift is not None
     took = drift._costs.add
     compared: list[int] = []

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep.ddp.local_replica import LocalReplica
+from lockstep.ddp.in_rounds import InRounds
 from lockstep.step.local_training import local_training_of
 from tests.backends import BOTH, EACH_BACKEND, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks
@@ -32,9 +32,9 @@ pytestmark = EACH_BACKEND
 _LR = 0.05
 
 
-def _replica(model: nn.Module) -> LocalReplica:
+def _replica(model: nn.Module) -> InRounds:
     found = local_training_of(model)
-    assert isinstance(found, LocalReplica)
+    assert isinstance(found, InRounds)
     return found
 
 

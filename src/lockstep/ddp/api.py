@@ -26,7 +26,7 @@ from lockstep.comm.calls import of_all_ranks
 from lockstep.ddp import tracing as _tracing  # noqa: F401  (a trace sees gradients by it)
 from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.compare import why_unfit
-from lockstep.ddp.local_replica import LocalReplica, why_unfit_for_local_steps
+from lockstep.ddp.in_rounds import InRounds, why_unfit_for_local_steps
 from lockstep.ddp.local_steps import LocalSteps
 from lockstep.ddp.members import parameters_of
 from lockstep.ddp.options import CheckFinite, CompareEvery, ReplicaOptions
@@ -275,13 +275,13 @@ def finish_round(model: nn.Module) -> None:
         ValueError: ``model`` is not such a replica.
         CollectiveTimeout, PeerLost: another rank is late or gone.
     """
-    replica = replica_of(model)
-    if not isinstance(replica, LocalReplica):
+    rounds = replica_of(model).synchroniser
+    if not isinstance(rounds, InRounds):
         raise ValueError(
             f"this {type(model).__name__} averages every gradient, so it has no rounds: finish_round is for models "
             "replicated with sync=lockstep.LocalSteps()"
         )
-    replica.finish_round()
+    rounds.finish_round()
 
 
 def register_comm_hook(model: nn.Module, state: Any, hook: CommHook) -> None:
@@ -324,11 +324,9 @@ def attach(
     if options.deterministic:
         switch_on()
     unfit = unfit or why_unfit(model, sends_buffers=options.sends_buffers, runs_hooks=wrapper is None)
-    if options.sync is None:
-        replica = Replica(model, group, options, unfit=unfit)
-    else:
+    if options.sync is not None:
         unfit = unfit or why_unfit_for_local_steps(model)
-        replica = LocalReplica(model, group, options, options.sync, unfit=unfit)
+    replica = Replica(model, group, options, unfit=unfit)
     _replicas[model] = replica
     if wrapper is not None:
         weakref.finalize(wrapper, _release_unwrapped, weakref.ref(model), weakref.ref(replica)).atexit = False

@@ -10,26 +10,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.utils.hooks import RemovableHandle
 
 from lockstep import _torch, callsite
 from lockstep.comm import ending
 from lockstep.comm.init import current_world
+from lockstep.ddp import refusals
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.buffers import broadcast_tensors
 from lockstep.ddp.checks import GradientChecks
-from lockstep.ddp.comm_hooks import CommHook, keeps_equal
+from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.compare import compare_replicas
+from lockstep.ddp.every_step import EveryStep
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.hooks import BackwardListener, BackwardWatch, Forward
-from lockstep.ddp.join import ReplicaJoinHook, shake_hands
-from lockstep.ddp.layout import lay_out, sparse_parameters
+from lockstep.ddp.in_rounds import InRounds
+from lockstep.ddp.layout import sparse_parameters
 from lockstep.ddp.members import Buffers, buffers_of, parameters_of, tensors_of
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.slice_member import SliceMember, forward_in_slice, of_other_slice
+from lockstep.ddp.synchroniser import Synchroniser
 from lockstep.errors import LockstepError, listed
 from lockstep.job import flight
 from lockstep.job.page import Phase
@@ -60,21 +63,25 @@ class Replica(Joinable, BackwardListener):
         #: What undoes the hooks of the module itself, such as those that announce its forwards if it is not wrapped.
         self.announcing: list[RemovableHandle] = []
         self._is_released = False
-        self._divides_by_initial_world_size = True
         self._buffers = Buffers(module)
         self._latest: Forward | None = None
         self._current: Forward | None = None
-        self._checks = GradientChecks(group, options, lambda: self._reducer)
+        #: What is checked of its gradients.
+        self.checks = GradientChecks(group, options, lambda: self._reducer)
+        #: What it does about the other ranks' replicas.
+        self._sync: Synchroniser
+        self._sync = EveryStep(self, options) if options.sync is None else InRounds(self, options.sync)
         #: What the backward under way is weighed by, if its items are counted.
         self._items: Items | None = None
         #: Which batch it is of; see Note [Batches compared].
         self._batch: Place | None = None
-        _refuse_traced_backward()
+        if _torch.traces_backward():
+            raise refusals.traces_backward()
         self._compare(module, unfit=unfit)
         if options.init_sync:
             buffers = options.broadcast_buffers if options.init_sync_buffers is None else options.init_sync_buffers
-            self._broadcast(tensors_of(module, buffers=buffers), 0, "sending rank 0's parameters")
-        self._reducer = self._lay_out(module)
+            self.broadcast(tensors_of(module, buffers=buffers), 0, "sending rank 0's parameters")
+        self._lay_out(module)
         self._watch = BackwardWatch(self, self._reducer.params)
         # torch's hooks and graph nodes hold what they refer to where Python's collector can't see it, so a replica and
         # its buckets would stay for ever.
@@ -84,9 +91,10 @@ class Replica(Joinable, BackwardListener):
         #: Whether a backward begins with a gradient that is there already.
         self._is_unannounced = False
         #: Its part in steps in slices, which are the whole world's.
-        self._slices = SliceMember(self) if self._in_hand() is not None else None
-        if self._slices is not None and self._checks.compares:
+        self._slices = SliceMember(self) if self.in_hand() is not None else None
+        if self._slices is not None and self.checks.compares:
             ending.follow(self._slices.number, self)
+        self._sync.begin()
 
     def _compare(self, module: nn.Module, *, unfit: str | None = None) -> None:
         compare_replicas(
@@ -100,31 +108,17 @@ class Replica(Joinable, BackwardListener):
 
     # Layout ---------------------------------------------------------------------------------------------------------
 
-    def _lay_out(self, module: nn.Module) -> Reducer:
-        """Plan the buckets for the parameters that are trained now, and listen to them."""
+    def _lay_out(self, module: nn.Module) -> None:
+        """Listen to the parameters that are trained now."""
         names, params = self._find_trained(module)
-        self._checks.look_at(params, names)
-        reducer = lay_out(
-            module,
-            params,
-            names,
-            group=self._group,
-            options=self._options,
-            checks=self._checks,
-            batches=self._in_hand() is not None,
-            listener=self,
-        )
-        self._handles = [
-            param.register_post_accumulate_grad_hook(reducer.ready_hook(i)) for i, param in enumerate(params)
-        ]
-        return reducer
+        self._reducer, self._handles = self._sync.lay_out(module, params, names)
 
     def _find_trained(self, module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
         """Return names and parameters of those that are trained now, and note the others."""
         named = [(name, param) for name, param in parameters_of(module) if param.requires_grad]
         self._frozen = [param for _, param in parameters_of(module) if not param.requires_grad]
         self._own = OwnParameters(module, self.whoami)
-        self._checks.turn_to(module)
+        self.checks.turn_to(module)
         return [name for name, _ in named], [param for _, param in named]
 
     def whoami(self) -> str:
@@ -136,8 +130,9 @@ class Replica(Joinable, BackwardListener):
         self._compare(module)
         old = self._reducer
         self._remove_hooks()
-        self._reducer = self._lay_out(module)
+        self._lay_out(module)
         self._reducer.take_over(old)
+        self._sync.laid_out_again()
         if self._slices is not None:
             self._slices.turn_to_new_layout()
         self._watch.turn_to(self._reducer.params)
@@ -147,9 +142,13 @@ class Replica(Joinable, BackwardListener):
             ending.say_now(self._slices.number, self)
             self._slices.close()
         self._remove_hooks()
-        self._checks.stop()
+        self.checks.stop()
         self._watch.close()
         self._own.close()
+
+    def number_forward(self) -> int:
+        """Return the number of a forward through which a backward is to come."""
+        return self._watch.forwards.begin()
 
     @property
     def is_in_backward(self) -> bool:
@@ -174,10 +173,11 @@ class Replica(Joinable, BackwardListener):
         for handle in self.announcing:
             handle.remove()
         self._remove_hooks()
-        self._checks.stop()
+        self.checks.stop()
         self._watch.end()
         self._own.close()
         self._reducer.free()
+        self._sync.release()
         self._closing.detach()  # it would keep this replica for as long as the module lives
 
     def _remove_hooks(self) -> None:
@@ -202,6 +202,11 @@ class Replica(Joinable, BackwardListener):
         return self._reducer
 
     @property
+    def synchroniser(self) -> Synchroniser:
+        """What it does about the other ranks' replicas."""
+        return self._sync
+
+    @property
     def bucket_caps(self) -> Sequence[int]:
         """Bytes of the buckets that are sent during backward, or would be; see ``plan_buckets``."""
         return self._options.bucket_caps
@@ -222,10 +227,7 @@ class Replica(Joinable, BackwardListener):
     def before_forward(self, module: nn.Module) -> None:
         """**Collective** in training, outside no_sync, if there are buffers to send or inside join."""
         if self._is_released:
-            raise LockstepError(
-                f"rank {self._rank} of {self._world_size}: this {type(module).__name__} was released: lockstep.release "
-                "has undone its wrapper. Train the module itself, or wrap it again"
-            )
+            raise refusals.was_released(self.whoami(), module)
         # (Checkpointing repeats a forward inside backward: nothing is sent twice.)
         if self._reducer.backward is None and not _transformed():
             self._prepare_forward(module)
@@ -236,12 +238,7 @@ class Replica(Joinable, BackwardListener):
         records = torch.is_grad_enabled()
         wrapper = _wrapper_around(module)
         if wrapper is not None:
-            raise LockstepError(
-                f"{self.whoami()}: this {type(module).__name__} is a replica of lockstep's inside torch's {wrapper}, "
-                "and both would average its gradients, which is not exact and twice the work: leave one of them out. "
-                "lockstep.release(model) makes a plain module again, and lockstep.DistributedDataParallel has the "
-                "interface of torch's"
-            )
+            raise refusals.is_wrapped(self.whoami(), module, wrapper)
         if records and self._own.has_registered:
             _raise_if(self._own.find_registered())
         if module.training:
@@ -251,33 +248,15 @@ class Replica(Joinable, BackwardListener):
             flight.current.batch = 0  # no step is taken with it
         for param in self._frozen:
             if param.requires_grad:
-                _raise_if(self._find_unfrozen_in_step())
+                if slicing.current() is not None:
+                    raise refusals.unfrozen_in_step(self.whoami())
                 if self._own.are_all(module):  # else at the next forward that uses the module's own
                     self._lay_out_again(module)
                 break
-        self._latest = self._announce(module, records=records)
-
-    def _announce(self, module: nn.Module, *, records: bool) -> Forward:
-        """**Collective** as :meth:`before_forward`. Return what a forward that is about to begin knows."""
-        if slicing.current() is not None:
-            return self._announce_in_slice(trains=records or module.training)
-        averages = self.syncs and records
-        sends_buffers = averages and module.training and self.sends_buffers
-        source, divisor, joins = 0, None, self._join_config.enable
-        if joins:
-            Join.notify_join_context(self)
-            step = shake_hands(self._group, active=True, sends_buffers=sends_buffers, averages=averages)
-            source = step.active[0]
-            divisor = None if self._divides_by_initial_world_size else len(step.active)
-        if self._checks.drift is not None:
-            self._checks.drift.pause(joins)
-        if sends_buffers:
-            self._send_buffers(module, source)
-        in_hand = self._in_hand()
-        items = None if in_hand is None else in_hand.read(for_backward=records)
-        number = self._watch.forwards.begin() if averages and module.training and not joins else 0
-        batch = None if in_hand is None or joins or not averages else in_hand.place()
-        return Forward(self.syncs, self._weight(in_hand), sends_buffers, divisor, number, items, batch=batch)
+        if slicing.current() is None:
+            self._latest = self._sync.forward_begins(module, records=records)
+        else:
+            self._latest = self._announce_in_slice(trains=records or module.training)
 
     @_torch.mark_untraced
     def after_forward(self, output: Any) -> None:
@@ -285,10 +264,11 @@ class Replica(Joinable, BackwardListener):
         if torch.is_grad_enabled() and not _transformed():
             self._watch.watch(output, self._known_last(), self._own.stand_ins())
 
-    def _send_buffers(self, module: nn.Module, source: int) -> None:
+    def send_buffers(self, module: nn.Module, source: int) -> None:
+        """**Collective.** Give all ranks the buffers of rank ``source``."""
         buffers = self._buffers.current(module) if self._world_size > 1 else []
         if buffers:
-            self._broadcast(buffers, source, "sending the buffers")
+            self.broadcast(buffers, source, "sending the buffers")
 
     def _known_last(self) -> Forward:
         """Return what the last forward knew, or would know now if none came since the last backward."""
@@ -298,38 +278,15 @@ class Replica(Joinable, BackwardListener):
             return self._latest
         module = self._module()
         training = module is not None and module.training
-        return Forward(self.syncs, self._weight(self._in_hand()), self.syncs and training and self.sends_buffers)
+        return Forward(self.syncs, self._sync.weight(self.in_hand()), self.syncs and training and self.sends_buffers)
 
-    def _weight(self, in_hand: BatchesInHand | None) -> float:
-        """See Note [Exact mean]; 1 where no sharded batch is in hand, or in a group that is not the whole world."""
-        share = None if in_hand is None else in_hand.share
-        return 1.0 if share is None or isinstance(share, Items) else share.weight(self._world_size)
-
-    def _in_hand(self) -> BatchesInHand | None:
+    def in_hand(self) -> BatchesInHand | None:
         """Return what sharded loaders have handed out; None where that is not this group's."""
         world = current_world()
         return None if world is None or world.world_size != self._world_size else world.in_hand
 
-    def _take_share(self, forward: Forward) -> Items | None:
-        """Take what the backward under way is weighed by from what is in hand; see Note [Batches in hand].
-
-        Returns:
-            Items, if they are counted (Note [Counted items]); None: the share of samples that the forward has found.
-        """
-        world = current_world()
-        if world is None:
-            return None
-        is_sliced = slicing.current() is not None  # a slice weighs what it holds, whatever else is in hand
-        items = None if is_sliced else world.in_hand.items_for(forward.items)
-        if world.world_size == self._world_size:
-            if not is_sliced:
-                world.refuse_contested_share("this backward", of_backward=True)
-            world.in_hand.take(items)
-            if items is not None and world.in_hand.is_outside(items):
-                self._checks.weighs(items)
-        return items
-
-    def _items_of(self, forward: Forward) -> Items | None:
+    def items_of(self, forward: Forward) -> Items | None:
+        """Return what was counted for ``forward``, if anything was."""
         world = current_world()
         return None if world is None or slicing.current() is not None else world.in_hand.items_for(forward.items)
 
@@ -352,36 +309,16 @@ class Replica(Joinable, BackwardListener):
         streams.current().end(self._module())
         if forward.slice != slicing.here():
             raise of_other_slice(self.whoami())
-        self._items = self._take_share(forward)
+        self._items = self._sync.take_share(forward)
         if _torch.in_compiled_autograd():
-            raise LockstepError(
-                f"rank {self._rank} of {self._world_size}: compiled autograd runs this backward, and it does not tell "
-                "when a backward has ended, so the gradients would not be averaged: switch it off "
-                "(torch._dynamo.config.compiled_autograd, torch._dynamo.compiled_autograd). torch.compile compiles "
-                "the backward of what it compiles without it"
-            )
+            raise refusals.in_compiled_autograd(self.whoami())
         if not self._reducer.fits():
             _raise_if(self._own.find_changed())
         flight.current.enter(_BACKWARD)
         self._current, self._batch = forward, forward.batch
         if forward.slice is not None and self._slices is not None:
             self._slices.backward_begins(unannounced=self._is_unannounced)
-        self._begin(forward)
-
-    def _begin(self, forward: Forward) -> None:
-        items = None if self._items is None else self._items.count
-        if items is not None and self._join_config.enable:
-            raise LockstepError(
-                f"{self.whoami()}: world.weigh inside lockstep.join: a rank that has run out of batches does not know "
-                "that the others count items. Let lockstep.shard cut the batches, so that every rank takes every step"
-            )
-        self._reducer.begin(
-            sync=forward.sync,
-            weight=forward.weight,
-            divisor=forward.divisor,
-            items=items,
-            joins=self._join_config.enable,
-        )
+        self._sync.backward_begins(forward, self._items)
 
     def backward_joins(self, forward: Forward) -> None:
         """Raise if this forward weighs differently; average if it does."""
@@ -393,24 +330,13 @@ class Replica(Joinable, BackwardListener):
         # (Through which forward a backward comes first need not be the same on all ranks.)
         if forward.batch is not None:
             self._batch = max(self._batch or (), forward.batch)
-        if self._items_of(forward) is not self._items:
-            raise LockstepError(
-                f"{self.whoami()}: one backward goes through forwards that were weighed apart (World.weigh), so no "
-                "one number of items makes their mean exact: call backward once for each (inside lockstep.no_sync for "
-                "all but the last)"
-            )
+        if self.items_of(forward) is not self._items:
+            raise refusals.weighed_apart(self.whoami())
         if self._items is None and forward.weight != current.weight:
-            raise LockstepError(
-                f"rank {self._rank} of {self._world_size}: one backward goes through forwards of batches with "
-                f"different shares (weights {current.weight:g} and {forward.weight:g}), so no mean of them is exact: "
-                "call backward once for each batch (inside lockstep.no_sync for all but the last)"
-            )
+            raise refusals.with_other_shares(self.whoami(), current, forward)
         if forward.sync and not current.sync:
-            self._require_sync()
+            self._sync.require_sync()
             self._current = forward
-
-    def _require_sync(self) -> None:
-        self._reducer.require_sync()
 
     def backward_ends(self) -> None:
         """**Collective** if it averages. Write the averages, and make the buffers equal."""
@@ -420,7 +346,7 @@ class Replica(Joinable, BackwardListener):
         flight.current.enter(_REDUCE)
         left_out = self._watch.forwards.settle() if forward.sync else 0
         outcome = self._reducer.finish(left_out=left_out, batch=self._batch)
-        self._checks.backward_ended(forward, self._place_words)
+        self.checks.backward_ended(forward, self._place_words)
         mistake = outcome.mistake
         if forward.sync:
             if outcome.missing or self._own.watches_all:
@@ -428,7 +354,7 @@ class Replica(Joinable, BackwardListener):
             if self._warns_of_unused and outcome.unused is not None:
                 self._warns_of_unused = False
                 self._warn_unused(outcome.unused)
-            self._send_buffers_again(forward)
+            self._sync.backward_ended(forward)
         _raise_if(mistake)
         flight.current.leave(_BACKWARD)
 
@@ -439,13 +365,6 @@ class Replica(Joinable, BackwardListener):
         """Let the reducer forget the backward."""
         self._current = self._latest = None
         self._reducer.abandon()
-
-    def _send_buffers_again(self, forward: Forward) -> None:
-        module = self._module()
-        # Once more, so that replicas are equal after every step: an evaluation or a checkpoint that follows sees the
-        # same buffers on every rank and needs no communication. See Note [Buffers] in api.py.
-        if forward.sends_buffers and module is not None and not self._join_config.enable:
-            self._send_buffers(module, 0)
 
     def _warn_unused(self, names: Sequence[str]) -> None:
         if not names or self._own.has_told:
@@ -458,26 +377,16 @@ class Replica(Joinable, BackwardListener):
 
     # Steps in slices: see Sliceable ---------------------------------------------------------------------------------
 
-    def _find_unfrozen_in_step(self) -> LockstepError | None:
-        if slicing.current() is None:
-            return None
-        return LockstepError(
-            f"{self.whoami()}: parameters that were frozen when the step began are trained in one of its slices, "
-            "which all ranks have to agree on: unfreeze parameters between steps"
-        )
-
     def _announce_in_slice(self, *, trains: bool) -> Forward:
-        if self._slices is None or self._join_config.enable:
+        if self._slices is None or self.joins:
             reason = "its process group is not the whole world" if self._slices is None else "it is inside join"
-            raise LockstepError(
-                f"{self.whoami()}: a step in slices has been through a replica that can't take part: {reason}"
-            )
+            raise refusals.not_in_slices(self.whoami(), reason)
         return self._slices.forward_begins(trains=trains)
 
     @property
     def check(self) -> FiniteCheck | None:
         """What looks at gradients that are averaged; None if nothing does, or in front of the optimizer's step."""
-        return self._checks.finite
+        return self.checks.finite
 
     def lay_out_if_unfrozen(self, module: nn.Module) -> None:
         """**Collective** if parameters that were frozen are trained now. Lay the buckets out for them."""
@@ -490,11 +399,11 @@ class Replica(Joinable, BackwardListener):
 
     def why_not_in_slices(self) -> str:
         """Return what its way of training has against slices; empty: nothing."""
-        return ""
+        return self._sync.why_not_in_slices()
 
     def sliced_step_ended(self, step: slicing.SlicedStep) -> None:
         """**Collective** in some steps. Check what came of it."""
-        self._checks.sliced_step_ended(step)
+        self.checks.sliced_step_ended(step)
 
     # What users ask for ---------------------------------------------------------------------------------------------
 
@@ -509,26 +418,35 @@ class Replica(Joinable, BackwardListener):
 
     def send_now(self, *, params: bool) -> None:
         """**Collective.** Send rank 0's buffers to all ranks, and its parameters if asked for."""
-        module = self._living_module()
+        module = self.living_module()
         tensors = tensors_of(module, buffers=True) if params else [buffer for _, buffer in buffers_of(module)]
-        self._broadcast(tensors, 0, "sending rank 0's parameters and buffers" if params else "sending the buffers")
+        self.broadcast(tensors, 0, "sending rank 0's parameters and buffers" if params else "sending the buffers")
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """See :func:`lockstep.register_comm_hook`."""
-        if not callable(hook):
-            raise TypeError(f"a comm hook must be callable, not {type(hook).__name__}")
-        self._reducer.register_comm_hook(state, hook)
-        if self._checks.compares and self._options.compare_every == "auto" and not keeps_equal(hook):
-            self._checks.expect_differences()
-            if self._slices is not None:
-                ending.leave(self._slices.number)
+        self._sync.register_comm_hook(state, hook)
+
+    def compare_no_more(self) -> None:
+        """Take it that the ranks' replicas differ, by what the user has chosen."""
+        self.checks.expect_differences()
+        if self._slices is not None:
+            ending.leave(self._slices.number)
 
     # Join -----------------------------------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Serve :class:`torch.distributed.algorithms.Join`."""
-        self._divides_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return ReplicaJoinHook(self, divide_by_initial_world_size=self._divides_by_initial_world_size)
+        return self._sync.join_hook(divide_by_initial_world_size=bool(kwargs.get("divide_by_initial_world_size", True)))
+
+    @property
+    def joinable(self) -> Joinable:
+        """What takes part in join."""
+        return self
+
+    @property
+    def joins(self) -> bool:
+        """Whether ranks may have run out of batches: inside join."""
+        return bool(self._join_config.enable)
 
     @property
     def join_device(self) -> torch.device:
@@ -542,38 +460,26 @@ class Replica(Joinable, BackwardListener):
         """The replicas' process group."""
         return self._group
 
-    def answer_step(self, *, divide_by_initial_world_size: bool) -> None:
-        """**Collective.** Take part in one step of the ranks that still have data; see Note [Join handshake]."""
-        step = shake_hands(self._group, active=False, sends_buffers=False, averages=False)
-        if self._checks.drift is not None:
-            self._checks.drift.pause(True)
-        if step.sends_buffers:
-            self._send_buffers(self._living_module(), step.active[0])
-        if step.averages:
-            divisor = self._world_size if divide_by_initial_world_size else len(step.active)
-            self._reducer.match_without_gradients(divisor)
-
-    def adopt_final_state(self, *, is_last_joiner: bool) -> None:
-        """**Collective.** Take the parameters and buffers of the first rank among those that trained to the end."""
-        step = shake_hands(self._group, active=is_last_joiner, sends_buffers=False, averages=False)
-        tensors = tensors_of(self._living_module(), buffers=self.sends_buffers)
-        self._broadcast(tensors, step.active[0], "sending the final parameters")
-        self._share_random_numbers(step.active[0])
-
-    def _share_random_numbers(self, source: int) -> None:
+    def share_random_numbers(self, source: int) -> None:
         """**Collective.** Take rank ``source``'s common random numbers: ranks that took fewer steps drew fewer."""
-        if self._in_hand() is not None:
+        if self.in_hand() is not None:
             common = streams.current().state.to(self.join_device)
-            self._broadcast([common], source, "sending the common random numbers")
+            self.broadcast([common], source, "sending the common random numbers")
             streams.current().state = common.cpu()
 
-    def _living_module(self) -> nn.Module:
+    def living_module(self) -> nn.Module:
+        """Return the module.
+
+        Raises:
+            LockstepError: it is gone.
+        """
         module = self._module()
         if module is None:
             raise LockstepError("the replicated module no longer exists: keep a reference to it inside join")
         return module
 
-    def _broadcast(self, tensors: Iterable[Tensor], source: int, what: str) -> None:
+    def broadcast(self, tensors: Iterable[Tensor], source: int, what: str) -> None:
+        """**Collective.** Give all ranks the ``tensors`` of rank ``source``; ``what`` says so in errors."""
         say: Callable[[], str] = lambda: f"rank {self._rank} of {self._world_size}: {what}"  # noqa: E731
         broadcast_tensors(tensors, group=self._group, source=source, what=say)
 
@@ -581,12 +487,3 @@ class Replica(Joinable, BackwardListener):
 def _raise_if(error: LockstepError | None) -> None:
     if error is not None:
         raise error
-
-
-def _refuse_traced_backward() -> None:
-    if _torch.traces_backward():
-        raise LockstepError(
-            "torch._dynamo.config.trace_autograd_ops is on: torch then silently leaves out the backward of a compiled "
-            "step whose forward it could not trace as one graph, and it can't trace a replica's: switch it off. The "
-            "step's parts are compiled all the same"
-        )

@@ -31,7 +31,7 @@ from lockstep.comm.tracing import Replacing
 from lockstep.ddp.backward import Backward
 from lockstep.ddp.bucket import ParameterSpec, plan_buckets
 from lockstep.ddp.hooks import Forward
-from lockstep.ddp.local_replica import LocalReplica
+from lockstep.ddp.in_rounds import InRounds
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.replica import Replica
 from lockstep.job import tracing
@@ -169,7 +169,7 @@ def _why_not(replica: Replica) -> str:
     """Return why this replica's steps can't be planned with; empty: they can."""
     reducer = replica.reducer
     ranks, whole = dist.get_world_size(replica.group), dist.get_world_size()
-    if isinstance(replica, LocalReplica):
+    if isinstance(replica.synchroniser, InRounds):
         return "it trained with LocalSteps, which average parameters after many steps and no gradients"
     if ranks != whole:
         return f"the replicas are on {ranks} of the {whole} ranks, and a plan is of all"

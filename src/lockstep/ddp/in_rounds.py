@@ -1,4 +1,4 @@
-"""A replica that trains apart from the others between rounds; see ``local_steps.py`` for what a round is."""
+"""Replicas that train apart between rounds; see ``local_steps.py`` for what a round is."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from lockstep import _torch
 from lockstep.comm.exchange import group_device
@@ -19,118 +21,117 @@ from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.hooks import Forward
 from lockstep.ddp.local_steps import LocalRounds, LocalSteps
 from lockstep.ddp.members import parameters_of
-from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.reducer import Reducer
-from lockstep.ddp.replica import Replica
+from lockstep.ddp.synchroniser import Replicated
 from lockstep.errors import LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
-from lockstep.step import local_training, slicing
+from lockstep.step import local_training
 from lockstep.step.share import BatchesInHand, Items
 
 _batch_norm = _torch.batch_norm()
 
 
-class LocalReplica(Replica):
-    """Counts the steps of one module, and ends rounds between them. Made by :func:`lockstep.replicate`.
+class InRounds:
+    """Counts the steps of one replica, and ends rounds between them; see
+    :class:`~lockstep.ddp.synchroniser.Synchroniser`.
 
-    What a :class:`Replica` knows of forwards and backwards it takes over; its reducer has no buckets and averages
-    nothing. A round ends before the first training forward that comes after its last step: there the optimizers, as
-    many as there are, have stepped, and what a GradScaler has left out is left out. (Where the module is trained by
-    another method than forward, or in evaluation mode, a round ends at the end of the next backward: the gradients of
-    that one step are of the parameters before.)
+    Its reducer has no buckets and averages nothing. A round ends before the first training forward that comes after its
+    last step: there the optimizers, as many as there are, have stepped, and what a GradScaler has left out is left out.
+    (Where the module is trained by another method than forward, or in evaluation mode, a round ends at the end of the
+    next backward: the gradients of that one step are of the parameters before.)
+
+    Args:
+        replica: that trains.
+        rule: what the user chose.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        group: dist.ProcessGroup,
-        options: ReplicaOptions,
-        rule: LocalSteps,
-        *,
-        unfit: str | None = None,
-    ) -> None:
-        super().__init__(module, group, options, unfit=unfit)
-        self._rule = rule
-        self._channel = _open_channel(group) if rule.overlap else group
-        self._rounds = LocalRounds(rule, self._reducer.params, self._names, group=group, channel=self._channel)
-        #: The optimizer of the anchors; see :class:`~lockstep.step.local_training.LocalTraining`.
-        self.outer = self._rounds.outer
-        local_training.enter(module, self)
+    def __init__(self, replica: Replicated, rule: LocalSteps) -> None:
+        self._replica, self._rule, self._group = replica, rule, replica.group
+        self._world_size = dist.get_world_size(replica.group)
+        self._names: list[str] = []
 
-    # Layout ---------------------------------------------------------------------------------------------------------
+    # Layout -----------------------------------------------------------------------------------------------------------
 
-    def _lay_out(self, module: nn.Module) -> Reducer:
-        """Listen to the parameters that are trained now; nothing of theirs is averaged."""
-        self._names, params = self._find_trained(module)
-        reducer = Reducer(params, self._names, buckets=[], group=self._group, listener=self)
+    def lay_out(
+        self, module: nn.Module, params: list[Parameter], names: list[str]
+    ) -> tuple[Reducer, list[RemovableHandle]]:
+        """Listen to the parameters that are trained now; none of their gradients are averaged."""
+        del module
+        replica, self._names = self._replica, names
+        reducer = Reducer(params, names, buckets=[], group=self._group, listener=replica)
 
         @_torch.mark_untraced
         def on_gradient(_: Tensor) -> None:
             if reducer.backward is None:
-                self.gradient_unannounced()
+                replica.gradient_unannounced()
 
-        self._handles = [param.register_post_accumulate_grad_hook(on_gradient) for param in params]
-        return reducer
+        return reducer, [param.register_post_accumulate_grad_hook(on_gradient) for param in params]
 
-    def _lay_out_again(self, module: nn.Module) -> None:
-        super()._lay_out_again(module)
-        self._rounds.extend(self._reducer.params, self._names)
+    def begin(self) -> None:
+        """**Collective.** Take the anchors."""
+        replica = self._replica
+        self._channel = _open_channel(self._group) if self._rule.overlap else self._group
+        self._rounds = LocalRounds(
+            self._rule, replica.reducer.params, self._names, group=self._group, channel=self._channel
+        )
+        #: The optimizer of the anchors; see :class:`~lockstep.step.local_training.LocalTraining`.
+        self.outer = self._rounds.outer
+        local_training.enter(replica.living_module(), self)
+
+    def laid_out_again(self) -> None:
+        """Train parameters as well that were frozen."""
+        self._rounds.extend(self._replica.reducer.params, self._names)
 
     def release(self) -> None:
         """Leave the module as it was before; see :func:`lockstep.release`."""
-        super().release()
         self._rounds.apply_pending()
-        module = self._module()
+        module = self._replica.module
         if module is not None:
             local_training.leave(module)
         if self._channel is not self._group:
             dist.destroy_process_group(self._channel)
 
-    # Steps ----------------------------------------------------------------------------------------------------------
+    # Steps ------------------------------------------------------------------------------------------------------------
 
-    def _announce(self, module: nn.Module, *, records: bool) -> Forward:
-        if slicing.current() is not None:
-            return self._announce_in_slice(trains=records or module.training)
+    def forward_begins(self, module: nn.Module, *, records: bool) -> Forward:
+        """**Collective** if a round's steps are done."""
         if records and module.training:
             self.between_steps()
-        in_hand = self._in_hand()
+        in_hand = self._replica.in_hand()
         items = None if in_hand is None else in_hand.read(for_backward=records)
-        return Forward(self.syncs, self._weight(in_hand), sends_buffers=False, items=items)
+        return Forward(self._replica.syncs, self.weight(in_hand), sends_buffers=False, items=items)
 
-    def _weight(self, in_hand: BatchesInHand | None) -> float:
+    def weight(self, in_hand: BatchesInHand | None) -> float:
         """Return 0 for an empty slice, whose gradients are NaN, and 1 for any other: each rank's mean is its own."""
-        return 1.0 if super()._weight(in_hand) else 0.0
+        share = None if in_hand is None else in_hand.share
+        return 1.0 if share is None or isinstance(share, Items) or share.weight(self._world_size) else 0.0
 
-    def _take_share(self, forward: Forward) -> Items | None:
+    def take_share(self, forward: Forward) -> Items | None:
         """Take it, whatever else is in hand: each rank's mean is its own."""
-        items, in_hand = self._items_of(forward), self._in_hand()
+        items, in_hand = self._replica.items_of(forward), self._replica.in_hand()
         if in_hand is not None:
             in_hand.take(items)
         return items
 
-    def _begin(self, forward: Forward) -> None:
-        if self._items is not None:
+    def backward_begins(self, forward: Forward, items: Items | None) -> None:
+        """See :class:`~lockstep.ddp.synchroniser.Synchroniser`."""
+        if items is not None:
             raise LockstepError(
-                f"{self.whoami()}: world.weigh with LocalSteps: it weighs gradients where they are averaged, and here "
-                "parameters are, each rank's alike. Leave it out, or average every gradient (without sync=)"
+                f"{self._replica.whoami()}: world.weigh with LocalSteps: it weighs gradients where they are averaged, "
+                "and here parameters are, each rank's alike. Leave it out, or average every gradient (without sync=)"
             )
-        self._reducer.begin(sync=False, weight=forward.weight)
+        self._replica.reducer.begin(sync=False, weight=forward.weight)
 
-    def _require_sync(self) -> None:
+    def require_sync(self) -> None:
         """Do nothing: the backward counts as a step now, and averages nothing."""
 
-    def backward_ends(self) -> None:
+    def backward_ended(self, forward: Forward) -> None:
         """**Collective** if a round should have ended before this backward. Count the step."""
-        forward = self._current
-        super().backward_ends()
-        if forward is not None and forward.sync:
-            if self._rounds.is_due:  # no training forward has come in between
-                self.between_steps()
-            self._rounds.steps += 1
-
-    def _send_buffers_again(self, forward: Forward) -> None:
         del forward  # buffers are made equal at the end of a round
+        if self._rounds.is_due:  # no training forward has come in between
+            self.between_steps()
+        self._rounds.steps += 1
 
     # Rounds: what a Checkpointer needs, see LocalTraining -------------------------------------------------------------
 
@@ -162,8 +163,10 @@ class LocalReplica(Replica):
 
     def finish_round(self) -> None:
         """**Collective.** See :func:`lockstep.finish_round`."""
-        if self.is_in_backward:
-            raise LockstepError(f"{self.whoami()}: finish_round was called inside a backward: call it between steps")
+        if self._replica.is_in_backward:
+            raise LockstepError(
+                f"{self._replica.whoami()}: finish_round was called inside a backward: call it between steps"
+            )
         before = flight.current.phase
         flight.current.enter(Phase.REDUCE)
         uneven = False
@@ -175,7 +178,7 @@ class LocalReplica(Replica):
             if outcome.is_final:
                 break
         if uneven:
-            self._share_random_numbers(0)
+            self._replica.share_random_numbers(0)
         flight.current.resume(before, after=Phase.REDUCE)
 
     def common_state(self) -> dict[str, Any]:
@@ -193,22 +196,22 @@ class LocalReplica(Replica):
     @torch.no_grad()
     def _equalize_buffers(self) -> None:
         """**Collective.** Average batch statistics, and take rank 0's other buffers."""
-        module = self._living_module()
-        if not self.sends_buffers or self._world_size == 1:
+        module = self._replica.living_module()
+        if not self._replica.sends_buffers or self._world_size == 1:
             return
         statistics = _batch_statistics(module)
         if statistics:
             flat = torch.cat([each.view(-1).float() for each in statistics]).to(group_device(self._group))
             wait_for(
                 lambda: dist.all_reduce(flat, group=self._group),
-                lambda: f"{self.whoami()}: averaging batch statistics",
+                lambda: f"{self._replica.whoami()}: averaging batch statistics",
                 name="averaging batch statistics",
             )
             flat /= self._world_size
             parts = flat.split([each.numel() for each in statistics])
             for each, part in zip(statistics, parts, strict=True):
                 each.copy_(part.view_as(each))
-        self._send_buffers(module, 0)
+        self._replica.send_buffers(module, 0)
 
     # What has no meaning here -----------------------------------------------------------------------------------------
 
@@ -219,19 +222,20 @@ class LocalReplica(Replica):
             "slices=, or replicate the model without sync="
         )
 
-    def join_hook(self, **_: Any) -> JoinHook:
+    def join_hook(self, *, divide_by_initial_world_size: bool) -> JoinHook:
         """Refuse: it would ask all ranks in every forward."""
+        del divide_by_initial_world_size
         raise LockstepError(
-            f"{self.whoami()}: lockstep.join asks all ranks before every forward, which LocalSteps is there to avoid: "
-            "leave it out, and call lockstep.finish_round(model) after the loop. A rank that is there first takes part "
-            "in the rounds of the others until they have come too"
+            f"{self._replica.whoami()}: lockstep.join asks all ranks before every forward, which LocalSteps is "
+            "there to avoid: leave it out, and call lockstep.finish_round(model) after the loop. A rank that is there "
+            "first takes part in the rounds of the others until they have come too"
         )
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Refuse: there are no gradients to average."""
         del state, hook
         raise LockstepError(
-            f"{self.whoami()}: a comm hook averages gradients, and with LocalSteps none are averaged: choose "
+            f"{self._replica.whoami()}: a comm hook averages gradients, and with LocalSteps none are averaged: choose "
             "LocalSteps(compress=...) instead"
         )
 

@@ -1,0 +1,181 @@
+"""Replicas that average the gradients of every backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, JoinHook
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.comm.init import current_world
+from lockstep.ddp.comm_hooks import CommHook, keeps_equal
+from lockstep.ddp.hooks import Forward
+from lockstep.ddp.join import ReplicaJoinHook, shake_hands
+from lockstep.ddp.layout import lay_out
+from lockstep.ddp.members import tensors_of
+from lockstep.ddp.options import ReplicaOptions
+from lockstep.ddp.reducer import Reducer
+from lockstep.ddp.synchroniser import Replicated
+from lockstep.errors import LockstepError
+from lockstep.step import slicing
+from lockstep.step.share import BatchesInHand, Items
+
+
+class EveryStep:
+    """Averages every gradient; see :class:`~lockstep.ddp.synchroniser.Synchroniser`.
+
+    Args:
+        replica: whose gradients they are.
+        options: of the replica.
+    """
+
+    def __init__(self, replica: Replicated, options: ReplicaOptions) -> None:
+        self._replica, self._options = replica, options
+        self._group, self._world_size = replica.group, dist.get_world_size(replica.group)
+        self._divides_by_initial_world_size = True
+
+    def lay_out(
+        self, module: nn.Module, params: list[Parameter], names: list[str]
+    ) -> tuple[Reducer, list[RemovableHandle]]:
+        """Plan the buckets."""
+        replica = self._replica
+        replica.checks.look_at(params, names)
+        reducer = lay_out(
+            module,
+            params,
+            names,
+            group=self._group,
+            options=self._options,
+            checks=replica.checks,
+            batches=replica.in_hand() is not None,
+            listener=replica,
+        )
+        hooks = map(reducer.ready_hook, range(len(params)))
+        return reducer, [
+            param.register_post_accumulate_grad_hook(hook) for param, hook in zip(params, hooks, strict=True)
+        ]
+
+    def begin(self) -> None:
+        """Do nothing: all is there."""
+
+    def laid_out_again(self) -> None:
+        """Do nothing: the reducer is another one."""
+
+    # Forward and backward ---------------------------------------------------------------------------------------------
+
+    def forward_begins(self, module: nn.Module, *, records: bool) -> Forward:
+        """**Collective** in training, outside no_sync, if there are buffers to send or inside join."""
+        replica = self._replica
+        averages = replica.syncs and records
+        sends_buffers = averages and module.training and replica.sends_buffers
+        source, divisor, joins = 0, None, replica.joins
+        if joins:
+            Join.notify_join_context(replica.joinable)
+            step = shake_hands(self._group, active=True, sends_buffers=sends_buffers, averages=averages)
+            source = step.active[0]
+            divisor = None if self._divides_by_initial_world_size else len(step.active)
+        if replica.checks.drift is not None:
+            replica.checks.drift.pause(joins)
+        if sends_buffers:
+            replica.send_buffers(module, source)
+        in_hand = replica.in_hand()
+        items = None if in_hand is None else in_hand.read(for_backward=records)
+        number = replica.number_forward() if averages and module.training and not joins else 0
+        batch = None if in_hand is None or joins or not averages else in_hand.place()
+        return Forward(replica.syncs, self.weight(in_hand), sends_buffers, divisor, number, items, batch=batch)
+
+    def weight(self, in_hand: BatchesInHand | None) -> float:
+        """See Note [Exact mean]; 1 where no sharded batch is in hand, or in a group that is not the whole world."""
+        share = None if in_hand is None else in_hand.share
+        return 1.0 if share is None or isinstance(share, Items) else share.weight(self._world_size)
+
+    def take_share(self, forward: Forward) -> Items | None:
+        """See :class:`~lockstep.ddp.synchroniser.Synchroniser`."""
+        world = current_world()
+        if world is None:
+            return None
+        is_sliced = slicing.current() is not None  # a slice weighs what it holds, whatever else is in hand
+        items = None if is_sliced else world.in_hand.items_for(forward.items)
+        if world.world_size == self._world_size:
+            if not is_sliced:
+                world.refuse_contested_share("this backward", of_backward=True)
+            world.in_hand.take(items)
+            if items is not None and world.in_hand.is_outside(items):
+                self._replica.checks.weighs(items)
+        return items
+
+    def backward_begins(self, forward: Forward, items: Items | None) -> None:
+        """See :class:`~lockstep.ddp.synchroniser.Synchroniser`."""
+        joins = self._replica.joins
+        if items is not None and joins:
+            raise LockstepError(
+                f"{self._replica.whoami()}: world.weigh inside lockstep.join: a rank that has run out of batches does "
+                "not know that the others count items. Let lockstep.shard cut the batches, so that every rank takes "
+                "every step"
+            )
+        self._replica.reducer.begin(
+            sync=forward.sync,
+            weight=forward.weight,
+            divisor=forward.divisor,
+            items=None if items is None else items.count,
+            joins=joins,
+        )
+
+    def require_sync(self) -> None:
+        """See :class:`~lockstep.ddp.synchroniser.Synchroniser`."""
+        self._replica.reducer.require_sync()
+
+    def backward_ended(self, forward: Forward) -> None:
+        """**Collective** if there are buffers to send."""
+        module = self._replica.module
+        # Once more, so that replicas are equal after every step: an evaluation or a checkpoint that follows sees the
+        # same buffers on every rank and needs no communication. See Note [Buffers] in api.py.
+        if forward.sends_buffers and module is not None and not self._replica.joins:
+            self._replica.send_buffers(module, 0)
+
+    # What users ask for -----------------------------------------------------------------------------------------------
+
+    def why_not_in_slices(self) -> str:
+        """Return nothing: a step in slices averages gradients."""
+        return ""
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """See :func:`lockstep.register_comm_hook`."""
+        if not callable(hook):
+            raise TypeError(f"a comm hook must be callable, not {type(hook).__name__}")
+        self._replica.reducer.register_comm_hook(state, hook)
+        if self._replica.checks.compares and self._options.compare_every == "auto" and not keeps_equal(hook):
+            self._replica.compare_no_more()
+
+    def release(self) -> None:
+        """Do nothing: the reducer is freed."""
+
+    # Join: see Joiner -------------------------------------------------------------------------------------------------
+
+    def join_hook(self, *, divide_by_initial_world_size: bool) -> JoinHook:
+        """See :class:`~lockstep.ddp.synchroniser.Synchroniser`."""
+        self._divides_by_initial_world_size = divide_by_initial_world_size
+        return ReplicaJoinHook(self, divide_by_initial_world_size=divide_by_initial_world_size)
+
+    def answer_step(self, *, divide_by_initial_world_size: bool) -> None:
+        """**Collective.** Take part in one step of the ranks that still have data; see Note [Join handshake]."""
+        replica = self._replica
+        step = shake_hands(self._group, active=False, sends_buffers=False, averages=False)
+        if replica.checks.drift is not None:
+            replica.checks.drift.pause(True)
+        if step.sends_buffers:
+            replica.send_buffers(replica.living_module(), step.active[0])
+        if step.averages:
+            divisor = self._world_size if divide_by_initial_world_size else len(step.active)
+            replica.reducer.match_without_gradients(divisor)
+
+    def adopt_final_state(self, *, is_last_joiner: bool) -> None:
+        """**Collective.** Take the parameters and buffers of the first rank among those that trained to the end."""
+        replica = self._replica
+        step = shake_hands(self._group, active=is_last_joiner, sends_buffers=False, averages=False)
+        tensors = tensors_of(replica.living_module(), buffers=replica.sends_buffers)
+        replica.broadcast(tensors, step.active[0], "sending the final parameters")
+        replica.share_random_numbers(step.active[0])

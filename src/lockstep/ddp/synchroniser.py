@@ -1,0 +1,130 @@
+"""What a replica does about those of the other ranks, and what that needs of the replica: two protocols.
+
+``every_step.py`` averages the gradients of each backward, ``in_rounds.py`` the parameters after some steps. A step in
+slices is beside both: ``slice_member.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.ddp.checks import GradientChecks
+from lockstep.ddp.comm_hooks import CommHook
+from lockstep.ddp.hooks import BackwardListener, Forward
+from lockstep.ddp.reducer import Reducer
+from lockstep.step.share import BatchesInHand, Items
+
+
+class Synchroniser(Protocol):
+    """Keeps one replica in step with the others."""
+
+    def lay_out(
+        self, module: nn.Module, params: list[Parameter], names: list[str]
+    ) -> tuple[Reducer, list[RemovableHandle]]:
+        """Return what takes the gradients of ``params``, and what undoes the hooks through which it gets them."""
+        ...
+
+    def begin(self) -> None:
+        """**Collective** in some. Begin, now that all ranks hold the same."""
+        ...
+
+    def laid_out_again(self) -> None:
+        """Train parameters as well that were frozen."""
+        ...
+
+    def forward_begins(self, module: nn.Module, *, records: bool) -> Forward:
+        """**Collective** as a forward is. Return what a forward that is about to begin knows."""
+        ...
+
+    def weight(self, in_hand: BatchesInHand | None) -> float:
+        """Return what the gradients of a batch are multiplied by before they meet others."""
+        ...
+
+    def take_share(self, forward: Forward) -> Items | None:
+        """Take what the backward under way is weighed by from what is in hand; see Note [Batches in hand].
+
+        Returns:
+            Items, if they are counted (Note [Counted items]); None: the share of samples that the forward has found.
+        """
+        ...
+
+    def backward_begins(self, forward: Forward, items: Items | None) -> None:
+        """**Collective** if it averages and items are counted. Let the reducer begin."""
+        ...
+
+    def require_sync(self) -> None:
+        """Average in the backward that is under way, which did not begin as one that does."""
+        ...
+
+    def backward_ended(self, forward: Forward) -> None:
+        """**Collective** if it averages. Do what follows a backward that counts as a step."""
+        ...
+
+    def why_not_in_slices(self) -> str:
+        """Return what this way of training has against slices; empty: nothing."""
+        ...
+
+    def join_hook(self, *, divide_by_initial_world_size: bool) -> JoinHook:
+        """Return what answers the others where this rank has run out of batches."""
+        ...
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """See :func:`lockstep.register_comm_hook`."""
+        ...
+
+    def release(self) -> None:
+        """Leave the module as it was before."""
+        ...
+
+
+class Replicated(BackwardListener, Protocol):
+    """What a synchroniser needs of its replica."""
+
+    #: Whether backwards average, and whether buffers are sent around them.
+    syncs: bool
+    sends_buffers: bool
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+
+    @property
+    def module(self) -> nn.Module | None: ...
+
+    @property
+    def reducer(self) -> Reducer: ...
+
+    @property
+    def checks(self) -> GradientChecks: ...
+
+    @property
+    def joins(self) -> bool:
+        """Whether ranks may have run out of batches: inside join."""
+        ...
+
+    @property
+    def joinable(self) -> Joinable: ...
+
+    def whoami(self) -> str: ...
+
+    def in_hand(self) -> BatchesInHand | None: ...
+
+    def items_of(self, forward: Forward) -> Items | None: ...
+
+    def number_forward(self) -> int: ...
+
+    def living_module(self) -> nn.Module: ...
+
+    def send_buffers(self, module: nn.Module, source: int) -> None: ...
+
+    def broadcast(self, tensors: Iterable[Tensor], source: int, what: str) -> None: ...
+
+    def share_random_numbers(self, source: int) -> None: ...
+
+    def compare_no_more(self) -> None: ...

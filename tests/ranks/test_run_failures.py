@@ -45,6 +45,34 @@ def test_the_first_failure_is_shown_with_its_own_traceback(tmp_path: Path) -> No
         )
 
 
+_PRINTS_SLOWLY = """
+import os, sys, time
+from pathlib import Path
+
+def prints_slowly(kind, error, traceback):
+    Path("prints").touch()
+    while not Path("other-fails").exists():
+        time.sleep(0.001)
+    time.sleep(0.2)  # in which this rank is asked to stop
+    sys.__excepthook__(kind, error, traceback)
+
+if os.environ["RANK"] == "0":
+    sys.excepthook = prints_slowly
+    raise ValueError("the first")
+while not Path("prints").exists():
+    time.sleep(0.001)
+Path("other-fails").touch()
+raise ValueError("the second")
+"""
+
+
+def test_a_traceback_is_printed_though_another_rank_fails_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_PRINTS_SLOWLY)
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path)
+    assert done.code == 1, done
+    assert "ValueError: the first\n" in done.err[: done.err.index("lockstep: rank 0 of 2 failed")], done.err
+
+
 _SAYS_WHY_AND_LEAVES = """
 import argparse, os, sys, time
 

@@ -333,13 +333,19 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool =
         raise SystemExit(code) from None
     except BaseException as error:  # noqa: BLE001  (Python's own top level does the same)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        undo = contextlib.ExitStack()
         if os.getpid() == this_process:  # and not a child that the program forked
             _ignore_deaths_of_workers()
+            # Another rank may have failed as well, for which this one would be stopped: between its record and what it
+            # prints, so that the record's reader would take for shown what nobody has seen.
+            stops = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            undo.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL if stops is None else stops)
             _record(error, rank, code)
         if shared and isinstance(error, LockstepError) and not _is_first_to_tell(error, rank):
             print(f"rank {rank} has failed by an error that is shown already: {type(error).__name__}", file=sys.stderr)
         elif not silent:
             _print_exception(error)
+        undo.close()
         raise SystemExit(code) from None
 
 

@@ -72,7 +72,7 @@ def _nothing_kept() -> None:
             differentiate(squares(model, world.rank, step))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
             optimizer.step()
-            (bucket,) = replica_of(model)._reducer.buckets[-1:]
+            (bucket,) = replica_of(model).reducer.buckets[-1:]
             assert all(param.grad is view for param, view in zip(bucket.params, bucket.views, strict=True))
             homes.add(bucket.flat.data_ptr())
         assert len(homes) == 1, "the bucket moved, though nobody held anything of it"

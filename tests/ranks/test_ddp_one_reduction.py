@@ -31,7 +31,7 @@ def _one_reduction() -> None:
     model = nn.Sequential(wide(), nn.Linear(3, 2))  # two dtypes: the second part is float32
     model[0].register_forward_hook(lambda _module, _inputs, output: output.float())
     lockstep.replicate(model, bucket_cap_mb=1e-4)
-    buckets = replica_of(model)._reducer.buckets
+    buckets = replica_of(model).reducer.buckets
     assert [bucket.flat.dtype for bucket in buckets] == [torch.float32, torch.float64]
     for bucket in buckets:
         assert world.group._shm_group.engine.find(bucket.message) is not None  # type: ignore[attr-defined]
@@ -177,7 +177,7 @@ def test_backwards_of_different_steps_are_told_apart() -> None:
 def _overlapped() -> None:
     world = lockstep.init("shm")
     model = lockstep.replicate(mlp(), first_bucket_mb=1e-5, bucket_cap_mb=3e-4, overlap=True)
-    assert len(replica_of(model)._reducer.buckets) > 2
+    assert len(replica_of(model).reducer.buckets) > 2
     for step in range(3):
         model.zero_grad()
         differentiate(squares(model, world.rank, step))

@@ -275,7 +275,7 @@ def _arguments() -> None:
         param_to_hook_all_reduce=net[0].weight,
         **whole,
     )
-    assert len(replica_of(model)._reducer.buckets) > 2
+    assert len(replica_of(model).reducer.buckets) > 2
     for step in range(2):
         model.zero_grad()
         differentiate(squares(model, world.rank, step))

@@ -36,6 +36,8 @@ class EveryStep:
         self._replica, self._options = replica, options
         self._group, self._world_size = replica.group, dist.get_world_size(replica.group)
         self._divides_by_initial_world_size = True
+        #: Whether the last forward was inside join.
+        self._joins = False
 
     def lay_out(
         self, module: nn.Module, params: list[Parameter], names: list[str]
@@ -71,7 +73,8 @@ class EveryStep:
         replica = self._replica
         averages = replica.syncs and records
         sends_buffers = averages and module.training and replica.sends_buffers
-        source, divisor, joins = 0, None, replica.joins
+        source, divisor = 0, None
+        self._joins = joins = replica.joins
         if joins:
             Join.notify_join_context(replica.joinable)
             step = shake_hands(self._group, active=True, sends_buffers=sends_buffers, averages=averages)
@@ -80,10 +83,11 @@ class EveryStep:
         if replica.checks.drift is not None:
             replica.checks.drift.pause(joins)
         if sends_buffers:
-            replica.send_buffers(module, source)
-        in_hand = replica.in_hand()
+            replica.send_buffers(source)
+        world = current_world()
+        in_hand = None if world is None or world.world_size != self._world_size else world.in_hand
         items = None if in_hand is None else in_hand.read(for_backward=records)
-        number = replica.number_forward() if averages and module.training and not joins else 0
+        number = replica.forwards.begin() if averages and module.training and not joins else 0
         batch = None if in_hand is None or joins or not averages else in_hand.place()
         return Forward(replica.syncs, self.weight(in_hand), sends_buffers, divisor, number, items, batch=batch)
 
@@ -109,8 +113,7 @@ class EveryStep:
 
     def backward_begins(self, forward: Forward, items: Items | None) -> None:
         """See :class:`~lockstep.ddp.synchroniser.Synchroniser`."""
-        joins = self._replica.joins
-        if items is not None and joins:
+        if items is not None and self._joins:
             raise LockstepError(
                 f"{self._replica.whoami()}: world.weigh inside lockstep.join: a rank that has run out of batches does "
                 "not know that the others count items. Let lockstep.shard cut the batches, so that every rank takes "
@@ -121,7 +124,7 @@ class EveryStep:
             weight=forward.weight,
             divisor=forward.divisor,
             items=None if items is None else items.count,
-            joins=joins,
+            joins=self._joins,
         )
 
     def require_sync(self) -> None:
@@ -130,11 +133,10 @@ class EveryStep:
 
     def backward_ended(self, forward: Forward) -> None:
         """**Collective** if there are buffers to send."""
-        module = self._replica.module
         # Once more, so that replicas are equal after every step: an evaluation or a checkpoint that follows sees the
         # same buffers on every rank and needs no communication. See Note [Buffers] in api.py.
-        if forward.sends_buffers and module is not None and not self._replica.joins:
-            self._replica.send_buffers(module, 0)
+        if forward.sends_buffers and not self._joins:
+            self._replica.send_buffers(0)
 
     # What users ask for -----------------------------------------------------------------------------------------------
 
@@ -167,7 +169,8 @@ class EveryStep:
         if replica.checks.drift is not None:
             replica.checks.drift.pause(True)
         if step.sends_buffers:
-            replica.send_buffers(replica.living_module(), step.active[0])
+            replica.living_module()
+            replica.send_buffers(step.active[0])
         if step.averages:
             divisor = self._world_size if divide_by_initial_world_size else len(step.active)
             replica.reducer.match_without_gradients(divisor)

@@ -211,7 +211,7 @@ class InRounds:
             parts = flat.split([each.numel() for each in statistics])
             for each, part in zip(statistics, parts, strict=True):
                 each.copy_(part.view_as(each))
-        self._replica.send_buffers(module, 0)
+        self._replica.send_buffers(0)
 
     # What has no meaning here -----------------------------------------------------------------------------------------
 

@@ -30,7 +30,6 @@ from lockstep.ddp.layout import sparse_parameters
 from lockstep.ddp.members import Buffers, buffers_of, parameters_of, tensors_of
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
-from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.slice_member import SliceMember, forward_in_slice, of_other_slice
 from lockstep.ddp.synchroniser import Synchroniser
 from lockstep.errors import LockstepError, listed
@@ -67,7 +66,7 @@ class Replica(Joinable, BackwardListener):
         self._latest: Forward | None = None
         self._current: Forward | None = None
         #: What is checked of its gradients.
-        self.checks = GradientChecks(group, options, lambda: self._reducer)
+        self.checks = GradientChecks(group, options, lambda: self.reducer)
         #: What it does about the other ranks' replicas.
         self._sync: Synchroniser
         self._sync = EveryStep(self, options) if options.sync is None else InRounds(self, options.sync)
@@ -82,7 +81,8 @@ class Replica(Joinable, BackwardListener):
             buffers = options.broadcast_buffers if options.init_sync_buffers is None else options.init_sync_buffers
             self.broadcast(tensors_of(module, buffers=buffers), 0, "sending rank 0's parameters")
         self._lay_out(module)
-        self._watch = BackwardWatch(self, self._reducer.params)
+        self._watch = BackwardWatch(self, self.reducer.params)
+        self.forwards = self._watch.forwards
         # torch's hooks and graph nodes hold what they refer to where Python's collector can't see it, so a replica and
         # its buckets would stay for ever.
         self._closing = weakref.finalize(module, self._close)
@@ -111,7 +111,8 @@ class Replica(Joinable, BackwardListener):
     def _lay_out(self, module: nn.Module) -> None:
         """Listen to the parameters that are trained now."""
         names, params = self._find_trained(module)
-        self._reducer, self._handles = self._sync.lay_out(module, params, names)
+        #: What averages its gradients; another one when parameters that were frozen are trained.
+        self.reducer, self._handles = self._sync.lay_out(module, params, names)
 
     def _find_trained(self, module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
         """Return names and parameters of those that are trained now, and note the others."""
@@ -128,14 +129,14 @@ class Replica(Joinable, BackwardListener):
     def _lay_out_again(self, module: nn.Module) -> None:
         """Lay the buckets out anew: parameters that were frozen are trained now."""
         self._compare(module)
-        old = self._reducer
+        old = self.reducer
         self._remove_hooks()
         self._lay_out(module)
-        self._reducer.take_over(old)
+        self.reducer.take_over(old)
         self._sync.laid_out_again()
         if self._slices is not None:
             self._slices.turn_to_new_layout()
-        self._watch.turn_to(self._reducer.params)
+        self._watch.turn_to(self.reducer.params)
 
     def _close(self) -> None:
         if self._slices is not None:
@@ -146,14 +147,10 @@ class Replica(Joinable, BackwardListener):
         self._watch.close()
         self._own.close()
 
-    def number_forward(self) -> int:
-        """Return the number of a forward through which a backward is to come."""
-        return self._watch.forwards.begin()
-
     @property
     def is_in_backward(self) -> bool:
         """Whether a backward is under way."""
-        return self._reducer.backward is not None
+        return self.reducer.backward is not None
 
     def release(self) -> None:
         """Leave the module as it was before; see :func:`lockstep.release`.
@@ -176,7 +173,7 @@ class Replica(Joinable, BackwardListener):
         self.checks.stop()
         self._watch.end()
         self._own.close()
-        self._reducer.free()
+        self.reducer.free()
         self._sync.release()
         self._closing.detach()  # it would keep this replica for as long as the module lives
 
@@ -187,19 +184,14 @@ class Replica(Joinable, BackwardListener):
     def at_end(self) -> tuple[str, list[tuple[str, str]]] | None:
         """Return what the ranks compare at the end of the job; None if nothing was averaged."""
         has_sliced = self._slices is not None and self._slices.has_trained
-        if not self._reducer.params or not (self._reducer.step or has_sliced):
+        if not self.reducer.params or not (self.reducer.step or has_sliced):
             return None
-        return f"the replica of {len(self._reducer.params)} parameters", self._reducer.digests()
+        return f"the replica of {len(self.reducer.params)} parameters", self.reducer.digests()
 
     @property
     def module(self) -> nn.Module | None:
         """The module, while it exists."""
         return self._module()
-
-    @property
-    def reducer(self) -> Reducer:
-        """What averages its gradients; another one when parameters that were frozen are trained."""
-        return self._reducer
 
     @property
     def synchroniser(self) -> Synchroniser:
@@ -214,7 +206,7 @@ class Replica(Joinable, BackwardListener):
     @property
     def buckets(self) -> Sequence[Bucket]:
         """The buckets that gradients lie in, in the order in which they are reduced."""
-        return self._reducer.buckets
+        return self.reducer.buckets
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -229,7 +221,7 @@ class Replica(Joinable, BackwardListener):
         if self._is_released:
             raise refusals.was_released(self.whoami(), module)
         # (Checkpointing repeats a forward inside backward: nothing is sent twice.)
-        if self._reducer.backward is None and not _transformed():
+        if self.reducer.backward is None and not _transformed():
             self._prepare_forward(module)
         # Last, since a forward that was announced must be left again, also if it fails.
         streams.current().enter(module, draws=module.training)
@@ -264,9 +256,10 @@ class Replica(Joinable, BackwardListener):
         if torch.is_grad_enabled() and not _transformed():
             self._watch.watch(output, self._known_last(), self._own.stand_ins())
 
-    def send_buffers(self, module: nn.Module, source: int) -> None:
+    def send_buffers(self, source: int) -> None:
         """**Collective.** Give all ranks the buffers of rank ``source``."""
-        buffers = self._buffers.current(module) if self._world_size > 1 else []
+        module = self._module()
+        buffers = self._buffers.current(module) if self._world_size > 1 and module is not None else []
         if buffers:
             self.broadcast(buffers, source, "sending the buffers")
 
@@ -312,7 +305,7 @@ class Replica(Joinable, BackwardListener):
         self._items = self._sync.take_share(forward)
         if _torch.in_compiled_autograd():
             raise refusals.in_compiled_autograd(self.whoami())
-        if not self._reducer.fits():
+        if not self.reducer.fits():
             _raise_if(self._own.find_changed())
         flight.current.enter(_BACKWARD)
         self._current, self._batch = forward, forward.batch
@@ -344,13 +337,13 @@ class Replica(Joinable, BackwardListener):
         assert forward is not None  # backward_begins set it
         self._current = self._latest = None
         flight.current.enter(_REDUCE)
-        left_out = self._watch.forwards.settle() if forward.sync else 0
-        outcome = self._reducer.finish(left_out=left_out, batch=self._batch)
+        left_out = self.forwards.settle() if forward.sync else 0
+        outcome = self.reducer.finish(left_out=left_out, batch=self._batch)
         self.checks.backward_ended(forward, self._place_words)
         mistake = outcome.mistake
         if forward.sync:
             if outcome.missing or self._own.watches_all:
-                mistake = mistake or self._own.left_out([self._reducer.params[i] for i in outcome.missing])
+                mistake = mistake or self._own.left_out([self.reducer.params[i] for i in outcome.missing])
             if self._warns_of_unused and outcome.unused is not None:
                 self._warns_of_unused = False
                 self._warn_unused(outcome.unused)
@@ -359,12 +352,12 @@ class Replica(Joinable, BackwardListener):
         flight.current.leave(_BACKWARD)
 
     def _place_words(self) -> str:
-        return f"{self.whoami()}, step {self._reducer.step}"
+        return f"{self.whoami()}, step {self.reducer.step}"
 
     def backward_dies(self) -> None:
         """Let the reducer forget the backward."""
         self._current = self._latest = None
-        self._reducer.abandon()
+        self.reducer.abandon()
 
     def _warn_unused(self, names: Sequence[str]) -> None:
         if not names or self._own.has_told:

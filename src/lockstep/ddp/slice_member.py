@@ -19,14 +19,13 @@ from lockstep.step import slicing
 class Sliceable(Protocol):
     """What a step in slices needs of a replica."""
 
+    reducer: Reducer
+
     @property
     def module(self) -> nn.Module | None: ...
 
     @property
     def group(self) -> dist.ProcessGroup: ...
-
-    @property
-    def reducer(self) -> Reducer: ...
 
     @property
     def check(self) -> FiniteCheck | None: ...

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.ddp.checks import GradientChecks
 from lockstep.ddp.comm_hooks import CommHook
-from lockstep.ddp.hooks import BackwardListener, Forward
+from lockstep.ddp.hooks import BackwardListener, Forward, Forwards
 from lockstep.ddp.reducer import Reducer
 from lockstep.step.share import BatchesInHand, Items
 
@@ -90,15 +90,15 @@ class Replicated(BackwardListener, Protocol):
     #: Whether backwards average, and whether buffers are sent around them.
     syncs: bool
     sends_buffers: bool
+    #: What its forwards leave to be done.
+    forwards: Forwards
+    reducer: Reducer
 
     @property
     def group(self) -> dist.ProcessGroup: ...
 
     @property
     def module(self) -> nn.Module | None: ...
-
-    @property
-    def reducer(self) -> Reducer: ...
 
     @property
     def checks(self) -> GradientChecks: ...
@@ -117,11 +117,9 @@ class Replicated(BackwardListener, Protocol):
 
     def items_of(self, forward: Forward) -> Items | None: ...
 
-    def number_forward(self) -> int: ...
-
     def living_module(self) -> nn.Module: ...
 
-    def send_buffers(self, module: nn.Module, source: int) -> None: ...
+    def send_buffers(self, source: int) -> None: ...
 
     def broadcast(self, tensors: Iterable[Tensor], source: int, what: str) -> None: ...
 

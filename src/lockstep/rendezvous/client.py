@@ -645,7 +645,9 @@ class _Client:
         # The last word of a machine lets the one with the store leave, and that removes the file.
         self._shared.set(self._key(f"gone/{self._name}"), "")
         if meet.last >= 0:
-            self._shared.add(self._key(f"{meet.last}/left"), 1)
+            left = self._shared.add(self._key(f"{meet.last}/left"), 1)
+            if self._serves:  # the others have yet to find the result
+                self._see_off(self._shared, left)
         raise _Refusal(why or f"the job at {self.endpoint} is over, and did not need this machine any more", exit_code)
 
     def _place_to_come(self, attempt: RoundAttempt, now: float) -> str:
@@ -791,18 +793,28 @@ class _Client:
             base.set(self._key(f"{self._last}/result"), json.dumps([command.exit_code, command.why]))
         base.set(self._key(f"gone/{self._name}"), "")
         if over:
-            machines = 1 if self._round is None else len(self._round.ranks)
             kind, _, path = self._options.endpoint.partition(":")
             left = base.add(self._key(f"{self._last}/left"), 1)
-            limit = time.monotonic() + self._times.farewell
             stays = self._serves or self._server is not None or (kind == "file" and self._meets)
-            while stays and time.monotonic() < limit and (left < machines or self._is_awaited()):
-                self._beat()
-                select.select([], [], [], 0.02)
-                left = base.add(self._key(f"{self._last}/left"), 0)
             # Only who waits for the others removes the file: one that looked into it later would make it anew.
-            if kind == "file" and stays and left >= machines:
+            if stays and self._see_off(base, left) and kind == "file":
                 Path(path).unlink(missing_ok=True)
+
+    def _see_off(self, base: Store, left: int) -> bool:
+        """Wait until the other machines of the last round have left, and those that wait for another one know that
+        there will be none. Return whether all of the last round have left.
+
+        Args:
+            base: the store that they meet at.
+            left: machines of the round that have left, this one too.
+        """
+        machines = 1 if self._round is None else len(self._round.ranks)
+        limit = time.monotonic() + self._times.farewell
+        while time.monotonic() < limit and (left < machines or self._is_awaited()):
+            self._beat()
+            select.select([], [], [], 0.02)
+            left = base.add(self._key(f"{self._last}/left"), 0)
+        return left >= machines
 
     def _is_awaited(self) -> bool:
         """Return whether a machine waits for a round, or to join one, and has not read yet that there will be none."""

@@ -491,7 +491,7 @@ def _main(listener: int, modules: Sequence[str], optional: Sequence[str]) -> Non
     if "zygote" in request:
         _end_after(lambda: _be_zygote(request["zygote"], request["fds"]))
     sys.modules["lockstep.tools.verify.runs"].COMMAND = (str(commands / "lockstep"),)  # type: ignore[attr-defined]
-    if _COLD_HOSTS not in request["env"] and not request["before"]:  # what it changes before, a fork elsewhere has not
+    if _COLD_HOSTS not in request["env"] and not request.get("before"):  # which a process elsewhere would lack
         sys.modules["lockstep.remote.ssh"].PYTHON = str(commands / "python")  # type: ignore[attr-defined]
     _end_after(lambda: _live(request))
 

@@ -259,7 +259,7 @@ if __name__ == "__main__":
     [
         ("fork", "sharded"),
         ("fork", "plain"),
-        ("spawn", "sharded"),
+        pytest.param("spawn", "sharded", marks=pytest.mark.campaign),
         pytest.param("forkserver", "sharded", marks=pytest.mark.campaign),
     ],
 )

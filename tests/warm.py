@@ -315,8 +315,7 @@ sys.exit(int(server.makefile().read().split()[1]) & 0xFF)
 
 
 #: In the environment of a command whose hosts are to start fresh interpreters.
-_COLD_HOSTS = "TESTS_COLD_HOSTS"
-COLD_HOSTS = {_COLD_HOSTS: "1"}
+COLD_HOSTS = {"TESTS_COLD_HOSTS": "1"}
 
 _HUGE = 2 << 20
 #: Linux 6.1 and newer; others say that they have no such advice (linux/mman.h).
@@ -491,7 +490,8 @@ def _main(listener: int, modules: Sequence[str], optional: Sequence[str]) -> Non
     if "zygote" in request:
         _end_after(lambda: _be_zygote(request["zygote"], request["fds"]))
     sys.modules["lockstep.tools.verify.runs"].COMMAND = (str(commands / "lockstep"),)  # type: ignore[attr-defined]
-    if _COLD_HOSTS not in request["env"] and not request.get("before"):  # which a process elsewhere would lack
+    # What a program changes before it begins, a process that is forked elsewhere would lack.
+    if not COLD_HOSTS.keys() & request["env"].keys() and not request.get("before"):
         sys.modules["lockstep.remote.ssh"].PYTHON = str(commands / "python")  # type: ignore[attr-defined]
     _end_after(lambda: _live(request))
 

@@ -105,6 +105,11 @@ def sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
+def last_lines(text: str, most: int) -> list[str]:
+    """Return the last ``most`` lines of ``text`` that are not blank, without the blanks at their ends."""
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-most:]
+
+
 def listed(items: Sequence[str], *, most: int = 8, between: str = ", ") -> str:
     """Join ``items`` for a message: the first ``most`` of them, and how many more there are."""
     shown = between.join(items[:most])

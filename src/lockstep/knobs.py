@@ -41,14 +41,13 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 import re
 import shlex
 from collections.abc import Mapping
 
 from lockstep.errors import EnvironmentMismatch
-from lockstep.times import Times
+from lockstep.times import Times, positive
 
 STORE = "LOCKSTEP_STORE"
 JOB_DIR = "LOCKSTEP_JOB_DIR"
@@ -287,12 +286,11 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     if text is None:
         return default
     try:
-        seconds = float(text)
+        return positive(text)
     except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise EnvironmentMismatch(f"{name}={text!r}: expected a positive number of seconds, e.g. {name}={default:g}")
-    return seconds
+        raise EnvironmentMismatch(
+            f"{name}={text!r}: expected a positive number of seconds, e.g. {name}={default:g}"
+        ) from None
 
 
 def shm_chunk(env: Mapping[str, str] = os.environ) -> int:

@@ -89,7 +89,7 @@ class Times:
             name, equals, seconds = part.strip().rpartition("=")
             if (equals and name not in names) or (not equals and place):
                 raise ValueError(f"{part.strip()!r}: expected NAME=SECONDS, NAME one of {', '.join(names)}")
-            value = _positive(seconds)
+            value = positive(seconds)
             times = replace(times, **{name: value}) if equals else times.scaled(value)
         return times
 
@@ -99,7 +99,12 @@ class Times:
         return replace(self, **{name: factor * getattr(self, name) for name in pauses})
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """Return a positive number of seconds, or a positive factor.
+
+    Raises:
+        ValueError: it is none.
+    """
     try:
         value = float(text)
     except ValueError:

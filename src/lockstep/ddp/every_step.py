@@ -36,8 +36,6 @@ class EveryStep:
         self._replica, self._options = replica, options
         self._group, self._world_size = replica.group, dist.get_world_size(replica.group)
         self._divides_by_initial_world_size = True
-        #: Whether the last forward was inside join.
-        self._joins = False
 
     def lay_out(
         self, module: nn.Module, params: list[Parameter], names: list[str]
@@ -74,7 +72,7 @@ class EveryStep:
         averages = replica.syncs and records
         sends_buffers = averages and module.training and replica.sends_buffers
         source, divisor = 0, None
-        self._joins = joins = replica.joins
+        joins = replica._join_config.enable
         if joins:
             Join.notify_join_context(replica.joinable)
             step = shake_hands(self._group, active=True, sends_buffers=sends_buffers, averages=averages)
@@ -113,7 +111,8 @@ class EveryStep:
 
     def backward_begins(self, forward: Forward, items: Items | None) -> None:
         """See :class:`~lockstep.ddp.synchroniser.Synchroniser`."""
-        if items is not None and self._joins:
+        joins = self._replica._join_config.enable
+        if items is not None and joins:
             raise LockstepError(
                 f"{self._replica.whoami()}: world.weigh inside lockstep.join: a rank that has run out of batches does "
                 "not know that the others count items. Let lockstep.shard cut the batches, so that every rank takes "
@@ -124,7 +123,7 @@ class EveryStep:
             weight=forward.weight,
             divisor=forward.divisor,
             items=None if items is None else items.count,
-            joins=self._joins,
+            joins=joins,
         )
 
     def require_sync(self) -> None:
@@ -135,7 +134,7 @@ class EveryStep:
         """**Collective** if there are buffers to send."""
         # Once more, so that replicas are equal after every step: an evaluation or a checkpoint that follows sees the
         # same buffers on every rank and needs no communication. See Note [Buffers] in api.py.
-        if forward.sends_buffers and not self._joins:
+        if forward.sends_buffers and not self._replica._join_config.enable:
             self._replica.send_buffers(0)
 
     # What users ask for -----------------------------------------------------------------------------------------------

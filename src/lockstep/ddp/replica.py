@@ -23,7 +23,6 @@ from lockstep.ddp.checks import GradientChecks
 from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.compare import compare_replicas
 from lockstep.ddp.every_step import EveryStep
-from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.hooks import BackwardListener, BackwardWatch, Forward
 from lockstep.ddp.in_rounds import InRounds
 from lockstep.ddp.layout import sparse_parameters
@@ -371,15 +370,10 @@ class Replica(Joinable, BackwardListener):
     # Steps in slices: see Sliceable ---------------------------------------------------------------------------------
 
     def _announce_in_slice(self, *, trains: bool) -> Forward:
-        if self._slices is None or self.joins:
+        if self._slices is None or self._join_config.enable:
             reason = "its process group is not the whole world" if self._slices is None else "it is inside join"
             raise refusals.not_in_slices(self.whoami(), reason)
         return self._slices.forward_begins(trains=trains)
-
-    @property
-    def check(self) -> FiniteCheck | None:
-        """What looks at gradients that are averaged; None if nothing does, or in front of the optimizer's step."""
-        return self.checks.finite
 
     def lay_out_if_unfrozen(self, module: nn.Module) -> None:
         """**Collective** if parameters that were frozen are trained now. Lay the buckets out for them."""
@@ -389,14 +383,6 @@ class Replica(Joinable, BackwardListener):
     def buffers_to_send(self, module: nn.Module) -> list[Tensor]:
         """Return the buffers that are to be the same on all ranks."""
         return self._buffers.current(module) if self.sends_buffers else []
-
-    def why_not_in_slices(self) -> str:
-        """Return what its way of training has against slices; empty: nothing."""
-        return self._sync.why_not_in_slices()
-
-    def sliced_step_ended(self, step: slicing.SlicedStep) -> None:
-        """**Collective** in some steps. Check what came of it."""
-        self.checks.sliced_step_ended(step)
 
     # What users ask for ---------------------------------------------------------------------------------------------
 
@@ -420,7 +406,7 @@ class Replica(Joinable, BackwardListener):
         self._sync.register_comm_hook(state, hook)
 
     def compare_no_more(self) -> None:
-        """Take it that the ranks' replicas differ, by what the user has chosen."""
+        """Expect the ranks' replicas to differ from now on, by what the user has chosen."""
         self.checks.expect_differences()
         if self._slices is not None:
             ending.leave(self._slices.number)
@@ -435,11 +421,6 @@ class Replica(Joinable, BackwardListener):
     def joinable(self) -> Joinable:
         """What takes part in join."""
         return self
-
-    @property
-    def joins(self) -> bool:
-        """Whether ranks may have run out of batches: inside join."""
-        return bool(self._join_config.enable)
 
     @property
     def join_device(self) -> torch.device:

@@ -7,11 +7,12 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.ddp.finite import FiniteCheck
+from lockstep.ddp.checks import GradientChecks
 from lockstep.ddp.hooks import Forward
 from lockstep.ddp.members import parameters_of
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.sliced import SlicedGradients
+from lockstep.ddp.synchroniser import Synchroniser
 from lockstep.errors import LockstepError
 from lockstep.step import slicing
 
@@ -20,6 +21,7 @@ class Sliceable(Protocol):
     """What a step in slices needs of a replica."""
 
     reducer: Reducer
+    checks: GradientChecks
 
     @property
     def module(self) -> nn.Module | None: ...
@@ -28,7 +30,7 @@ class Sliceable(Protocol):
     def group(self) -> dist.ProcessGroup: ...
 
     @property
-    def check(self) -> FiniteCheck | None: ...
+    def synchroniser(self) -> Synchroniser: ...
 
     @property
     def is_in_backward(self) -> bool: ...
@@ -38,10 +40,6 @@ class Sliceable(Protocol):
     def lay_out_if_unfrozen(self, module: nn.Module) -> None: ...
 
     def buffers_to_send(self, module: nn.Module) -> list[Tensor]: ...
-
-    def why_not_in_slices(self) -> str: ...
-
-    def sliced_step_ended(self, step: slicing.SlicedStep) -> None: ...
 
     def backward_dies(self) -> None: ...
 
@@ -108,7 +106,7 @@ class SliceMember:
             named = {id(param): name for name, param in parameters_of(module)}
             params = replica.reducer.params
             names = [named.get(id(param), "") for param in params]
-            self._gradients = SlicedGradients(params, names, group=replica.group, finite=replica.check)
+            self._gradients = SlicedGradients(params, names, group=replica.group, finite=replica.checks.finite)
         self._gradients.begin(module, step, replica.buffers_to_send(module))
 
     def slice_ends(self, step: slicing.SlicedStep, number: int) -> None:
@@ -128,7 +126,7 @@ class SliceMember:
         """See :class:`~lockstep.step.slicing.Member`."""
         assert self._gradients is not None  # the step has begun
         self._gradients.end(step, step.says[self.number])
-        self._replica.sliced_step_ended(step)
+        self._replica.checks.sliced_step_ended(step)
 
     def forget(self) -> None:
         """See :class:`~lockstep.step.slicing.Member`."""
@@ -159,7 +157,7 @@ class SliceMember:
             return f"a comm hook ({reducer.hook_name()}) averages its gradients, and slices are added up in order"
         if reducer.sparse:
             return "it has sparse gradients, and slices add up dense ones: make its embeddings with sparse=False"
-        return self._replica.why_not_in_slices()
+        return self._replica.synchroniser.why_not_in_slices()
 
 
 def forward_in_slice() -> Forward:

@@ -32,7 +32,7 @@ class Synchroniser(Protocol):
         ...
 
     def begin(self) -> None:
-        """**Collective** in some. Begin, now that all ranks hold the same."""
+        """**Collective** for rounds. Begin, now that all ranks hold the same parameters and buffers."""
         ...
 
     def laid_out_again(self) -> None:
@@ -93,6 +93,8 @@ class Replicated(BackwardListener, Protocol):
     #: What its forwards leave to be done.
     forwards: Forwards
     reducer: Reducer
+    #: torch's, as of every Joinable: whether ranks may have run out of batches.
+    _join_config: Any
 
     @property
     def group(self) -> dist.ProcessGroup: ...
@@ -102,11 +104,6 @@ class Replicated(BackwardListener, Protocol):
 
     @property
     def checks(self) -> GradientChecks: ...
-
-    @property
-    def joins(self) -> bool:
-        """Whether ranks may have run out of batches: inside join."""
-        ...
 
     @property
     def joinable(self) -> Joinable: ...

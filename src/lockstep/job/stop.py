@@ -327,12 +327,10 @@ def _becomes_daemon(frame: FrameType | None) -> bool:
 
 @contextmanager
 def spared() -> Iterator[None]:
-    """Keep what a terminal sends to all from the processes that are started meanwhile, also from those that are not
-    forked, if it is a request to this one, which then hears of it afterwards."""
-    if not isinstance(getattr(signal.getsignal(signal.SIGHUP), "__self__", None), Requests):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_THE_TERMINAL)
+    """Keep what a terminal sends to all from processes that are started meanwhile, forked or not, where it is a request
+    to this process, which hears of it afterwards."""
+    asked_by = [s for s in _FROM_THE_TERMINAL if isinstance(getattr(signal.getsignal(s), "__self__", None), Requests)]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, asked_by)
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import _units
+from lockstep.errors import last_lines
 from lockstep.job.fates import advice, names
 from lockstep.job.files import EXIT_SAVED, StopNote
 from lockstep.job.hang import HangKind, HangVerdict, odd_ones
@@ -301,8 +302,7 @@ def _last_lines(log: Path) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []  # the log is named all the same
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    return [f"  {line}" for line in lines[-_LAST_LINES:]]
+    return [f"  {line}" for line in last_lines(text, _LAST_LINES)]
 
 
 def _blamed(message: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep import knobs
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, last_lines
 from lockstep.machine import is_loopback
 from lockstep.remote.frames import FrameKind, Frames
 
@@ -30,7 +30,7 @@ _CHUNK = 65536
 
 #: Without the current folder, where a random.py may be.
 _BOOT = 'import sys; sys.path[:] = filter(None, sys.path); from lockstep.cli import main; main(prog_name="lockstep")'
-#: The Python of the hosts, by which lockstep is started there: it is where this host's is.
+#: The Python that starts lockstep on the hosts: each has one at the same path as this process.
 PYTHON = sys.executable
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 #: No name begins with a dash, which would be an option for ssh.
@@ -149,8 +149,7 @@ def address_of(host: Host) -> str:
 
 
 def _last_words(text: str) -> str:
-    lines = [line.rstrip() for line in text[-_WORDS:].splitlines() if line.strip()]
-    return "\n".join(lines[-_LINES:]) or "it said nothing"
+    return "\n".join(last_lines(text[-_WORDS:], _LINES)) or "it said nothing"
 
 
 class Connection:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lockstep.errors import last_lines
+
 #: Seconds that a process has to end after SIGTERM.
 _PATIENCE = 10.0
 #: Lines of what it has written that are repeated.
@@ -36,8 +38,7 @@ class ChildResult:
     def last_words(self) -> str:
         """The end of what it has written."""
         text = self.err if self.err.strip() else self.out
-        lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-        return "\n".join(lines[-_LINES:]) or "it said nothing"
+        return "\n".join(last_lines(text, _LINES)) or "it said nothing"
 
 
 def run(module: str, *args: str, limit: float, env: Mapping[str, str] | None = None) -> ChildResult:

@@ -15,6 +15,8 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -309,16 +311,15 @@ def leave_out_of_flight_recorder(backend: str) -> None:
         recorders.add(backend)
 
 
-def storage_use_count() -> Callable[[Any], int]:
-    """Return the function that counts the tensors, and other owners, of an untyped storage.
+def storage_use_count(storage: torch.UntypedStorage) -> Callable[[], int]:
+    """Return the function that counts the tensors, and other owners, of ``storage``, which must outlive it.
 
     The only way to learn that an alias of a tensor (a slice, ``detach()``, a NumPy array) is still in use; torch's own
     trees of CUDA graphs rest on it. It takes the address of the storage, ``storage._cdata``.
     """
     import torch
 
-    count: Callable[[int], int] = torch._C._storage_Use_Count
-    return lambda storage: count(storage._cdata)
+    return partial(torch._C._storage_Use_Count, storage._cdata)
 
 
 def tensor_use_count() -> Callable[[Any], int]:
@@ -347,13 +348,15 @@ def is_made_of_tensors(tensor: Any) -> bool:
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
 
-def in_compiled_autograd() -> bool:
-    """Say whether the backward under way is run by compiled autograd.
+def compiled_autograd() -> tuple[Callable[[], object], Callable[[Any], bool]]:
+    """Return the function that returns compiled autograd, if that is imported, and the one that says of it whether it
+    runs the backward under way.
 
-    It drops what :func:`queue_callback` was given without a call, and torch has no public way to ask.
+    It drops what :func:`queue_callback` was given without a call, and torch has no public way to ask. (Asked in each
+    backward, so no Python is called for it.)
     """
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    return compiled is not None and bool(compiled.in_compiled_autograd_region)
+    imported = partial(sys.modules.get, "torch._dynamo.compiled_autograd")
+    return imported, attrgetter("in_compiled_autograd_region")
 
 
 def traces_backward() -> bool:
@@ -376,20 +379,16 @@ def transforms_active() -> Callable[[], bool]:
     return active
 
 
-def wrapper_around() -> Callable[[nn.Module], str | None]:
-    """Return what says which class of torch's runs a module as a part of itself, and averages its gradients; or None.
+#: What torch.nn.DataParallel marks the copies with that it makes of a module; they have no other mark.
+COPY_BY_DATA_PARALLEL = "_is_replica"
 
-    Neither class tells a module that it is wrapped. DistributedDataParallel keeps the instance whose forward is under
-    way for torch.compile, DataParallel marks the copies that it makes. Two look-ups in each forward.
+
+def ddp_in_forward() -> Callable[[], nn.Module | None]:
+    """Return the function that returns torch's DistributedDataParallel whose forward is under way, if there is one.
+
+    No class of torch's tells a module that it is wrapped. DDP keeps the instance whose forward is under way for
+    torch.compile. (Asked in each forward, so no Python is called for it.)
     """
     from torch.nn.parallel import DistributedDataParallel
 
-    def around(module: nn.Module) -> str | None:
-        if "_is_replica" in module.__dict__:
-            return "DataParallel"
-        active = DistributedDataParallel._active_ddp_module
-        if active is None or not any(part is module for part in active.modules()):
-            return None
-        return "DistributedDataParallel"
-
-    return around
+    return partial(attrgetter("_active_ddp_module"), DistributedDataParallel)

@@ -92,7 +92,7 @@ def _registered() -> int:
     for _ in range(5):
         ignoring[1].weight = nn.Parameter(torch.ones(3, 3))
         differentiate(ignoring(torch.ones(1, 3)).sum())
-    return len(replica_of(model)._own._registered) + len(replica_of(ignoring)._own._registered)
+    return len(replica_of(model)._own.registered) + len(replica_of(ignoring)._own.registered)
 
 
 def _all() -> dict[str, Any]:

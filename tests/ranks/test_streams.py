@@ -234,7 +234,7 @@ class Recursive(nn.Module):
 
 
 def _is_on() -> bool:
-    return not torch.equal(torch.get_rng_state(), streams.current().state)
+    return not torch.equal(torch.get_rng_state(), streams.current.state)
 
 
 def _ends_of_stretches() -> list[str]:

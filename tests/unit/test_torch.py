@@ -329,28 +329,31 @@ def test_leave_out_of_flight_recorder() -> None:
 # --- nothing private elsewhere ---------------------------------------------------------------------------------------
 
 
-def test_wrapper_around() -> None:
-    seen: list[str | None] = []
-    around = _torch.wrapper_around()
+def test_ddp_in_forward() -> None:
+    seen: list[object] = []
+    in_forward = _torch.ddp_in_forward()
 
-    class Inner(nn.Linear):
+    class Seen(nn.Linear):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            seen.append(around(self))
+            seen.append(in_forward())
             return super().forward(inputs)
 
-    inner = Inner(2, 2)
-    inner(torch.ones(1, 2))
-    copied: Any = inner
-    seen.append(around(copied._replicate_for_data_parallel()))  # what DataParallel runs on each of several GPUs
-    with torch.nn.parallel.DistributedDataParallel._inside_ddp_forward(_Wrapped(inner)):  # type: ignore[arg-type]
-        inner(torch.ones(1, 2))
-        Inner(2, 2)(torch.ones(1, 2))
-    assert seen == [None, "DataParallel", "DistributedDataParallel", None]
+    wrapper: Any = _Wrapped(Seen(2, 2))
+    with torch.nn.parallel.DistributedDataParallel._inside_ddp_forward(wrapper):
+        wrapper.module(torch.ones(1, 2))
+    wrapper.module(torch.ones(1, 2))
+    assert seen == [wrapper, None]
+
+
+def test_copies_by_data_parallel_are_marked() -> None:
+    module: Any = nn.Linear(2, 2)
+    assert _torch.COPY_BY_DATA_PARALLEL not in module.__dict__
+    assert _torch.COPY_BY_DATA_PARALLEL in module._replicate_for_data_parallel().__dict__  # one on each of several GPUs
 
 
 class _Wrapped:
     def __init__(self, module: nn.Module) -> None:
-        self.modules = module.modules
+        self.module = module
 
 
 def test_each_function_has_a_test() -> None:

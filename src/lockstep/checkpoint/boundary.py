@@ -26,7 +26,7 @@ from lockstep.job import flight
 from lockstep.job.files import EXIT_SAVED, StopNote
 from lockstep.job.page import Cell, Mark
 from lockstep.job.stop import Action, Agreement, Board, PageBoard, Requests, StoreBoard
-from lockstep.step.local_training import LocalTraining
+from lockstep.step.local_training import LocalTraining, trained_apart
 
 
 class Saver(Protocol):
@@ -104,14 +104,15 @@ class StepBoundary:
         if not self._requests.listening:
             self.listen()
         self._boundaries += 1
-        training = saver._local_training
+        training = saver._local_training if trained_apart else None
         if training is not None:
             training.between_steps()
         agreement = self._agreement or self._agree(training)
         count = saver.step if self._counts_steps else self._boundaries
         if training is not None:
             count = training.rounds  # see Note [Rounds and agreements] in step/local_training.py
-        due = agreement.due(count, wanted=self._requests.wanted)
+        asked = self._requests.stop is not None or self._requests.save
+        due = agreement.due(count, wanted=self._requests.wanted if asked else None)
         if last and due is None:
             due = self._due_at_last()
         if due is Action.SAVE:

@@ -37,7 +37,7 @@ from lockstep.checkpoint.safetensors import USE_DCP, unsavable
 from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 from lockstep.job import flight
 from lockstep.step import streams
-from lockstep.step.local_training import LocalTraining, any_is_trained_apart, local_training_of
+from lockstep.step.local_training import LocalTraining, local_training_of
 
 # The objects.
 
@@ -256,7 +256,7 @@ class RunState:
 
 def _local_training_in(model: nn.Module) -> LocalTraining | None:
     """Return how the ranks train ``model``, or what it wraps, apart."""
-    return local_training_of(*layers(model)) if any_is_trained_apart() else None  # (asked in each step)
+    return local_training_of(*layers(model))
 
 
 def _parameters_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -452,7 +452,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
     return {
         "python": [version, np.array(words, dtype="<u4").tobytes().hex(), gauss],
         "numpy": [np.asarray(keys, dtype="<u4").tobytes().hex(), int(position), int(has_gauss), float(cached)],
-        "torch": _hex(streams.current().state),
+        "torch": _hex(streams.current.state),
         "cuda": _hex(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
     }
 
@@ -485,7 +485,7 @@ def restore_rng(state: dict[str, Any], device: torch.device) -> None:
     """Put every generator back; the GPU's only if the state has one and this rank has a GPU."""
     random.setstate(_python(state))
     np.random.set_state(_numpy(state))
-    streams.current().state = _bytes(state["torch"])
+    streams.current.state = _bytes(state["torch"])
     if state["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(_bytes(state["cuda"]), device)
 

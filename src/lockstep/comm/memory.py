@@ -39,9 +39,9 @@ class InPlaceMemory(Protocol):
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """**Collective.** Return a 1-D tensor of ``size`` zeros."""
 
-    def in_place_sum(self, tensor: torch.Tensor, look: SumLook | None = None) -> Callable[[], None]:
+    def in_place_sum(self, tensor: torch.Tensor, look: SumLook | None = None) -> Callable[[str], None]:
         """Return a **collective** function that adds up all ranks' ``tensor``, which is such memory, and returns when
-        it is done. All that an all-reduce checks is checked once, here.
+        it is done. It takes a label (labels.py). All that an all-reduce checks is checked once, here.
 
         Args:
             tensor: as :meth:`allocate_tensor` returned it, or a contiguous part of it.

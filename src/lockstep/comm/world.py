@@ -48,7 +48,7 @@ class World:
         #: Seconds a collective may wait.
         self.timeout = timeout
         #: What sharded loaders have handed out; see Note [Batches in hand].
-        self.in_hand = BatchesInHand(identity.world_size)
+        self.in_hand = BatchesInHand(rank=identity.rank, world_size=identity.world_size)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -112,31 +112,10 @@ class World:
             raise ValueError(
                 f"rank {self.rank} of {self.world_size}: world.weigh({count}): expected 0 or more, and less than 2**48"
             )
-        step = slicing.current()
+        step = slicing.current
         if step is not None:
             step.weigh(count)
         self.in_hand.say(Items(count))
-
-    def refuse_contested_share(self, what: str, *, of_backward: bool = False) -> None:
-        """Refuse, alike on every rank, what takes one share for batches that have different ones.
-
-        Args:
-            what: what would take it, for the message.
-            of_backward: look at the batches that were in hand when a forward took the share, not at those that are now.
-
-        Raises:
-            LockstepError: batches of several loaders are in hand, and they weigh differently.
-        """
-        contested = self.in_hand.contested(of_backward=of_backward)
-        if contested:
-            batches = " and ".join(f"{loader} ({share.words()})" for loader, share in contested)
-            raise LockstepError(
-                f"rank {self.rank} of {self.world_size}: {what} meets batches of several sharded loaders whose shares "
-                f"weigh differently, so that no one weight makes the mean exact: {batches}. Give the loaders the same "
-                f"batch size and length, or batch sizes that {self.world_size} ranks divide evenly with "
-                "drop_last=True; or say what weighs: world.weigh(this rank's samples) before the backward, and call "
-                "backward for each loader's loss by itself"
-            )
 
     @property
     def rank(self) -> int:
@@ -292,7 +271,7 @@ class World:
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
         if samples is None:
-            self.refuse_contested_share("World.mean() without samples=")
+            self.in_hand.refuse_contested("World.mean() without samples=")
         count = samples if samples is not None else 1 if self.share is None else self.share.local_samples
         if count < 0:
             raise ValueError(f"samples={count}: expected 0 or more")

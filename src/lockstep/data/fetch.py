@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count, islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,7 +107,7 @@ class SliceDataset(Dataset[Fetched]):
     def _fetched(self, key: SliceKey, *, sliced: bool = False) -> Any:
         if self._at_once:
             rows = torch.tensor(key.indices[: key.samples], dtype=torch.int64)
-            return [tensor[rows] for tensor in self.dataset.tensors]
+            return [*map(itemgetter(rows), self.dataset.tensors)]
         # In slices a collate_fn that draws (mixup) is seeded even where samples can't be random.
         seeds_collate = self._seeded or (sliced and self._collate is not default_collate)
         with _own_generators(seeds_collate):
@@ -380,12 +381,12 @@ class Keys(Sampler[SliceKey | StepKey]):
 
 
 def slice_keys(
-    order: torch.Tensor, source: Shardable, *, start: int, world: World, epoch_key: int
+    order: torch.Tensor, source: Shardable, *, start: int, rank: int, world_size: int, epoch_key: int
 ) -> Iterator[SliceKey]:
     """Return one rank's keys from global sample ``start`` on: as many on every rank."""
     batches = global_batches(order.numel(), batch_size=source.batch_size, drop_last=source.drop_last, start=start)
     for begin, end in batches:
-        first, last = slice_bounds(end - begin, rank=world.rank, world_size=world.world_size, shares=source.shares)
+        first, last = slice_bounds(end - begin, rank=rank, world_size=world_size, shares=source.shares)
         samples = last - first
         position = begin + first if samples else begin
         indices = order[position : position + max(1, samples)].tolist()

@@ -542,7 +542,7 @@ class ShardedLoader:
         draws_here = self._slicing is not None and not self._seeded and not self.num_workers
         while True:
             self._is_recut = False
-            ahead = iter(naming_dead_workers(self._fetch()))
+            ahead = iter(naming_dead_workers(self._fetch()) if self.num_workers else self._fetch())
             while not self._is_recut:
                 # (A dataset that draws unseeded must not move the common random numbers by what this rank fetches.)
                 with preserved_generators() if draws_here else nullcontext():
@@ -553,7 +553,7 @@ class ShardedLoader:
 
     def _run_pass(self, hand_out: Callable[[Fetched], Iterator[Any]]) -> Iterator[Any]:
         mine = self._begin_pass()
-        world, rank_stream = self._world, streams.current()
+        world, rank_stream = self._world, streams.current
         try:
             self._ask(rank_stream)
             for fetched in self._batches():
@@ -618,7 +618,12 @@ class ShardedLoader:
             order = self._order_now = self._order()
             if self._slicing is None:
                 self._keys.keys = slice_keys(
-                    order, self._source, start=self._cursor.samples, world=self._world, epoch_key=epoch_key
+                    order,
+                    self._source,
+                    start=self._cursor.samples,
+                    rank=self._world.rank,
+                    world_size=self._world.world_size,
+                    epoch_key=epoch_key,
                 )
             else:
                 self._keys.keys = step_keys(

@@ -285,13 +285,13 @@ class Step:
         passes = self._passes - 1
         place = self._place.seed, self._place.epoch, self._place.batch, number, _SLICE
         seed = mix(*place, passes) if passes else mix(*place)
-        streams.current().set_aside(self._loader)
+        streams.current.set_aside(self._loader)
         seed_generators(seed)
         if self._world.device.type == "cuda":
             torch.cuda.manual_seed(seed & (2**63 - 1))
 
     def _give_back(self, generators: _Generators) -> None:
-        streams.current().finish(self._loader)
+        streams.current.finish(self._loader)
         generators.restore()
 
     def _cut_again(self, failure: str) -> None:

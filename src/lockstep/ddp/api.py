@@ -5,7 +5,8 @@ Note [Buffers]
 With ``broadcast_buffers`` rank 0's buffers (batch statistics, counters) replace those of the other ranks before every
 forward in training mode whose backward will be averaged, as torch's DDP does, and again when that backward has ended.
 So after every step all ranks hold the same buffers, and a forward in evaluation mode sends nothing: it may run on one
-rank alone. Inside ``no_sync`` and under ``torch.no_grad`` nothing is sent either.
+rank alone. Inside ``no_sync`` and under ``torch.no_grad`` nothing is sent either. (A module without buffers that makes
+some in a forward has them sent before the next one.)
 """
 
 from __future__ import annotations
@@ -389,7 +390,7 @@ def _open_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def _leave_stream(module: nn.Module, *_: Any) -> None:
     """Return to the common random numbers, also after a forward that failed. In a copy it does nothing."""
     if not torch.compiler.is_exporting():
-        streams.current().leave(module)
+        streams.current.leave(module)
 
 
 class _BeforeForward:

@@ -33,7 +33,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
+from itertools import chain, repeat
+from operator import attrgetter, is_not
 from typing import Any, cast
 
 import torch
@@ -50,6 +52,8 @@ from lockstep.ddp.rider import Rider
 from lockstep.ddp.sparse import SparseSlot, SparseTransfer
 from lockstep.errors import LockstepError
 from lockstep.step.share import Place
+
+_grad, _version, _packed = attrgetter("grad"), attrgetter("_version"), attrgetter("packed")
 
 #: Factors kept as tensors; ever new shares must not fill the memory.
 _MOST_SCALES = 64
@@ -94,26 +98,22 @@ class Averaging:
         self.call = dist.AllreduceOptions()
         self.call.asyncOp = True
         self.labels = [
-            [labelled(f"backward {n} of each {LABELS}, {self.describe(bucket)}") for n in range(LABELS)]
+            [f"backward {n} of each {LABELS}, {self.describe(bucket)}" for n in range(LABELS)]
             for bucket in self.buckets
         ]
-        self._scales: dict[tuple[float, torch.dtype], Tensor] = {}
+        #: Factors as tensors, by value and dtype.
+        self.scales: dict[tuple[float, torch.dtype], Tensor] = {}
 
     def use_hook(self, comm_hook: tuple[Any, CommHook] | None) -> None:
         """Let a comm hook, called with its first argument, reduce the buckets."""
         self.comm_hook = comm_hook
         self.sends = self.world_size > 1 or comm_hook is not None
 
-    def scale(self, bucket: Bucket, factor: float) -> Tensor | None:
-        """Return ``factor`` as a tensor (0-dim) that gradients in ``bucket`` can be multiplied by; None for 1."""
-        if factor == 1:
-            return None
-        dtype = torch.float64 if bucket.flat.dtype in (torch.float64, torch.complex128) else torch.float32
-        scale = self._scales.get((factor, dtype))
-        if scale is None:
-            if len(self._scales) > _MOST_SCALES:
-                self._scales.clear()
-            scale = self._scales[factor, dtype] = torch.tensor(factor, dtype=dtype)
+    def make_scale(self, factor: float, dtype: torch.dtype) -> Tensor:
+        """Make ``factor`` a tensor (0-dim), and keep it in :attr:`scales`."""
+        if len(self.scales) > _MOST_SCALES:
+            self.scales.clear()
+        scale = self.scales[factor, dtype] = torch.tensor(factor, dtype=dtype)
         return scale
 
     def describe(self, bucket: Bucket) -> str:
@@ -155,6 +155,8 @@ class Backward:
         self.sync, self.number = sync, number
         self.is_hooked = averaging.comm_hook is not None
         self.factor, self._divisor, self._kept = factor, divisor, kept
+        #: Positions of the parameters that got no gradient on this rank, of the buckets that were issued.
+        self.missing: list[int] = []
         self.left_out = self.place = 0
         self.batch: Place | None = None
         self.skipped = False
@@ -168,7 +170,7 @@ class Backward:
             bucket.begin()
         # Private, and the only count of in-place changes; see Note [Taken gradients].
         looks = not discards and averaging.sends
-        self._versions = [param._version for param in averaging.params] if looks else []
+        self._versions = [*map(_version, averaging.params)] if looks else []
 
     def name_of(self, bucket: Bucket, slot: int) -> str:
         """Return the name of a parameter."""
@@ -183,8 +185,14 @@ class Backward:
         return chain.from_iterable(self._all.arrived)
 
     def scale(self, bucket: Bucket) -> Tensor | None:
-        """Return what gradients are multiplied by on their way into ``bucket``; a comm hook divides by itself."""
-        return self._all.scale(bucket, self.factor if self.is_hooked else self.factor / self._divisor)
+        """Return what gradients are multiplied by on their way into ``bucket`` (0-dim), None for 1; a comm hook divides
+        by itself."""
+        factor = self.factor if self.is_hooked else self.factor / self._divisor
+        if factor == 1:
+            return None
+        dtype = torch.float64 if bucket.flat.dtype in (torch.float64, torch.complex128) else torch.float32
+        scale = self._all.scales.get((factor, dtype))
+        return self._all.make_scale(factor, dtype) if scale is None else scale
 
     def leave_to_holders(self) -> None:
         """See Note [Gradients held elsewhere]; without views every gradient is its parameter's own."""
@@ -215,11 +223,14 @@ class Backward:
         bucket, riding = self._all.buckets[self.next], self._all.riding[self.next]
         bucket.counted, self.next = len(bucket.arrived), self.next + 1
         bucket.missing = bucket.find_missing(self._all.pending)
-        if not (self._all.sends or riding):
-            return
-        self._fill(bucket)
+        if self._all.sends or riding:
+            self._fill(bucket)
+        if bucket.missing:
+            self.missing += map(bucket.positions.__getitem__, bucket.missing)
         for rider, place in riding:
             rider.write(bucket, bucket.flags[place], self)
+        if not self._all.sends:
+            return
         if self._all.comm_hook is not None:
             self._issue_hook(*self._all.comm_hook, bucket)
         elif self._all.world_size > 1:
@@ -252,7 +263,9 @@ class Backward:
             return []
         if not self._all.sends:
             return self._weigh_alone()
-        unused = [position for bucket in buckets for position in self._write(bucket)] if write else []
+        unused: list[int] = []
+        for bucket in buckets if write else ():
+            unused += self._write(bucket)
         for slot, transfer in zip(self._all.sparse, sparse, strict=True):
             if not transfer.complete(write=write) and write:
                 unused.append(slot.position)
@@ -264,23 +277,24 @@ class Backward:
             for param in self._all.params:
                 if param.grad is not None:
                     param.grad.mul_(self.factor)
-        return self.missing()
+        return self.missing
 
     def _wait_for_all(self) -> list[SparseTransfer]:
         """**Collective.** Wait for all buckets. Return what was begun of the sparse gradients."""
         buckets = self._all.buckets
         if not (self.is_hooked and self._all.world_size > 1):
-            sparse = [self._issue_sparse(slot) for slot in self._all.sparse]
+            sparse = [*map(self._issue_sparse, self._all.sparse)]
             for bucket in buckets:
-                self._wait(bucket)
+                if bucket.wait is not None or bucket.result is not None:
+                    self._wait(bucket)
             return sparse
         for bucket in buckets:  # see Note [Issue order]
             self._wait(bucket)
         # (What the hook itself sends may come from any thread, so it goes without a label.)
         if buckets:
-            with self._label(buckets[-1]):
+            with labelled(self._label(buckets[-1])):
                 self._exchange_flags()
-        return [self._issue_sparse(slot) for slot in self._all.sparse]
+        return [*map(self._issue_sparse, self._all.sparse)]
 
     def _read(self, sparse: Sequence[SparseTransfer]) -> None:
         """**Collective** where riders say so. Let them read what all ranks have told."""
@@ -296,11 +310,12 @@ class Backward:
     def _fill(self, bucket: Bucket) -> None:
         """Put this rank's gradients into ``bucket``; see Note [Unused parameters]."""
         bucket.reset_flags()
-        grads = [param.grad for param in bucket.params]
+        grads = [*map(_grad, bucket.params)]
         absent = bucket.missing
-        for slot, grad in enumerate(grads):
-            if grad is None and slot not in bucket.missing:
-                absent = [*absent, slot]  # discarded, or Note [Taken gradients]
+        if not all(map(is_not, grads, repeat(None))):
+            for slot, grad in enumerate(grads):
+                if grad is None and slot not in bucket.missing:
+                    absent = [*absent, slot]  # discarded, or Note [Taken gradients]
         if self.factor == 0:
             self._keep_views(bucket, range(len(bucket)))
             bucket.values.zero_()
@@ -309,23 +324,23 @@ class Backward:
             self._keep_views(bucket, absent)
             bucket.pack_some(grads, self.scale(bucket))
         else:
-            self._pack(bucket, cast("list[Tensor]", grads))
+            try:
+                bucket.pack(cast("list[Tensor]", grads), self.scale(bucket))
+            except RuntimeError as error:
+                self._explain_sparse(bucket, error)
+                raise
         if absent:
             bucket.used[absent] = 0
         bucket.missing = absent
 
-    def _pack(self, bucket: Bucket, grads: list[Tensor]) -> None:
-        try:
-            bucket.pack(grads, self.scale(bucket))
-        except RuntimeError as error:
-            for position, grad in zip(bucket.positions, grads, strict=True):
-                if grad.layout != torch.strided:
-                    raise LockstepError(
-                        f"{self._all.whoami()}: parameter '{self._all.names[position]}' got a sparse gradient, but it "
-                        "is not the weight of an nn.Embedding or nn.EmbeddingBag with sparse=True, so it was planned "
-                        "as a dense one: use such a module, or make the gradient dense"
-                    ) from error
-            raise
+    def _explain_sparse(self, bucket: Bucket, error: RuntimeError) -> None:
+        for position, param in zip(bucket.positions, bucket.params, strict=True):
+            if param.grad is not None and param.grad.layout != torch.strided:
+                raise LockstepError(
+                    f"{self._all.whoami()}: parameter '{self._all.names[position]}' got a sparse gradient, but it "
+                    "is not the weight of an nn.Embedding or nn.EmbeddingBag with sparse=True, so it was planned "
+                    "as a dense one: use such a module, or make the gradient dense"
+                ) from error
 
     def _keep_views(self, bucket: Bucket, slots: Iterable[int]) -> None:
         """Copy the gradients that the reduction is about to overwrite but that may have to stay."""
@@ -335,19 +350,20 @@ class Backward:
                 self._kept[position] = grad.clone()
 
     def _all_reduce(self, bucket: Bucket) -> None:
-        with self._label(bucket):
-            if bucket.sum_up is not None:
-                what = lambda: f"{self._all.whoami()}: averaging {self._all.describe(bucket)}"  # noqa: E731
-                wait_for(bucket.sum_up, what, name=None)  # it sleeps, and tells of it, by itself
-            else:
+        label = self._label(bucket) if self.left_out else self._all.labels[bucket.index][self.number % LABELS]
+        if bucket.sum_up is not None:
+            what = lambda: f"{self._all.whoami()}: averaging {self._all.describe(bucket)}"  # noqa: E731
+            wait_for(partial(bucket.sum_up, label), what, name=None)  # it sleeps, and tells of it, by itself
+        else:
+            with labelled(label):
                 # The group's own method: dist.all_reduce has checks that take longer than a small bucket.
                 bucket.wait = self._all.group.allreduce([bucket.message], self._all.call).wait
 
-    def _label(self, bucket: Bucket) -> labelled:
+    def _label(self, bucket: Bucket) -> str:
         backward = self.number % LABELS
         if self.left_out and bucket.is_last:
             said = f"backward {backward} of each {LABELS}, after {count_left_out(self.left_out)}"
-            return labelled(f"{said}, {self._all.describe(bucket)}")
+            return f"{said}, {self._all.describe(bucket)}"
         return self._all.labels[bucket.index][backward]
 
     def _issue_hook(self, state: Any, hook: CommHook, bucket: Bucket) -> None:
@@ -362,10 +378,6 @@ class Backward:
         return slot.issue(self.factor / self._divisor, used)
 
     # Handing out ----------------------------------------------------------------------------------------------------
-
-    def missing(self) -> list[int]:
-        """Return the positions of the parameters that got no gradient on this rank."""
-        return [bucket.positions[slot] for bucket in self._all.buckets for slot in bucket.missing]
 
     def _write(self, bucket: Bucket) -> list[int]:
         """Hand out the averages. Return the positions of the parameters that no rank used."""
@@ -421,7 +433,11 @@ class Backward:
 
     def find_mistake(self) -> LockstepError | None:
         """Return what to raise, at the very end, for what only this rank can see and what makes the replicas differ."""
-        return self._find_late_portion() or (self._find_taken() if self.sync and self._versions else None)
+        if (self.next or any(map(_packed, self._all.buckets))) and (late := self._find_late_portion()) is not None:
+            return late
+        if self.sync and self._versions and not all(map(is_not, map(_grad, self._all.params), repeat(None))):
+            return self._find_taken()
+        return None
 
     def _find_late_portion(self) -> LockstepError | None:
         """Find a gradient that changed after it was sent; see Note [More than one event]."""

@@ -44,7 +44,6 @@ from lockstep.comm.memory import InPlaceMemory
 
 #: One call for a whole bucket.
 _foreach_copy = _torch.foreach_copy()
-_owners_of_storage = _torch.storage_use_count()
 _owners_of_tensor = _torch.tensor_use_count()
 
 #: Below this many elements for each parameter, the cost of a copy is the call and not the memory.
@@ -191,10 +190,11 @@ class Bucket:
         #: What ``tail`` is at first.
         self._fresh_flags = torch.tensor([1] * used + [0] * sum(others), dtype=flat.dtype).to(flat.device)
         self._storage = flat.untyped_storage()
+        self._owners = _torch.storage_use_count(self._storage)
 
     def _count_owners(self) -> None:
         """Count while only the bucket holds anything of it."""
-        self._owners_alone = _owners_of_storage(self._storage)
+        self._owners_alone = self._owners()
         self._references_alone, self._references_of_one = _references_to(self.views), _references_to(self.views[:1])
 
     def begin(self) -> None:
@@ -250,7 +250,7 @@ class Bucket:
 
     def _held(self) -> list[int]:
         """Return the slots whose view is no parameter's gradient, but may be held by somebody else."""
-        aliased = _owners_of_storage(self._storage) > self._owners_alone
+        aliased = self._owners() > self._owners_alone
         if not aliased and _references_to(self.views) == self._references_alone:
             return []
         pairs = zip(self.params, self.views, strict=True)

@@ -94,6 +94,11 @@ class GradientChecks:
                 riders.append(BatchFlags(self._group, param.dtype))
         return riders if self.drift is None else [*riders, self.drift]
 
+    def pause(self, joins: bool) -> None:
+        """Compare no replicas while ranks are not in the same step, as within join."""
+        if self.drift is not None:
+            self.drift.pause(joins)
+
     # In training ----------------------------------------------------------------------------------------------------
 
     def weighs(self, items: Items) -> None:
@@ -104,8 +109,9 @@ class GradientChecks:
         """Note what is to be looked at when an optimizer steps with these gradients; ``where`` says which they are."""
         if forward.slice is not None:
             return
-        if self._unaveraged is not None:
-            self._unaveraged.backward_ended(is_averaged=forward.sync)
+        unaveraged = self._unaveraged
+        if unaveraged is not None and (unaveraged.attends or not forward.sync):
+            unaveraged.backward_ended(is_averaged=forward.sync)
         if self._guard is not None and self._world_size == 1:
             self._guard.averaged_unseen(where())
 

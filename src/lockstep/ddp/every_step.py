@@ -10,7 +10,6 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm.init import current_world
 from lockstep.ddp.comm_hooks import CommHook, keeps_equal
 from lockstep.ddp.hooks import Forward
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
@@ -20,8 +19,7 @@ from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.synchroniser import Replicated
 from lockstep.errors import LockstepError
-from lockstep.step import slicing
-from lockstep.step.share import BatchesInHand, Items
+from lockstep.step.share import Items
 
 
 class EveryStep:
@@ -35,6 +33,9 @@ class EveryStep:
     def __init__(self, replica: Replicated, options: ReplicaOptions) -> None:
         self._replica, self._options = replica, options
         self._group, self._world_size = replica.group, dist.get_world_size(replica.group)
+        self._in_hand = replica.in_hand()
+        #: Whether the last forward was inside join, and what that divides by.
+        self._was_joining = False
         self._divides_by_initial_world_size = True
 
     def lay_out(
@@ -78,35 +79,33 @@ class EveryStep:
             step = shake_hands(self._group, active=True, sends_buffers=sends_buffers, averages=averages)
             source = step.active[0]
             divisor = None if self._divides_by_initial_world_size else len(step.active)
-        if replica.checks.drift is not None:
-            replica.checks.drift.pause(joins)
+        if joins is not self._was_joining:
+            self._was_joining = joins
+            replica.checks.pause(joins)
         if sends_buffers:
-            replica.send_buffers(source)
-        world = current_world()
-        in_hand = None if world is None or world.world_size != self._world_size else world.in_hand
-        items = None if in_hand is None else in_hand.read(for_backward=records)
-        number = replica.forwards.begin() if averages and module.training and not joins else 0
-        batch = None if in_hand is None or joins or not averages else in_hand.place()
-        return Forward(replica.syncs, self.weight(in_hand), sends_buffers, divisor, number, items, batch=batch)
+            sends_buffers = replica.send_buffers(source)
+        number = replica.forwards.next if averages and module.training and not joins else 0
+        if self._in_hand is None:
+            return Forward(replica.syncs, 1.0, sends_buffers, divisor, number)
+        weight, items, batch = self._in_hand.read(for_backward=records)
+        batch = None if joins or not averages else batch
+        return Forward(replica.syncs, weight, sends_buffers, divisor, number, items, batch=batch)
 
-    def weight(self, in_hand: BatchesInHand | None) -> float:
+    def weight(self) -> float:
         """See Note [Exact mean]; 1 where no sharded batch is in hand, or in a group that is not the whole world."""
-        share = None if in_hand is None else in_hand.share
-        return 1.0 if share is None or isinstance(share, Items) else share.weight(self._world_size)
+        return 1.0 if self._in_hand is None else self._in_hand.weight
 
     def take_share(self, forward: Forward) -> Items | None:
         """See :class:`~lockstep.ddp.synchroniser.Synchroniser`."""
-        world = current_world()
-        if world is None:
+        in_hand = self._in_hand
+        if in_hand is None:
+            return self._replica.items_of(forward)
+        if forward.slice is not None:  # a slice weighs what it holds, whatever else is in hand
+            in_hand.take(None)
             return None
-        is_sliced = slicing.current() is not None  # a slice weighs what it holds, whatever else is in hand
-        items = None if is_sliced else world.in_hand.items_for(forward.items)
-        if world.world_size == self._world_size:
-            if not is_sliced:
-                world.refuse_contested_share("this backward", of_backward=True)
-            world.in_hand.take(items)
-            if items is not None and world.in_hand.is_outside(items):
-                self._replica.checks.weighs(items)
+        items = in_hand.weigh(forward.items)
+        if items is not None and in_hand.is_outside(items):
+            self._replica.checks.weighs(items)
         return items
 
     def backward_begins(self, forward: Forward, items: Items | None) -> None:
@@ -165,8 +164,8 @@ class EveryStep:
         """**Collective.** Take part in one step of the ranks that still have data; see Note [Join handshake]."""
         replica = self._replica
         step = shake_hands(self._group, active=False, sends_buffers=False, averages=False)
-        if replica.checks.drift is not None:
-            replica.checks.drift.pause(True)
+        self._was_joining = True
+        replica.checks.pause(True)
         if step.sends_buffers:
             replica.living_module()
             replica.send_buffers(step.active[0])

@@ -72,6 +72,8 @@ class StepGuard:
         self._is_suspect = False
         #: Flags of the last average on their way from a GPU, and where that was.
         self._unread: list[_Unread] = []
+        #: Whether it looks in front of the optimizers' steps.
+        self._attends = False
         #: Averages in a row that some step was left out for, and whether that of now is one of them.
         self._in_a_row = 0
         self._is_counted = False
@@ -84,7 +86,7 @@ class StepGuard:
 
     def close(self) -> None:
         """Guard nothing any more."""
-        quiet(self)
+        self._attend(False)
         self._params = []
 
     # While gradients are averaged: see Rider and RowLook --------------------------------------------------------------
@@ -96,7 +98,8 @@ class StepGuard:
     def write(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:
         """See :class:`~lockstep.ddp.rider.Rider`."""
         if bucket.look is not None and not sending.is_hooked:
-            bucket.look.begin()  # it looks while the sum is made
+            if bucket.look.is_suspicious:
+                bucket.look.begin()  # it looks while the sum is made
         elif bucket.flat.device.type != "cpu":
             flags.copy_(_doubt(bucket.values))
         elif not cmath.isfinite(total_of(bucket.values).item()):
@@ -151,7 +154,8 @@ class StepGuard:
         self._is_suspect, self._is_flagged, self._is_counted = self._is_flagged, False, False
         if not self._is_suspect:
             self._in_a_row = 0
-            quiet(self)
+            if self._attends:
+                self._attend(False)
             return
         self._not_finite = _not_finite(self._params)
         mine = {str(rank): sorted(names)[:_MOST_NAMES] for rank, names in seen.items()}
@@ -159,13 +163,18 @@ class StepGuard:
         for rank, names in chain.from_iterable(each.items() for each in all_gather_records(mine, self._group)):
             found.setdefault(int(rank), set()).update(names)
         self._found, self._whoami = {rank: sorted(names) for rank, names in found.items()}, whoami()
-        alert(self)
+        self._attend(True)
 
     def averaged_unseen(self, whoami: str) -> None:
         """Note an average that was not looked at: in front of the optimizer's step it is."""
         self._refuse_reached(lambda: whoami)
         self._found, self._whoami, self._is_suspect, self._is_counted = {}, whoami, False, False
-        alert(self)
+        self._attend(True)
+
+    def _attend(self, attends: bool) -> None:
+        """Look in front of the optimizers' steps, or no more."""
+        self._attends = attends
+        (alert if attends else quiet)(self)
 
     def _read_later(self, flag: Tensor, *, of_this: bool) -> None:
         """Read a flag that is on a GPU at the end of the next backward; ``of_this``: one is under way."""
@@ -183,7 +192,7 @@ class StepGuard:
         reached = _not_finite(self._params) - self._not_finite
         bad = [name for each, name in self._names.items() if each in reached]
         if bad:
-            quiet(self)
+            self._attend(False)
             raise NonFiniteGradient(
                 f"{whoami()}: an average of gradients was infinite or NaN{self._origin()}, and it has reached the "
                 f"parameters: {listed([*map(repr, bad)], most=5)}, on every rank. Resume from a checkpoint before that "

@@ -50,6 +50,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -137,8 +138,8 @@ class Reached(Protocol):
 class Forwards:
     """What one replica's forwards leave to be done; see Note [Left-out backwards]."""
 
-    #: Forwards for training so far.
-    begun: int = 0
+    #: The number of the next one.
+    next: int = 1
     #: Numbers of the forwards for training that no backward has come through.
     _waiting: set[int] = field(default_factory=set)
     #: Numbers of all forwards for training since the last averaged backward, in order.
@@ -148,13 +149,9 @@ class Forwards:
     #: Whether forwards were left out that were no whole step's.
     _has_habit: bool = False
 
-    def begin(self) -> int:
-        """Return the number of the next one."""
-        self.begun += 1
-        return self.begun
-
     def expect(self, number: int) -> None:
         """Note that a backward is to come through forward ``number``."""
+        self.next = number + 1
         self._waiting.add(number)
         self._expected.append(number)
 
@@ -190,7 +187,7 @@ class BackwardWatch:
         self.turn_to(params)
         #: Which forwards are still to be followed by a backward.
         self.forwards = Forwards()
-        self._callback: weakref.ref[_EndOfBackward] | None = None
+        self._callback: weakref.ref[partial[None]] | None = None
         self._lock = threading.Lock()
         self._has_ended = False
 
@@ -199,26 +196,29 @@ class BackwardWatch:
         # Reversed: the last parameters are the likeliest to be reached, and the first one that is ends the search.
         self._nodes = [get_gradient_edge(param).node for param in reversed(params)]
 
-    def watch(self, output: Any, forward: Forward, stand_ins: Reached | None = None) -> None:
+    def watch(self, output: Any, forward: Forward, stand_ins: Reached | None = None, *, expects: bool = False) -> None:
         """Look out for a backward through ``output``.
 
         Args:
             output: what forward returned.
             forward: what it knew.
             stand_ins: what it used instead of parameters.
+            expects: such a backward is to come.
         """
-        on_output = _OnOutput(self, forward, stand_ins)
+        on_output = partial(self.reach, forward, stand_ins)
         watched = False
-        for tensor in tensors_in(output):
+        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             # A leaf (forward returned a parameter or its input) would keep the hook for ever.
             if tensor.grad_fn is not None:
                 tensor.register_hook(on_output)
                 watched = True
-        if watched and forward.number and not self._listener.is_in_backward:
+        if watched and expects:
             self.forwards.expect(forward.number)
 
-    def reach(self, forward: Forward, stand_ins: Reached | None) -> None:
-        """Note that a backward has reached an output of ``forward``."""
+    @_torch.mark_untraced
+    def reach(self, forward: Forward, stand_ins: Reached | None, gradient: object = None) -> None:
+        """Note that a backward has reached an output of ``forward``: called by autograd."""
+        del gradient
         if self._listener.is_in_backward or accumulates(self._nodes):
             self.open(forward)
         else:
@@ -241,7 +241,7 @@ class BackwardWatch:
                 self._listener.backward_joins(forward)
                 return
             self._listener.backward_begins(forward)
-            callback = _EndOfBackward(self._listener)
+            callback = partial(self._ended)  # an object of its own, which nothing else holds
             self._callback = weakref.ref(callback, self._on_dead_callback)
             _queue_callback(callback)
 
@@ -254,37 +254,20 @@ class BackwardWatch:
         self._nodes.clear()
 
     @_torch.mark_untraced
-    def _on_dead_callback(self, callback: weakref.ref[_EndOfBackward]) -> None:
+    def _on_dead_callback(self, callback: weakref.ref[partial[None]]) -> None:
         if callback is self._callback and self._listener.is_in_backward:
             self._listener.backward_dies()
 
-
-class _OnOutput:
-    """Called by autograd when a backward has reached an output."""
-
-    def __init__(self, watch: BackwardWatch, forward: Forward, stand_ins: Reached | None) -> None:
-        self._watch, self._forward, self._stand_ins = watch, forward, stand_ins
-
     @_torch.mark_untraced
-    def __call__(self, _: Tensor) -> None:
-        self._watch.reach(self._forward, self._stand_ins)
-
-
-class _EndOfBackward:
-    """Called by autograd when a backward has ended. A separate object, so that it can be held weakly."""
-
-    def __init__(self, listener: BackwardListener) -> None:
-        self._listener = listener
-
-    @_torch.mark_untraced
-    def __call__(self) -> None:
+    def _ended(self) -> None:
+        self._callback = None  # it is called, and that it dies now means nothing
         self._listener.backward_ends()
 
 
 def accumulates(nodes: Sequence[Node]) -> bool:
     """Return whether the backward under way will accumulate into a leaf of these; not torch.autograd.grad's."""
     try:
-        return any(_will_execute(node) for node in nodes)
+        return any(map(_will_execute, nodes))
     except RuntimeError:  # its answer for a leaf whose gradient torch.autograd.grad returns
         return False
 

@@ -27,7 +27,7 @@ from lockstep.errors import LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
 from lockstep.step import local_training
-from lockstep.step.share import BatchesInHand, Items
+from lockstep.step.share import Items
 
 _batch_norm = _torch.batch_norm()
 
@@ -99,13 +99,15 @@ class InRounds:
         if records and module.training:
             self.between_steps()
         in_hand = self._replica.in_hand()
-        items = None if in_hand is None else in_hand.read(for_backward=records)
-        return Forward(self._replica.syncs, self.weight(in_hand), sends_buffers=False, items=items)
+        if in_hand is None:
+            return Forward(self._replica.syncs, 1.0, sends_buffers=False)
+        weight, items, _ = in_hand.read(for_backward=records)
+        return Forward(self._replica.syncs, _all_or_nothing(weight), sends_buffers=False, items=items)
 
-    def weight(self, in_hand: BatchesInHand | None) -> float:
-        """Return 0 for an empty slice, whose gradients are NaN, and 1 for any other: each rank's mean is its own."""
-        share = None if in_hand is None else in_hand.share
-        return 1.0 if share is None or isinstance(share, Items) or share.weight(self._world_size) else 0.0
+    def weight(self) -> float:
+        """See :class:`~lockstep.ddp.synchroniser.Synchroniser`."""
+        in_hand = self._replica.in_hand()
+        return 1.0 if in_hand is None else _all_or_nothing(in_hand.weight)
 
     def take_share(self, forward: Forward) -> Items | None:
         """Take it, whatever else is in hand: each rank's mean is its own."""
@@ -279,3 +281,8 @@ def _open_channel(group: dist.ProcessGroup) -> dist.ProcessGroup:
     )
     assert isinstance(opened, dist.ProcessGroup)  # this rank is a member
     return opened
+
+
+def _all_or_nothing(weight: float) -> float:
+    """Return 0 for an empty slice, whose gradients are NaN, and 1 for any other: each rank's mean is its own."""
+    return 1.0 if weight else 0.0

@@ -50,7 +50,7 @@ class ItemTotals:
         self._device = group_device(group)
         self._compares_labels = compares_labels(group, self._device)
         #: Whether ranks that have not weighed take part as well; the same on all ranks.
-        self._asks_all = False
+        self.asks_all = False
 
     def weight(self, items: int | None, *, is_mixed: bool, whoami: Callable[[], str]) -> float | None:
         """**Collective** if this rank has weighed, or all did before. Return the weight of one item of this rank.
@@ -69,7 +69,7 @@ class ItemTotals:
             LockstepError: no rank has any items.
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
-        if items is None and not self._asks_all:
+        if items is None and not self.asks_all:
             return None
         weighs, does_not = int(items is not None), int(items is None or is_mixed)
         sums = torch.tensor([items or 0, weighs, does_not], dtype=torch.int64, device=self._device)
@@ -80,7 +80,7 @@ class ItemTotals:
             raise CollectiveMismatch(f"{whoami()}: {MIXED}")
         if not weighing:
             return None
-        self._asks_all = self._world_size > 1 and not self._compares_labels
+        self.asks_all = self._world_size > 1 and not self._compares_labels
         if total == 0:
             raise LockstepError(
                 f"{whoami()}: every rank has said world.weigh(0), so there is nothing to take a mean of: leave this "
@@ -97,7 +97,7 @@ class ItemTotals:
 
     def take_over(self, old: ItemTotals) -> None:
         """Continue where the totals of other parameters of the same module stand."""
-        self._asks_all = old._asks_all
+        self.asks_all = old.asks_all
 
 
 def explain_mixed(error: CollectiveMismatch) -> CollectiveMismatch:

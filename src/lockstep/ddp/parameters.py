@@ -74,8 +74,10 @@ class OwnParameters:
         #: Where stand-ins are looked for, and of which parameters that is the place; see Note [Stand-ins].
         self._watched = _Places(place for key in trained for place in self._slots[key])
         self._watched_ids: set[int] | None = None
-        #: What was registered since then and is not of these.
-        self._registered: list[tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module | Tensor]]] = []
+        #: Whether all places are looked at after a forward.
+        self.watches_all = True
+        #: What was registered since then and is not of these: what :meth:`find_registered` looks at.
+        self.registered: list[tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module | Tensor]]] = []
         #: Whether the user knows that gradients of stand-ins are not averaged.
         self._told = False
         _watch_registrations()
@@ -92,7 +94,7 @@ class OwnParameters:
         self._ends.clear()
         self._first_and_last.clear()
         self._all_places = self._watched = _Places([])
-        self._registered.clear()
+        self.registered.clear()
 
     def _adopt(self, module: nn.Module) -> None:
         for part in module.modules():
@@ -106,35 +108,26 @@ class OwnParameters:
                 return
         elif value is None or id(value) in self._known:
             return
-        self._registered.append((weakref.ref(owner), name, weakref.ref(value)))
-
-    @property
-    def has_registered(self) -> bool:
-        """Whether :meth:`find_registered` has anything to look at."""
-        return bool(self._registered)
+        self.registered.append((weakref.ref(owner), name, weakref.ref(value)))
 
     def find_registered(self) -> LockstepError | None:
         """Return what to raise if a parameter was registered after the module was replicated, and is there."""
-        if any(_is_in_place(*entry) for entry in self._registered):
+        if any(_is_in_place(*entry) for entry in self.registered):
             error = self._look()
             if error is not None:
                 return error
-        self._registered.clear()  # gone, replaced once more, or ignored
+        self.registered.clear()  # gone, replaced once more, or ignored
         return None
 
     def find_changed(self) -> LockstepError | None:
         """Return what to raise if a parameter of the module was replaced, converted or moved."""
         return None if self._are_in_place() and self.are_of_their_kinds() else self._look()
 
-    @property
-    def watches_all(self) -> bool:
-        """Whether all places are looked at after a forward; see Note [Stand-ins]."""
-        return self._watched_ids is None
-
     def left_out(self, params: Sequence[nn.Parameter]) -> LockstepError | None:
         """Return what to raise if some of ``params``, which an averaged backward left out, are not in place."""
         ids = {*map(id, params)}
         if not self._told and (self._watched_ids is None or not self._watched_ids >= ids):
+            self.watches_all = False
             self._watched_ids = {*self._ends, *ids, *(self._watched_ids or ())}
             self._watched = _Places(place for key in self._watched_ids for place in self._slots.get(key, ()))
         return None if not ids or self._are_in_place() else self._look()

@@ -189,14 +189,16 @@ class Reducer:
                 they can't be completed.
             CollectiveMismatch, LockstepError: as :meth:`~lockstep.ddp.items.ItemTotals.weight`.
         """
-        self._drain()
+        if self._under_way:
+            self._drain()
         weights = self._weights
         if items is not None:
             weights.count(items, sync=sync)
         elif weights.items is not None:
             weights.leave_uncounted()
         own = weight if items is None else float(items)
-        item = self._weigh_item() if sync and not joins else 1.0
+        asks = sync and not joins and (weights.items is not None or self._totals.asks_all)
+        item = self._weigh_item() if asks else 1.0
         in_buckets, kept = weights.enter(own, self._all.pending)
         self._open(
             sync=sync, factor=in_buckets * item, divisor=divisor, kept=kept, discards=own == 0 or in_buckets == 0
@@ -296,7 +298,8 @@ class Reducer:
             CollectiveMismatch: the ranks are in different backwards.
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
-        backward = self._present()
+        backward = self.backward
+        assert backward is not None, "no backward is under way"
         self._weights.leave(synced=backward.sync)
         try:
             mistake = backward.find_mistake()
@@ -315,8 +318,8 @@ class Reducer:
                 self._learn()
             self._all.pending.clear()
             self._all.step += 1
-            names = None if backward.skipped else [self._all.names[position] for position in sorted(unused)]
-            return BackwardOutcome(mistake or backward.found, backward.missing(), names)
+            names = None if backward.skipped else [*map(self._all.names.__getitem__, sorted(unused))]
+            return BackwardOutcome(mistake or backward.found, backward.missing, names)
         except CollectiveMismatch as error:
             raise explain_mixed(explain_left_out(error)) from error
         finally:

@@ -16,8 +16,17 @@ def was_released(whoami: str, module: nn.Module) -> LockstepError:
     )
 
 
-def is_wrapped(whoami: str, module: nn.Module, wrapper: str) -> LockstepError:
-    """Return what to raise where one of torch's wrappers is around a replica."""
+def is_wrapped(whoami: str, module: nn.Module, ddp: nn.Module | None) -> LockstepError | None:
+    """Return what to raise where one of torch's wrappers is around a replica.
+
+    Args:
+        whoami: which rank this is.
+        module: the replica's.
+        ddp: the DistributedDataParallel whose forward is under way, maybe another module's; None: it is a DataParallel.
+    """
+    if ddp is not None and not any(part is module for part in ddp.modules()):
+        return None
+    wrapper = "DataParallel" if ddp is None else "DistributedDataParallel"
     return LockstepError(
         f"{whoami}: this {type(module).__name__} is a replica of lockstep's inside torch's {wrapper}, "
         "and both would average its gradients, which is not exact and twice the work: leave one of them out. "

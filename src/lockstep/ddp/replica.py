@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ from lockstep.step.share import BatchesInHand, Items, Place
 
 #: Whether a forward is part of a function that torch.func transforms: of nobody's training step.
 _transformed = _torch.transforms_active()
-_wrapper_around = _torch.wrapper_around()
+_ddp_in_forward = _torch.ddp_in_forward()
+_compiled_autograd, _is_at_work = _torch.compiled_autograd()
+_requires_grad = attrgetter("requires_grad")
 _FORWARD, _EVALUATE, _BACKWARD = int(Phase.FORWARD), int(Phase.EVALUATE), int(Phase.BACKWARD)
 _REDUCE = int(Phase.REDUCE)
 
@@ -165,7 +168,7 @@ class Replica(Joinable, BackwardListener):
         if self._slices is not None:
             ending.leave(self._slices.number)
             self._slices.close()
-        streams.current().end(self._module())
+        streams.current.end(self._module())
         for handle in self.announcing:
             handle.remove()
         self._remove_hooks()
@@ -221,46 +224,45 @@ class Replica(Joinable, BackwardListener):
             raise refusals.was_released(self.whoami(), module)
         # (Checkpointing repeats a forward inside backward: nothing is sent twice.)
         if self.reducer.backward is None and not _transformed():
-            self._prepare_forward(module)
+            records, training = torch.is_grad_enabled(), module.training
+            ddp = _ddp_in_forward()
+            if ddp is not None or _torch.COPY_BY_DATA_PARALLEL in module.__dict__:
+                _raise_if(refusals.is_wrapped(self.whoami(), module, ddp))
+            if records and self._own.registered:
+                _raise_if(self._own.find_registered())
+            flight.current.enter(_FORWARD if training else _EVALUATE)
+            if not training:
+                flight.current.batch = 0  # no step is taken with it
+            if any(map(_requires_grad, self._frozen)):
+                self._train_unfrozen(module)
+            if slicing.current is None:
+                self._latest = self._sync.forward_begins(module, records=records)
+            else:
+                self._latest = self._announce_in_slice(trains=records or training)
         # Last, since a forward that was announced must be left again, also if it fails.
-        streams.current().enter(module, draws=module.training)
+        streams.current.enter(module, draws=module.training)
 
-    def _prepare_forward(self, module: nn.Module) -> None:
-        records = torch.is_grad_enabled()
-        wrapper = _wrapper_around(module)
-        if wrapper is not None:
-            raise refusals.is_wrapped(self.whoami(), module, wrapper)
-        if records and self._own.has_registered:
-            _raise_if(self._own.find_registered())
-        if module.training:
-            flight.current.enter(_FORWARD)
-        else:
-            flight.current.enter(_EVALUATE)
-            flight.current.batch = 0  # no step is taken with it
-        for param in self._frozen:
-            if param.requires_grad:
-                if slicing.current() is not None:
-                    raise refusals.unfrozen_in_step(self.whoami())
-                if self._own.are_all(module):  # else at the next forward that uses the module's own
-                    self._lay_out_again(module)
-                break
-        if slicing.current() is None:
-            self._latest = self._sync.forward_begins(module, records=records)
-        else:
-            self._latest = self._announce_in_slice(trains=records or module.training)
+    def _train_unfrozen(self, module: nn.Module) -> None:
+        if slicing.current is not None:
+            raise refusals.unfrozen_in_step(self.whoami())
+        if self._own.are_all(module):  # else at the next forward that uses the module's own
+            self._lay_out_again(module)
 
     @_torch.mark_untraced
     def after_forward(self, output: Any) -> None:
         """Look out for the backward through ``output``."""
         if torch.is_grad_enabled() and not _transformed():
-            self._watch.watch(output, self._known_last(), self._own.stand_ins())
+            forward = self._latest if self._latest is not None and slicing.current is None else self._known_last()
+            expects = forward.number and self.reducer.backward is None  # (Checkpointing repeats a forward.)
+            self._watch.watch(output, forward, self._own.stand_ins(), expects=bool(expects))
 
-    def send_buffers(self, source: int) -> None:
-        """**Collective.** Give all ranks the buffers of rank ``source``."""
+    def send_buffers(self, source: int) -> bool:
+        """**Collective.** Give all ranks the buffers of rank ``source``; return whether there are any."""
         module = self._module()
         buffers = self._buffers.current(module) if self._world_size > 1 and module is not None else []
         if buffers:
             self.broadcast(buffers, source, "sending the buffers")
+        return bool(buffers)
 
     def _known_last(self) -> Forward:
         """Return what the last forward knew, or would know now if none came since the last backward."""
@@ -270,7 +272,7 @@ class Replica(Joinable, BackwardListener):
             return self._latest
         module = self._module()
         training = module is not None and module.training
-        return Forward(self.syncs, self._sync.weight(self.in_hand()), self.syncs and training and self.sends_buffers)
+        return Forward(self.syncs, self._sync.weight(), self.syncs and training and self.sends_buffers)
 
     def in_hand(self) -> BatchesInHand | None:
         """Return what sharded loaders have handed out; None where that is not this group's."""
@@ -280,7 +282,7 @@ class Replica(Joinable, BackwardListener):
     def items_of(self, forward: Forward) -> Items | None:
         """Return what was counted for ``forward``, if anything was."""
         world = current_world()
-        return None if world is None or slicing.current() is not None else world.in_hand.items_for(forward.items)
+        return None if world is None or slicing.current is not None else world.in_hand.items_for(forward.items)
 
     # Backward -------------------------------------------------------------------------------------------------------
 
@@ -298,11 +300,12 @@ class Replica(Joinable, BackwardListener):
 
     def backward_begins(self, forward: Forward) -> None:
         """Let the reducer begin."""
-        streams.current().end(self._module())
-        if forward.slice != slicing.here():
+        streams.current.end(self._module())
+        if (forward.slice is not None or slicing.current is not None) and forward.slice != slicing.here():
             raise of_other_slice(self.whoami())
         self._items = self._sync.take_share(forward)
-        if _torch.in_compiled_autograd():
+        compiled = _compiled_autograd()
+        if compiled is not None and _is_at_work(compiled):
             raise refusals.in_compiled_autograd(self.whoami())
         if not self.reducer.fits():
             _raise_if(self._own.find_changed())
@@ -347,7 +350,8 @@ class Replica(Joinable, BackwardListener):
                 self._warns_of_unused = False
                 self._warn_unused(outcome.unused)
             self._sync.backward_ended(forward)
-        _raise_if(mistake)
+        if mistake is not None:
+            raise mistake
         flight.current.leave(_BACKWARD)
 
     def _place_words(self) -> str:
@@ -377,7 +381,7 @@ class Replica(Joinable, BackwardListener):
 
     def lay_out_if_unfrozen(self, module: nn.Module) -> None:
         """**Collective** if parameters that were frozen are trained now. Lay the buckets out for them."""
-        if any(param.requires_grad for param in self._frozen):
+        if any(map(_requires_grad, self._frozen)):
             self._lay_out_again(module)
 
     def buffers_to_send(self, module: nn.Module) -> list[Tensor]:
@@ -437,9 +441,9 @@ class Replica(Joinable, BackwardListener):
     def share_random_numbers(self, source: int) -> None:
         """**Collective.** Take rank ``source``'s common random numbers: ranks that took fewer steps drew fewer."""
         if self.in_hand() is not None:
-            common = streams.current().state.to(self.join_device)
+            common = streams.current.state.to(self.join_device)
             self.broadcast([common], source, "sending the common random numbers")
-            streams.current().state = common.cpu()
+            streams.current.state = common.cpu()
 
     def living_module(self) -> nn.Module:
         """Return the module.

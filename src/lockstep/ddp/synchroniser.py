@@ -43,8 +43,8 @@ class Synchroniser(Protocol):
         """**Collective** as a forward is. Return what a forward that is about to begin knows."""
         ...
 
-    def weight(self, in_hand: BatchesInHand | None) -> float:
-        """Return what the gradients of a batch are multiplied by before they meet others."""
+    def weight(self) -> float:
+        """Return what the gradients of the batch in hand are multiplied by before they meet others."""
         ...
 
     def take_share(self, forward: Forward) -> Items | None:
@@ -116,7 +116,7 @@ class Replicated(BackwardListener, Protocol):
 
     def living_module(self) -> nn.Module: ...
 
-    def send_buffers(self, source: int) -> None: ...
+    def send_buffers(self, source: int) -> bool: ...
 
     def broadcast(self, tensors: Iterable[Tensor], source: int, what: str) -> None: ...
 

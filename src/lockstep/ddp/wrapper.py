@@ -162,7 +162,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             output = self.module(*inputs, **kwargs)
             self._replica.after_forward(output)
         finally:
-            streams.current().leave(self.module)
+            streams.current.leave(self.module)
         return output
 
     def __getattr__(self, name: str) -> Any:

@@ -26,7 +26,6 @@ agreements] in ``step/local_training.py``.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import os
 import signal
@@ -124,19 +123,26 @@ class StoreBoard:
 
     def __init__(self, store: KeyValueStore) -> None:
         self._store = store
+        #: The round that was looked at last, and its key, which is asked for in each step.
+        self._looked_at, self._keys = 0, [""]
 
     def propose(self, round_: int, proposal: Proposal) -> None:
         """See :class:`Board`."""
-        with _while_it_is_served():
+        try:
             self._store.compare_set(self._key(round_), "", f"{proposal.step} {proposal.action:d}")
+        except RuntimeError as error:
+            raise _is_gone(error) from error
 
     def smallest(self, round_: int) -> Proposal | None:
         """See :class:`Board`."""
-        key = self._key(round_)
-        with _while_it_is_served():
-            if not self._store.check([key]):
+        if round_ != self._looked_at:
+            self._looked_at, self._keys = round_, [self._key(round_)]
+        try:
+            if not self._store.check(self._keys):
                 return None
-            step, action = self._store.get(key).decode().split()
+            step, action = self._store.get(*self._keys).decode().split()
+        except RuntimeError as error:
+            raise _is_gone(error) from error
         return Proposal(step=int(step), action=Action(int(action)))
 
     @staticmethod
@@ -144,16 +150,12 @@ class StoreBoard:
         return f"lockstep/agreement/{round_}"
 
 
-@contextlib.contextmanager
-def _while_it_is_served() -> Iterator[None]:
-    """Say what has happened where a store does not answer. Raises PeerLost."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLost(
-            f"rank {flight.current.rank}: the store that the ranks met at is gone, most likely with the machine, the "
-            f"launcher or the rank that served it: look there for the cause. torch says: {error}"
-        ) from error
+def _is_gone(error: RuntimeError) -> PeerLost:
+    """Return what to raise where a store does not answer."""
+    return PeerLost(
+        f"rank {flight.current.rank}: the store that the ranks met at is gone, most likely with the machine, the "
+        f"launcher or the rank that served it: look there for the cause. torch says: {error}"
+    )
 
 
 class Agreement:
@@ -225,6 +227,8 @@ class Requests:
         #: The signal that asked to leave, or None.
         self.stop: signal.Signals | None = None
         self.save = False
+        #: Whether signals are requests now.
+        self.listening = False
         #: Whether the request to leave is being seen to.
         self.leaving = False
         self._asked_at = 0.0
@@ -237,11 +241,6 @@ class Requests:
         if self.stop is not None:
             return Action.STOP
         return Action.SAVE if self.save else None
-
-    @property
-    def listening(self) -> bool:
-        """Whether signals are requests now."""
-        return bool(self._before)
 
     def listen(self) -> None:
         """From now on signals are requests. Does nothing outside the main thread, where Python has none."""
@@ -276,6 +275,7 @@ class Requests:
         self._tell_launcher()
 
     def _tell_launcher(self) -> None:
+        self.listening = bool(self._before)
         flight.current.listens(any(signum in self._before for signum in _STOP))
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:

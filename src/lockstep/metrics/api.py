@@ -164,7 +164,7 @@ class Log:
         if samples is None:
             counted = world.in_hand.samples()
             if counted is None:
-                world.refuse_contested_share("lockstep.Log without samples=")
+                world.in_hand.refuse_contested("lockstep.Log without samples=")
                 counted = 1.0 if world.share is None else world.share.local_samples
             weight = counted
         elif isinstance(samples, (int, float)) and 0 <= samples < math.inf:

@@ -66,24 +66,20 @@ class LocalTraining(Protocol):
         ...
 
 
-_trained: WeakKeyDictionary[nn.Module, LocalTraining] = WeakKeyDictionary()
+#: The modules that the ranks train apart, and how.
+trained_apart: WeakKeyDictionary[nn.Module, LocalTraining] = WeakKeyDictionary()
 
 
 def enter(module: nn.Module, training: LocalTraining) -> None:
     """Note that the ranks train ``module`` apart."""
-    _trained[module] = training
+    trained_apart[module] = training
 
 
 def leave(module: nn.Module) -> None:
     """Note that they do so no longer."""
-    _trained.pop(module, None)
+    trained_apart.pop(module, None)
 
 
 def local_training_of(*modules: nn.Module) -> LocalTraining | None:
     """Return how the ranks train the first of ``modules`` that they train apart; None if there is none."""
-    return next((found for module in modules if (found := _trained.get(module)) is not None), None)
-
-
-def any_is_trained_apart() -> bool:
-    """Return whether :func:`local_training_of` has anything to find."""
-    return bool(_trained)
+    return next((found for module in modules if (found := trained_apart.get(module)) is not None), None)

@@ -49,6 +49,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 from threading import get_ident
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from lockstep.errors import LockstepError
@@ -118,25 +119,45 @@ class Items(BatchShare):
         return f"{self.count} items"
 
 
-class BatchesInHand:
-    """The shares of the batches that a rank's loops hold, by the loader they came from; see Note [Batches in hand]."""
+class Taken(NamedTuple):
+    """What a forward takes from the batch in hand."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    #: What this rank's gradients are multiplied by; see Note [Exact mean].
+    weight: float
+    #: What was counted for it, if no earlier backward took that; see Note [Counted items].
+    items: Items | None
+    #: Which batch it is, empty if none is in hand; None: another thread has got it.
+    place: Place | None
+
+
+class _Pass:
+    """A pass over a loader: its batch in hand, and what became of that since the last backward."""
+
+    __slots__ = ("came", "evaluated", "loader", "place", "read", "share", "thread")
+
+    def __init__(self, loader: object) -> None:
+        self.loader = loader
+        self.share: BatchShare | None = None
+        self.place: Place | None = None
+        #: To which thread the batch was handed out.
+        self.thread = 0
+        #: Whether a batch has come, and whether a forward without gradients has had it.
+        self.came = self.evaluated = False
+        #: The share of the batch that was there when a forward with gradients came.
+        self.read: BatchShare | None = None
+
+
+class BatchesInHand:
+    """The shares of the batches that a rank's loops hold, one for each pass; see Note [Batches in hand]."""
+
+    def __init__(self, *, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
         #: Outside of all passes.
         self._base: BatchShare | None = None
-        #: By loader, the batch that came last at the end.
-        self._held: dict[object, BatchShare | None] = {}
-        #: By loader, which batch that is, and the thread that it was handed out to.
-        self._places: dict[object, tuple[Place | None, int]] = {}
+        #: The passes, of which the last is the one that handed out a batch last.
+        self._passes: list[_Pass] = []
         #: Loaders so far.
         self._loaders = 0
-        #: The loaders whose batch has come since the last backward.
-        self._fresh: dict[object, BatchShare] = {}
-        #: Those of them that a forward without gradients has had.
-        self._evaluated: set[object] = set()
-        #: Those of them that were there when a forward with gradients took the share.
-        self._read: dict[object, BatchShare] = {}
         #: For each loader with a pass under way, those in whose batches' hands it began.
         self._around: WeakKeyDictionary[object, set[object]] = WeakKeyDictionary()
         #: Loaders that were read side by side once.
@@ -150,13 +171,13 @@ class BatchesInHand:
     @property
     def share(self) -> BatchShare | None:
         """The share of the batch handed out last, or what was set in its place."""
-        return next(reversed(self._held.values())) if self._held else self._base
+        return self._passes[-1].share if self._passes else self._base
 
     def say(self, share: BatchShare | None) -> None:
         """Put ``share`` in the place of that of the batch in hand, until its loader continues."""
-        if self._held:
-            self._held[next(reversed(self._held))] = share
-            self.used()
+        if self._passes:
+            self._passes[-1].share = share
+            self._begin_anew()
         else:
             self._base = share
         self._counts |= isinstance(share, Items)
@@ -186,14 +207,15 @@ class BatchesInHand:
         return left_over if left_over is not None and not left_over.is_found else found
 
     def samples(self) -> float | None:
-        """Return how much of the batch in hand is this rank's, 1 where there is none; None: :meth:`contested` must say.
+        """Return how much of the batch in hand is this rank's, 1 where there is none; None: :meth:`refuse_contested`
+        must say.
 
         (Asked in each step by a log: no more is called here than must be.)
         """
-        if len(self._fresh) > 1:
+        passes = self._passes
+        if len(passes) > 1 and sum(each.came for each in passes) > 1:
             return None
-        held = self._held
-        share = next(reversed(held.values())) if held else self._base
+        share = passes[-1].share if passes else self._base
         return 1.0 if share is None else share.local_samples
 
     def number_loader(self) -> int:
@@ -201,93 +223,144 @@ class BatchesInHand:
         self._loaders += 1
         return self._loaders - 1
 
-    def place(self) -> Place | None:
-        """Return which batch was handed out last, empty if none is in hand; None: another thread has got it."""
-        if not self._held:
-            return ()
-        place, thread = self._places[next(reversed(self._held))]
-        return place if thread == get_ident() else None
+    # What loaders do --------------------------------------------------------------------------------------------------
 
     def begin_pass(self, loader: object) -> None:
         """Note where a pass over ``loader`` begins, when its iterator is made."""
-        self._around[loader] = {other for other in self._held if other is not loader} - set(
-            self._beside.get(loader, ())
-        )
+        others = {each.loader for each in self._passes if each.loader is not loader}
+        self._around[loader] = others - set(self._beside.get(loader, ()))
 
     def hand_out(self, loader: object, share: BatchShare, place: Place | None = None) -> None:
         """Note that ``loader`` hands out a batch: which one, if that is to be the same on all ranks."""
-        over = self._evaluated - {loader}
-        for other in self._held:
-            if loader in self._around.get(other, ()) and other not in over:
-                self._read_beside(loader, other)
-        for other in over:
-            self._fresh.pop(other, None)
-        self._evaluated.clear()
-        before = self._held.pop(loader, None)
+        passes = self._passes
+        mine = passes[0] if len(passes) == 1 and passes[0].loader is loader else self._come_forward(loader)
         if self._counts:
+            before = mine.share
             awaited = self._awaits_backward and isinstance(before, Items) and not before.is_taken
             self._left_over = before if awaited and isinstance(before, Items) else None
-        self._held[loader] = self._fresh[loader] = share
-        self._places[loader] = place, get_ident()
+        mine.share, mine.place, mine.thread = share, place, get_ident()
+        mine.came, mine.evaluated = True, False
 
-    def read(self, *, for_backward: bool) -> Items | None:
-        """Note that a forward takes the share, and whether a backward may come through it.
-
-        Returns:
-            what was counted for this forward; None if nothing was, or an earlier backward took it.
-        """
-        items = self.items
-        if not for_backward:
-            self._evaluated.update(self._fresh)
-            if items is not None:
-                items.is_taken = True
-            return None
-        self._read |= self._fresh
-        self._awaits_backward = True
-        if self._left_over is not None and self._left_over.is_taken:
-            self._left_over = None
-        if items is not None:
-            items.is_found = True
-        return items
+    def _come_forward(self, loader: object) -> _Pass:
+        """Return the pass over ``loader``, which is the last one from now on."""
+        mine = next((each for each in self._passes if each.loader is loader), None) or _Pass(loader)
+        others = [each for each in self._passes if each is not mine]
+        for other in others:
+            if other.evaluated:  # that evaluation is over
+                other.came = other.evaluated = False
+            elif loader in self._around.get(other.loader, ()):
+                self._read_beside(loader, other.loader)
+        self._passes = [*others, mine]
+        return mine
 
     def take_back(self, loader: object) -> None:
         """Note that the pass over ``loader`` is over."""
-        self._held.pop(loader, None)
-        self._places.pop(loader, None)
-        self._fresh.pop(loader, None)
-        self._evaluated.discard(loader)
-        self._read.pop(loader, None)
+        self._passes = [each for each in self._passes if each.loader is not loader]
         self._around.pop(loader, None)
 
-    def contested(self, *, of_backward: bool = False) -> list[tuple[object, BatchShare]]:
-        """Return the batches that meet in one mean with different weights: empty, or at least two. The same on every
-        rank.
+    # What forwards and backwards do -----------------------------------------------------------------------------------
+
+    def read(self, *, for_backward: bool) -> Taken:
+        """Return what a forward takes, and note whether a backward may come through it.
+
+        Raises:
+            ValueError: no rank has any sample.
+        """
+        mine = self._passes[-1] if self._passes else None
+        share, place = (self._base, ()) if mine is None else (mine.share, mine.place)
+        if mine is not None and mine.thread != get_ident():
+            place = None
+        items = self.items if self._counts else None
+        if for_backward:
+            for each in self._passes:
+                if each.came:
+                    each.read = each.share
+            self._awaits_backward = True
+            if self._left_over is not None and self._left_over.is_taken:
+                self._left_over = None
+            if items is not None:
+                items.is_found = True
+        else:
+            for each in self._passes:
+                each.evaluated |= each.came
+            if items is not None:
+                items.is_taken, items = True, None
+        weight = 1.0 if share is None or isinstance(share, Items) else share.weight(self._world_size)
+        return Taken(weight, items, place)
+
+    @property
+    def weight(self) -> float:
+        """What a backward through no forward is weighed by, unless items are counted.
+
+        Raises:
+            ValueError: no rank has any sample.
+        """
+        share = self.share
+        return 1.0 if share is None or isinstance(share, Items) else share.weight(self._world_size)
+
+    def weigh(self, found: Items | None) -> Items | None:
+        """Note that a backward begins, for which a batch's share is taken.
 
         Args:
-            of_backward: in the mean that a backward goes through, and not in one that is taken now.
+            found: what :meth:`read` returned to its forward.
+
+        Returns:
+            What it is weighed by; None: by the share that its forward has found.
+
+        Raises:
+            LockstepError: as :meth:`refuse_contested`.
         """
-        batches = self._read if of_backward and self._read else self._fresh
+        items = self.items_for(found) if self._counts else None
+        if len(self._passes) > 1:
+            self.refuse_contested("this backward", of_backward=True)
+        self.take(items)
+        return items
+
+    def take(self, items: Items | None) -> None:
+        """Note that a backward has begun, weighed by ``items`` or by the share, whatever else is in hand."""
+        self._awaits_backward = False
+        if items is not None:
+            items.is_taken = True
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """A backward has begun, or the script has said what weighs: what comes from now on is for the next one."""
+        for each in self._passes:
+            each.came, each.evaluated, each.read = False, False, None
+
+    def refuse_contested(self, what: str, *, of_backward: bool = False) -> None:
+        """Refuse, alike on every rank, what takes one share for batches that have different ones.
+
+        Args:
+            what: what would take it, for the message.
+            of_backward: look at the batches that were in hand when a forward took the share, not at those that are now.
+
+        Raises:
+            LockstepError: batches of several loaders are in hand, and they weigh differently.
+        """
+        contested = self._contested(of_backward=of_backward)
+        if contested:
+            batches = " and ".join(f"{loader} ({share.words()})" for loader, share in contested)
+            raise LockstepError(
+                f"rank {self._rank} of {self._world_size}: {what} meets batches of several sharded loaders whose "
+                f"shares weigh differently, so that no one weight makes the mean exact: {batches}. Give the loaders "
+                f"the same batch size and length, or batch sizes that {self._world_size} ranks divide evenly with "
+                "drop_last=True; or say what weighs: world.weigh(this rank's samples) before the backward, and call "
+                "backward for each loader's loss by itself"
+            )
+
+    def _contested(self, *, of_backward: bool) -> list[tuple[object, BatchShare]]:
+        """Return the batches that meet in one mean with different weights: empty, or at least two."""
+        batches = {each.loader: each.read for each in self._passes if each.read is not None} if of_backward else {}
+        batches = batches or {each.loader: each.share for each in self._passes if each.came and each.share is not None}
         if len(batches) < 2:
             return []
-        inner = {loader: self._around.get(loader, set()) for loader in batches}
-        met = [loader for loader in batches if not any(loader in around for around in inner.values())]
+        inner = [self._around.get(loader, set()) for loader in batches]
+        met = [loader for loader in batches if not any(loader in around for around in inner)]
         for loader in met[1:]:
             self._read_beside(met[0], loader)
         shares = [(loader, batches[loader]) for loader in met]
         return shares if any(self._weigh_differently(shares[0][1], other) for _, other in shares[1:]) else []
-
-    def take(self, items: Items | None) -> None:
-        """Note that a backward has begun, weighed by ``items`` or by the share."""
-        self._awaits_backward = False
-        if items is not None:
-            items.is_taken = True
-        self.used()
-
-    def used(self) -> None:
-        """Note that a backward has begun, or that the script has said what weighs."""
-        self._fresh.clear()
-        self._evaluated.clear()
-        self._read.clear()
 
     def _read_beside(self, one: object, two: object) -> None:
         for first, second in ((one, two), (two, one)):

@@ -70,7 +70,8 @@ class Member(Protocol):
 _members: WeakValueDictionary[int, Any] = WeakValueDictionary()
 #: How many have joined so far.
 _made = 0
-_current: SlicedStep | None = None
+#: The step in slices that is in hand on this rank.
+current: SlicedStep | None = None
 #: Whether the ranks have exchanged a record as long as any at the end of a step, so that there is memory for it.
 _has_met = False
 _FIRST_MESSAGE = 1 << 14
@@ -92,19 +93,14 @@ def leave(number: int) -> None:
     _members.pop(number, None)
 
 
-def current() -> SlicedStep | None:
-    """Return the step in slices that is in hand on this rank."""
-    return _current
-
-
 def in_slice() -> bool:
     """Return whether a slice is in hand, so that nothing may be collective here."""
-    return _current is not None and _current.number is not None
+    return current is not None and current.number is not None
 
 
 def here() -> tuple[int, ...] | None:
     """Return the slice in hand: of which step, and its number; None outside of slices."""
-    return None if _current is None or _current.number is None else (*_current.place, _current.number)
+    return None if current is None or current.number is None else (*current.place, current.number)
 
 
 def refuse_in_slice(what: str, world: Ranks) -> None:
@@ -219,8 +215,8 @@ class SlicedStep:
 
     def begin(self) -> None:
         """**Collective** if a member has anything to agree on, or the step may fail. Begin the step."""
-        global _current, _has_met
-        if _current is not None:
+        global current, _has_met
+        if current is not None:
             raise LockstepError(
                 f"rank {self.world.rank} of {self.world.world_size}: a step in slices begins inside another one: go "
                 "through the steps() of one loader at a time"
@@ -230,7 +226,7 @@ class SlicedStep:
         if self.may_fail and not _has_met:
             self._gather("." * _FIRST_MESSAGE, "the beginning of a step that may fail")
             _has_met = True
-        _current = self
+        current = self
 
     @contextmanager
     def slice(self, number: int) -> Iterator[None]:
@@ -248,9 +244,9 @@ class SlicedStep:
 
     def abandon(self) -> None:
         """Leave the step: nothing of it stays."""
-        global _current
-        if _current is self:
-            _current = None
+        global current
+        if current is self:
+            current = None
             for member in _living():
                 member.forget()
 
@@ -268,7 +264,7 @@ class SlicedStep:
             LockstepError: some slices were weighed, and others not, or something was noted; on all ranks.
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
-        global _current
+        global current
         told = self._tell(failure)
         failures = [f"rank {rank}: {each[1]}" for rank, each in enumerate(told) if each[1] is not None]
         if failures:
@@ -286,7 +282,7 @@ class SlicedStep:
         for each in told:
             for number, say in each[3].items():
                 self.says.setdefault(int(number), []).append(say)
-        _current = None
+        current = None
         for number in sorted(self.said):
             member = _members.get(number)
             if member is None:

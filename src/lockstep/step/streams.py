@@ -116,7 +116,7 @@ class RandomStreams:
 
     def renew(self, loader: object) -> None:
         """Begin a new stretch for ``loader``, whatever is under way."""
-        if self._alone or not self._trains_here() or not self._plain():
+        if self._alone or (threading.get_ident() != self._thread and not self._trains_here()) or not self._plain():
             return
         with self._lock:
             self._loaders.add(loader)
@@ -184,16 +184,12 @@ class RandomStreams:
         _generator.manual_seed((seed + self._rank * _STRIDE) & _MASK)
 
 
-_current = RandomStreams(rank=0, world_size=1)
-
-
-def current() -> RandomStreams:
-    """Return this process's streams: those of a lone process before ``init`` and after ``shutdown``."""
-    return _current
+#: This process's streams: those of a lone process before ``init`` and after ``shutdown``.
+current = RandomStreams(rank=0, world_size=1)
 
 
 def begin(*, rank: int, world_size: int) -> None:
     """Begin the streams of a rank, for ``init``."""
-    global _current
-    _current.leave_all()
-    _current = RandomStreams(rank=rank, world_size=world_size)
+    global current
+    current.leave_all()
+    current = RandomStreams(rank=rank, world_size=world_size)

@@ -73,6 +73,7 @@ def take(
     reduce_op: int = NO_REDUCE_OP,
     root: int = -1,
     detail: object = None,
+    label: str | None = None,
 ) -> bytes:
     """Make the fingerprint of a collective that is being issued, with the line of the program that issues it.
 
@@ -81,8 +82,9 @@ def take(
 
     Args:
         detail: what else must be equal on every rank (shapes of a list of tensors, a factor); compared by digest.
+        label: its label (labels.py), if that is not the one in force on this thread.
     """
-    label = labels.label()
+    label = labels.label() if label is None else label
     frame = user_frame_and_depth(sys._getframe(1))[0]
     if frame is None:
         where: tuple[str, str, int, int] | None = None

@@ -288,7 +288,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
         group.issue("allocate_tensor", body, move, result, group.timeout, False)
         return result[0]
 
-    def in_place_sum(self, tensor: torch.Tensor, look: SumLook | None = None) -> Callable[[], None]:
+    def in_place_sum(self, tensor: torch.Tensor, look: SumLook | None = None) -> Callable[[str], None]:
         """Return a **collective** function that adds up all ranks' ``tensor``; see lockstep.comm.memory.
 
         Raises:
@@ -301,8 +301,8 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
         dtype, count, detail, inputs = tensor.dtype, tensor.numel(), (part.number, part.offset), [tensor]
         add_up = engine.in_place_sum(tensor, self._reduction(dist.AllreduceOptions(), dtype)[1], part, look)
 
-        def sum_up() -> None:
-            body = fingerprint.take("all_reduce", dtype, count, reduce_op=_SUM, detail=detail)
+        def sum_up(label: str) -> None:
+            body = fingerprint.take("all_reduce", dtype, count, reduce_op=_SUM, detail=detail, label=label)
             if not _profiler_enabled():
                 group.complete("all_reduce", body, add_up, group.timeout)
                 return

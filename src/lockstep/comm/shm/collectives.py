@@ -10,7 +10,7 @@ What each costs a rank, in bytes, for n of them on W ranks:
 all_reduce          small: n written, W n read
                     two ranks: n written, 2 n read and n written to combine
                     else: n copied in, n read and n/W written to combine (in the cache), n copied out
-all_reduce_shared   n read, n written (W parts of n/W each way)
+SharedSum           n read, n written (W parts of n/W each way)
 add_rows_shared     as much for each row that counts, all ranks' rows together
 reduce              n written; W n read by the root
 reduce_scatter      W n written, W n read
@@ -114,39 +114,52 @@ def _by_parts(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -> None:
         result[0].copy_(result[1])
 
 
-def all_reduce_shared(rounds: Rounds, views: Tensors, reduction: Reduction, look: SumLook | None = None) -> None:
-    """Combine ``views`` (one tensor's memory on each rank, in order of rank) element by element, into each of them.
+class SharedSum:
+    """**Collective** to call. Combines one tensor's memory on all ranks element by element, into each of them.
 
     Nothing is copied in or out. One round says that every rank's elements are there (and compares fingerprints); each
     rank combines the part that it owns, piece by piece within the cache, and writes the result into every rank's
     memory; one round says that all parts are.
 
     Args:
+        rounds: the group's.
+        views: the memory on each rank, in order of rank.
+        reduction: how to combine it.
         look: looks at each piece of the sum while it is in the cache; on all ranks, or on none.
     """
-    rounds.sync()
-    first, end = part(views[0].numel(), rounds.rank, rounds.size)
-    step = _PIECE // reduction.dtype.itemsize
-    for start in range(first, end, step):
-        pieces = [view[start : min(end, start + step)] for view in views]
-        if reduction.factor != 1:
-            for piece in pieces:
-                piece.mul_(reduction.factor)
-        reduction.over(pieces, pieces[0])
-        if look is not None:
-            look.at(pieces, start)
-        for piece in pieces[1:]:
-            piece.copy_(pieces[0])
-    if look is None:
+
+    def __init__(self, rounds: Rounds, views: Tensors, reduction: Reduction, look: SumLook | None = None) -> None:
+        self._rounds, self._reduction, self._look = rounds, reduction, look
+        first, end = part(views[0].numel(), rounds.rank, rounds.size)
+        step = _PIECE // reduction.dtype.itemsize
+        #: Where each piece begins, and its memory by rank.
+        self._pieces = [
+            (start, [view[start : min(end, start + step)] for view in views]) for start in range(first, end, step)
+        ]
+
+    def __call__(self, _: object = None) -> None:
+        """Combine what is there now."""
+        rounds, reduction, look = self._rounds, self._reduction, self._look
         rounds.sync()
-    else:
-        look.is_suspicious = rounds.sync_with(look.is_suspicious)
+        for start, pieces in self._pieces:
+            if reduction.factor != 1:
+                for piece in pieces:
+                    piece.mul_(reduction.factor)
+            reduction.over(pieces, pieces[0])
+            if look is not None:
+                look.at(pieces, start)
+            for piece in pieces[1:]:
+                piece.copy_(pieces[0])
+        if look is None:
+            rounds.sync()
+        else:
+            look.is_suspicious = rounds.sync_with(look.is_suspicious)
 
 
 def add_rows_shared(rounds: Rounds, views: Tensors, order: RowOrder) -> None:
     """Add up the rows in ``views`` (one tensor's memory on each rank) in order, into the first row of each of them.
 
-    As :func:`all_reduce_shared`: each rank adds up its own part of the columns, piece by piece within the cache.
+    As :class:`SharedSum`: each rank adds up its own part of the columns, piece by piece within the cache.
     """
     rounds.sync()
     first, end = part(order.width, rounds.rank, rounds.size)

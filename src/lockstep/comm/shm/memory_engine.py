@@ -117,7 +117,7 @@ class MemoryEngine(Engine):
         """See :class:`Engine`. Nothing is copied for a part of shared memory; for a small tensor little is called."""
         rounds = self._rounds
         if part is not None:
-            collectives.all_reduce_shared(rounds, _views(tensor, how, part), how)
+            collectives.SharedSum(rounds, _views(tensor, how, part), how)()
             return
         small = rounds.small(how.dtype, tensor.numel()) if how.factor == 1 else None
         if small is not None and tensor.__class__ in _PLAIN and tensors.is_flat(tensor):
@@ -129,12 +129,7 @@ class MemoryEngine(Engine):
         self, tensor: torch.Tensor, how: Reduction, part: SharedPart, look: SumLook | None
     ) -> Callable[[Engine], None]:
         """See :class:`Engine`."""
-        views = _views(tensor, how, part)
-
-        def add_up(_: Engine) -> None:
-            collectives.all_reduce_shared(self._rounds, views, how, look)
-
-        return add_up
+        return collectives.SharedSum(self._rounds, _views(tensor, how, part), how, look)
 
     def add_rows(self, rows: torch.Tensor, order: RowOrder, part: SharedPart) -> None:
         """See :class:`Engine`."""

@@ -29,6 +29,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Container
+from operator import itemgetter
 
 import torch
 
@@ -73,6 +74,9 @@ class Small:
             self.result = torch.empty_like(views[0][rank])
         self.result_address = self.result.data_ptr()
         self.nbytes = self.result.nbytes
+
+
+_first = itemgetter(0)
 
 
 class Rounds:
@@ -192,7 +196,7 @@ class Rounds:
         headers = self._headers[self.buffer]
         headers[self.rank][0] = int(flag)
         self.sync()
-        return 1 in [header[0] for header in headers]
+        return 1 in map(_first, headers)
 
     def _header(self, rank: int, buffer: int) -> memoryview:
         offset = self._layout.header(rank, buffer)

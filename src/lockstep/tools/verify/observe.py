@@ -419,7 +419,7 @@ class _Draws:
 
     def of_this_rank(self) -> bool:
         """Return whether this rank draws from numbers of its own here, and has drawn some."""
-        is_own = not torch.equal(self._state, streams.current().state)
+        is_own = not torch.equal(self._state, streams.current.state)
         return is_own and not torch.equal(self._state, _fresh(self._seed))
 
     def have_moved(self) -> bool:
@@ -442,7 +442,7 @@ def _generator_states() -> dict[str, str]:
         "numpy": xxhash.xxh3_64_hexdigest(
             b"".join(np.asarray(value).tobytes() for value in numpy_state["state"].values())
         ),
-        "torch": _digest(streams.current().state.numpy()),
+        "torch": _digest(streams.current.state.numpy()),
     }
 
 

@@ -87,7 +87,9 @@ def test_a_checkpoint_that_reaches_the_limit_is_told_once(tmp_path: Path) -> Non
     done = _run(tmp_path, _SAVES.format(steps=2, save="saved.save()"), "-n", "2", limit=10_000, torch=True)
     assert done.code == 1, done
     assert "rng.json: File too large; the file is larger than" in done.err
-    assert "failed too, by the same error" in done.err
+    # (On a busy machine one rank may be stopped for the other's failure before it has met its own.)
+    assert re.search(r"failed too, by the same error|stopped because rank \d failed", done.err)
+    assert done.err.count("Traceback") == 1
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith("step-")]
 
 

@@ -160,6 +160,16 @@ def test_an_error_that_names_one_rank_to_all_is_told_once() -> None:
     ]
 
 
+def test_an_error_that_comes_as_the_rank_is_told_to_stop_is_its_own_all_the_same() -> None:
+    told = "lockstep.CheckpointError: rank 0: rng.json: File too large"
+    shown = _ending(0, 1, 5.9, raised=told, raised_at=5.8, stopped_at=5.7)
+    shown = Ending(shown.state, shown.record, log=None, shown=True)
+    assert describe(_outcome(shown, _ending(1, 1, 5.1, raised=told, raised_at=5.0))).splitlines()[1:] == [
+        "lockstep.CheckpointError: rank 0: rng.json: File too large (its traceback is above)",
+        "rank 1 failed too, by the same error",
+    ]
+
+
 def test_a_rank_that_left_early_is_named_beside_those_that_waited_for_it() -> None:
     waiting = _ending(0, 1, 5.2, raised="lockstep.errors.PeerLost: a rank is gone", raised_at=5.1)
     left = _ending(1, 0, 5.3, stopped_at=5.25)

@@ -327,20 +327,20 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool =
             _begin_to_leave(this_process)
         if os.getpid() != this_process or code == 0:
             raise
-        _record(stop, rank, code)
+        _record(stop, rank, code, time.monotonic())
         if not isinstance(stop.code, int):
             raise  # Python prints what it is
         raise SystemExit(code) from None
     except BaseException as error:  # noqa: BLE001  (Python's own top level does the same)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-        undo = contextlib.ExitStack()
+        since, undo = time.monotonic(), contextlib.ExitStack()
         if os.getpid() == this_process:  # and not a child that the program forked
             _ignore_deaths_of_workers()
             # Another rank may have failed as well, for which this one would be stopped: between its record and what it
             # prints, so that the record's reader would take for shown what nobody has seen.
             stops = signal.signal(signal.SIGTERM, signal.SIG_IGN)
             undo.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL if stops is None else stops)
-            _record(error, rank, code)
+            _record(error, rank, code, since)
         if shared and isinstance(error, LockstepError) and not _is_first_to_tell(error, rank):
             print(f"rank {rank} has failed by an error that is shown already: {type(error).__name__}", file=sys.stderr)
         elif not silent:
@@ -377,7 +377,7 @@ def _ignore_deaths_of_workers() -> None:
         return
 
 
-def _record(error: BaseException, rank: int, exit_code: int) -> None:
+def _record(error: BaseException, rank: int, exit_code: int, at: float) -> None:
     folder = knobs.job_dir()
     if folder is None:
         return
@@ -388,7 +388,7 @@ def _record(error: BaseException, rank: int, exit_code: int) -> None:
         message, text = said(error), tracebacks.text(error)
     kind, home = type(error).__qualname__, type(error).__module__
     name = kind if home in ("builtins", "__main__", "__mp_main__") else f"{home}.{kind}"
-    record = FailureRecord(rank, time.monotonic(), exit_code, name, message, text)
+    record = FailureRecord(rank, at, exit_code, name, message, text)
     try:
         record.write(folder)
     except OSError as trouble:

@@ -326,8 +326,11 @@ def _speaker(outcome: Outcome) -> Ending:
 
 
 def _alike(one: Ending, other: Ending) -> bool:
-    """Return whether two ranks failed by the same error, but for the rank that it begins with."""
-    if one.record is None or other.record is None or not (one.failed_by_itself and other.failed_by_itself):
+    """Return whether two ranks failed by the same error, but for the rank that it begins with.
+
+    So one failed by itself that has been told to stop meanwhile: to be stopped raises no such error.
+    """
+    if one.record is None or other.record is None:
         return False
     if one.record.type != other.record.type:
         return False
@@ -350,7 +353,7 @@ def _other(ending: Ending, first: Ending) -> str:
         return f": still there (process {ending.state.pid}), stuck in the kernel even after SIGKILL"
     if ending.state.exit_code == 0:
         return " had ended by itself, with exit code 0"
-    if ending.failed_by_itself and _alike(ending, first):
+    if _alike(ending, first):
         return " failed too, by the same error"
     if ending.failed_by_itself and ending.record is not None and ending.record.type != "SystemExit":
         kind, _, message = ending.cause.partition(": ")

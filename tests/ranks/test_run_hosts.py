@@ -73,7 +73,7 @@ def test_rank_0_has_the_terminal(server: Sshd, tmp_path: Path, says: Path) -> No
     assert lines[1] == "err 0"
     wrote = {line.partition(" wrote is in ")[0] for line in lines[2:]}
     assert wrote in (  # which host is which machine, the launchers agree on by themselves
-        {"lockstep: on two: what ranks 1, 2"},
+        {"lockstep: on two: what ranks 1 and 2"},
         {"lockstep: on one: what rank 2", "lockstep: on two: what rank 1"},
     ), done.err
 

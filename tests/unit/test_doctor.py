@@ -63,10 +63,6 @@ def test_a_verdict_counts() -> None:
     assert verdict([bad, bad]) == "2 things are wrong"
 
 
-def test_sizes_and_durations_for_people() -> None:
-    assert [findings.seconds(each) for each in (2e-6, 0.0123, 3.5)] == ["2 µs", "12.3 ms", "3.5 s"]
-
-
 def test_every_check_has_a_name_of_its_own() -> None:
     assert len({name for name, _ in CHECKS}) == len(CHECKS)
 
@@ -422,7 +418,7 @@ def test_clocks_are_compared_with_each_other() -> None:
         compare_clocks({"a": HostClock(0.0, 0.01), "b": HostClock(-3.0, 0.01), "c": HostClock(-1.0, 0.0)}),
         Level.WARNING,
     )
-    assert found.what.startswith("the clock of a is 3 s ahead of that of b")
+    assert found.what.startswith("the clock of a is 3.00 s ahead of that of b")
     assert "chronyd" in found.advice
     found = one(compare_clocks({"a": HostClock(0.0, 0.01), "b": HostClock(60.0, 0.01)}), Level.WARNING)
     assert "can't be put in order by their times" in found.what

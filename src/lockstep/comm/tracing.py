@@ -22,13 +22,14 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from lockstep import _torch, _units
+from lockstep import _torch
 from lockstep.comm.exchange import group_device
 from lockstep.comm.group import group
 from lockstep.comm.group.fingerprint import facts
 from lockstep.job import tracing
 from lockstep.job.files import JobFiles
 from lockstep.job.trace import EventWriter
+from lockstep.text import as_size
 
 #: torch's methods, and what they are called here. Who must come to each is a matter of ``runs/trace.py``.
 _METHODS = {
@@ -219,7 +220,7 @@ class _Profiles:
             if size <= _LARGEST:
                 self._copy(Path(path), *place, number)
                 return
-            why = f"it has {_units.size(size)}, and {_units.size(_LARGEST)} are read: profile fewer steps"
+            why = f"it has {as_size(size)}, and {as_size(_LARGEST)} are read: profile fewer steps"
         except OSError as error:
             why = str(error)
         print(f"lockstep: rank {place[1]}: the profile {path} is left out of the trace: {why}", file=sys.stderr)

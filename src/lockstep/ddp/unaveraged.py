@@ -27,7 +27,8 @@ from lockstep.comm.exchange import all_gather_records
 from lockstep.ddp.digest import digest_of_start
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.stepping import alert, params_of, quiet, watch_steps
-from lockstep.errors import LockstepError, listed
+from lockstep.errors import LockstepError
+from lockstep.text import listed
 
 
 class Unaveraged:

@@ -86,7 +86,7 @@ def test_all_output_of_all_hosts(server: Sshd, tmp_path: Path, says: Path) -> No
         f"{f'[{rank}] ' if rank else ''}out {rank} of 4 [] " for rank in range(4)
     )
     machines, *lines = done.err.splitlines()
-    assert machines.startswith("lockstep: 2 machines, 4 ranks: ranks 0 to 1 on "), done.err
+    assert machines.startswith("lockstep: 2 machines, 4 ranks: ranks 0 and 1 on "), done.err
     assert sorted(lines) == sorted(f"{f'[{rank}] ' if rank else ''}err {rank}" for rank in range(4))
 
 

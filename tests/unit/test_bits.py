@@ -8,7 +8,7 @@ from lockstep import bits
 
 
 def test_digests_stay_what_they_are() -> None:
-    """Records of a run hold them: what is compared with those has to have the same."""
+    """These are what they were when all of it was written three times."""
     values = torch.arange(1000, dtype=torch.float32)
     found = [(values, 4, 3999), (values, 0, 400)]
     assert bits.on_cpu(found, 5) == 5280763100945645375

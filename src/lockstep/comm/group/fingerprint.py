@@ -11,7 +11,6 @@ import torch
 
 from lockstep.callsite import user_frame, user_frame_and_depth, words
 from lockstep.comm import labels
-from lockstep.text import counted
 
 #: What must be equal on every rank: sequence number, elements, digest of the rest, operation, reduce op, dtype, root.
 _KEY = struct.Struct("<qqQHHHh")
@@ -136,7 +135,7 @@ def describe(header: bytes | memoryview) -> str:
         facts.append(REDUCE_OPS[reduce_op])
     if dtype < len(_DTYPES):
         facts.append(str(_DTYPES[dtype]))
-        facts.append(counted(numel, "element"))
+        facts.append("1 element" if numel == 1 else f"{numel} elements")  # no commas: those part the facts
     if root >= 0:
         facts.append(f"root {root}")
     if digest:

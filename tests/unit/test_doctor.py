@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lockstep import machine
+from lockstep import _proc, machine
 from lockstep.launch.evidence import MemoryGroup
 from lockstep.tools.doctor import checks, child, facts, findings, trials, variables
 from lockstep.tools.doctor.between import (
@@ -103,10 +103,10 @@ def test_a_container_that_allows_few_processes(monkeypatch: pytest.MonkeyPatch) 
 
 def test_core_files(limit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     limit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    monkeypatch.setattr(facts, "text", lambda _path: "core\n")
+    monkeypatch.setattr(_proc, "text", lambda _path: "core\n")
     found = [each for each in checks.check_limits(HERE) if each.about == "core files"]
     assert one(found, Level.WARNING).advice.startswith("ulimit -c 0")
-    monkeypatch.setattr(facts, "text", lambda _path: "|/usr/lib/apport %p\n")
+    monkeypatch.setattr(_proc, "text", lambda _path: "|/usr/lib/apport %p\n")
     found = [each for each in checks.check_limits(HERE) if each.about == "core files"]
     assert one(found, Level.OK).what == "a crash goes to /usr/lib/apport"
 
@@ -323,7 +323,7 @@ def test_gpus(changes: dict[str, Any], seen: tuple[int, int], level: Level | Non
     ],
 )
 def test_the_drivers_version(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "text", lambda _path: f"{line}\nGCC version:  gcc version 12.2.0\n")
+    monkeypatch.setattr(_proc, "text", lambda _path: f"{line}\nGCC version:  gcc version 12.2.0\n")
     assert facts.driver() == "535.104.05"
 
 

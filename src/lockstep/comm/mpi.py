@@ -174,13 +174,6 @@ class MpiEngine(Engine):
         counts = [piece.nbytes for piece in pieces]
         self._wait(self._comm.Iallgatherv(_bytes(rows[0]), [_bytes(flat), counts]))
 
-    def reduce(self, flat: torch.Tensor, how: Reduction, *, root: int) -> None:
-        """See :class:`Engine`."""
-        total = flat.clone()
-        self.all_reduce(total, how)
-        if self.rank == root:
-            flat.copy_(total)
-
     def reduce_scatter(self, flat: torch.Tensor, inputs: Tensors, how: Reduction) -> None:
         """See :class:`Engine`."""
         self._begin()

@@ -124,7 +124,7 @@ def check_memory(task: CheckTask) -> Iterator[Finding]:
     """Look at the memory: what is free, the container's limit, limits of address space."""
     total, group = machine_memory(), memory_group()
     limit = None if group is None else group.limit()
-    available = _kib("MemAvailable")
+    available = _proc.counter("/proc/meminfo", "MemAvailable")
     words = [f"{as_size(total)} of memory" if total else "the kernel does not say how much memory there is"]
     free = available
     if available is not None:
@@ -265,7 +265,7 @@ def _processes(task: CheckTask) -> Iterator[Finding]:
 
 def _core_files() -> Iterator[Finding]:
     soft = resource.getrlimit(resource.RLIMIT_CORE)[0]
-    pattern = facts.text("/proc/sys/kernel/core_pattern").strip()
+    pattern = _proc.text("/proc/sys/kernel/core_pattern").strip()
     if soft == 0:
         yield ok("core files", "none are written (ulimit -c 0)")
     elif pattern.startswith("|"):
@@ -344,18 +344,12 @@ def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
-def _kib(name: str) -> int | None:
-    found = re.search(rf"^{name}:\s+(\d+) kB", facts.text("/proc/meminfo"), re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
-
-
 def _usage(folder: Path) -> int | None:
     """Return the bytes that a memory cgroup uses and that the kernel can't take back by itself."""
     for name, cached in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
-        used = facts.text(folder / name).strip()
+        used = _proc.text(folder / name).strip()
         if used.isdecimal():
-            found = re.search(rf"^{cached} (\d+)$", facts.text(folder / "memory.stat"), re.MULTILINE)
-            return max(0, int(used) - (int(found[1]) if found else 0))
+            return max(0, int(used) - (_proc.counter(folder / "memory.stat", cached) or 0))
     return None
 
 
@@ -372,7 +366,7 @@ def _own_processes() -> Iterator[int]:
 def _pids() -> tuple[int | None, int]:
     """Return how many processes and threads the container allows (None: any number), and how many there are."""
     for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/pids"):
-        allowed, used = facts.text(f"{folder}/pids.max").strip(), facts.text(f"{folder}/pids.current").strip()
+        allowed, used = _proc.text(f"{folder}/pids.max").strip(), _proc.text(f"{folder}/pids.current").strip()
         if allowed.isdecimal() and used.isdecimal():
             return int(allowed), int(used)
     return None, 0
@@ -382,7 +376,7 @@ def _listener(port: int) -> str:
     """Return who listens at a port, as far as this user may know: `` by process 12 (python train.py)``."""
     sockets = set()
     for name in ("tcp", "tcp6"):
-        for line in facts.text(f"/proc/net/{name}").splitlines()[1:]:
+        for line in _proc.text(f"/proc/net/{name}").splitlines()[1:]:
             fields = line.split()
             if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A":  # it listens
                 sockets.add(f"socket:[{fields[9]}]")

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep import _proc
 from lockstep.text import as_duration, as_size
-from lockstep.tools.doctor import facts
 from lockstep.tools.doctor.checks import CheckTask
 from lockstep.tools.doctor.findings import Finding, ok, warning, wrong
 
@@ -81,7 +81,7 @@ def file_system(folder: Path) -> str:
     """Return the kind of file system that a folder is on; empty if the kernel does not say."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    for line in facts.text("/proc/self/mountinfo").splitlines():
+    for line in _proc.text("/proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         if before.split()[2] == number:
             return after.split()[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,12 +31,24 @@ class Stat:
         return self.state in ("Z", "X")
 
 
-def read(pid: int, name: str) -> str:
-    """Read a file of ``/proc/<pid>``; empty if the process is gone or may not be asked."""
+def text(path: str | Path) -> str:
+    """Return what a small file of the kernel's says; empty if it can't be read."""
     try:
-        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+        return Path(path).read_text(errors="replace")
     except OSError:
         return ""
+
+
+def read(pid: int, name: str) -> str:
+    """Read a file of ``/proc/<pid>``; empty if the process is gone or may not be asked."""
+    return text(f"/proc/{pid}/{name}")
+
+
+def counter(path: str | Path, name: str) -> int | None:
+    """Return the number behind ``name`` in a file with a line for each; None: there is no such line. Sizes with a unit
+    of kB, as in ``/proc/meminfo``, are returned in bytes."""
+    found = re.search(rf"^{name}:?\s+(\d+)( kB)?$", text(path), re.MULTILINE)
+    return int(found[1]) * (1024 if found[2] else 1) if found else None
 
 
 def stat(pid: int) -> Stat | None:
@@ -60,10 +73,7 @@ def started(pid: int) -> int | None:
 
 def boot_id() -> str:
     """Return what tells one start of this machine from another; empty if the kernel does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return text("/proc/sys/kernel/random/boot_id").strip()
 
 
 def pid_namespace() -> str:
@@ -111,20 +121,13 @@ def is_frozen(pid: int) -> bool:
         _, controllers, path = line.split(":", 2)
         inside = path.lstrip("/")
         if "freezer" in controllers.split(","):
-            if _content(_CGROUPS / "freezer" / inside / "freezer.state").strip() in ("FROZEN", "FREEZING"):
+            if text(_CGROUPS / "freezer" / inside / "freezer.state").strip() in ("FROZEN", "FREEZING"):
                 return True
         elif not controllers:
             for mount in (_CGROUPS, _CGROUPS / "unified"):
-                if "frozen 1" in _content(mount / inside / "cgroup.events").splitlines():
+                if "frozen 1" in text(mount / inside / "cgroup.events").splitlines():
                     return True
     return False
-
-
-def _content(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
 
 
 def resident(pid: int | None) -> int:

@@ -21,8 +21,6 @@ Wrong arguments are ``ValueError`` or ``TypeError``, as everywhere in Python.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 class LockstepError(RuntimeError):
     """Anything lockstep itself reports."""
@@ -98,22 +96,6 @@ def said(thing: object) -> str:
 def named(error: BaseException) -> str:
     """Return an error's type and what it says: ``ValueError: bad batch``."""
     return f"{type(error).__name__}: {said(error)}"
-
-
-def sentence(text: str) -> str:
-    """Return ``text`` with a full stop at its end, unless it ends a sentence already."""
-    return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-def last_lines(text: str, most: int) -> list[str]:
-    """Return the last ``most`` lines of ``text`` that are not blank, without the blanks at their ends."""
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-most:]
-
-
-def listed(items: Sequence[str], *, most: int = 8, between: str = ", ") -> str:
-    """Join ``items`` for a message: the first ``most`` of them, and how many more there are."""
-    shown = between.join(items[:most])
-    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
 
 
 for _error in [each for each in vars().values() if isinstance(each, type) and issubclass(each, LockstepError)]:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from lockstep import _proc
+
 _CPUS = Path("/proc/cpuinfo")
 _CGROUP_V2_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _CGROUP_V1_QUOTA = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
@@ -54,11 +56,7 @@ def gpus(env: Mapping[str, str] = os.environ) -> int:
 
 def processor() -> str:
     """Return what the processor calls itself."""
-    try:
-        text = _CPUS.read_text(errors="replace")
-    except OSError:
-        text = ""
-    found = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", text, re.MULTILINE)
+    found = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", _proc.text(_CPUS), re.MULTILINE)
     return found[1] if found else os.uname().machine
 
 

@@ -124,7 +124,7 @@ def _fail(model: nn.Module) -> None:
         handle.remove()
 
 
-def _hook(state: None, bucket: lockstep.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _hook(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     del state
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())

@@ -250,7 +250,7 @@ def test_another_world_size_is_said(tmp_path: Path) -> None:
     run_ranks(_save_some, 1, str(tmp_path), 1)
     ranks = run_ranks(_resume, 3, str(tmp_path))
     assert [rank[0] for rank in ranks] == [1, 1, 1]
-    assert "written by 1 rank(s) and there are 3 now" in ranks[0][2][0]
+    assert "written by 1 rank and there are 3 now" in ranks[0][2][0]
     assert ranks[1][2] == []
 
 

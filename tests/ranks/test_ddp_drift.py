@@ -201,7 +201,10 @@ def test_a_frozen_parameter_is_compared_too() -> None:
 
 def test_without_a_majority_every_version_is_told() -> None:
     said = _said(4, "halves")
-    assert "The ranks hold 2 versions of parameter '0.bias', and none has a majority: ranks 0, 2; ranks 1, 3." in said
+    assert (
+        "The ranks hold 2 versions of parameter '0.bias', and none has a majority: ranks 0 and 2; ranks 1 and 3."
+        in said
+    )
     assert "The ranks hold 3 versions of parameter '0.bias'" in _said(3, "all")
 
 

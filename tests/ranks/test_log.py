@@ -276,11 +276,9 @@ def _log_nan(folder: str) -> list[str]:
 def test_numbers_that_are_not_finite_are_counted_and_said_once(tmp_path: Path) -> None:
     first, second = run_ranks(_log_nan, 2, str(tmp_path))
     assert len(first) == 2
-    assert first[0].startswith(
-        "loss: 1 number(s) up to step 2 were infinite or NaN, the first at step 2, on rank(s) 1."
-    )
+    assert first[0].startswith("loss: 1 number(s) up to step 2 were infinite or NaN, the first at step 2, on rank 1.")
     assert first[1].startswith(
-        "inf: 4 number(s) up to step 6 were infinite or NaN, the first at step 5, on rank(s) 0, 1."
+        "inf: 4 number(s) up to step 6 were infinite or NaN, the first at step 5, on ranks 0 and 1."
     )
     assert second == []
     lines = _lines(tmp_path)

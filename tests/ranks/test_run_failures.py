@@ -41,7 +41,7 @@ def test_the_first_failure_is_shown_with_its_own_traceback(tmp_path: Path) -> No
     assert "ValueError: bad batch on rank 1" in Path(log.removeprefix("rank 1's log: ")).read_text()
     for rank in (0, 2):
         assert any(
-            line.startswith((f"rank {rank}: stopped", f"rank {rank} failed too", "ranks 0, 2")) for line in report
+            line.startswith((f"rank {rank}: stopped", f"rank {rank} failed too", "ranks 0 and 2")) for line in report
         )
 
 
@@ -204,7 +204,7 @@ def test_a_killed_rank_is_named_and_everyone_is_gone_within_a_second(tmp_path: P
     assert done.code == 128 + signal.SIGKILL
     assert "lockstep: rank 1 of 3 failed: killed by signal 9 (SIGKILL)" in done.err
     assert "the kernel's out-of-memory killer" in done.err
-    assert "\nranks 0, 2: stopped because rank 1 failed" in done.err
+    assert "\nranks 0 and 2: stopped because rank 1 failed" in done.err
 
 
 _HANGS_AFTER_FAILING = """

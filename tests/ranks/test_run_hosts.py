@@ -73,7 +73,7 @@ def test_rank_0_has_the_terminal(server: Sshd, tmp_path: Path, says: Path) -> No
     assert lines[1] == "err 0"
     wrote = {line.partition(" wrote is in ")[0] for line in lines[2:]}
     assert wrote in (  # which host is which machine, the launchers agree on by themselves
-        {"lockstep: on two: what ranks 1, 2"},
+        {"lockstep: on two: what ranks 1 and 2"},
         {"lockstep: on one: what rank 2", "lockstep: on two: what rank 1"},
     ), done.err
 
@@ -86,7 +86,7 @@ def test_all_output_of_all_hosts(server: Sshd, tmp_path: Path, says: Path) -> No
         f"{f'[{rank}] ' if rank else ''}out {rank} of 4 [] " for rank in range(4)
     )
     machines, *lines = done.err.splitlines()
-    assert machines.startswith("lockstep: 2 machines, 4 ranks: ranks 0 to 1 on "), done.err
+    assert machines.startswith("lockstep: 2 machines, 4 ranks: ranks 0 and 1 on "), done.err
     assert sorted(lines) == sorted(f"{f'[{rank}] ' if rank else ''}err {rank}" for rank in range(4))
 
 

@@ -44,7 +44,7 @@ def test_rank_0_has_the_terminal_and_the_others_a_log_each(tmp_path: Path) -> No
     assert errors == [line for line in _expected(0, 10_000) if line.startswith("err")]
     assert _logs(tmp_path) == {f"rank{rank}.log": _expected(rank, 10_000) for rank in (1, 2, 3)}
     (folder,) = (tmp_path / "state" / "lockstep" / "logs").iterdir()
-    assert last == f"lockstep: what ranks 1, 2, 3 wrote is in {folder}"
+    assert last == f"lockstep: what ranks 1 to 3 wrote is in {folder}"
 
 
 def test_all_output_is_prefixed_whole_and_complete(tmp_path: Path) -> None:

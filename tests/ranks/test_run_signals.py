@@ -68,7 +68,7 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
         done = job.finish(limit=10)
     assert done.code == 130
     assert _marks(tmp_path, "cleaned") == []
-    assert "stopped by SIGINT; a second signal killed ranks 0, 1 at once" in done.err
+    assert "stopped by SIGINT; a second signal killed ranks 0 and 1 at once" in done.err
 
 
 def test_who_does_not_leave_within_the_grace_period_is_killed(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import _units
 from lockstep.runs import history, reckoning
+from lockstep.text import as_clock, as_duration
 from lockstep.tools import comparison
 from lockstep.tools.report import numbers, page
 from tests.launching import Finished, environment, run, start, wait_for
@@ -138,7 +138,9 @@ def test_a_run_is_listed_asked_for_its_stacks_and_readable_when_it_was_killed(tm
         shown = _say(tmp_path, "stack", "1", "1")
         assert shown.stdout.startswith("rank 1:\n"), shown
         assert "stragglers.py" in shown.stdout
-        assert _say(tmp_path, "stack", "1", "7").stderr.endswith("has no rank 7 on this machine: it has 0, 1\n")
+        assert _say(tmp_path, "stack", "1", "7").stderr.endswith(
+            "has no rank 7 on this machine: it has ranks 0 and 1\n"
+        )
         now = _say(tmp_path, "top", "--once")
         assert re.search(r"^ +1 +\d+ +\d+\.\d +\d+% +\d+% +\d+ MiB ", now.stdout, re.MULTILINE), now
         (series,) = (tmp_path / "state").rglob("series-0.bin")
@@ -271,7 +273,7 @@ def test_all_that_tells_of_a_run_tells_the_same(tmp_path: Path) -> None:
     recorded = history.read(tmp_path / "logs")
     summary, said = recorded.summary, done.err[done.err.index("lockstep: 690 steps") + len("lockstep: ") :]
     assert summary is not None
-    step = _units.duration(summary["step"])
+    step = as_duration(summary["step"])
     assert said.startswith(f"690 steps in 2 starts, {step} each on 2 ranks"), said
     assert said.startswith(f"{summary['text']}\n"), "what is said is what is recorded"
     assert summary["verdict"].startswith("compute straggler: rank 1, in your code: "), said
@@ -279,7 +281,7 @@ def test_all_that_tells_of_a_run_tells_the_same(tmp_path: Path) -> None:
     began = recorded.about["starts"][1]["at"]
     assert stretch["rank"] == 1
     assert recorded.about["starts"][0]["at"] < stretch["from"] < stretch["to"] <= began + 1.0
-    words = f"rank 1 from {_units.clock(stretch['from'])} to {_units.clock(stretch['to'])}, in your code: cost "
+    words = f"rank 1 from {as_clock(stretch['from'])} to {as_clock(stretch['to'])}, in your code: cost "
     assert words in said
     assert (recorded.steps, summary["steps"]) == (690, 690)
     watched = summary["watched"]

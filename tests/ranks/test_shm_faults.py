@@ -97,7 +97,7 @@ def test_a_barrier_names_all_missing_ranks_and_where_each_rank_stands() -> None:
     message = told[0][1]
     assert {kind for kind, _, _ in told} == {"CollectiveTimeout"}
     assert {each for _, each, _ in told} == {message}
-    begin = re.match(r"ranks 1, 3 did not come: rank ([02]) timed out after 0\.4 s in barrier #(\d+) at ", message)
+    begin = re.match(r"ranks 1 and 3 did not come: rank ([02]) timed out after 0\.4 s in barrier #(\d+) at ", message)
     assert begin is not None, message
     waiting, number = map(int, begin.groups())
     lines = {int(line.split()[1]): line for line in message.splitlines() if line.startswith("  rank ")}

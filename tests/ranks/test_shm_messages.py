@@ -303,7 +303,7 @@ def _nothing_comes(how: str) -> str:
     ("how", "waits_in", "waits_for", "stands"),
     [
         ("recv", "recv from rank 2", "rank 2", "last waited in recv from rank 1 (tag 8) at"),
-        ("recv from anyone", "recv from any rank", "ranks 1, 2", "last waited in recv from rank 1 (tag 8) at"),
+        ("recv from anyone", "recv from any rank", "ranks 1 and 2", "last waited in recv from rank 1 (tag 8) at"),
         ("send", "send to rank 2", "rank 2", "last seen at barrier #"),
     ],
 )

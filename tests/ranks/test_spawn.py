@@ -100,7 +100,7 @@ def test_the_first_failure_is_raised_here(how: str, code: int, text: str, capfd:
     error = raised.value
     assert (error.rank, error.exit_code) == (1, code)
     assert text in str(error)
-    assert "ranks 0, 2: stopped because rank 1 failed" in str(error)
+    assert "ranks 0 and 2: stopped because rank 1 failed" in str(error)
     if how == "raise":
         assert error.traceback is not None
         lines = error.traceback.splitlines()

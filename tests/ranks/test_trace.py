@@ -121,7 +121,7 @@ def test_a_killed_rank_leaves_its_events_and_a_restart_is_traced_anew(tmp_path: 
     done = _run(tmp_path, *words, trace="6:3")
     assert done.code == 0, done
     assert "the trace of steps 3 to 4 on 2 ranks is in logs/trace.json.gz" in done.err
-    assert "it ends early for rank(s) [0, 1], which ended within it" in done.err
+    assert "it ends early for ranks 0 and 1, which ended within it" in done.err
     assert "the trace of steps 3 to 8 on 2 ranks is in logs/trace-restart1.json.gz" in done.err
     cut, whole = Checked(tmp_path / "logs/trace.json.gz"), Checked(tmp_path / "logs/trace-restart1.json.gz")
     assert (cut.about["cut_off"], whole.about["cut_off"]) == ([0, 1], [])

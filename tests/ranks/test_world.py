@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep import knobs, machine
-from lockstep.comm import choose
+from lockstep.comm import choose, tracing
 from lockstep.identity import Identity, place
+from lockstep.job.trace import EventWriter
 from lockstep.launch.ports import free_port
 from tests.harness import collect_outcomes, run_ranks
 
@@ -312,7 +313,7 @@ def _late_at_barrier(backend: str, fifo: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "texts"),
     [
-        ("gloo", ["rank 0 of 2: not every rank reached the barrier within 0.3 s", "Ranks 1 failed to pass"]),
+        ("gloo", ["rank 0 of 2: World.barrier(): rank 1 did not come within 0.3 s. gloo says: ", "Timed out"]),
         (
             "shm",
             [
@@ -341,7 +342,7 @@ def _leave_before_barrier(backend: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "text"),
     [
-        ("gloo", "rank 0 of 2: the barrier failed because a rank is gone"),
+        ("gloo", "rank 0 of 2: World.barrier(): rank 1 ended, or can't be reached any more. gloo says: "),
         ("shm", "for rank 1, which ended"),
     ],
 )
@@ -349,6 +350,64 @@ def test_a_barrier_after_a_rank_left_says_so_at_once(backend: str, text: str) ->
     outcome = collect_outcomes(_leave_before_barrier, 2, backend, timeout=20)[0]
     assert outcome.error == "PeerLost"
     assert text in str(outcome.message)
+
+
+class _Names(EventWriter):
+    """Keeps what is told of events, and no times."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    def name(self, name: str, category: str, **about: Any) -> int:
+        self.told.append((f"{category}: {name}", about["backend"]))
+        return len(self.told)
+
+    def begin(self, *_: Any) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def _traced_barrier() -> list[tuple[str, str]]:
+    w = lockstep.init("cpu:gloo")
+    names, collectives = _Names(), tracing._Collectives()
+    collectives.open(names)
+    w.barrier()
+    collectives.close()
+    w.barrier()
+    return names.told
+
+
+def test_a_trace_has_a_barrier_that_is_made_of_messages() -> None:
+    told = run_ranks(_traced_barrier, 2)
+    assert told == 2 * [[("collective: barrier", "cpu:gloo (cpu)"), ("wait: wait for barrier", "cpu:gloo (cpu)")]]
+
+
+def _late_and_gone(fifo: str) -> str:
+    w = lockstep.init("gloo")
+    if w.rank == 2:
+        os._exit(0)
+    if w.rank == 1:
+        with open(fifo) as wait_for_rank_0:
+            wait_for_rank_0.read()
+        return ""
+    try:
+        w.barrier(timeout=1)
+    except lockstep.PeerLost as error:
+        return str(error)
+    finally:
+        with open(fifo, "w"):
+            pass
+    return ""
+
+
+def test_a_rank_that_is_gone_counts_before_one_that_is_late(tmp_path: Path) -> None:
+    """By what gloo says of each rank: one that is late takes all of the time, so time does not tell."""
+    fifo = tmp_path / "rank-0-is-done"
+    os.mkfifo(fifo)
+    said = str(collect_outcomes(_late_and_gone, 3, str(fifo))[0].value)
+    assert said.startswith(
+        "rank 0 of 3: World.barrier(): rank 2 ended, or can't be reached any more. And rank 1 did not"
+    )
 
 
 def _meet_at_barrier(backend: str) -> None:

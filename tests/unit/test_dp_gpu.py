@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep import DataParallel
+from lockstep import DataParallel, bits
 from lockstep.data_parallel import copies as contents
 from lockstep.data_parallel.copies import Copier, Slot, transfer
 from lockstep.data_parallel.devices import capacity_of, resolve_devices
@@ -42,7 +42,7 @@ def tensors(device: torch.device) -> list[Tensor]:
         torch.tensor(3),
         torch.zeros(0, 3),
         torch.randn(600, 700, generator=generator),
-        torch.randn(contents._GROUP + 5, generator=generator),
+        torch.randn(bits.GROUP + 5, generator=generator),
     ]
     # The last two begin between two words of 32 bits.
     return [*(each.to(device) for each in made), flat[1:33].view(4, 8), flat[3:51].view(6, 8)[:, ::2]]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
-from lockstep import DataParallel
+from lockstep import DataParallel, bits
 from lockstep.data_parallel import copies as contents
 from lockstep.data_parallel.copies import send_together
 from lockstep.data_parallel.devices import Capacity, as_device, imbalance, refuse_shared, resolve_devices, suggest_split
@@ -318,7 +318,7 @@ TENSORS = [
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    return contents.fingerprints([[(tensor, torch.empty_like(tensor))]])
+    return contents._digests([[(tensor, torch.empty_like(tensor))]])
 
 
 @pytest.mark.parametrize("tensor", TENSORS, ids=lambda t: f"{t.dtype}-{tuple(t.shape)}-{t.stride()}")
@@ -350,16 +350,16 @@ def test_parts_of_a_larger_tensor_compare_as_equal_wherever_they_begin(start: in
     for part in (flat[start : start + 8], flat[start : start + 16].view(4, 4).t(), flat[start : start + 24 : 3]):
         other = torch.empty_like(part).copy_(part)
         assert contents.changed([(part, other)]) == []
-        assert torch.equal(contents.bits_of(part, other), contents.bits_of(other, other))
+        assert torch.equal(bits.octets(part, other), bits.octets(other, other))
         assert torch.equal(
-            contents.fingerprints([[(part, other)]]),
-            contents.fingerprints([[(other, other)]]),
+            contents._digests([[(part, other)]]),
+            contents._digests([[(other, other)]]),
         )
 
 
 def test_neighbours_share_a_fingerprint_until_they_fill_a_group() -> None:
-    group = contents._GROUP
-    assert contents._groups([1, 2, group, group + 5, 3]) == [[0, 1], [2], [3], [4]]
+    group = bits.GROUP
+    assert bits.packed([1, 2, group, group + 5, 3]) == [[0, 1], [2], [3], [4]]
     large = torch.zeros(group + 3, dtype=torch.int32)
     moved = large.clone()
     moved[-1] = 1

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep import bits as bits_of
 from lockstep.ddp.difference import Difference
-from lockstep.ddp.digest import ByteSpan, Holdings, digest_on_device, watch_optimizers
+from lockstep.ddp.digest import ByteSpan, Holdings, watch_optimizers
 from lockstep.ddp.drift import MOST_STEPS, Costs, Schedule
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.step.conditions import conditions, differences
@@ -60,7 +61,7 @@ def _digests(holdings: Holdings) -> list[tuple[int, int]]:
     return [
         (
             int(holdings.digest(part, 5)),
-            int(digest_on_device([(holdings.find(holdings.items[s.item]), s) for s in part.spans], 5, _CPU)),
+            int(bits_of.on_device([(holdings.params[s.item].detach(), s.start, s.stop) for s in part.spans], 5, _CPU)),
         )
         for part in holdings.cut(512)
     ]
@@ -107,11 +108,10 @@ def test_every_bit_counts_in_both_digests(kind: str) -> None:
 def test_a_gpu_takes_the_digest_that_a_cpu_takes_in_its_way(kind: str) -> None:
     torch.manual_seed(3)
     tensor: Tensor = _TENSORS[kind]()
-    span = ByteSpan(0, 0, tensor.nbytes)
     there = torch.empty_like(tensor, device="cuda").copy_(tensor)
-    expected = digest_on_device([(tensor, span)], 7, _CPU)
+    expected = bits_of.on_device([(tensor, 0, tensor.nbytes)], 7, _CPU)
     for _ in range(20):
-        assert int(digest_on_device([(there, span)], 7, there.device)) == int(expected)
+        assert int(bits_of.on_device([(there, 0, tensor.nbytes)], 7, there.device)) == int(expected)
 
 
 def test_order_counts_too_and_so_does_the_salt() -> None:

@@ -283,7 +283,9 @@ def test_starts_on_other_ranks_have_verdicts_of_their_own() -> None:
     assert whole is not None
     lines = whole.describe(dict.fromkeys(range(4), 300 * _MB)).splitlines()
     assert re.match(r"3,003 steps in 3 starts, [\d.]+ ms each on 4 and 2 ranks", lines[0]), lines
-    first = next(place for place, line in enumerate(lines) if line.startswith("starts 0 to 1: 2,001 steps in 2 starts"))
+    first = next(
+        place for place, line in enumerate(lines) if line.startswith("starts 0 and 1: 2,001 steps in 2 starts")
+    )
     second = next(place for place, line in enumerate(lines) if line.startswith("start 2: 1,002 steps, "))
     assert lines[first].endswith("on 4 ranks")
     assert lines[second].endswith("on 2 ranks")
@@ -292,7 +294,7 @@ def test_starts_on_other_ranks_have_verdicts_of_their_own() -> None:
     told = whole.to_json({})
     assert [part["straggler"]["rank"] for part in told["parts"]] == [1, 0]
     assert sorted(told["ranks"]) == ["0", "1", "2", "3"]
-    assert [line.partition(":")[0] for line in told["remarks"]][:1] == ["starts 0 to 1"]
+    assert [line.partition(":")[0] for line in told["remarks"]][:1] == ["starts 0 and 1"]
 
 
 def test_the_same_numbers_on_other_machines_are_other_ranks() -> None:

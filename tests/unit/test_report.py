@@ -25,12 +25,12 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from lockstep import _units
 from lockstep._proc import started
 from lockstep.cli import main
 from lockstep.job.page import Phase
 from lockstep.runs import history
 from lockstep.runs.series import COLUMNS, Series, SeriesWriter
+from lockstep.text import as_size
 from lockstep.tools.report import drawing, numbers, page, pixels, scales
 from lockstep.tools.report.numbers import Account
 from tests.recorded import BEGAN, write_log, write_record, write_series
@@ -507,7 +507,7 @@ def test_a_report_is_written_whole_and_for_its_owner_alone(tmp_path: Path) -> No
     out = tmp_path / "out.html"
     out.write_text("another")
     code, said = _command(str(tmp_path / "run"), "-o", str(out))
-    assert (code, said) == (0, f"{out}: run, {_units.size(len(out.read_bytes()))}\n")
+    assert (code, said) == (0, f"{out}: run, {as_size(len(out.read_bytes()))}\n")
     assert out.read_text().startswith("<!DOCTYPE html>")
     assert out.read_text().endswith("</html>\n")
     assert out.stat().st_mode & 0o777 == 0o600

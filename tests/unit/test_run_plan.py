@@ -23,8 +23,9 @@ from lockstep.rendezvous.messages import Round
 from lockstep.runs import history
 from lockstep.runs.history import UnknownRun
 from lockstep.runs.record import Recorder
+from lockstep.text import parse_bandwidth, parse_latency
 from lockstep.tools.plan.chart import describe
-from lockstep.tools.plan.network import Link, Network, parse_bandwidth, parse_latency
+from lockstep.tools.plan.network import Link, Network
 from lockstep.tools.plan.plan import INSIDE, Plan, Recorded, Setting, Slowest, parse_counts, powers
 from lockstep.tools.plan.timetable import Timetable
 from tests.traces import Steps, steps_of

@@ -26,6 +26,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from lockstep.text import listed
+
 #: The bits of plus infinity. What has larger ones, without its sign, is NaN.
 _INFINITY: dict[torch.dtype, int] = {
     torch.float64: 0x7FF0_0000_0000_0000,
@@ -124,5 +126,4 @@ def in_words(not_finite: Mapping[str, Any], *, most: int = 6) -> str:
     names = [
         name for file in sorted(not_finite, key=lambda file: file != "model.safetensors") for name in not_finite[file]
     ]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
+    return listed(names, most=most)

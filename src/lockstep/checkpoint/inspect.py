@@ -29,7 +29,8 @@ from lockstep.checkpoint.read import (
     words_on_not_finite,
 )
 from lockstep.checkpoint.retention import Entry, Retention, entries, superfluous
-from lockstep.errors import CheckpointCorrupt, CheckpointError, listed
+from lockstep.errors import CheckpointCorrupt, CheckpointError
+from lockstep.text import listed
 
 Format = Literal["torch", "safetensors"]
 

@@ -22,7 +22,8 @@ from torch import nn
 
 from lockstep import _torch
 from lockstep.checkpoint.safetensors import unsavable
-from lockstep.errors import CheckpointMismatch, listed
+from lockstep.errors import CheckpointMismatch
+from lockstep.text import listed
 
 #: Classes that hold the user's model in their attribute ``module``; by name, since not all can be imported.
 _WRAPPERS = {"DistributedDataParallel", "DataParallel"}

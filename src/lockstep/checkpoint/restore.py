@@ -14,6 +14,7 @@ from lockstep.checkpoint.together import together
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
 from lockstep.step.conditions import conditions, differences
+from lockstep.text import counted
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def words_on_differences(contents: Contents, search: Search[Contents], run: RunS
     in_slices = run.is_in_slices(contents)  # whose sums and random numbers know nothing of ranks
     if saved != now and not (in_slices and state.have_common_rng(contents.parts["rng"])):
         words.append(
-            f"it was written by {saved} rank(s) and there are {now} now: everything is restored but "
+            f"it was written by {counted(saved, 'rank')} and there are {now} now: everything is restored but "
             + (
                 "the random number generators, which the script has seeded or used differently on each rank, so what "
                 "it draws between steps will not repeat"

@@ -38,6 +38,7 @@ from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismat
 from lockstep.job import flight
 from lockstep.step import streams
 from lockstep.step.local_training import LocalTraining, local_training_of
+from lockstep.text import counted
 
 # The objects.
 
@@ -465,7 +466,7 @@ def refuse_malformed_rng(states: Any, *, count: int, where: str) -> None:
     """
     try:
         if type(states) is not list or len(states) != count:
-            raise ValueError(f"expected the states of {count} rank(s)")
+            raise ValueError(f"expected the states of {counted(count, 'rank')}")
         for state in states:
             random.Random().setstate(_python(state))
             np.random.RandomState().set_state(_numpy(state))

@@ -30,7 +30,8 @@ from lockstep.checkpoint.read import (
     words_on_not_finite,
 )
 from lockstep.checkpoint.state import refuse_unreplicated
-from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, listed
+from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
+from lockstep.text import listed
 
 #: Where training scripts put the state dict in the files they save.
 _INNER_KEYS = ("model_state_dict", "state_dict", "model")

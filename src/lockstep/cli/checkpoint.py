@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from lockstep import _units
 from lockstep.cli.terminal import LocalPath, errors, open_console
+from lockstep.text import as_size, counted
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.inspect import CheckpointSummary
@@ -63,7 +63,7 @@ def _row(summary: CheckpointSummary) -> list[str]:
     epoch = f"in {manifest.epoch}" if manifest.in_epoch else str(manifest.epoch)
     metric = "" if manifest.metric is None else f"{manifest.metric:.6g}"
     return [
-        str(manifest.step), epoch, metric, str(manifest.world_size), _units.size(summary.size), manifest.written,
+        str(manifest.step), epoch, metric, str(manifest.world_size), as_size(summary.size), manifest.written,
         summary.folder.name,
     ]  # fmt: skip
 
@@ -92,14 +92,14 @@ def show(folder: Path, step: int | None) -> None:
         table.add_row(
             "values", f"not finite: {summary.not_finite}" if summary.not_finite else "none known as not finite"
         )
-        table.add_row("saved", f"{manifest.written} by {manifest.world_size} rank(s)")
+        table.add_row("saved", f"{manifest.written} by {counted(manifest.world_size, 'rank')}")
         table.add_row("with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
         console.print(table)
         console.print()
         files = Table("file", "size", box=None, pad_edge=False)
         files.columns[1].justify = "right"
         for name, entry in sorted(manifest.files.items()):
-            files.add_row(name, _units.size(entry.size))
+            files.add_row(name, as_size(entry.size))
         console.print(files)
         console.print()
         tensors = Table("tensor of the model", "dtype", "shape", "size", box=None, pad_edge=False)
@@ -107,7 +107,7 @@ def show(folder: Path, step: int | None) -> None:
         for tensor in read_header(summary.folder):
             shape = " × ".join(map(str, tensor.shape)) or "a number"
             dtype = str(tensor.dtype).removeprefix("torch.")
-            tensors.add_row(tensor.name, dtype, shape, _units.size(tensor.stop - tensor.start))
+            tensors.add_row(tensor.name, dtype, shape, as_size(tensor.stop - tensor.start))
         console.print(tensors)
 
 
@@ -201,7 +201,7 @@ def export(folder: Path, output: Path, step: int | None, format_: Any, extra: st
         for line in done.not_finite:
             taken = line.startswith(f"{done.source.name} ")
             click.echo(f"{'exported, though' if taken else 'skipped, not finite:'} {line}", err=True)
-        size = _units.size(done.size)
+        size = as_size(done.size)
         click.echo(f"{done.path}: {done.tensors} tensors of {done.source.name}, {size}, for {done.format}")
 
 

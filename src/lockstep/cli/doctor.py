@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.cli.terminal import LocalPath
+from lockstep.text import counted
 
 if TYPE_CHECKING:
     from lockstep.tools.doctor.findings import Finding
@@ -52,7 +53,7 @@ def doctor(ranks: str | None, folder: Path, quick: bool, as_json: bool, hosted: 
         if ranks is not None and not hosts:
             parse_ranks(ranks, cores=machine.cores(), gpus=machine.gpus())  # refuses what makes no sense
         if sys.stderr.isatty() and not quick:
-            where = "this machine" if not hosts else f"{len(hosts)} host{'' if len(hosts) == 1 else 's'}"
+            where = "this machine" if not hosts else counted(len(hosts), "host")
             click.echo(f"lockstep doctor: looking at {where}; this takes some ten to thirty seconds", err=True)
         report = look_at(parse_hosts(",".join(hosts)) if hosts else (), VisitOptions(ranks, str(folder), quick))
     except (ValueError, LockstepError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from lockstep.cli.terminal import RUN, errors, homes
+from lockstep.text import parse_bandwidth, parse_latency
 
 #: Ranks that are planned for where none are named.
 _UP_TO = 512
@@ -56,7 +57,7 @@ def plan(
     from lockstep.runs import history
     from lockstep.tools.plan import plan as planning
     from lockstep.tools.plan.chart import describe
-    from lockstep.tools.plan.network import Link, Network, parse_bandwidth, parse_latency
+    from lockstep.tools.plan.network import Link, Network
 
     with errors("plan", ValueError):
         for name, value in (("--ranks-per-host", ranks_per_host), ("--cores", cores), ("--up-to", up_to)):

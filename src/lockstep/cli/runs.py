@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep import _units
 from lockstep.cli.terminal import RUN, LocalPath, errors, homes, open_console
+from lockstep.text import as_clock, as_duration, as_size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,12 +38,12 @@ def runs(count: int, folders: tuple[Path, ...]) -> None:
         for number, run in enumerate(history.runs(folders or homes())[:count], start=1):
             began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
             try:
-                took, steps = _units.clock(run.seconds), f"{run.steps:,}"
+                took, steps = as_clock(run.seconds), f"{run.steps:,}"
                 told = reckoning.summary_of(run)
             except (history.UnknownRun, KeyError, TypeError, ValueError) as error:  # the others are listed nevertheless
                 click.echo(f"lockstep runs: {run.name}: its steps are not known: {error}", err=True)
                 took, steps, told = "-", "-", None
-            step = _units.duration(told["step"]) if told is not None and told["step"] else "-"
+            step = as_duration(told["step"]) if told is not None and told["step"] else "-"
             ranks = str(run.world_size)
             table.add_row(str(number), began, took, run.ending, ranks, steps, step, run.program, run.name)
             for line in run.remarks:
@@ -89,7 +89,7 @@ def top(run: str | None, once: bool) -> None:
 def _now(run: Run, rows: list[Row], logged: str) -> Table:
     from rich.table import Table
 
-    title = f"{run.name}: {run.program}, {_units.clock(time.time() - run.began)}"
+    title = f"{run.name}: {run.program}, {as_clock(time.time() - run.began)}"
     table = Table(
         "rank",
         "step",
@@ -110,7 +110,7 @@ def _now(run: Run, rows: list[Row], logged: str) -> Table:
     # What a rank waits in may be longer than any screen: it has the room that the numbers leave.
     table.columns[6].ratio, table.columns[6].no_wrap, table.columns[6].overflow = 1, True, "ellipsis"
     for row in rows:
-        parts = [f"{row.waiting:.0%}", f"{row.data:.0%}", f"{_units.size(row.memory)}"]
+        parts = [f"{row.waiting:.0%}", f"{row.data:.0%}", f"{as_size(row.memory)}"]
         table.add_row(str(row.rank), f"{row.steps:,}", f"{row.rate:.1f}", *parts, row.doing)
     return table
 
@@ -185,4 +185,4 @@ def report(run: str | None, out: Path) -> None:
             error.filename = str(out)
             raise LockstepError(f"the report can't be written: {_files.describe(error)}") from error
     soon = ", so far" if account.run.is_alive else ""
-    click.echo(f"{out}: {account.run.name}{soon}, {_units.size(len(words.encode()))}")
+    click.echo(f"{out}: {account.run.name}{soon}, {as_size(len(words.encode()))}")

@@ -23,8 +23,9 @@ from lockstep import callsite, knobs
 from lockstep.comm.group.group import Group
 from lockstep.comm.group.meeting import ApartError, say_and_hear
 from lockstep.comm.group.register import make_engine
-from lockstep.errors import EnvironmentMismatch, RendezvousError, sentence
+from lockstep.errors import EnvironmentMismatch, RendezvousError
 from lockstep.identity import Identity
+from lockstep.text import sentence
 
 #: Seconds that rank 0 waits for the others to read why there will be no group.
 _FAREWELL = 10.0

@@ -41,6 +41,7 @@ from lockstep.job import device as gpu_time
 from lockstep.job import flight, tracing
 from lockstep.step import deterministic as determinism
 from lockstep.step import streams
+from lockstep.text import counted, joined
 
 register()  # the backend "shm", where torch has not done it
 
@@ -221,9 +222,10 @@ def _choose_device(backend: str | None, identity: Identity) -> torch.device:
     _require_available(backend, wanted or ["nccl", "gloo"])
     if identity.local_world_size > count:
         raise EnvironmentMismatch(
-            f"rank {identity.rank}: {identity.local_world_size} ranks on this machine but {count} visible GPU(s) "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); NCCL needs one GPU for each "
-            f"rank: start at most {count} rank(s), or pass backend='gloo' to train on the CPU"
+            f"rank {identity.rank}: {identity.local_world_size} ranks on this machine but "
+            f"{counted(count, 'visible GPU')} (CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); NCCL needs one GPU for each rank: start at most "
+            f"{counted(count, 'rank')}, or pass backend='gloo' to train on the CPU"
         )
     device = torch.device("cuda", identity.local_rank)
     torch.cuda.set_device(device)
@@ -307,7 +309,7 @@ def _rendezvous_store(identity: Identity, timeout: timedelta) -> Store:
         return mpirun.meet(identity, timeout, number=_groups_opened)
     if missing:
         raise EnvironmentMismatch(
-            f"rank {identity.rank} of {identity.world_size}: {' and '.join(missing)} not set, so the ranks can't "
+            f"rank {identity.rank} of {identity.world_size}: {joined(missing)} not set, so the ranks can't "
             "find each other: start with lockstep run or torchrun, which set them"
         )
     return _connect(identity, timeout)

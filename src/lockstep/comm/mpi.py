@@ -26,7 +26,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, but
 
 from lockstep import _proc
 from lockstep.comm.group.engine import Engine, Tensors
-from lockstep.comm.group.failures import again, dumps, loads, names
+from lockstep.comm.group.failures import again, dumps, loads
 from lockstep.comm.group.fingerprint import HEADER, KEY, describe
 from lockstep.comm.group.meeting import Whereabouts, say_and_hear
 from lockstep.comm.group.reduction import Reduction
@@ -36,6 +36,7 @@ from lockstep.comm.hosts.between import Wait
 from lockstep.comm.hosts.messages import Messages
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost, RendezvousError
 from lockstep.job import files, flight
+from lockstep.text import which_ranks
 
 #: Bytes that go with a header: a tensor that is no larger needs no exchange of its own.
 EAGER = 4096
@@ -173,13 +174,6 @@ class MpiEngine(Engine):
         counts = [piece.nbytes for piece in pieces]
         self._wait(self._comm.Iallgatherv(_bytes(rows[0]), [_bytes(flat), counts]))
 
-    def reduce(self, flat: torch.Tensor, how: Reduction, *, root: int) -> None:
-        """See :class:`Engine`."""
-        total = flat.clone()
-        self.all_reduce(total, how)
-        if self.rank == root:
-            flat.copy_(total)
-
     def reduce_scatter(self, flat: torch.Tensor, inputs: Tensors, how: Reduction) -> None:
         """See :class:`Engine`."""
         self._begin()
@@ -254,8 +248,9 @@ class MpiEngine(Engine):
                     if wait.limit is not None and waited >= wait.limit:
                         raise self.end(
                             CollectiveTimeout(
-                                f"{names(wait.ranks)} did not come: rank {self.rank} timed out after {waited:.3g} s in "
-                                f"{wait.what}. Find out what keeps it, or allow more time." + files.told()
+                                f"{which_ranks(wait.ranks)} did not come: rank {self.rank} timed out after "
+                                f"{waited:.3g} s in {wait.what}. Find out what keeps it, or allow more time."
+                                + files.told()
                             )
                         )
 
@@ -348,8 +343,8 @@ class MpiEngine(Engine):
         if gone:
             raise self.end(
                 PeerLost(
-                    f"rank {self.rank} waits in {what}, and {names(gone)} ended. The error to look for is that rank's "
-                    "own; this group can't be used any more."
+                    f"rank {self.rank} waits in {what}, and {which_ranks(gone)} ended. The error to look for is that "
+                    "rank's own; this group can't be used any more."
                 )
             )
 
@@ -367,7 +362,7 @@ class MpiEngine(Engine):
         missing = others
         with contextlib.suppress(RuntimeError):
             missing = [rank for rank in others if not self._store.check([self._key(f"here/{rank}")])]
-        who = names(missing) if missing else "some rank"
+        who = which_ranks(missing) if missing else "some rank"
         return CollectiveTimeout(
             f"{who} did not come: rank {self.rank} timed out after {waited:.3g} s in {what}. Find out what keeps the "
             "late rank, or allow more time (timeout=… of init_process_group or lockstep.init)." + files.told()

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined] 
 
 from lockstep.comm.exchange import all_gather_records
 from lockstep.errors import CollectiveTimeout
+from lockstep.text import which_ranks
 
 #: Seconds between two looks: at first, and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
@@ -110,7 +111,7 @@ class OverStore:
             if time.monotonic() > deadline:
                 late = [rank for rank, name in enumerate(names) if not self._store.check([name])]
                 raise CollectiveTimeout(
-                    f"rank {self.rank} of {self.world_size}: rank(s) {late} did not hand over their part of a "
+                    f"rank {self.rank} of {self.world_size}: {which_ranks(late)} did not hand over their part of a "
                     f"checkpoint within {self._timeout:g} s: stuck, gone, or writing to a slow disk"
                 )
             time.sleep(pause)

@@ -22,13 +22,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from lockstep import _torch, _units
+from lockstep import _torch
+from lockstep.comm import waiting
 from lockstep.comm.exchange import group_device
 from lockstep.comm.group import group
 from lockstep.comm.group.fingerprint import facts
 from lockstep.job import tracing
 from lockstep.job.files import JobFiles
 from lockstep.job.trace import EventWriter
+from lockstep.text import as_size
 
 #: torch's methods, and what they are called here. Who must come to each is a matter of ``runs/trace.py``.
 _METHODS = {
@@ -53,6 +55,8 @@ _METHODS = {
     "barrier": "barrier",
     "monitored_barrier": "barrier",
 }
+#: Barriers that are made of messages, of which torch counts none.
+_OF_MESSAGES = ("monitored_barrier", waiting.meet_over_gloo.__name__)
 #: Profiles of a rank that are kept, and the bytes of one.
 _PROFILES, _LARGEST = 4, 512 * 2**20
 
@@ -63,7 +67,7 @@ class Replacing:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def replace(self, owner: type, name: str, method: Callable[..., Any]) -> None:
+    def replace(self, owner: object, name: str, method: Callable[..., Any]) -> None:
         """Put ``method`` in the place of what ``owner`` itself has by this name."""
         before = vars(owner)[name]
         self._undo.append(lambda: setattr(owner, name, before))
@@ -92,6 +96,8 @@ class _Collectives:
             before = vars(dist.ProcessGroup).get(method)
             if before is not None:
                 replace(dist.ProcessGroup, method, _issue_recorded(before, name, recorder, waits))
+        met = _issue_recorded(waiting.meet_over_gloo, "barrier", recorder, waits)
+        replace(waiting, waiting.meet_over_gloo.__name__, met)
         replace(dist.Work, "wait", _wait_recorded(dist.Work.wait, recorder, waits))
 
     def close(self) -> None:
@@ -126,7 +132,7 @@ def _issue_recorded(
 
     Its number is 0 where torch has none.
     """
-    is_uncounted = issue.__name__ == "monitored_barrier"
+    is_uncounted = issue.__name__ in _OF_MESSAGES
     names: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def names_of(group: Any, device: torch.device, elements: int | None, dtype: torch.dtype | None) -> tuple[int, int]:
@@ -219,7 +225,7 @@ class _Profiles:
             if size <= _LARGEST:
                 self._copy(Path(path), *place, number)
                 return
-            why = f"it has {_units.size(size)}, and {_units.size(_LARGEST)} are read: profile fewer steps"
+            why = f"it has {as_size(size)}, and {as_size(_LARGEST)} are read: profile fewer steps"
         except OSError as error:
             why = str(error)
         print(f"lockstep: rank {place[1]}: the profile {path} is left out of the trace: {why}", file=sys.stderr)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
 
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
 from lockstep.job import fates, files, flight
+from lockstep.text import which_ranks
+
+#: Of the messages of a barrier, beside those of the script.
+_TAG = 0x10C5
 
 
 def wait_for(wait: Callable[[], object], what: Callable[[], str], *, name: str | None = "a collective") -> None:
@@ -34,14 +43,13 @@ def wait_for(wait: Callable[[], object], what: Callable[[], str], *, name: str |
 
 def failure(error: RuntimeError, what: str) -> LockstepError:
     """Return the lockstep error for a backend's error."""
-    # Backends tell a late peer from a lost one only by their words: gloo "Timed out waiting", NCCL "timeout".
     text = str(error)
     for kind in (CollectiveMismatch, CollectiveTimeout, PeerLost):
         # And a future tells what its callback raised only by its words, followed by the callback's stack.
         _, raised, told = text.partition(f"error when running the callback: {kind.__name__}: ")
         if raised:
             return kind(f"{what}: {told.partition('At:')[0].rstrip()}")
-    if "timed out" in text.lower() or "timeout" in text.lower():
+    if _is_timeout(error):
         return CollectiveTimeout(
             f"{what}: a rank did not arrive in time. It may be stuck or slow, in another collective, or out of data "
             f"(see lockstep.join). The backend says: {text}{files.told()}"
@@ -53,3 +61,44 @@ def failure(error: RuntimeError, what: str) -> LockstepError:
         f"{what}: a rank is gone, or sent something else. Look at the first rank that failed for the cause. "
         f"The backend says: {text}"
     )
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    """Return whether a peer is late and not lost: backends say so only in words, gloo "Timed out waiting", NCCL
+    "timeout"."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
+
+
+def meet_over_gloo(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """**Collective.** Wait until all ranks of a gloo group have arrived: they tell rank 0, and it answers.
+
+    torch's ``monitored_barrier`` does the same, but its error says the same of ranks that are gone as of late ones.
+
+    Raises:
+        CollectiveTimeout: a rank did not arrive within ``limit``; on rank 0 it is named.
+        PeerLost: a rank is gone; on rank 0 it is named, and so are those that are late as well.
+        RuntimeError: rank 0 is late or gone, on all other ranks.
+    """
+    others, deadline = range(1, dist.get_world_size(group)), time.monotonic() + limit.total_seconds()
+    token = torch.zeros(1)
+    if dist.get_rank(group):
+        group.send([token], 0, _TAG).wait(limit)
+        group.recv([token], 0, _TAG).wait(limit)
+        return
+    missing: dict[int, RuntimeError] = {}
+    for rank, arrival in [(rank, group.recv([torch.zeros(1)], rank, _TAG)) for rank in others]:
+        try:
+            arrival.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError as error:
+            missing[rank] = error
+    late = [rank for rank, error in missing.items() if _is_timeout(error)]
+    lost = [rank for rank in missing if rank not in late]
+    told = f"{which_ranks(late)} did not come within {limit.total_seconds():g} s" if late else ""
+    if lost:
+        known = fates.told(lost) or f"{which_ranks(lost)} ended, or can't be reached any more."
+        raise PeerLost(f"{known} {f'And {told}. ' if told else ''}gloo says: {missing[lost[0]]}")
+    if late:
+        raise CollectiveTimeout(f"{told}. gloo says: {missing[late[0]]}{files.told()}")
+    for answer in [group.send([token], rank, _TAG) for rank in others]:
+        answer.wait(limit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import operator
-import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from lockstep import _torch
+from lockstep.comm import waiting
 from lockstep.comm.calls import calling, of_all_ranks
 from lockstep.comm.exchange import all_gather_records, all_gather_tensors, broadcast_tensor, group_device
 from lockstep.comm.labels import compares_labels
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.waiting import wait_for
-from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost, named
+from lockstep.errors import LockstepError, named
 from lockstep.identity import Identity
-from lockstep.job import fates, files, flight
 from lockstep.job.flight import expect_slow
 from lockstep.step import slicing
 from lockstep.step.share import MOST_ITEMS, BatchesInHand, BatchShare, Items
@@ -180,17 +179,16 @@ class World:
         Raises:
             CollectiveTimeout: a rank did not arrive in time. The message names the missing ranks: over shm on
                 every rank, over gloo on rank 0.
-            PeerLost: a rank is gone.
+            PeerLost: a rank is gone; named by the ranks that name a missing one.
         """
         slicing.refuse_in_slice("World.barrier()", self)
-        begun = time.monotonic()
         limit = timedelta(seconds=self.timeout if timeout is None else timeout)
-        try:
+        ours = compares_labels(self.group, torch.device("cpu"))  # whose errors name the ranks and their places
+
+        def meet() -> None:
             if "cpu:gloo" in dist.get_backend_config(self.group).split(","):
-                # The group's own method: dist.monitored_barrier refuses a group that has NCCL beside gloo.
-                with flight.waiting("World.barrier()"):
-                    self.group.monitored_barrier(limit, wait_all_ranks=True)  # type: ignore[attr-defined]  # not in the stubs
-            elif compares_labels(self.group, torch.device("cpu")):  # ours, whose errors name the ranks and their places
+                waiting.meet_over_gloo(self.group, limit)
+            elif ours:
                 options = dist.BarrierOptions()
                 options.timeout, options.asyncOp = limit, False
                 self.group.barrier(options)
@@ -198,19 +196,10 @@ class World:
                 devices = [torch.cuda.current_device()] if group_device(self.group).type == "cuda" else None
                 work = dist.barrier(self.group, async_op=True, device_ids=devices)
                 if work is not None:
-                    with flight.waiting("World.barrier()"):
-                        work.wait(limit)
-        except LockstepError as error:
-            raise type(error)(f"rank {self.rank} of {self.world_size}: World.barrier(): {error}") from error
-        except RuntimeError as error:
-            if time.monotonic() - begun < limit.total_seconds():
-                known = fates.told()
-                known = f"World.barrier(): {known}" if known else "the barrier failed because a rank is gone."
-                raise PeerLost(f"rank {self.rank} of {self.world_size}: {known} torch says: {error}") from error
-            raise CollectiveTimeout(
-                f"rank {self.rank} of {self.world_size}: not every rank reached the barrier within "
-                f"{limit.total_seconds():g} s. torch says: {error}{files.told()}"
-            ) from error
+                    work.wait(limit)
+
+        name = None if ours else "World.barrier()"
+        wait_for(meet, lambda: f"rank {self.rank} of {self.world_size}: World.barrier()", name=name)
 
     @_torch.mark_untraced
     @of_all_ranks("World.all_reduce()")

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep import _units, callsite
+from lockstep import callsite
 from lockstep.errors import LockstepError
 from lockstep.identity import Identity
+from lockstep.text import as_size, joined
 
 Device = int | str | torch.device
 
@@ -127,7 +128,7 @@ class Capacity:
 
     def __str__(self) -> str:
         clock = f" at {self.clock / 1e6:.2f} GHz" if self.clock > 1 else ""
-        return f"{_units.size(self.memory)}, {self.processors} multiprocessors{clock}"
+        return f"{as_size(self.memory)}, {self.processors} multiprocessors{clock}"
 
 
 def capacity_of(device: torch.device) -> Capacity | None:
@@ -163,7 +164,7 @@ def imbalance(devices: Sequence[torch.device], capacities: Sequence[Capacity]) -
     unequal = [word for word, each in (("memory", memory), ("speed", speed)) if min(each) < _BALANCED * max(each)]
     described = "; ".join(f"{device}: {each}" for device, each in zip(devices, capacities, strict=True))
     return (
-        f"the devices are unequal in {' and '.join(unequal)} ({described}), and the smallest sets the pace: pass "
+        f"the devices are unequal in {joined(unequal)} ({described}), and the smallest sets the pace: pass "
         f"chunk_sizes={list(split)} to give each its part of a batch, or leave the smallest out of device_ids"
     )
 

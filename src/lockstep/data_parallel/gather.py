@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from lockstep.text import joined
 from lockstep.trees import is_packed, parts_of, path_text, rebuilt
 
 #: Where the samples are in an output; a tree of these follows the tree of outputs.
@@ -146,8 +147,7 @@ class Gatherer:
         if fits:
             remedy = self._remedy or f"Say which: DataParallel(..., output_dim={fits[0]})"
             raise ValueError(
-                f"{self._name(path)}: the samples can be along dimension {' or '.join(map(str, fits))}: {shapes}. "
-                f"{remedy}"
+                f"{self._name(path)}: the samples can be along dimension {joined(fits, 'or')}: {shapes}. {remedy}"
             )
         remedy = self._remedy or (
             "To concatenate them anyway, say along which dimension: DataParallel(..., output_dim=0), or "
@@ -162,7 +162,7 @@ class Gatherer:
         if fits and dim % outputs[0].dim() not in fits:
             raise ValueError(
                 f"output_dim={dim} was given for all outputs, but the samples of {self._name(path)} are along "
-                f"dimension {' or '.join(map(str, fits))}: {parts.described(outputs)}. Give each output its own: "
+                f"dimension {joined(fits, 'or')}: {parts.described(outputs)}. Give each output its own: "
                 "DataParallel(..., output_dim=(0, 1, ...)), or a dict, that follows the outputs"
             )
 

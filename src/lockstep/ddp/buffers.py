@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.waiting import wait_for
-from lockstep.errors import CollectiveMismatch, listed
+from lockstep.errors import CollectiveMismatch
+from lockstep.text import listed
 
 #: Bytes sent at once: enough to be fast, not so much that the copies fill the memory.
 _CHUNK = 64 * 1024 * 1024

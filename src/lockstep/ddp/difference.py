@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lockstep.comm.exchange import all_gather_records, broadcast_tensor
 from lockstep.ddp.digest import Holdings
-from lockstep.errors import listed
 from lockstep.step.conditions import conditions, differences
+from lockstep.text import counted, listed, which_ranks
 
 #: Bytes of which each has a digest: of a large tensor, to find it, and within one, to find the element.
 _PIECE, _BLOCK = 1 << 22, 1 << 16
@@ -114,7 +114,7 @@ def _find_element(holdings: Holdings, item: int, one: int, other: int, group: di
     bits = (left.view(torch.uint8) ^ right.view(torch.uint8)).view(len(left), -1)
     places = bits.any(dim=1).nonzero().view(-1).tolist()
     flipped = sum(int(byte).bit_count() for byte in bits[places[0]].tolist())
-    apart = "one bit apart" if flipped == 1 else f"{flipped} bits apart"
+    apart = f"{counted(flipped, 'bit')} apart"
     values = f"{left[places[0]].item()!r} on rank {one} and {right[places[0]].item()!r} on rank {other}"
     if value.numel() == 1:
         return f"It is {values}.", flipped == 1
@@ -142,8 +142,7 @@ def describe(difference: Difference, holdings: Holdings) -> str:
 
 
 def _of(different: int, equal: int, noun: str) -> str:
-    total = different + equal
-    return f"{different} of {total} {noun}{'' if total == 1 else 's'}"
+    return f"{different} of {counted(different + equal, noun)}"
 
 
 def _more(items: Sequence[Any]) -> str:
@@ -154,17 +153,13 @@ def _who(difference: Difference, name: str) -> str:
     groups, odd = difference.groups, difference.odd
     if odd:
         verb = "differs" if len(odd) == 1 else "differ"
-        return f"{_ranks(odd).capitalize()} {verb} from the other {len(groups[0])} in {name}."
+        return f"{which_ranks(odd).capitalize()} {verb} from the other {len(groups[0])} in {name}."
     if sum(map(len, groups)) == 2:
         return f"Ranks 0 and 1 differ in {name}; which of the two is right can't be told."
     return (
         f"The ranks hold {len(groups)} versions of {name}, and none has a majority: "
-        f"{'; '.join(_ranks(group) for group in groups[:8])}."
+        f"{'; '.join(which_ranks(group) for group in groups[:8])}."
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed([*map(str, ranks)])}"
 
 
 def advise(difference: Difference, holdings: Holdings, *, since: str, has_joined: bool) -> str:

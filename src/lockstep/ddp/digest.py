@@ -10,26 +10,16 @@ Not buffers: with ``broadcast_buffers`` those of rank 0 replace all others befor
 nothing that could drift, and without it each rank's are its own.
 
 A digest covers bytes as they lie in memory, in order of the addresses, so what is not dense is copied first. Ranks have
-the same strides (they compare them when they begin).
-
-Note [Two digests]
-~~~~~~~~~~~~~~~~~~
-On a CPU it is XXH3, as fast as the memory is read. On a GPU it is a sum of products: each word of 4 bytes times an odd
-number of 64 bits that depends on its place, modulo 2⁶⁴. Integers add up to the same whatever the order, so it is the
-same on every rank although threads add in the order in which they come; and one changed word always changes it, since
-an odd factor loses no bit. It stays on the device: nothing waits for it. Both are folded to 32 bits, so that one of
-4·10⁹ differences is missed once.
+the same strides (they compare them when they begin). A digest of 64 bits (Note [Two digests] in ``bits.py``) is folded
+to 32, so that one of 4·10⁹ differences is missed once.
 """
 
 from __future__ import annotations
 
-import ctypes
-import struct
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -38,16 +28,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
-from lockstep import _torch
+from lockstep import _torch, bits
 from lockstep.ddp.bucket import gapless
 
 #: Bits of a digest.
 BITS = 32
 #: Where a part may end within a tensor: no dtype is cut in two, and words of 4 bytes stay whole.
 _GRAIN = 64
-#: Factors of the places on a GPU: splitmix64's.
-_GOLDEN, _MIX = -0x61C8864680B583EB, -0x40A7B892E31B1A47
-_MASK = (1 << 64) - 1
+_Digest = TypeVar("_Digest", int, Tensor)
 
 #: Every optimizer that has taken a step in this process, by id, in the order of their first steps.
 _stepped: dict[int, weakref.ref[Optimizer]] = {}
@@ -208,97 +196,29 @@ class Holdings:
 
     def digest(self, part: DigestPart, salt: int) -> int | Tensor:
         """Return the digest of a part: a number on CPUs, a tensor (0-dim, int64) elsewhere; see Note [Two digests]."""
-        found = [(self.find(self.items[span.item]), span) for span in part.spans]
+        found = [(self.find(self.items[span.item]), span.start, span.stop) for span in part.spans]
+        there = [(value, start, stop) for value, start, stop in found if value is not None]
         if part.device.type == "cpu":
-            return fold(_digest_on_cpu(found, salt))
-        return _fold_tensor(digest_on_device(found, salt, part.device))
+            return fold(bits.on_cpu(there, salt))
+        return fold(bits.on_device(there, salt, part.device))
 
     def whole(self, item: int, *, block: int) -> list[str]:
         """Return digests of an item, one for every ``block`` bytes, as text; waits for its device."""
         value, nbytes = self.find(self.items[item]), self.items[item].nbytes
         digests = []
         for start in range(0, nbytes, block):
-            found = [(value, ByteSpan(item, start, min(start + block, nbytes)))]
+            found = [(value, start, min(start + block, nbytes))] if value is not None else []
             if value is None or value.device.type == "cpu":
-                digests.append(f"{_digest_on_cpu(found, 0):016x}")
+                digest = bits.on_cpu(found, 0)
             else:
-                digests.append(f"{int(digest_on_device(found, 0, value.device)) & _MASK:016x}")
+                digest = bits.unsigned(bits.on_device(found, 0, value.device))
+            digests.append(f"{digest:016x}")
         return digests
 
 
-def digest_of_start(values: Tensor, most: int | None = None) -> str:
-    """Return a digest of the first ``most`` bytes of a tensor's elements, or of all; waits for its device."""
-    if values.layout != torch.strided:
-        values = values.coalesce()
-        return digest_of_start(values.indices(), most) + digest_of_start(values.values(), most)
-    flat = values.detach().resolve_conj().resolve_neg().reshape(-1)
-    start = flat if most is None else flat[: max(1, most // values.element_size())]
-    return xxhash.xxh3_64_hexdigest(start.contiguous().cpu().view(torch.uint8).numpy().tobytes())
-
-
-def fold(digest: int) -> int:
+def fold(digest: _Digest) -> _Digest:
     """Return 32 bits of a digest of 64."""
     return (digest ^ (digest >> BITS)) & ((1 << BITS) - 1)
-
-
-def _fold_tensor(digest: Tensor) -> Tensor:
-    return (digest ^ (digest >> BITS)) & ((1 << BITS) - 1)
-
-
-def _digest_on_cpu(found: Iterable[tuple[Tensor | None, ByteSpan]], salt: int) -> int:
-    state = xxhash.xxh3_64(seed=salt)
-    for value, (_, start, stop) in found:
-        if value is not None:
-            # (Through NumPy it takes four times as long. The tensor is alive, of this size, and without gaps.)
-            state.update(_bytes(stop - start).from_address(value.data_ptr() + start))
-    return state.intdigest()
-
-
-@lru_cache(maxsize=4096)
-def _bytes(count: int) -> type[ctypes.Array[ctypes.c_char]]:
-    return ctypes.c_char * count
-
-
-def digest_on_device(found: Iterable[tuple[Tensor | None, ByteSpan]], salt: int, device: torch.device) -> Tensor:
-    """Return the sum of the words' products (0-dim, int64), on their device; see Note [Two digests].
-
-    Args:
-        found: tensors without gaps on ``device``, and of which of their bytes.
-        salt: makes digests of equal bytes differ.
-        device: where it is computed.
-    """
-    words = [_words(value, start, stop) for value, (_, start, stop) in found if value is not None]
-    if not words:
-        return torch.full((), _signed(salt), device=device, dtype=torch.int64)
-    flat = (words[0] if len(words) == 1 else torch.cat(words)).to(torch.int64)
-    return (flat * factors(device, _at_least(flat.numel()))[: flat.numel()]).sum() + _signed(salt)
-
-
-@torch.no_grad()
-def _words(value: Tensor, start: int, stop: int) -> Tensor:
-    """Return bytes of a tensor without gaps as int32, 1-D: words of four bytes, or where they don't fit single ones."""
-    flat = value.detach().resolve_conj().as_strided((value.numel(),), (1,), value.storage_offset())
-    data = flat.view(torch.uint8)[start:stop]
-    if len(data) % 4 or data.storage_offset() % 4:
-        return data.to(torch.int32)
-    return data.view(torch.int32)
-
-
-@lru_cache(maxsize=16)
-def factors(device: torch.device, count: int) -> Tensor:
-    """Return odd numbers, one for each place: int64 [count]."""
-    numbers = (torch.arange(count, device=device, dtype=torch.int64) + 1) * _GOLDEN
-    numbers = (numbers ^ (numbers >> 30)) * _MIX
-    return (numbers ^ (numbers >> 27)) | 1
-
-
-def _at_least(count: int) -> int:
-    """Round up to a power of two, so that few tables of factors are kept."""
-    return 1 << max(10, (count - 1).bit_length())
-
-
-def _signed(number: int) -> int:
-    return struct.unpack("<q", struct.pack("<Q", number & _MASK))[0]  # type: ignore[no-any-return]
 
 
 def _state(owner: Optimizer, param: Parameter) -> Mapping[Any, Any]:

@@ -21,7 +21,8 @@ from lockstep.comm.looks import total_of
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.options import CheckFinite
 from lockstep.ddp.rider import BackwardState
-from lockstep.errors import NonFiniteGradient, listed
+from lockstep.errors import NonFiniteGradient
+from lockstep.text import listed
 
 #: Steps skipped one after the other before training that goes nowhere is an error.
 MOST_SKIPPED = 100

@@ -40,7 +40,8 @@ from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.finite import MOST_SKIPPED, is_finite, words_for
 from lockstep.ddp.rider import BackwardState
 from lockstep.ddp.stepping import alert, leave_out, params_of, quiet, watch_steps
-from lockstep.errors import NonFiniteGradient, listed
+from lockstep.errors import NonFiniteGradient
+from lockstep.text import listed
 
 #: Names that a rank tells the others.
 _MOST_NAMES = 100

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from lockstep.comm.exchange import group_device
 from lockstep.comm.labels import compares_labels, labelled
 from lockstep.comm.waiting import wait_for
-from lockstep.errors import CollectiveMismatch, LockstepError, sentence
+from lockstep.errors import CollectiveMismatch, LockstepError
+from lockstep.text import sentence
 
 #: What the ranks do then; the label of the message, by which a mismatch is explained.
 ADDING = "adding up the items of all ranks (World.weigh)"

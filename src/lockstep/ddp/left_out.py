@@ -13,7 +13,8 @@ from torch import Tensor
 from lockstep.comm.exchange import all_gather_records
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.rider import BackwardState
-from lockstep.errors import CollectiveMismatch, sentence
+from lockstep.errors import CollectiveMismatch
+from lockstep.text import counted, sentence
 
 #: Backwards are numbered modulo this; see Note [Labels] in backward.py.
 LABELS = 16
@@ -65,7 +66,7 @@ class LeftOut:
 
 def count_left_out(number: int) -> str:
     """Count forwards without a backward, in the words that :func:`explain_left_out` looks for."""
-    return f"{number} forward{'' if number == 1 else 's'} {_LEFT_OUT}"
+    return f"{counted(number, 'forward')} {_LEFT_OUT}"
 
 
 def explain_left_out(error: CollectiveMismatch) -> CollectiveMismatch:

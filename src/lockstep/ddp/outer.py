@@ -34,6 +34,7 @@ from lockstep.comm.labels import labelled
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.compression import BLOCK, Compression, decode, encode
 from lockstep.errors import CollectiveMismatch, NonFiniteGradient, ReplicaMismatch
+from lockstep.text import counted
 
 #: Sends a message and returns what waits for it.
 _Send = Callable[[], Any]
@@ -216,7 +217,7 @@ class OuterExchange:
         for rank, standing in enumerate(standings):
             if standing.bad >= 0:
                 raise NonFiniteGradient(
-                    f"{self._what()}: after {standing.steps} step(s) of this round the parameter "
+                    f"{self._what()}: after {counted(standing.steps, 'step')} of this round the parameter "
                     f"'{self._names[standing.bad]}' of rank {rank} is infinite or NaN, and an average would spread "
                     "that to all ranks. Resume from the last checkpoint with a smaller learning rate, or clip gradients"
                 )

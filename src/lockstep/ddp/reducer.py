@@ -62,11 +62,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep import _torch
+from lockstep.bits import hexdigest
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.backward import Averaging, Backward
 from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.comm_hooks import CommHook
-from lockstep.ddp.digest import digest_of_start
 from lockstep.ddp.hooks import BackwardListener
 from lockstep.ddp.items import ItemTotals, explain_mixed
 from lockstep.ddp.left_out import explain_left_out
@@ -351,8 +351,7 @@ class Reducer:
         """Return the parameters' names and a digest of where each begins; takes a millisecond."""
         share = max(_LEAST_DIGESTED, _MOST_DIGESTED // len(self.params))
         return [
-            (name, digest_of_start(param.detach(), share))
-            for name, param in zip(self._all.names, self.params, strict=True)
+            (name, hexdigest(param.detach(), share)) for name, param in zip(self._all.names, self.params, strict=True)
         ]
 
     def accumulated(self) -> list[tuple[str, Parameter]]:

@@ -32,11 +32,12 @@ from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.slice_member import SliceMember, forward_in_slice, of_other_slice
 from lockstep.ddp.synchroniser import Synchroniser
-from lockstep.errors import LockstepError, listed
+from lockstep.errors import LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
 from lockstep.step import slicing, streams
 from lockstep.step.share import BatchesInHand, Items, Place
+from lockstep.text import listed
 
 #: Whether a forward is part of a function that torch.func transforms: of nobody's training step.
 _transformed = _torch.transforms_active()

@@ -23,11 +23,12 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from lockstep.bits import hexdigest
 from lockstep.comm.exchange import all_gather_records
-from lockstep.ddp.digest import digest_of_start
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.stepping import alert, params_of, quiet, watch_steps
-from lockstep.errors import LockstepError, listed
+from lockstep.errors import LockstepError
+from lockstep.text import listed
 
 
 class Unaveraged:
@@ -73,7 +74,7 @@ class Unaveraged:
             return
         self._compared |= held  # an optimizer may step another one inside its own step, with some of its parameters
         waiting = [(name, param.grad) for name, param in reducer.accumulated() if id(param) in held]
-        mine = [[name, digest_of_start(grad)] for name, grad in waiting if grad is not None]
+        mine = [[name, hexdigest(grad)] for name, grad in waiting if grad is not None]
         told = all_gather_records(mine, self._group)
         if all(each == told[0] for each in told):
             return  # the script has averaged them, or cleared them

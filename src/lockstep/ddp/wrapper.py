@@ -18,6 +18,7 @@ from lockstep.ddp.members import buffers_of, ignore, ignored_names, parameters_o
 from lockstep.ddp.options import CheckFinite, CompareEvery, ReplicaOptions
 from lockstep.ddp.replica import Replica
 from lockstep.step import streams
+from lockstep.text import joined
 from lockstep.trees import to_device
 
 if TYPE_CHECKING:
@@ -358,7 +359,7 @@ def _choose_group(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> d
 def _warn_without_effect(**given: bool) -> None:
     names = [name for name, passed in given.items() if passed]
     if names:
-        callsite.warn(f"DistributedDataParallel: {' and '.join(names)} without effect (kept for scripts that pass it)")
+        callsite.warn(f"DistributedDataParallel: {joined(names)} without effect (kept for scripts that pass it)")
 
 
 def _resolve_devices(

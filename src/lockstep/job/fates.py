@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lockstep import knobs
-from lockstep.errors import listed, sentence
 from lockstep.job import flight
 from lockstep.job.files import FailureRecord
 from lockstep.job.page import Look, Phase
+from lockstep.text import counted, sentence, which_ranks
 
 #: What :func:`told` says of a rank that has ended in peace.
 WITHOUT_ERROR = "without an error"
@@ -36,7 +36,7 @@ def told(ranks: Iterable[int] | None = None) -> str:
             said.setdefault(f"failed: {record.summary}", []).append(rank)
         elif look.mark.phase is Phase.LEAVING:
             said.setdefault(_compared(look, here), []).append(rank)
-    return " ".join(sentence(f"{names(of)} {what}") for what, of in said.items())
+    return " ".join(sentence(f"{which_ranks(of)} {what}") for what, of in said.items())
 
 
 def _compared(there: Look, here: Look) -> str:
@@ -44,7 +44,7 @@ def _compared(there: Look, here: Look) -> str:
     differ = "the ranks took different numbers of steps"
     if there.steps is None or here.steps is None or there.steps == here.steps == 0:
         return f"{ended}: {differ}, or the call in which this rank waits was left out there"
-    after = f"{ended} after {_steps(there.steps)}"
+    after = f"{ended} after {counted(there.steps, 'step')}"
     if there.steps != here.steps:
         return f"{after}, and this rank has taken {here.steps}: {differ}"
     if here.mark.phase in _WITHIN_STEP:
@@ -52,27 +52,8 @@ def _compared(there: Look, here: Look) -> str:
     return f"{after}, as many as this rank has taken: the call in which this rank waits was left out there"
 
 
-def _steps(count: int) -> str:
-    return f"{count} step{'' if count == 1 else 's'}"
-
-
 def advice(name: str) -> str:
     """Say that a call is for all ranks."""
     return (
         f"{name} is for all ranks: if only some call it (in `if world.is_main:`, say), they wait for the others in vain"
     )
-
-
-def names(ranks: Iterable[int], *, most: int = 16) -> str:
-    """Return ``rank 3``, or ``ranks 0-2, 5``: each run of numbers that follow each other is one."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    count = sum(len(run) for run in runs)
-    parts: list[str] = []
-    for run in runs:
-        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
-    return f"rank{'' if count == 1 else 's'} {listed(parts, most=most)}"

@@ -20,10 +20,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep import _units
 from lockstep.job.account import FEWEST_LOOKS, FEWEST_STEPS, Ledger, Progress, TimeAccount
 from lockstep.job.page import NAMES, Phase
 from lockstep.job.stretches import Stretch, find
+from lockstep.text import as_clock, as_duration, as_size, counted, joined, numbered
 
 #: Parts of a step: data, and waiting for nobody of this machine, to be what limits the run.
 _INPUT, _NETWORK = 0.2, 0.3
@@ -209,7 +209,7 @@ class Summary(TimeAccount):
             row = [str(rank), *(f"{self.share(rank, name):.0%}" for name in columns)]
             if len(head) > len(row):
                 peak = peaks.get(rank)
-                row.append("-" if peak is None else _units.size(peak))
+                row.append("-" if peak is None else as_size(peak))
             rows.append(row)
         widths = [max(len(row[place]) for row in rows) for place in range(len(head))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -225,14 +225,14 @@ class Summary(TimeAccount):
         timed = [rank.device for rank in self.ranks.values() if sum(rank.device)]
         used, size = max((rank.device_memory for rank in self.ranks.values()), default=(0, 0))
         words = [_in_parts(timed)] if timed else []
-        words += [f"at most {_units.size(used)} of {_units.size(size)} a rank"] if size else []
+        words += [f"at most {as_size(used)} of {as_size(size)} a rank"] if size else []
         return [f"on the GPUs: {'; '.join(words)}"] if words else []
 
     def _stretches(self) -> list[str]:
         found = self.remarkable
         dearest = sorted(found, key=lambda stretch: stretch.lost, reverse=True)[:_STRETCHES]
         lines = [
-            f"rank {stretch.rank} from {_units.clock(stretch.begin)} to {_units.clock(stretch.end)}, "
+            f"rank {stretch.rank} from {as_clock(stretch.begin)} to {as_clock(stretch.end)}, "
             f"{_where(stretch.phase, collects=stretch.collects)}: cost {stretch.part:.0%} of that time"
             for stretch in found
             if stretch in dearest
@@ -250,7 +250,7 @@ class Summary(TimeAccount):
         mean = statistics.mean(parts.values())
         others = f" ({mean:.1%} in the mean of all ranks)" if len(parts) > 1 else ""
         return [
-            f"Python's garbage collector: rank {most} paused {times} for {_units.duration(rank.collected)}, "
+            f"Python's garbage collector: rank {most} paused {times} for {as_duration(rank.collected)}, "
             f"{parts[most]:.1%} of its time{others}; gc.freeze() once the model and the data are there leaves it less "
             "to look through"
         ]
@@ -265,11 +265,11 @@ class Summary(TimeAccount):
             }.get(bottleneck, "the ranks wait for each other in turn, and none is slower than the others all the time")
         where = _where(straggler.phase, collects=straggler.collects)
         if straggler.phase is not None:
-            own, others = (_units.duration(each) for each in (straggler.own, straggler.others))
+            own, others = (as_duration(each) for each in (straggler.own, straggler.others))
             where += f": {own} a step against {others}"
         return (
-            f"rank {straggler.rank}, {where}; without it a step would take {_units.duration(step - straggler.costs)} "
-            f"instead of {_units.duration(step)} ({straggler.costs / step:.0%} less)"
+            f"rank {straggler.rank}, {where}; without it a step would take {as_duration(step - straggler.costs)} "
+            f"instead of {as_duration(step)} ({straggler.costs / step:.0%} less)"
         )
 
     def to_json(self, peaks: Mapping[int, int | None]) -> dict[str, Any]:
@@ -353,19 +353,19 @@ class RunSummary:
     def headline(self) -> str:
         """Return how many steps there were, how long they took, and on how many ranks."""
         starts = sum(len(part.starts) for part in self.parts)
-        words = [f"{self.taken:,} step{'s' * (self.taken != 1)}{f' in {starts} starts' if starts > 1 else ''}"]
+        words = [f"{counted(self.taken, 'step')}{f' in {starts} starts' if starts > 1 else ''}"]
         if self.step:
-            words.append(f"{_units.duration(self.step)} each")
+            words.append(f"{as_duration(self.step)} each")
         if self.samples_per_second is not None:
             words.append(f"{self.samples_per_second:,.0f} samples/s")
         ranks = list(dict.fromkeys(len(part.ranks) for part in self.parts))
-        many = " and ".join(map(str, ranks)) if len(ranks) < 3 else f"{min(ranks)} to {max(ranks)}"
+        many = joined(ranks) if len(ranks) < 3 else f"{min(ranks)} to {max(ranks)}"
         here = "" if self.is_whole else " of this machine"
         line = f"{', '.join(words)} on {many} {'rank' if ranks == [1] else 'ranks'}{here}"
         starting, lasted = (sum(values) for values in zip(*((p.starting, p.lasted) for p in self.parts), strict=True))
         if starting >= _STARTING * lasted > 0:
             of_all = f" of the {starts} starts" if starts > 1 else ""
-            line += f"; start-up and first steps{of_all} took {_units.duration(starting)}"
+            line += f"; start-up and first steps{of_all} took {as_duration(starting)}"
         return line
 
     def describe(self, peaks: Mapping[int, int | None]) -> str:
@@ -380,7 +380,7 @@ class RunSummary:
             known = _known(part, peaks)
             verdict = part.verdict(known)
             if len(self.parts) > 1:
-                verdict = f"{_called(part)}: {RunSummary((part,)).headline()}\n{verdict}"
+                verdict = f"{numbered('start', part.starts)}: {RunSummary((part,)).headline()}\n{verdict}"
             lines += [verdict, *part.remarks(), *part.table(known)]
         return "\n".join(lines)
 
@@ -397,7 +397,7 @@ class RunSummary:
         remarks = [line for part in parts for line in part["remarks"]]
         if several:
             remarks = [
-                f"{_called(each)}: {line}"
+                f"{numbered('start', each.starts)}: {line}"
                 for each, part in zip(self.parts, parts, strict=True)
                 for line in (part["verdict"], *part["remarks"])
             ]
@@ -415,12 +415,6 @@ class RunSummary:
             **({"parts": parts} if several else {}),
             "text": self.describe(peaks),
         }
-
-
-def _called(part: Summary) -> str:
-    """``start 0``, ``starts 1 to 3``"""
-    first, last = part.starts[0], part.starts[-1]
-    return f"start {first}" if first == last else f"starts {first} to {last}"
 
 
 def _known(part: Summary, peaks: Mapping[int, int | None]) -> dict[int, int | None]:
@@ -464,4 +458,4 @@ def _in_parts(ranks: Sequence[Sequence[float]]) -> str:
 
 def _memory(peaks: Mapping[int, int | None]) -> str:
     most = max((peak for peak in peaks.values() if peak), default=None)
-    return "" if most is None else f"at most {_units.size(most)} of memory a rank"
+    return "" if most is None else f"at most {as_size(most)} of memory a rank"

@@ -328,17 +328,17 @@ class MemoryGroup:
         """Return how many processes of the group the kernel has killed because memory was out; None: it does not
         count them."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
-        return _counter(self.folder / name, "oom_kill")
+        return _proc.counter(self.folder / name, "oom_kill")
 
     def limit(self) -> int | None:
         """Return the bytes that the group may use, its ancestors' limits included; None: there is no limit."""
         if self.version == 1:
-            limit = _counter(self.folder / "memory.stat", "hierarchical_memory_limit")
+            limit = _proc.counter(self.folder / "memory.stat", "hierarchical_memory_limit")
             return limit if limit is not None and limit < _UNLIMITED else None
         found: list[int] = []
         folder = self.folder
         while folder.is_relative_to(self.mount):
-            text = _text(folder / "memory.max").strip()
+            text = _proc.text(folder / "memory.max").strip()
             found += [int(text)] if text.isdecimal() else []
             folder = folder.parent
         return min(found, default=None)
@@ -351,11 +351,11 @@ def memory_group(proc: Path = _PROC / "self") -> MemoryGroup | None:
         proc: the process's folder in /proc.
     """
     paths = {}
-    for line in _text(proc / "cgroup").splitlines():
+    for line in _proc.text(proc / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
             paths[controller] = path  # version 2's has no name
-    mounts = [_mount(line) for line in _text(proc / "mountinfo").splitlines()]
+    mounts = [_mount(line) for line in _proc.text(proc / "mountinfo").splitlines()]
     for version, controller in ((1, "memory"), (2, "")):
         for kind, options, root, mount in mounts:
             if controller not in paths or kind != ("cgroup" if version == 1 else "cgroup2"):
@@ -373,8 +373,7 @@ def memory_group(proc: Path = _PROC / "self") -> MemoryGroup | None:
 
 def machine_memory() -> int | None:
     """Return the machine's memory in bytes."""
-    total = re.search(r"^MemTotal:\s+(\d+) kB", _text(_PROC / "meminfo"), re.MULTILINE)
-    return int(total[1]) * 1024 if total else None
+    return _proc.counter(_PROC / "meminfo", "MemTotal")
 
 
 def _mount(line: str) -> tuple[str, list[str], str, Path]:
@@ -383,18 +382,6 @@ def _mount(line: str) -> tuple[str, list[str], str, Path]:
     root, point = before.split()[3:5]
     kind, _, options = after.split(" ", 2)
     return kind, options.split(","), root, Path(point.encode().decode("unicode_escape"))
-
-
-def _counter(file: Path, name: str) -> int | None:
-    found = re.search(rf"^{name} (\d+)$", _text(file), re.MULTILINE)
-    return int(found[1]) if found else None
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
 
 
 # What the machine says about the time of a failure --------------------------------------------------------------------

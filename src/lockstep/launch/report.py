@@ -12,9 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep import _units
-from lockstep.errors import last_lines
-from lockstep.job.fates import advice, names
+from lockstep.job.fates import advice
 from lockstep.job.files import EXIT_SAVED, StopNote
 from lockstep.job.hang import HangKind, HangVerdict, odd_ones
 from lockstep.job.page import NAMES, Look, Phase
@@ -22,6 +20,7 @@ from lockstep.launch.evidence import MachineFacts, ProcessFacts, Stack
 from lockstep.launch.policy import Ending, Failure, Refusal, first_failure
 from lockstep.launch.processes import name
 from lockstep.rendezvous.messages import Round
+from lockstep.text import as_size, counted, last_lines, which_ranks
 
 #: Ranks that are listed one by one.
 _RANKS = 16
@@ -84,11 +83,11 @@ def machines(round_: Round) -> str:
     """Say which machines have met, and which ranks each of them has."""
     first, each = 0, []
     for node, count in enumerate(round_.ranks):
-        ranks = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
+        ranks = which_ranks(range(first, first + count))
         each.append(f"{ranks} on {round_.hosts[node]}")
         first += count
     count = len(round_.ranks)
-    return f"{count} machine{'' if count == 1 else 's'}, {first} rank{'' if first == 1 else 's'}: {'; '.join(each)}"
+    return f"{counted(count, 'machine')}, {counted(first, 'rank')}: {'; '.join(each)}"
 
 
 # How a job ended -----------------------------------------------------------------------------------------------------
@@ -153,10 +152,10 @@ def stopped(outcome: Outcome, signum: signal.Signals, *, at_once: bool = False) 
     killed = [ending.rank for ending in outcome.endings if ending.state.exit_code == -signal.SIGKILL]
     if killed and at_once:
         by = "it" if signum == signal.SIGQUIT else "a second signal"
-        words.append(f"{by} killed {_names(killed)} at once")
+        words.append(f"{by} killed {which_ranks(killed)} at once")
     elif killed:
         were = "was" if len(killed) == 1 else "were"
-        words.append(f"{_names(killed)} did not leave in time (--grace) and {were} killed")
+        words.append(f"{which_ranks(killed)} did not leave in time (--grace) and {were} killed")
     if outcome.note is not None:
         words.append(_where(outcome.note))
     records = [ending.record for ending in outcome.endings if ending.record is not None]
@@ -260,7 +259,7 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     for what, ranks in others.items():
         # The words of an error begin with the rank that has it; where several have it, the line does.
         lines.append(
-            f"{names(ranks)}{what.replace('itself', 'themselves') if len(ranks) > 1 else _own(what, ranks[0])}"
+            f"{which_ranks(ranks)}{what.replace('itself', 'themselves') if len(ranks) > 1 else _own(what, ranks[0])}"
         )
     if outcome.late and (record is None or outcome.late not in record.message):  # else the error says it already
         lines.append(outcome.late)
@@ -287,7 +286,7 @@ def not_restarted(why: Refusal, failure: Failure, *, limit: int) -> str:
 
 def unseen(ranks: Sequence[int], folder: Path | None) -> str:
     """Say where the output is that nobody has seen, which is else lost for not knowing where it is."""
-    return f"what {_names(ranks)} wrote is in {folder}"
+    return f"what {which_ranks(ranks)} wrote is in {folder}"
 
 
 def _where(note: StopNote) -> str:
@@ -398,9 +397,9 @@ def _memory(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     if out_of_memory(ending, facts):
         killed = f"rank {ending.rank}" if _killed(ending) else f"a DataLoader worker of rank {ending.rank}"
         limit = facts.memory_limit or facts.machine
-        bounds = [f"{'limit' if facts.memory_limit else 'the machine has'} {_units.size(limit)}"] if limit else []
+        bounds = [f"{'limit' if facts.memory_limit else 'the machine has'} {as_size(limit)}"] if limit else []
         if _killed(ending) and ending.state.peak is not None:
-            bounds.append(f"its peak {_units.size(ending.state.peak)}")
+            bounds.append(f"its peak {as_size(ending.state.peak)}")
         yield f"out of memory: the kernel killed {killed} ({', '.join(bounds)})"
         yield "  take a smaller batch, fewer DataLoader workers or fewer ranks, or give the job more memory"
     elif _killed(ending) and facts.memory_kills is None:
@@ -436,7 +435,7 @@ def _shared(ending: Ending, facts: MachineFacts) -> Iterator[str]:
         return
     size = ""
     if facts.shared is not None:
-        size = f" ({_units.size(facts.shared[0])}, of which {_units.size(facts.shared[1])} are free now)"
+        size = f" ({as_size(facts.shared[0])}, of which {as_size(facts.shared[1])} are free now)"
     if full:
         yield f"/dev/shm{size} was full; it holds the batches of DataLoader workers, and semaphores"
     else:
@@ -455,7 +454,7 @@ def _rest(ending: Ending, facts: MachineFacts) -> Iterator[str]:
         if limit == resource.RLIM_INFINITY:
             yield "a file is larger than its file system allows"
         else:
-            yield f"a file would be larger than this user's limit, {_units.size(limit)} (ulimit -f): a log, a file"
+            yield f"a file would be larger than this user's limit, {as_size(limit)} (ulimit -f): a log, a file"
             yield "  raise the limit before the job starts: ulimit -f unlimited"
     if ending.record is None and code is not None and -code in _CRASHES:
         yield f"  {_CRASHES[signal.Signals(-code)]}; PYTHONFAULTHANDLER=1 shows the line of Python that it came from"
@@ -522,7 +521,7 @@ def describe_late(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: floa
         lines = _apart(ranks, seconds=seconds, world_size=world_size)
     else:
         what = "held up the others" if verdict.waiting else "stood still"
-        lines = [f"{_names(late)} of {world_size} {_have(late)} {what} for {seconds:.0f} s"]
+        lines = [f"{which_ranks(late)} of {world_size} {_have(late)} {what} for {seconds:.0f} s"]
         for rank in late[:_RANKS]:
             lines += _late(ranks[rank], now)
         lines += _waiting([ranks[rank] for rank in verdict.waiting], now)
@@ -547,7 +546,7 @@ def _calls_for_all(verdict: HangVerdict, ranks: Mapping[int, Known]) -> list[str
 
 def over(verdict: HangVerdict, *, now: float) -> str:
     """Say that the ranks which were late have moved on."""
-    who = "the ranks have" if not verdict.late else f"{_names(verdict.late)} {_have(verdict.late)}"
+    who = "the ranks have" if not verdict.late else f"{which_ranks(verdict.late)} {_have(verdict.late)}"
     return f"{who} moved on after {now - verdict.since:.0f} s"
 
 
@@ -558,8 +557,8 @@ def _apart(ranks: Mapping[int, Known], *, seconds: float, world_size: int) -> li
         head = f"all ranks of this machine have waited for {seconds:.0f} s: the late one is on another machine"
     elif odd:
         head = (
-            f"{_names(odd)} of {world_size} {_have(odd)} left out the collective that the others wait in, or they have "
-            f"one too many: all ranks have waited for {seconds:.0f} s"
+            f"{which_ranks(odd)} of {world_size} {_have(odd)} left out the collective that the others wait in, or they "
+            f"have one too many: all ranks have waited for {seconds:.0f} s"
         )
     elif len(set(waits_in.values())) > 1:
         head = f"all ranks have waited for {seconds:.0f} s, in different collectives: one of them has left one out"
@@ -640,13 +639,7 @@ def _waits_in(known: Known) -> str:
 
 
 def _steps(look: Look) -> str:
-    steps = look.steps or 0
-    return f", {steps} step{'' if steps == 1 else 's'} taken"
-
-
-def _names(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_RANKS])) + (", …" if len(ranks) > _RANKS else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    return f", {counted(look.steps or 0, 'step')} taken"
 
 
 def _have(ranks: Sequence[int]) -> str:

@@ -20,8 +20,9 @@ from lockstep._files import describe, write_whole
 from lockstep.errors import LaunchError
 from lockstep.job import terminal
 from lockstep.job.files import EXIT_SAVED
-from lockstep.launch import processes, report
+from lockstep.launch import closing, processes, report
 from lockstep.launch.channel import CLIENT, Answer, Cleared, Fork, Ready, Started
+from lockstep.launch.closing import JobEnd, LastWord, why_over
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
 from lockstep.launch.output import LogFolder, Relay, Streams, show_cursor
@@ -356,12 +357,13 @@ class _Run:
         policy, attempt = self._launcher.policy, self._launcher.attempt
         restarts = copy.copy(self._restarts)  # counted once it is the verdict
         node = attempt.round.node_rank
-        if policy.stopped_by is not None and not policy.failing:
-            return Verdict(EndKind.STOPPED, node, signum=policy.stopped_by)
         outcome = attempt.outcome(self._streams)
         first = outcome.first
-        if first is None:
-            return Verdict(EndKind.STOPPED if outcome.saved else EndKind.DONE, node)
+        kind = why_over(
+            stopped_by=policy.stopped_by, failing=policy.failing, failed=first is not None, saved=outcome.saved
+        )
+        if first is None or kind is not EndKind.FAILED:
+            return Verdict(kind, node, signum=(policy.stopped_by or 0) if not policy.failing else 0)
         step, taken = attempt.steps(first.rank)
         failure = Failure.of(first, step=step, taken=taken, out_of_memory=outcome.out_of_memory)
         again, what_now = False, ""
@@ -374,7 +376,7 @@ class _Run:
                 else report.not_restarted(refusal, failure, limit=restarts.limit)
             )
         return Verdict(
-            EndKind.FAILED,
+            kind,
             node,
             report.describe(outcome, elsewhere=True),
             again=again,
@@ -426,16 +428,25 @@ class _Run:
             why = f"stopped by {signum.name} on {socket.gethostname()}, while the machines met again"
         self._stage = _Stage.LEAVING
         self._patience = time.monotonic() + knobs.times().leaving
-        others.leave(Leave(over=True, exit_code=self._exit_code(verdict), why=why))
+        others.leave(Leave(over=True, exit_code=closing.for_the_others(self._end(verdict)), why=why))
 
-    def _exit_code(self, verdict: Verdict) -> int:
-        """Return what machines that wait for a round which will not come are to end with."""
-        outcome, signum = self._launcher.attempt.outcome(self._streams), self._launcher.policy.stopped_by
-        if verdict.kind is EndKind.FAILED:
-            return verdict.exit_code
-        if outcome.saved:
-            return EXIT_SAVED
-        return 0 if signum is None or (self._asked_listeners and outcome.completed) else 128 + signum
+    def _end(self, verdict: Verdict | None) -> JobEnd:
+        """Gather what decides how this machine's part of the job ends."""
+        launcher, policy = self._launcher, self._launcher.policy
+        outcome = launcher.attempt.outcome(self._streams)
+        return JobEnd(
+            kind=None if verdict is None else verdict.kind,
+            failed_with=1 if verdict is None else verdict.exit_code,
+            stopped_by=policy.stopped_by,
+            asked_listeners=self._asked_listeners,
+            failing=policy.failing,
+            saved=outcome.saved,
+            completed=outcome.completed,
+            done=policy.done,
+            meeting=self._stage is _Stage.MEETING,
+            broken=launcher.broken is not None,
+            refused_with=self._refused_with if self._refused else None,
+        )
 
     def _finish(self) -> None:
         self._stage = _Stage.FINISHING
@@ -645,40 +656,31 @@ class _Run:
         outcome = launcher.attempt.outcome(self._streams)
         if any(ending.shown and (ending.state.exit_code or 0) < 0 for ending in outcome.endings):
             show_cursor()
-        if launcher.broken is not None:
-            say(report.not_started(launcher.broken))
-            return 1
-        if self._refused:
-            say(self._refused, once=self._refused)
-            return self._refused_with
-        if outcome.note is not None and outcome.saved:
-            text = report.saved(outcome.note, policy.stopped_by)
-            say(text, once=text)
-            return EXIT_SAVED
-        signum = policy.stopped_by
-        not_failed = verdict is not None and verdict.kind in (EndKind.LOST, EndKind.STOPPED)
-        if signum is not None and (not policy.failing or not_failed):
-            late = self._asked_listeners and outcome.completed
-            text = report.came_late(signum) if late else report.stopped(outcome, signum, at_once=policy.at_once)
-            say(text, once=text)
-            return 0 if late else 128 + signum
-        if self._stage is _Stage.MEETING:  # how the last attempt ended was said before; the zygote has ended since
-            return self._say_lost()
         if verdict is None and outcome.first is not None:  # the zygote has ended as well, so nothing starts again
-            verdict = replace(self._judge(), what_now="")
-        if verdict is not None and verdict.kind in (EndKind.FAILED, EndKind.LOST):
-            # A signal, or the end of the zygote, may have come before what was to come of it.
-            self._say_verdict(replace(verdict, what_now="") if verdict.again else verdict)
-            if verdict.kind is EndKind.LOST:
-                return 0 if outcome.completed else self._say_lost()
-            return verdict.exit_code
-        return 0 if policy.done else self._say_lost()
-
-    def _say_lost(self) -> int:
-        """Say that the zygote has ended, and with it this machine's part of the job; return the exit code."""
-        zygote = self._launcher.zygote
-        code = zygote.wait(limit=1.0)
-        say(report.lost(zygote.pid, code))
+            verdict = self._judge()
+        closed = closing.decide(self._end(verdict))
+        text = once = ""
+        match closed.word:
+            case LastWord.NOT_STARTED:
+                text = report.not_started(launcher.broken or "")
+            case LastWord.REFUSED:
+                text = once = self._refused
+            case LastWord.SAVED if outcome.note is not None:
+                text = once = report.saved(outcome.note, policy.stopped_by)
+            case LastWord.CAME_LATE if policy.stopped_by is not None:
+                text = once = report.came_late(policy.stopped_by)
+            case LastWord.STOPPED if policy.stopped_by is not None:
+                text = once = report.stopped(outcome, policy.stopped_by, at_once=policy.at_once)
+            case LastWord.VERDICT | LastWord.VERDICT_AND_ZYGOTE_LOST if verdict is not None:
+                # A signal, or the end of the zygote, may have come before what was to come of it.
+                is_final = self._verdict is not None and not verdict.again
+                self._say_verdict(verdict if is_final else replace(verdict, what_now=""))
+        if text:
+            say(text, once=once)
+        if closed.exit_code is not None:
+            return closed.exit_code
+        code = launcher.zygote.wait(limit=1.0)
+        say(report.lost(launcher.zygote.pid, code))
         return 128 - code if code is not None and code < 0 else 1
 
     def _own_cause(self, text: str) -> str:

@@ -22,6 +22,7 @@ from lockstep._files import local_path
 from lockstep.errors import EnvironmentMismatch
 from lockstep.rendezvous.messages import Options, Round
 from lockstep.schedulers.place import node as engine_node
+from lockstep.text import counted, joined
 
 #: torch.distributed.launch's default, which the nodes of a job must agree on without talking to each other.
 DEFAULT_MASTER_PORT = 29500
@@ -298,7 +299,7 @@ def node_place(options: NodeOptions, env: Mapping[str, str] = os.environ) -> Nod
         )
     if found.count is not None and found.count != count:
         raise EnvironmentMismatch(
-            f"this launcher is to start a job on {count} machine{'' if count == 1 else 's'}, but {found.engine} "
+            f"this launcher is to start a job on {counted(count, 'machine')}, but {found.engine} "
             f"started it on {found.count}, of which this is number {found.rank}: drop --nnodes (or --standalone), or "
             "pass both --nnodes and --node-rank; for a job of its own on each machine, start it without the engine's "
             "variables"
@@ -362,7 +363,7 @@ def _meeting_of_pods(options: NodeOptions, env: Mapping[str, str]) -> NodePlace:
     """Read what an elastic PyTorchJob of Kubeflow says in torchrun's variables; the user's options come first."""
     missing = [name for name in ("PET_RDZV_ENDPOINT", "PET_NNODES") if not env.get(name)]
     if missing:
-        raise EnvironmentMismatch(f"PET_RDZV_BACKEND=c10d is set but {' and '.join(missing)} is not")
+        raise EnvironmentMismatch(f"PET_RDZV_BACKEND=c10d is set but {joined(missing)} is not")
     asked = replace(
         options, nnodes=options.nnodes or env["PET_NNODES"], rdzv_id=options.rdzv_id or env.get("PET_RDZV_ID")
     )

@@ -14,6 +14,7 @@ from lockstep.job.files import JobFiles
 from lockstep.job.page import STACK_SIGNAL, Cell, Mark, Pages, Phase
 from lockstep.launch.evidence import stack_size
 from lockstep.runs.history import Run
+from lockstep.text import which_ranks
 
 #: Seconds for a rank to write its stacks: it does so in its signal handler, at once unless it stands still.
 _PATIENCE = 2.0
@@ -33,7 +34,7 @@ def stacks_of(run: Run, rank: int | None) -> Iterator[tuple[int, str]]:
     start = run.start
     ranks = {int(number): pid for number, pid in start["ranks"].items()}
     if rank is not None and rank not in ranks:
-        raise LockstepError(f"{run.name} has no rank {rank} on this machine: it has {', '.join(map(str, ranks))}")
+        raise LockstepError(f"{run.name} has no rank {rank} on this machine: it has {which_ranks(ranks)}")
     for number, pid in ranks.items() if rank is None else [(rank, ranks[rank])]:
         yield number, _ask(Path(start["folder"]), number, pid, world_size=start["world_size"])
 

@@ -14,6 +14,7 @@ from lockstep.rendezvous.messages import Round
 from lockstep.runs import trace as traces
 from lockstep.runs.timeline import Measured
 from lockstep.runs.trace import Origin, Trace
+from lockstep.text import counted, which_ranks
 
 #: Seconds that the trace may keep the launcher at the end, and that machine 0 waits there for the other machines' part.
 _LIMIT, _OTHERS = 60.0, 5.0
@@ -166,13 +167,13 @@ def _describe(trace: Trace, path: Path, *, alone: bool) -> list[str]:
     about, ranks = trace.about, trace.ranks
     whole = "" if alone else " of this machine"
     said = [
-        f"the trace of steps {trace.first_step} to {trace.last_step} on {len(ranks)} "
-        f"{'rank' if len(ranks) == 1 else 'ranks'}{whole} is in {path}; https://ui.perfetto.dev opens it"
+        f"the trace of steps {trace.first_step} to {trace.last_step} on {counted(len(ranks), 'rank')}"
+        f"{whole} is in {path}; https://ui.perfetto.dev opens it"
     ]
     if about["missing_ranks"]:
-        said.append(f"it has nothing of rank(s) {about['missing_ranks']}: they did not get as far")
+        said.append(f"it has nothing of {which_ranks(about['missing_ranks'])}: they did not get as far")
     if about["cut_off"]:
-        said.append(f"it ends early for rank(s) {about['cut_off']}, which ended within it")
+        said.append(f"it ends early for {which_ranks(about['cut_off'])}, which ended within it")
     if about["lost_events"]:
         lost = sum(about["lost_events"].values())
         said.append(f"there was no room for {lost:,} of its events: fewer steps have room")

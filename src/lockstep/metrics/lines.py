@@ -42,12 +42,13 @@ from lockstep.comm.labels import labelled
 from lockstep.comm.peers import OverGroup, Peers
 from lockstep.comm.together import together
 from lockstep.comm.world import World
-from lockstep.errors import LockstepError, listed
+from lockstep.errors import LockstepError
 from lockstep.job import notes
 from lockstep.metrics import sinks as to
 from lockstep.metrics.file import LogFile
 from lockstep.metrics.series import Numbers, SeriesSummary, merged, readable
 from lockstep.step import slicing
+from lockstep.text import listed, which_ranks
 
 #: What a line says besides what was logged, and the words that the call has for itself.
 RESERVED = ("step", "time", "nonfinite", "samples")
@@ -392,7 +393,7 @@ class Lines:
             ranks = [rank for rank, each in enumerate(told) if key in each.numbers and _summary(each, key).nonfinite]
             callsite.warn(
                 f"{key}: {nonfinite[key]} number(s) up to step {self._last_step} were infinite or NaN, the first at "
-                f"step {since[key]}, on rank(s) {listed([*map(str, ranks)], most=5)}. The line's mean is that of the "
+                f"step {since[key]}, on {which_ranks(ranks, most=5)}. The line's mean is that of the "
                 "others, and 'nonfinite' in it counts them, from now on without a warning",
                 RuntimeWarning,
             )

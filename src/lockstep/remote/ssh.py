@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep import knobs
-from lockstep.errors import LaunchError, last_lines
+from lockstep.errors import LaunchError
 from lockstep.machine import is_loopback
 from lockstep.remote.frames import FrameKind, Frames
+from lockstep.text import last_lines
 
 #: Seconds that the client may take to read its configuration.
 _CONFIGURATION = 10.0

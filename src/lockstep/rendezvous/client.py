@@ -43,7 +43,6 @@ import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from lockstep import knobs
-from lockstep.errors import sentence
 from lockstep.job.messages import Channel, encode
 from lockstep.rendezvous.addresses import interface_of
 from lockstep.rendezvous.clocks import Look, ahead
@@ -78,6 +77,7 @@ from lockstep.rendezvous.messages import (
     decode,
 )
 from lockstep.rendezvous.signs import Signs
+from lockstep.text import counted, sentence
 from lockstep.version import __version__
 
 #: Seconds between two looks at the verdict, and, while machines meet, between two signs of life.
@@ -657,7 +657,7 @@ class _Client:
         if now - self._waits_since < self._times.searching:
             return self._said
         cards = [self._cards[ticket][0] for ticket in attempt.tickets if ticket in self._cards]
-        machines = f"{len(attempt.names)} machine{'' if len(attempt.names) == 1 else 's'}"
+        machines = counted(len(attempt.names), "machine")
         who = "; ".join(card.place for card in cards)
         if len(attempt.names) < self._options.max_nodes:
             return f"this machine waits to join a job of {machines} that goes on ({who})"
@@ -843,7 +843,7 @@ def _newest(attempt: RoundAttempt, fate: dict[str, Any] | None) -> int:
 
 def _are_here(here: dict[int, Card], mine: Card) -> str:
     """Say how many machines are there, and which."""
-    machines = f"{mine.least} machine{'' if mine.least == 1 else 's'} {'is' if len(here) == 1 else 'are'} here"
+    machines = f"{counted(mine.least, 'machine')} {'is' if len(here) == 1 else 'are'} here"
     return f"{len(here)} of {machines}: {'; '.join(card.place for card in here.values())}"
 
 

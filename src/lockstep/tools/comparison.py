@@ -18,11 +18,11 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lockstep import _units
 from lockstep.job.page import NAMES, Phase
 from lockstep.runs import reckoning
 from lockstep.runs.history import Run, UnknownRun
 from lockstep.runs.series import Series
+from lockstep.text import as_duration, as_size
 
 #: Intervals at the beginning that warm up, and how many there must be beyond them.
 _WARM, _FEWEST = 2, 4
@@ -101,7 +101,7 @@ class Comparison:
         rows += [[name, str(one), str(other), ""] for name, one, other in self._facts() if one != other]
         rows.append(["median step", *(_with_notch(each) for each in (before, after)), f"{self.change:+.1%}"])
         whole = f"{after.step / before.step - 1:+.1%}"
-        rows.append(["step", _units.duration(before.step), _units.duration(after.step), whole])
+        rows.append(["step", as_duration(before.step), as_duration(after.step), whole])
         if before.samples_per_second and after.samples_per_second:
             one, other = before.samples_per_second, after.samples_per_second
             rows.append(["samples/s", f"{one:,.0f}", f"{other:,.0f}", f"{other / one - 1:+.1%}"])
@@ -109,9 +109,9 @@ class Comparison:
             one, other = before.phases[name], after.phases[name]
             if max(one, other) >= 0.005 * max(before.step, after.step):
                 part = f"{(other - one) / before.step:+.1%} of the step"
-                rows.append([f"  {_shown(name)}", _units.duration(one), _units.duration(other), part])
+                rows.append([f"  {_shown(name)}", as_duration(one), as_duration(other), part])
         if before.memory and after.memory:
-            sizes = [_units.size(each) for each in (before.memory, after.memory)]
+            sizes = [as_size(each) for each in (before.memory, after.memory)]
             rows.append(["memory of a rank", *sizes, f"{after.memory / before.memory - 1:+.1%}"])
         widths = [max(len(row[place]) for row in rows) for place in range(4)]
         lines = [
@@ -195,4 +195,4 @@ def _difference(series: Series, name: str, before: int, after: int) -> list[floa
 
 
 def _with_notch(pace: Pace) -> str:
-    return f"{_units.duration(pace.median)} ± {pace.notch / pace.median:.1%}"
+    return f"{as_duration(pace.median)} ± {pace.notch / pace.median:.1%}"

@@ -109,9 +109,12 @@ class Engine(ABC):
     def all_reduce(self, flat: torch.Tensor, how: Reduction) -> None:
         """**Collective.** Combine ``flat`` over all ranks, in place. Its dtype is ``how.dtype``."""
 
-    @abstractmethod
     def reduce(self, flat: torch.Tensor, how: Reduction, *, root: int) -> None:
         """**Collective.** Combine ``flat`` over all ranks into that of ``root``; the others keep theirs."""
+        total = flat.clone()
+        self.all_reduce(total, how)
+        if self.rank == root:
+            flat.copy_(total)
 
     @abstractmethod
     def reduce_scatter(self, flat: torch.Tensor, inputs: Tensors, how: Reduction) -> None:

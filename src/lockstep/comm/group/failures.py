@@ -1,9 +1,8 @@
-"""What ends a group: the errors that its ranks tell each other, and how errors name ranks."""
+"""What ends a group: the errors that its ranks tell each other."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
 
@@ -28,8 +27,3 @@ def loads(text: str | bytes) -> LockstepError:
     code, said = json.loads(text)
     kind: type[LockstepError] = KINDS[code]
     return kind(said)
-
-
-def names(ranks: Sequence[int]) -> str:
-    """Return ``rank 3``, or ``ranks 1, 3``."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))

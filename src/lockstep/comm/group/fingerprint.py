@@ -137,7 +137,7 @@ def describe(header: bytes | memoryview) -> str:
         facts.append(REDUCE_OPS[reduce_op])
     if dtype < len(_DTYPES):
         facts.append(str(_DTYPES[dtype]))
-        facts.append(f"{numel} element{'' if numel == 1 else 's'}")
+        facts.append("1 element" if numel == 1 else f"{numel} elements")  # no commas: those part the facts
     if root >= 0:
         facts.append(f"root {root}")
     if digest:

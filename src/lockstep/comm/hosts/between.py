@@ -35,12 +35,13 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     Store,
 )
 
-from lockstep.comm.group.failures import again, dumps, loads, names
+from lockstep.comm.group.failures import again, dumps, loads
 from lockstep.comm.group.fingerprint import HEADER, KEY, describe
 from lockstep.comm.hosts.grouping import Hosts
 from lockstep.comm.shm.health import Health
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
 from lockstep.job import fates, files, flight
+from lockstep.text import which_ranks
 
 #: Seconds between two looks of the watch, and how long a wait lasts before it asks the store.
 _TICK = 0.1
@@ -269,17 +270,17 @@ class Between:
         return self._end(
             PeerLost(
                 (f"{ended} " if ended else "")
-                + f"rank {self._hosts.rank} waits in {wait.what} for {names(wait.ranks)} on another host, which is "
-                "gone or can't be reached. The error to look for is that rank's own, or its host's; this group can't "
-                f"be used any more. gloo says: {error}"
+                + f"rank {self._hosts.rank} waits in {wait.what} for {which_ranks(wait.ranks)} on another host, which "
+                "is gone or can't be reached. The error to look for is that rank's own, or its host's; this group "
+                f"can't be used any more. gloo says: {error}"
             )
         )
 
     def _late(self, wait: Wait) -> CollectiveTimeout:
         hosts = sorted({self._hosts.where(rank)[0] for rank in wait.ranks})
-        where = "; ".join(f"host {host}, with {names(self._hosts.members[host])}" for host in hosts)
+        where = "; ".join(f"host {host}, with {which_ranks(self._hosts.members[host])}" for host in hosts)
         return CollectiveTimeout(
-            f"{names(wait.ranks)} on another host did not come: rank {self._hosts.rank} timed out after "
+            f"{which_ranks(wait.ranks)} on another host did not come: rank {self._hosts.rank} timed out after "
             f"{time.monotonic() - wait.begun:.3g} s in {wait.what}. No rank there waits in this collective for another "
             f"one of its host ({where}), or the host can't be reached. Find out what keeps it, or allow more time "
             "(timeout=… of init_process_group or lockstep.init)." + files.told()

@@ -173,13 +173,6 @@ class HostsEngine(Engine):
         if len(inputs) != 2 and out is not flat:
             flat.copy_(out)
 
-    def reduce(self, flat: torch.Tensor, how: Reduction, *, root: int) -> None:
-        """See :class:`Engine`."""
-        total = flat.clone()
-        self.all_reduce(total, how)
-        if self.rank == root:
-            flat.copy_(total)
-
     def reduce_scatter(self, flat: torch.Tensor, inputs: Tensors, how: Reduction) -> None:
         """See :class:`Engine`. The leader of each host gets and combines what is for its ranks."""
         hosts, local = self.hosts, self._local

@@ -2,9 +2,9 @@
 
 From the bottom up: layout.py (what lies where), semaphore.py (how ranks synchronise), segment.py and rendezvous.py (how
 they come to share memory), fingerprint.py and health.py (what a rank says of itself, and how it learns what is wrong),
-rounds.py (how ranks agree and move), tensors.py, reduction.py and collectives.py (what is moved), p2p.py (send
-and receive), shared_tensors.py (memory that needs no copy), memory_engine.py (all of it, as an engine). What other
-engines (``comm/hosts``, ``comm/mpi.py``) share with it: engine.py (the verbs), work.py and group.py (order and
+rounds.py (how ranks agree and move), tensors.py, reduction.py and collectives.py (what is moved: the verbs), p2p.py
+(send and receive), shared_tensors.py (memory that needs no copy), memory_engine.py (all of it, as an engine). What
+other engines (``comm/hosts``, ``comm/mpi.py``) share with it: engine.py (the verbs), work.py and group.py (order and
 completion), process_group.py (torch's interface), register.py (torch's registry).
 
 *What it needs*: Linux, ranks of one user that see each other's processes, memfd (kernel 3.17) and /proc. No port, no

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lockstep import _proc
-from lockstep.comm.group.failures import KINDS, again, names
+from lockstep.comm.group.failures import KINDS, again
 from lockstep.comm.group.fingerprint import HEADER, describe
 from lockstep.comm.group.meeting import Whereabouts
 from lockstep.comm.shm import semaphore
@@ -25,6 +25,7 @@ from lockstep.comm.shm.layout import BUFFERS, FAILURE_TEXT, Layout
 from lockstep.comm.shm.segment import Segment
 from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost
 from lockstep.job import fates, files
+from lockstep.text import listed, which_ranks
 
 _RECORD = struct.Struct("<II")
 #: Seconds to wait for the text of a rank that has claimed the record; it writes it at once, unless it was killed.
@@ -167,7 +168,7 @@ class Health:
 
     def names(self, ranks: Iterable[int]) -> str:
         """Return what errors call ``ranks``."""
-        return names([self._numbers[rank] for rank in ranks])
+        return which_ranks([self._numbers[rank] for rank in ranks])
 
     def asked(self) -> bool:
         """Return whether a rank outside this host waits for one that did not come here, and has no more time."""
@@ -204,7 +205,7 @@ def _numbering(members: Sequence[int]) -> str:
     """What a group of some ranks adds to its errors; nothing where its numbers are the world's."""
     if list(members) == list(range(len(members))):
         return ""
-    shown = ", ".join(map(str, members[:_LINES])) + (", …" if len(members) > _LINES else "")
+    shown = listed([*map(str, members)], most=_LINES)  # in the order of the group
     return f"These are the numbers of a group; in the world its ranks 0 to {len(members) - 1} are the ranks {shown}."
 
 

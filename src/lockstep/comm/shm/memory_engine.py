@@ -1,21 +1,18 @@
-"""The engine of the backend ``"shm"``: the verbs, over rounds in memory that all ranks of the group share."""
+"""The engine of the backend ``"shm"``: a group, its messages and memory; collectives.py has its verbs."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
 from lockstep.comm.group import tensors
-from lockstep.comm.group.engine import Engine, SharedPart, Tensors
+from lockstep.comm.group.engine import SharedPart
 from lockstep.comm.group.meeting import Whereabouts
-from lockstep.comm.group.reduction import Reduction
 from lockstep.comm.group.work import ShmWork
-from lockstep.comm.looks import SumLook
-from lockstep.comm.memory import RowOrder
-from lockstep.comm.shm import collectives
+from lockstep.comm.shm.collectives import VerbsInRounds
 from lockstep.comm.shm.health import Health
 from lockstep.comm.shm.p2p import Messages
 from lockstep.comm.shm.rendezvous import meet
@@ -23,11 +20,8 @@ from lockstep.comm.shm.rounds import Rounds
 from lockstep.comm.shm.shared_tensors import SharedTensors
 from lockstep.errors import LockstepError
 
-#: Classes of tensors that are their memory and nothing else.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-
-class MemoryEngine(Engine):
+class MemoryEngine(VerbsInRounds):
     """Ranks that are processes on one host and share memory."""
 
     backend = "shm"
@@ -107,69 +101,6 @@ class MemoryEngine(Engine):
         self._shared.close()
         self._health.close()
 
-    # --- the verbs -------------------------------------------------------------------------------------------------
-
-    def all_reduce(self, flat: torch.Tensor, how: Reduction) -> None:
-        """See :class:`Engine`."""
-        collectives.all_reduce(self._rounds, flat, how)
-
-    def all_reduce_tensor(self, tensor: torch.Tensor, how: Reduction, part: SharedPart | None) -> None:
-        """See :class:`Engine`. Nothing is copied for a part of shared memory; for a small tensor little is called."""
-        rounds = self._rounds
-        if part is not None:
-            collectives.SharedSum(rounds, _views(tensor, how, part), how)()
-            return
-        small = rounds.small(how.dtype, tensor.numel()) if how.factor == 1 else None
-        if small is not None and tensor.__class__ in _PLAIN and tensors.is_flat(tensor):
-            collectives.all_reduce_small(rounds, tensor.data_ptr(), small, how)
-        else:
-            super().all_reduce_tensor(tensor, how, part)
-
-    def in_place_sum(
-        self, tensor: torch.Tensor, how: Reduction, part: SharedPart, look: SumLook | None
-    ) -> Callable[[Engine], None]:
-        """See :class:`Engine`."""
-        return collectives.SharedSum(self._rounds, _views(tensor, how, part), how, look)
-
-    def add_rows(self, rows: torch.Tensor, order: RowOrder, part: SharedPart) -> None:
-        """See :class:`Engine`."""
-        collectives.add_rows_shared(self._rounds, part.views(tensors.target(rows)), order)
-
-    def reduce(self, flat: torch.Tensor, how: Reduction, *, root: int) -> None:
-        """See :class:`Engine`."""
-        collectives.reduce(self._rounds, flat, how, root=root)
-
-    def reduce_scatter(self, flat: torch.Tensor, inputs: Tensors, how: Reduction) -> None:
-        """See :class:`Engine`."""
-        collectives.reduce_scatter(self._rounds, flat, inputs, how)
-
-    def barrier(self) -> None:
-        """See :class:`Engine`."""
-        self._rounds.sync()
-
-    def broadcast(self, flat: torch.Tensor, *, root: int) -> None:
-        """See :class:`Engine`."""
-        collectives.broadcast(self._rounds, flat, root=root)
-
-    def gather(
-        self,
-        outputs: Tensors,
-        flat: torch.Tensor,
-        *,
-        root: int | None = None,  # noqa: ARG002
-        longest: int | None = None,
-    ) -> None:
-        """See :class:`Engine`. Who receives is told by ``outputs``: what every rank stages, any may read."""
-        collectives.gather(self._rounds, outputs, flat, longest=longest)
-
-    def scatter(self, flat: torch.Tensor, inputs: Tensors, *, root: int) -> None:
-        """See :class:`Engine`."""
-        collectives.scatter(self._rounds, flat, inputs, root=root)
-
-    def all_to_all(self, outputs: Tensors, inputs: Tensors, sizes: Sequence[Sequence[int]]) -> None:
-        """See :class:`Engine`."""
-        collectives.all_to_all(self._rounds, outputs, inputs, longest=max(map(max, sizes)))
-
     # --- messages, and memory --------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, *, to: int, tag: int, timeout: float) -> ShmWork:
@@ -198,10 +129,4 @@ class MemoryEngine(Engine):
         Raises:
             RendezvousError: some rank has no memory, or can't map another's.
         """
-        return self._shared.allocate(self._rounds, count, dtype)
-
-
-def _views(tensor: torch.Tensor, how: Reduction, part: SharedPart) -> list[torch.Tensor]:
-    """Return all ranks' memory of a shared tensor, in order of rank, as what is reduced."""
-    views = part.views(tensors.target(tensor))
-    return views if views[0].dtype is how.dtype else [view.view(how.dtype) for view in views]
+        return self._shared.allocate(self, count, dtype)

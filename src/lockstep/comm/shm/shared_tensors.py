@@ -22,7 +22,6 @@ A forked child has this memory too, and shares it: a child that writes to a grad
 from __future__ import annotations
 
 import os
-import struct
 import threading
 import weakref
 from collections import deque
@@ -30,15 +29,12 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.comm.group.engine import SharedPart
-from lockstep.comm.shm.collectives import gather
-from lockstep.comm.shm.rounds import Rounds
+from lockstep.comm.group.engine import Engine, SharedPart
 from lockstep.comm.shm.segment import Memory, Offer, Segment
 from lockstep.errors import RendezvousError
 
-#: Bytes of what a rank says of its memory, and of the length in front of it.
+#: Bytes of what a rank says of its memory.
 _RECORD = 1024
-_LENGTH = struct.Struct("<q")
 #: Room before the tensor for the segment's identity; keeps the data on a page boundary.
 _HEAD = 4096
 #: Parts of allocations whose views are kept, since the same buckets come again in every step.
@@ -69,14 +65,14 @@ class SharedTensors:
         #: Numbers of allocations whose memory is gone; see Note [Lifetime of shared tensors].
         self._ended: deque[int] = deque()
 
-    def allocate(self, rounds: Rounds, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, engine: Engine, count: int, dtype: torch.dtype) -> torch.Tensor:
         """**Collective.** Make a 1-d tensor of ``count`` zeros, in memory that the group's ranks share.
 
         Raises:
             RendezvousError: some rank has no memory, or can't map another's.
         """
         nbytes = count * dtype.itemsize
-        segment, others = self._share(rounds, _HEAD + max(1, nbytes))
+        segment, others = self._share(engine, _HEAD + max(1, nbytes))
         mine = segment.bytes[_HEAD : _HEAD + nbytes]
         start = mine.data_ptr()
         number, self._made = self._made, self._made + 1
@@ -92,7 +88,7 @@ class SharedTensors:
             self.allocations.append(allocation)
         return mine.view(dtype)
 
-    def _share(self, rounds: Rounds, nbytes: int) -> tuple[Segment, list[torch.Tensor | None]]:
+    def _share(self, engine: Engine, nbytes: int) -> tuple[Segment, list[torch.Tensor | None]]:
         """**Collective.** Make this rank's memory and map the others', all as bytes; None for this rank's own."""
         offer: Offer | None = None
         said: str | None = None
@@ -102,16 +98,16 @@ class SharedTensors:
             except RendezvousError as error:
                 said = f"rank {self._rank}: {error}"
             # (A refusal is told in the second exchange; here it is enough that there is nothing to map.)
-            offers = [Offer.loads(text) for text in _exchange(rounds, "" if offer is None else offer.dumps()) if text]
+            offers = [Offer.loads(text) for text in _exchange(engine, "" if offer is None else offer.dumps()) if text]
             others: list[torch.Tensor | None] = []
-            if len(offers) == rounds.size:
+            if len(offers) == engine.size:
                 try:
                     others = [
                         None if rank == self._rank else Segment.open(theirs).bytes for rank, theirs in enumerate(offers)
                     ]
                 except RendezvousError as error:
                     said = f"rank {self._rank}: {error}"
-            refusals = [text for text in _exchange(rounds, said or "") if text]
+            refusals = [text for text in _exchange(engine, said or "") if text]
         finally:
             if offer is not None:
                 os.close(offer.descriptor)
@@ -165,16 +161,8 @@ class SharedTensors:
         self._parts = {key: part for key, part in self._parts.items() if part.number not in ended}
 
 
-def _exchange(rounds: Rounds, text: str) -> list[str]:
-    """**Collective.** Every rank's short text (the rest is cut off), in order of rank."""
-    content = text.encode()[: _RECORD - _LENGTH.size]
-    record = bytearray(_RECORD)
-    _LENGTH.pack_into(record, 0, len(content))
-    record[_LENGTH.size : _LENGTH.size + len(content)] = content
-    mine = torch.frombuffer(record, dtype=torch.uint8)
-    outputs = [torch.empty_like(mine) for _ in range(rounds.size)]
-    gather(rounds, outputs, mine)
-    records = [bytes(output.tolist()) for output in outputs]
-    return [
-        each[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(each)[0]].decode(errors="replace") for each in records
-    ]
+def _exchange(engine: Engine, text: str) -> list[str]:
+    """**Collective.** Return every rank's short text (the rest is cut off), in order of rank."""
+    content = text.encode()[:_RECORD]
+    records = engine.gather_numbers([len(content), *content.ljust(_RECORD, b"\0")])
+    return [bytes(record[:length]).decode(errors="replace") for length, *record in records]

@@ -9,7 +9,8 @@ from typing import Any
 from lockstep.launch.spec import DEFAULT_MASTER_PORT
 from lockstep.machine import is_loopback
 from lockstep.rendezvous.messages import DEFAULT_PORT, SKEW
-from lockstep.tools.doctor.findings import Finding, ok, seconds, warning, wrong
+from lockstep.text import as_duration, joined
+from lockstep.tools.doctor.findings import Finding, ok, warning, wrong
 
 #: What has to be the same everywhere, and what is better so.
 _SAME = ("torch",)
@@ -64,11 +65,7 @@ def _each(values: Mapping[str, str]) -> str:
     hosts: dict[str, list[str]] = {}
     for host, value in values.items():
         hosts.setdefault(value, []).append(host)
-    return ", ".join(f"{value} on {_and(names)}" for value, names in hosts.items())
-
-
-def _and(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return ", ".join(f"{value} on {joined(names)}" for value, names in hosts.items())
 
 
 # Clocks --------------------------------------------------------------------------------------------------------------
@@ -94,12 +91,12 @@ def compare_clocks(clocks: Mapping[str, HostClock]) -> Iterator[Finding]:
     slowest = min(clocks, key=lambda name: clocks[name].ahead)
     apart = clocks[fastest].ahead - clocks[slowest].ahead
     error = clocks[fastest].error + clocks[slowest].error
-    what = f"the clock of {fastest} is {seconds(apart)} ahead of that of {slowest}"
+    what = f"the clock of {fastest} is {as_duration(apart)} ahead of that of {slowest}"
     advice = "set the clocks: chronyd or systemd-timesyncd on all hosts"
     if apart - error > SKEW:
         yield warning("clocks", f"{what}: logs and files of the hosts can't be put in order by their times", advice)
     else:
-        yield ok("clocks", f"they agree to {seconds(max(apart, error))}")
+        yield ok("clocks", f"they agree to {as_duration(max(apart, error))}")
 
 
 # Ways ----------------------------------------------------------------------------------------------------------------
@@ -143,7 +140,7 @@ def judge_ways(tries: Sequence[Try], *, first: str, limit: float) -> Iterator[Fi
         names = sorted({name for pair in good for name in pair})
         both = all((target, source) in good for source, target in good)
         if both and len(good) == len(names) * (len(names) - 1):
-            yield ok("ways", f"{_and(names)} reach each other, in {seconds(slowest)}")
+            yield ok("ways", f"{joined(names)} reach each other, in {as_duration(slowest)}")
         else:
             yield ok("ways", f"{', '.join(f'{source} reaches {target}' for source, target in good)}")
 
@@ -220,7 +217,7 @@ def judge_folder(folder: str, owner: str, seen: Mapping[str, bool]) -> Iterator[
     blind = [name for name, sees in seen.items() if not sees]
     if blind:
         yield warning(
-            "folder", f"{folder} of {owner} is not that of {_and(blind)}: a Checkpointer needs one that all share",
+            "folder", f"{folder} of {owner} is not that of {joined(blind)}: a Checkpointer needs one that all share",
             "name a folder on a disk that all hosts share, with --folder and in the program",
         )  # fmt: skip
     else:

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import _proc, machine
-from lockstep._units import size
 from lockstep.launch.evidence import machine_memory, memory_group
 from lockstep.launch.ports import is_free
 from lockstep.launch.run import descriptors
 from lockstep.launch.spec import DEFAULT_MASTER_PORT
 from lockstep.machine import is_loopback
 from lockstep.rendezvous.messages import DEFAULT_PORT
+from lockstep.text import as_size, counted
 from lockstep.tools.doctor import facts
 from lockstep.tools.doctor.findings import Finding, ok, warning, wrong
 from lockstep.version import __version__
@@ -82,7 +82,7 @@ def check_cores(task: CheckTask) -> Iterator[Finding]:
     """Look at the cores: affinity, the container's quota, other programs, threads for each rank."""
     cores, visible, everything = machine.cores(), machine.visible_cores(), os.cpu_count() or 1
     quota = machine.cpu_quota()
-    words = [f"{_count(cores, 'core')} for {_count(task.ranks, 'rank')}"]
+    words = [f"{counted(cores, 'core')} for {counted(task.ranks, 'rank')}"]
     if visible < everything:
         words.append(f"the affinity mask has {visible} of the machine's {everything}")
     if quota is not None:
@@ -91,7 +91,7 @@ def check_cores(task: CheckTask) -> Iterator[Finding]:
     on_cpu = not machine.gpus()
     if on_cpu and task.ranks > cores:
         yield warning(
-            "cores", f"{summary}: the ranks take turns", f"start {_count(cores, 'rank')}: lockstep run -n {cores}"
+            "cores", f"{summary}: the ranks take turns", f"start {counted(cores, 'rank')}: lockstep run -n {cores}"
         )
     else:
         yield ok("cores", summary)
@@ -108,8 +108,8 @@ def check_cores(task: CheckTask) -> Iterator[Finding]:
     elif text and int(text) * task.ranks > cores and int(text) > 1:
         yield warning(
             "cores",
-            f"OMP_NUM_THREADS={text} with {_count(task.ranks, 'rank')} is {int(text) * task.ranks} threads for "
-            f"{_count(cores, 'core')}",
+            f"OMP_NUM_THREADS={text} with {counted(task.ranks, 'rank')} is {int(text) * task.ranks} threads for "
+            f"{counted(cores, 'core')}",
             "unset it: each rank then takes its share of the cores",
         )
     elif text and on_cpu and cores // task.ranks >= 2 * int(text):
@@ -124,20 +124,20 @@ def check_memory(task: CheckTask) -> Iterator[Finding]:
     """Look at the memory: what is free, the container's limit, limits of address space."""
     total, group = machine_memory(), memory_group()
     limit = None if group is None else group.limit()
-    available = _kib("MemAvailable")
-    words = [f"{size(total)} of memory" if total else "the kernel does not say how much memory there is"]
+    available = _proc.counter("/proc/meminfo", "MemAvailable")
+    words = [f"{as_size(total)} of memory" if total else "the kernel does not say how much memory there is"]
     free = available
     if available is not None:
-        words.append(f"{size(available)} available")
+        words.append(f"{as_size(available)} available")
     if limit is not None and (total is None or limit < total):
         used = _usage(group.folder) if group is not None else None
-        words.append(f"the container's limit is {size(limit)}" + ("" if used is None else f", {size(used)} used"))
+        words.append(f"the container's limit is {as_size(limit)}" + ("" if used is None else f", {as_size(used)} used"))
         free = min(value for value in (available, limit - (used or 0)) if value is not None)
     summary = ", ".join(words)
     if free is not None and free < task.ranks * _RANK:
         yield wrong(
             "memory",
-            f"{summary}: too little for {_count(task.ranks, 'rank')}, which take {size(task.ranks * _RANK)} before "
+            f"{summary}: too little for {counted(task.ranks, 'rank')}, which take {as_size(task.ranks * _RANK)} before "
             "the program does anything",
             "end other programs, raise the container's limit, or start fewer ranks; else the kernel kills one",
         )
@@ -147,7 +147,7 @@ def check_memory(task: CheckTask) -> Iterator[Finding]:
     if space != resource.RLIM_INFINITY:
         yield warning(
             "memory",
-            f"ulimit -v allows a process {size(space)} of address space",
+            f"ulimit -v allows a process {as_size(space)} of address space",
             "ulimit -v unlimited: torch reserves much more than it uses, CUDA the more so",
         )
 
@@ -172,17 +172,17 @@ writes it); else mount -o remount,size=8g /dev/shm"
         elif total and total < _SHARED:
             yield warning(
                 "/dev/shm",
-                f"/dev/shm has {size(total)}: DataLoader workers hand batches over in it, and die where it is full",
+                f"/dev/shm has {as_size(total)}: DataLoader workers hand batches over in it, and die where it is full",
                 f"{advice}; or num_workers=0",
             )
         elif total and free < _SHARED_FREE:
             yield warning(
                 "/dev/shm",
-                f"/dev/shm has {size(free)} left of {size(total)}",
+                f"/dev/shm has {as_size(free)} left of {as_size(total)}",
                 "see with ls -l /dev/shm what dead jobs have left there, and remove it",
             )
         else:
-            yield ok("/dev/shm", f"{size(free)} free of {size(total)}, for DataLoader workers")
+            yield ok("/dev/shm", f"{as_size(free)} free of {as_size(total)}, for DataLoader workers")
     try:
         os.close(os.memfd_create("lockstep-doctor"))
     except OSError as error:
@@ -205,7 +205,7 @@ def check_limits(task: CheckTask) -> Iterator[Finding]:
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         yield wrong(
-            "open files", f"ulimit -n is {soft}, and {_count(task.ranks, 'rank')} need about {needed} to start", raised
+            "open files", f"ulimit -n is {soft}, and {counted(task.ranks, 'rank')} need about {needed} to start", raised
         )
     elif soft != resource.RLIM_INFINITY and soft < _FILES:
         yield warning(
@@ -213,7 +213,7 @@ def check_limits(task: CheckTask) -> Iterator[Finding]:
         )
     else:
         yield ok(
-            "open files", f"ulimit -n is {_limit(soft)}; the launcher of {_count(task.ranks, 'rank')} takes {needed}"
+            "open files", f"ulimit -n is {_limit(soft)}; the launcher of {counted(task.ranks, 'rank')} takes {needed}"
         )
     yield from _processes(task)
     yield from _core_files()
@@ -221,7 +221,7 @@ def check_limits(task: CheckTask) -> Iterator[Finding]:
     if bytes_ != resource.RLIM_INFINITY:
         yield wrong(
             "file size",
-            f"ulimit -f cuts files at {size(bytes_)}, shared memory and checkpoints as well",
+            f"ulimit -f cuts files at {as_size(bytes_)}, shared memory and checkpoints as well",
             "ulimit -f unlimited",
         )
     seconds = resource.getrlimit(resource.RLIMIT_CPU)[0]
@@ -231,7 +231,7 @@ def check_limits(task: CheckTask) -> Iterator[Finding]:
     if os.path.isdir("/dev/infiniband") and locked != resource.RLIM_INFINITY:
         yield warning(
             "locked memory",
-            f"ulimit -l is {size(locked)}, and InfiniBand needs memory that is locked",
+            f"ulimit -l is {as_size(locked)}, and InfiniBand needs memory that is locked",
             "ulimit -l unlimited (docker --ulimit memlock=-1)",
         )
 
@@ -244,7 +244,7 @@ def _processes(task: CheckTask) -> Iterator[Finding]:
         if soft - used < needed:
             yield wrong(
                 "processes",
-                f"ulimit -u is {soft}, {used} are in use, and {_count(task.ranks, 'rank')} with loader workers need "
+                f"ulimit -u is {soft}, {used} are in use, and {counted(task.ranks, 'rank')} with loader workers need "
                 f"about {needed}",
                 f"ulimit -u {used + 4 * needed}, or end other programs of this user",
             )
@@ -254,7 +254,7 @@ def _processes(task: CheckTask) -> Iterator[Finding]:
         yield wrong(
             "processes",
             f"the container allows {allowed} processes and threads, {used_here} are in use, and "
-            f"{_count(task.ranks, 'rank')} with loader workers need about {needed}",
+            f"{counted(task.ranks, 'rank')} with loader workers need about {needed}",
             "docker run --pids-limit=-1; pids.max of the cgroup",
         )
         return
@@ -265,7 +265,7 @@ def _processes(task: CheckTask) -> Iterator[Finding]:
 
 def _core_files() -> Iterator[Finding]:
     soft = resource.getrlimit(resource.RLIMIT_CORE)[0]
-    pattern = facts.text("/proc/sys/kernel/core_pattern").strip()
+    pattern = _proc.text("/proc/sys/kernel/core_pattern").strip()
     if soft == 0:
         yield ok("core files", "none are written (ulimit -c 0)")
     elif pattern.startswith("|"):
@@ -331,35 +331,25 @@ def check_temporary(task: CheckTask) -> Iterator[Finding]:
     free = there.f_bavail * there.f_frsize
     if free < _TEMPORARY:
         yield wrong(
-            "temporary files", f"{folder} has {size(free)} left", "make room there, or name another with TMPDIR"
+            "temporary files", f"{folder} has {as_size(free)} left", "make room there, or name another with TMPDIR"
         )
     else:
-        yield ok("temporary files", f"{size(free)} free in {folder}")
+        yield ok("temporary files", f"{as_size(free)} free in {folder}")
 
 
 # What the kernel says ------------------------------------------------------------------------------------------------
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
-def _kib(name: str) -> int | None:
-    found = re.search(rf"^{name}:\s+(\d+) kB", facts.text("/proc/meminfo"), re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
-
-
 def _usage(folder: Path) -> int | None:
     """Return the bytes that a memory cgroup uses and that the kernel can't take back by itself."""
     for name, cached in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
-        used = facts.text(folder / name).strip()
+        used = _proc.text(folder / name).strip()
         if used.isdecimal():
-            found = re.search(rf"^{cached} (\d+)$", facts.text(folder / "memory.stat"), re.MULTILINE)
-            return max(0, int(used) - (int(found[1]) if found else 0))
+            return max(0, int(used) - (_proc.counter(folder / "memory.stat", cached) or 0))
     return None
 
 
@@ -376,7 +366,7 @@ def _own_processes() -> Iterator[int]:
 def _pids() -> tuple[int | None, int]:
     """Return how many processes and threads the container allows (None: any number), and how many there are."""
     for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/pids"):
-        allowed, used = facts.text(f"{folder}/pids.max").strip(), facts.text(f"{folder}/pids.current").strip()
+        allowed, used = _proc.text(f"{folder}/pids.max").strip(), _proc.text(f"{folder}/pids.current").strip()
         if allowed.isdecimal() and used.isdecimal():
             return int(allowed), int(used)
     return None, 0
@@ -386,7 +376,7 @@ def _listener(port: int) -> str:
     """Return who listens at a port, as far as this user may know: `` by process 12 (python train.py)``."""
     sockets = set()
     for name in ("tcp", "tcp6"):
-        for line in facts.text(f"/proc/net/{name}").splitlines()[1:]:
+        for line in _proc.text(f"/proc/net/{name}").splitlines()[1:]:
             fields = line.split()
             if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A":  # it listens
                 sockets.add(f"socket:[{fields[9]}]")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockstep.errors import last_lines
+from lockstep.text import last_lines
 
 #: Seconds that a process has to end after SIGTERM.
 _PATIENCE = 10.0

@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep._units import size
-from lockstep.tools.doctor import facts
+from lockstep import _proc
+from lockstep.text import as_duration, as_size
 from lockstep.tools.doctor.checks import CheckTask
-from lockstep.tools.doctor.findings import Finding, ok, seconds, warning, wrong
+from lockstep.tools.doctor.findings import Finding, ok, warning, wrong
 
 _MIB = 1 << 20
 #: Bytes below which no checkpoint fits, and below which it soon won't.
@@ -45,12 +45,12 @@ def check_folder(task: CheckTask) -> Iterator[Finding]:
     fs, kind = os.statvfs(there), file_system(there)
     free = fs.f_bavail * fs.f_frsize
     if free < _NONE:
-        yield wrong("folder", f"{name} has {size(free)} left", "make room: no checkpoint fits there")
+        yield wrong("folder", f"{name} has {as_size(free)} left", "make room: no checkpoint fits there")
     elif free < _LITTLE:
-        yield warning("folder", f"{name} has {size(free)} left", "make room: a save writes the new checkpoint before "
-                      "it removes an old one")  # fmt: skip
+        yield warning("folder", f"{name} has {as_size(free)} left", "make room: a save writes the new checkpoint "
+                      "before it removes an old one")  # fmt: skip
     else:
-        yield ok("folder", f"{size(free)} free in {name.rstrip(',')}" + (f"; {kind}" if kind else ""))
+        yield ok("folder", f"{as_size(free)} free in {name.rstrip(',')}" + (f"; {kind}" if kind else ""))
     if fs.f_files > 0 and fs.f_favail < _FEW_FILES:
         yield warning("folder", f"{name} has room for {fs.f_favail} more files (df -i)", "remove files there")
     if kind in ("tmpfs", "ramfs"):
@@ -64,7 +64,7 @@ def check_folder(task: CheckTask) -> Iterator[Finding]:
             "use another file system, or one job at a time",
         )  # fmt: skip
     took = statistics.median(durations)
-    what = f"a megabyte is on the disk after {seconds(took)} (fsync)"
+    what = f"a megabyte is on the disk after {as_duration(took)} (fsync)"
     if took > _SLOW:
         yield warning("disk", what, "save with async_save (docs/checkpoints.md), or to a faster disk")
     else:
@@ -81,7 +81,7 @@ def file_system(folder: Path) -> str:
     """Return the kind of file system that a folder is on; empty if the kernel does not say."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    for line in facts.text("/proc/self/mountinfo").splitlines():
+    for line in _proc.text("/proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         if before.split()[2] == number:
             return after.split()[0]

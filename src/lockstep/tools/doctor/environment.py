@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lockstep._units import size
+from lockstep.text import as_size
 from lockstep.tools.doctor import child, facts
 from lockstep.tools.doctor.disk import file_system
 from lockstep.tools.doctor.trials import TORCH_LIMIT
@@ -50,8 +50,8 @@ def _cores(found: dict[str, Any]) -> str:
 
 def _memory(found: dict[str, Any]) -> str:
     limit = found["memory_limit"]
-    total = "unknown" if found["memory"] is None else size(found["memory"])
-    return total if limit is None else f"{total}, limit {size(limit)}"
+    total = "unknown" if found["memory"] is None else as_size(found["memory"])
+    return total if limit is None else f"{total}, limit {as_size(limit)}"
 
 
 def _shared() -> str:
@@ -59,7 +59,7 @@ def _shared() -> str:
         there = os.statvfs("/dev/shm")
     except OSError as error:
         return f"none ({error.strerror})"
-    return f"{size(there.f_bavail * there.f_frsize)} free of {size(there.f_blocks * there.f_frsize)}"
+    return f"{as_size(there.f_bavail * there.f_frsize)} free of {as_size(there.f_blocks * there.f_frsize)}"
 
 
 def _torch() -> list[tuple[str, str]]:
@@ -75,5 +75,5 @@ def _torch() -> list[tuple[str, str]]:
     ]
     for index, device in enumerate(found["devices"]):
         capability = ".".join(map(str, device["capability"]))
-        rows.append((f"GPU {index}", f"{device['name']}, {size(device['memory'])}, capability {capability}"))
+        rows.append((f"GPU {index}", f"{device['name']}, {as_size(device['memory'])}, capability {capability}"))
     return rows + [("torch warns", text.splitlines()[0]) for text in found["warnings"]]

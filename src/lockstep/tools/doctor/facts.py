@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lockstep import machine
+from lockstep import _proc, machine
 from lockstep.launch.evidence import machine_memory, memory_group
 from lockstep.version import __version__
 
@@ -57,21 +57,13 @@ def versions() -> dict[str, str]:
 
 def driver() -> str:
     """Return the version of NVIDIA's driver; empty: none is loaded."""
-    found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", text(_DRIVER))
+    found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", _proc.text(_DRIVER))
     return found[1] if found else ""
 
 
 def place() -> list[str]:
     """Return what tells this host from others that may have its name: the address that ssh has reached it at, too."""
     return [socket.gethostname(), *os.environ.get("SSH_CONNECTION", "").split()[2:3]]
-
-
-def text(path: str | Path) -> str:
-    """Return what is in a small file; empty if it can't be read."""
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _system() -> str:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lockstep.text import counted
+
 
 class Level(str, enum.Enum):
     """How bad it is."""
@@ -63,12 +65,5 @@ def verdict(findings: Iterable[Finding]) -> str:
     if counts[Level.WRONG]:
         words.append("1 thing is wrong" if counts[Level.WRONG] == 1 else f"{counts[Level.WRONG]} things are wrong")
     if counts[Level.WARNING]:
-        words.append("1 warning" if counts[Level.WARNING] == 1 else f"{counts[Level.WARNING]} warnings")
+        words.append(counted(counts[Level.WARNING], "warning"))
     return ", ".join(words) or "all is well"
-
-
-def seconds(duration: float) -> str:
-    """Return a duration for people."""
-    if duration < 1e-3:
-        return f"{duration * 1e6:.0f} µs"
-    return f"{duration * 1e3:.3g} ms" if duration < 1 else f"{duration:.3g} s"

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep import knobs, machine
-from lockstep._units import size
+from lockstep.text import as_duration, as_size
 from lockstep.tools.doctor import child, facts
 from lockstep.tools.doctor.checks import CheckTask
-from lockstep.tools.doctor.findings import Finding, ok, seconds, warning, wrong
+from lockstep.tools.doctor.findings import Finding, ok, warning, wrong
 
 #: Seconds for importing torch and asking the driver, and for a job of two ranks.
 TORCH_LIMIT, JOB_LIMIT = 60.0, 90.0
@@ -111,12 +111,12 @@ def _judge_devices(found: Mapping[str, Any], *, ranks: int) -> Iterator[Finding]
             )  # fmt: skip
         elif device.get("free", device["memory"]) < device["memory"] // 2:
             yield warning(
-                "GPUs", f"{name}: {size(device['free'])} free of {size(device['memory'])}",
+                "GPUs", f"{name}: {as_size(device['free'])} free of {as_size(device['memory'])}",
                 "see with nvidia-smi who uses it",
             )  # fmt: skip
         else:
             driver = facts.driver()
-            yield ok("GPUs", f"{name}, {size(device['memory'])}, capability {major}.{minor}"
+            yield ok("GPUs", f"{name}, {as_size(device['memory'])}, capability {major}.{minor}"
                      + (f", driver {driver}" if driver else ""))  # fmt: skip
     kinds = sorted({device["name"] for device in devices})
     if len(kinds) > 1:
@@ -178,7 +178,7 @@ def read_job(ended: child.ChildResult) -> dict[str, Any] | str:
 
 
 def _speed(pair: Mapping[str, Any]) -> str:
-    return f"{size(pair['bytes'])} in {seconds(pair['many'])}, 8 bytes in {seconds(pair['few'])}"
+    return f"{as_size(pair['bytes'])} in {as_duration(pair['many'])}, 8 bytes in {as_duration(pair['few'])}"
 
 
 # Between hosts -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from lockstep import _units
+from lockstep.text import as_duration, counted
 from lockstep.tools.plan.plan import Plan, Point
 
 #: Lines of the curve, and points that it has room for.
@@ -18,8 +18,8 @@ _WIDTH = 120
 def describe(plan: Plan, points: Sequence[Point]) -> str:
     """Describe a plan."""
     recorded = plan.recorded
-    many = f"{recorded.ranks} rank{'s' * (recorded.ranks > 1)}"
-    head = f"{recorded.name}: recorded on {many} over {recorded.first.backend}, {_units.duration(recorded.step)} a step"
+    many = counted(recorded.ranks, "rank")
+    head = f"{recorded.name}: recorded on {many} over {recorded.first.backend}, {as_duration(recorded.step)} a step"
     assumptions = [textwrap.fill(f"- {line}", _WIDTH, subsequent_indent="  ") for line in plan.assumptions()]
     return "\n".join([head, "", *_table(points), "", *_curve(points), "", "assumed:", *assumptions])
 
@@ -29,9 +29,9 @@ def _table(points: Sequence[Point]) -> list[str]:
     head = ["ranks", "hosts", "step", "computing", "stragglers", "copies", "network", "all-reduce", "efficiency"]
     rows = [[*head, *(["samples/s"] if counted else [])]]
     for point in points:
-        row = [f"{point.ranks:,}", f"{point.hosts:,}", _units.duration(point.step), _units.duration(point.computing)]
-        row += [_units.duration(part) if part else "-" for part in (point.stragglers, point.handling, point.network)]
-        row.append(f"{point.algorithm} {_units.duration(point.averaging)}" if point.algorithm else "-")
+        row = [f"{point.ranks:,}", f"{point.hosts:,}", as_duration(point.step), as_duration(point.computing)]
+        row += [as_duration(part) if part else "-" for part in (point.stragglers, point.handling, point.network)]
+        row.append(f"{point.algorithm} {as_duration(point.averaging)}" if point.algorithm else "-")
         row.append(f"{point.efficiency:.0%}")
         if counted:
             row.append(f"{point.samples_per_second:,.0f}" if point.samples_per_second else "-")

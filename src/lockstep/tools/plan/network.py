@@ -21,13 +21,12 @@ None of them knows of congestion, of unequal links, nor of what adding up costs,
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lockstep.text import as_duration, as_rate
+
 ALGORITHMS = ("ring", "tree", "hierarchical")
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
-_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,7 @@ class Link:
 
     def words(self) -> str:
         """Say it in words: ``20 µs and 25 Gbit/s``."""
-        bits = self.bandwidth * 8
-        rate = f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
-        latency = f"{self.latency * 1e3:.3g} ms" if self.latency >= 1e-3 else f"{self.latency * 1e6:.3g} µs"
-        return f"{latency} and {rate}"
+        return f"{as_duration(self.latency)} and {as_rate(self.bandwidth)}"
 
 
 @dataclass(frozen=True)
@@ -105,40 +101,3 @@ class Network:
         inside = 2 * (local - 1) * self.inside.seconds(size / local)
         leaders = Network(self.between, self.inside, 1)
         return inside + min(leaders._ring(size, hosts), leaders._tree(size, hosts))
-
-
-def parse_latency(text: str) -> float:
-    """Return the seconds of ``20us``, ``0.5ms``.
-
-    Raises:
-        ValueError: it is no duration, or has no unit.
-    """
-    found = re.fullmatch(r"([\d.]+) *(ns|us|µs|μs|ms|s)", text.strip())
-    value = _number(found[1]) if found else None
-    if found is None or value is None:
-        raise ValueError(f"latency {text!r}: expected a number and its unit, such as 20us or 0.5ms")
-    return value * _SECONDS[found[2]]
-
-
-def parse_bandwidth(text: str) -> float:
-    """Return the bytes a second of ``25Gbit``, ``100Mbit/s`` or ``3GB/s``.
-
-    Raises:
-        ValueError: it is no rate, has no unit, or is 0.
-    """
-    found = re.fullmatch(r"([\d.]+) *([kmgt]?|[kmg]i)(bit|b)(?:/?s|ps)?", text.strip(), re.IGNORECASE)
-    value = _number(found[1]) if found else None
-    # Kb and KB mean two things, and many write one for the other: so bits are written out.
-    if found is None or not value or found[3] == "b":
-        raise ValueError(
-            f"bandwidth {text!r}: expected a number and its unit, a second: 25Gbit or 100Mbit for bits, 3GB for bytes"
-        )
-    bits = 8 if found[3].lower() == "b" else 1
-    return value * _PREFIXES[found[2].lower()] * bits / 8
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

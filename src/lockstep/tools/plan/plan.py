@@ -30,9 +30,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from lockstep import _units
 from lockstep.runs import trace as traces
 from lockstep.runs.history import Run, UnknownRun
+from lockstep.text import as_duration, as_size, counted, joined
 from lockstep.tools.plan.network import Link, Network
 from lockstep.tools.plan.timetable import LEAST, NoTimetable, Timetable, timetables
 
@@ -321,19 +321,19 @@ class Plan:
     def assumptions(self) -> list[str]:
         """Say what the plan takes for granted, one sentence each."""
         recorded, setting, table = self.recorded, self.setting, self.recorded.first
-        many = "ranks" if len(recorded.tables) > 1 else "rank"
         said = [
-            f"computing, and when gradients are ready: {len(table.backward)} steps of {len(recorded.tables)} {many}, "
-            f"{_units.size(recorded.bytes)} of gradients in {len(table.buckets)} bucket{'s' * (len(table.buckets) > 1)}"
+            f"computing, and when gradients are ready: {len(table.backward)} steps of "
+            f"{counted(len(recorded.tables), 'rank')}, {as_size(recorded.bytes)} of gradients in "
+            f"{counted(len(table.buckets), 'bucket')}"
         ]
         if self.overlaps:
             said.append("buckets are sent during backward, in their order, and cost it no time")
         else:
             said.append("all gradients are sent at once when backward has ended (as over shm; --overlap: as over gloo)")
         network = setting.network
-        guess = f" ({' and '.join(setting.guessed)} guessed: name yours)" if setting.guessed else ""
+        guess = f" ({joined(setting.guessed)} guessed: name yours)" if setting.guessed else ""
         said.append(
-            f"{network.ranks_per_host} rank{'s' * (network.ranks_per_host > 1)} a host; a link between hosts has "
+            f"{counted(network.ranks_per_host, 'rank')} a host; a link between hosts has "
             f"{network.between.words()}{guess}, one inside a host {network.inside.words()}; nothing else uses them"
         )
         if setting.scaling == "strong":
@@ -357,7 +357,7 @@ class Plan:
             else f"a host has {setting.cores} cores, which the threads of its ranks share evenly"
         )
         if recorded.waiting > _OTHER * recorded.step:
-            said.append(f"left out: other collectives, for which a step waited {_units.duration(recorded.waiting)}")
+            said.append(f"left out: other collectives, for which a step waited {as_duration(recorded.waiting)}")
         return said
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep import _units
 from lockstep.runs.history import Run
+from lockstep.text import as_size
 
 #: Bytes of a file that are read; names that are drawn; points of one name, and of all together.
 _BYTES, _NAMES, _POINTS, _ALL_POINTS = 64 * 2**20, 60, 400, 12_000
@@ -90,7 +90,7 @@ def _within(path: Path, began: float, until: float | None, notes: list[str]) -> 
     with open(path, "rb") as file:
         data = file.read(_BYTES)
         if file.read(1):
-            notes.append(f"{path} is larger than {_units.size(_BYTES)}: the beginning of it is shown")
+            notes.append(f"{path} is larger than {as_size(_BYTES)}: the beginning of it is shown")
     for text in data.rpartition(b"\n")[0].splitlines():
         try:
             line = json.loads(text)

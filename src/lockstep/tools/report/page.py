@@ -22,9 +22,9 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
 
-from lockstep import _units
 from lockstep.job.page import Phase
 from lockstep.runs.history import Run
+from lockstep.text import as_duration
 from lockstep.tools.report import drawing, pixels, scales
 from lockstep.tools.report.bins import Start
 from lockstep.tools.report.drawing import Axes, tag, text
@@ -122,7 +122,7 @@ class _Page:
         account = self._account
         yield "steps", f"{account.steps:,}"
         if account.seconds_a_step:
-            yield "a step", _units.duration(account.seconds_a_step)
+            yield "a step", as_duration(account.seconds_a_step)
         if account.rate:
             yield "samples", f"{account.rate:,.0f}/s"
         yield "ranks", str(len(account.ranks))

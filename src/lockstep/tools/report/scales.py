@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lockstep import _units
+from lockstep.text import as_size
 
 #: Steps of a time axis, in seconds.
 _TIMES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
@@ -40,7 +40,7 @@ def shown(value: float, unit: str) -> str:
     if unit == "share":
         return f"{_digits(value * 100)}%"
     if unit == "bytes":
-        return _units.size(value)
+        return as_size(value)
     if unit == "rate":
         return f"{_digits(value)}/s"
     return _digits(value)

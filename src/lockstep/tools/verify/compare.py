@@ -47,7 +47,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lockstep.errors import listed
+from lockstep.text import counted, joined, listed
 from lockstep.tools.verify.records import Array, Loss, Observation, StepNote
 
 #: See Note [Nudged runs].
@@ -284,7 +284,7 @@ def summed_loss(notes: Sequence[StepNote]) -> float:
 def why_untrained(run: Observation) -> str | None:
     """Return why a run trains nothing, if it does not: no gradient ever came, or no parameter ever moved."""
     notes, optimizers = run.first.steps, run.first.optimizers
-    names = " and ".join(dict.fromkeys(each.name for each in optimizers))
+    names = joined(dict.fromkeys(each.name for each in optimizers))
     held = [called for each in optimizers for called in each.called]
     foreign = (
         " None of them is of a model that the script has called: was the optimizer made of a copy, or before the model "
@@ -292,7 +292,7 @@ def why_untrained(run: Observation) -> str | None:
         if held and not any(held)
         else ""
     )
-    steps = f"in {len(notes)} step{'s' if len(notes) > 1 else ''}"
+    steps = f"in {counted(len(notes), 'step')}"
     if all(gradient is None for note in notes for gradient in note.gradients):
         hint = foreign or (
             " Is there a backward() before each step, no zero_grad() between the two, and does the loss depend on "

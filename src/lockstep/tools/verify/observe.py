@@ -33,6 +33,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep import _torch, callsite, trees
+from lockstep.bits import hexdigest
 from lockstep.comm.init import current_world
 from lockstep.launch.spawn import SpawnContext
 from lockstep.step import streams
@@ -295,7 +296,7 @@ class Observer:
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = len(self._optimizers)
             self._keep("b", params)
-        self._before = [_digest(_bytes(each)) for each in params]
+        self._before = [hexdigest(_plain_values(each)) for each in params]
         if not has_closure:
             self._take_gradients(params)
 
@@ -318,7 +319,7 @@ class Observer:
             self._step,
             self._optimizers[optimizer],
             self._gradients,
-            [_digest(_bytes(each)) for each in params],
+            [hexdigest(_plain_values(each)) for each in params],
             self._before,
             [_options(group) for group in optimizer.param_groups],
             self._losses,
@@ -359,7 +360,7 @@ class Observer:
 
     def _take_gradients(self, params: Sequence[Tensor]) -> None:
         gradients = [each.grad for each in params]
-        self._gradients = [None if each is None else _digest(_bytes(each)) for each in gradients]
+        self._gradients = [None if each is None else hexdigest(_plain_values(each)) for each in gradients]
         self._keep("g", gradients)
 
     def _keep(self, kind: str, tensors: Sequence[Tensor | None]) -> None:
@@ -372,7 +373,7 @@ class Observer:
             if tensor is not None:
                 kept = max(_LEAST_KEPT, int(tensor.numel() * part))
                 values = _plain_values(tensor).reshape(-1)[:: max(1, math.ceil(tensor.numel() / kept))]
-                self._numbers[f"{kind}{i}"] = _as_array(values, exact=False).copy()
+                self._numbers[f"{kind}{i}"] = _as_array(values).copy()
 
     def _nudge(self, params: Iterator[nn.Parameter] | Sequence[Tensor]) -> None:
         """Change parameters as little as rounding does: see Note [Nudged runs] in compare.py."""
@@ -442,7 +443,7 @@ def _generator_states() -> dict[str, str]:
         "numpy": xxhash.xxh3_64_hexdigest(
             b"".join(np.asarray(value).tobytes() for value in numpy_state["state"].values())
         ),
-        "torch": _digest(streams.current.state.numpy()),
+        "torch": hexdigest(streams.current.state),
     }
 
 
@@ -500,24 +501,12 @@ def _plain_values(tensor: Tensor) -> Tensor:
     return torch.view_as_real(dense) if dense.is_complex() else dense
 
 
-def _as_array(values: Tensor, *, exact: bool) -> Array:
-    """Return values as NumPy has them. What it has no type for: as their bits if ``exact``, else as float32."""
+def _as_array(values: Tensor) -> Array:
+    """Return values as NumPy has them, those that it has no type for as float32."""
     if values.is_floating_point() and values.dtype not in (torch.float32, torch.float64, torch.float16):
-        values = (
-            values.contiguous().view(torch.uint8 if values.element_size() == 1 else torch.int16)
-            if exact
-            else values.float()
-        )
+        values = values.float()
     array: Array = values.cpu().contiguous().numpy()
     return array
-
-
-def _bytes(tensor: Tensor) -> Array:
-    return _as_array(_plain_values(tensor).contiguous().reshape(-1), exact=True)
-
-
-def _digest(array: Array) -> str:
-    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
 
 
 # torch's hooks: functions, because what is copied or saved with a module takes its hooks along -----------------------

@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep import _units
 from lockstep.errors import LockstepError
+from lockstep.text import as_size
 
 _LINES, _LOCK = "journal.jsonl", "lock"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -181,8 +181,8 @@ class Journal:
             free = shutil.disk_usage(self._folder).free - _FREE
             if found.st_size > free:
                 raise TooLarge(
-                    f"the script is about to change {where} ({_units.size(found.st_size)}), of which a copy is kept "
-                    f"while it is verified, and {self._folder} has no room for it ({_units.size(max(free, 0))}): "
+                    f"the script is about to change {where} ({as_size(found.st_size)}), of which a copy is kept "
+                    f"while it is verified, and {self._folder} has no room for it ({as_size(max(free, 0))}): "
                     "set TMPDIR to a larger disk, or let the script write elsewhere"
                 )
             copy = f"{len(self._known)}-{os.getpid()}"

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.errors import listed
+from lockstep.text import counted, joined, listed
 from lockstep.tools.verify.compare import (
     Distance,
     Judgement,
@@ -347,7 +347,7 @@ def _padded(note: StepNote, notes: Sequence[StepNote], evidence: str) -> Reason 
         return None
     return Reason(
         Cause.PADDED,
-        f"{evidence}, and a sample is of shape {' or '.join(sorted(shapes))}",
+        f"{evidence}, and a sample is of shape {joined(sorted(shapes), 'or')}",
         "padding to the longest sample of a batch gives other shapes on each rank, which is no mistake where a mask "
         "leaves padding out: to verify the rest, pad to a fixed length",
         sure=False,
@@ -640,7 +640,7 @@ def _steps_in_words(one: Observation, many: Observation) -> str:
     taken = many.steps_of_ranks
     if len({*taken}) == 1:
         return f"{many.world_size} ranks take {many.steps} steps, and one takes {one.steps}"
-    each = listed([f"rank {rank} takes {count} steps" for rank, count in enumerate(taken)])
+    each = listed([f"rank {rank} takes {counted(count, 'step')}" for rank, count in enumerate(taken)])
     return f"{each}, and one rank alone takes {one.steps}"
 
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lockstep.errors import listed
+from lockstep.text import counted, joined, listed
 from lockstep.tools.verify.compare import Distance, FindingKind, Judgement, Stage, StepDifference
 from lockstep.tools.verify.records import VERSION
 from lockstep.tools.verify.runs import Contrast, Result
@@ -20,8 +20,8 @@ _INDENT = "  "
 def describe(result: Result) -> str:
     """Return the report: the verdict on each number of ranks, how large differences are, and why."""
     program = " ".join(result.asked.program.words)
-    ranks = " and ".join(map(str, result.asked.ranks))
-    lines = [f"{program}: {result.steps} step{'s' * (result.steps > 1)} on one rank and on {ranks}, {_threads(result)}"]
+    ranks = joined(result.asked.ranks)
+    lines = [f"{program}: {counted(result.steps, 'step')} on one rank and on {ranks}, {_threads(result)}"]
     for contrast in result.contrasts:
         lines += ["", *_contrast(contrast, result.rounding)]
     if result.put_back or result.left:
@@ -110,7 +110,7 @@ def _what(contrast: Contrast) -> str:
         return Stage.LAYOUT.value
     if judgement.stage is Stage.COUNT:
         taken = difference.other.steps_of_ranks
-        steps = str(taken[0]) if len({*taken}) == 1 else " and ".join(map(str, taken))
+        steps = joined(taken[:1] if len({*taken}) == 1 else taken)
         return f"{difference.first.steps} steps on one rank, {steps} on {contrast.ranks}"
     name = _name(contrast)
     if judgement.stage is Stage.APART:

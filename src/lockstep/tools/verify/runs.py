@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep import knobs, machine
-from lockstep.errors import LockstepError, listed
+from lockstep.errors import LockstepError
 from lockstep.launch import processes
 from lockstep.launch.spec import Program, check_program
+from lockstep.text import counted, listed
 from lockstep.tools.verify import compare
 from lockstep.tools.verify.compare import Distance, FindingKind, Judgement, Nudged, Stage, judge, measure
 from lockstep.tools.verify.putback import Lookout, put_back
@@ -226,7 +227,7 @@ class _Runs:
         if why is not None:
             raise CannotVerify(why)
         self.result.runs.append(FinishedRun(what, ranks, found.steps, seconds))
-        self._tell(f"{what}: {_steps(found.steps)}, {seconds:.1f} s")
+        self._tell(f"{what}: {counted(found.steps, 'step')}, {seconds:.1f} s")
         return found
 
     def _put_back(self, home: Path, what: str) -> None:
@@ -244,9 +245,9 @@ class _Runs:
         """Return why there is nothing to compare in a run, if so."""
         if code:
             taken = {rank.rank: len(rank.steps) for rank in found.ranks}
-            steps = f"after {_steps(found.steps)}"
+            steps = f"after {counted(found.steps, 'step')}"
             if len({*taken.values()}) > 1:
-                apart = (f"rank {rank} took {_steps(count)}" for rank, count in taken.items())
+                apart = (f"rank {rank} took {counted(count, 'step')}" for rank, count in taken.items())
                 steps = f"and its ranks did not end together: {listed([*apart])}"
             return f"the run on {what} failed with exit code {code}, {steps}; its last lines:\n{self._last_lines(home)}"
         if len(found.ranks) < found.world_size:
@@ -285,7 +286,7 @@ class _Runs:
             try:
                 return process.wait(self._asked.timeout)
             except subprocess.TimeoutExpired:
-                steps = _steps(Observation.read(home, ranks).steps)
+                steps = counted(Observation.read(home, ranks).steps, "step")
                 raise CannotVerify(
                     f"the run on {what} was stopped after {self._asked.timeout:g} s, the limit (--timeout), and "
                     f"{steps}; fewer steps (--steps) take less"
@@ -341,7 +342,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _output(home: Path) -> Path:
     return home / "output"
-
-
-def _steps(count: int) -> str:
-    return f"{count} step{'' if count == 1 else 's'}"

@@ -1,0 +1,139 @@
+"""What tensors hold, bit by bit: their bytes, whether two are the same, and one number for many of them.
+
+Note [Two digests]
+~~~~~~~~~~~~~~~~~~
+On a CPU it is XXH3, as fast as the memory is read. On a GPU it is a sum of products: each word of 4 bytes times an odd
+number of 64 bits that depends on its place, modulo 2⁶⁴. Integers add up to the same whatever the order, so it is the
+same on every rank although threads add in the order in which they come; and one changed word always changes it, since
+an odd factor loses no bit. (In 32 bits the highest bit of a word, the sign of a float, would reach only the highest bit
+of the product, and tensors whose signs differ would often have the same sum.) It stays on the device: nothing waits for
+it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import torch
+import xxhash
+from torch import Tensor
+
+#: Words of 4 bytes that are summed at once on a device; each has a factor in a table.
+GROUP = 4 * 2**20
+#: Factors of the places on a GPU: splitmix64's.
+_GOLDEN, _MIX = -0x61C8864680B583EB, -0x40A7B892E31B1A47
+_MASK = (1 << 64) - 1
+
+# Python and torch have no comparison of bits that costs as little for the many small tensors of a model.
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+def octets(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the elements of ``tensor`` in the order in which ``like`` is stored, as bytes: uint8, 1-D."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    order = sorted(range(like.dim()), key=like.stride, reverse=True)
+    return tensor.permute(order).contiguous().view(-1).view(torch.uint8)  # copied only if it has gaps
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors on the CPU, of one shape and dtype, hold the same bits; the second has no gaps."""
+    if one.stride() == other.stride() and not one.is_conj() and not one.is_neg():
+        return bool(_memcmp(one.data_ptr(), other.data_ptr(), other.nbytes) == 0)
+    return torch.equal(octets(one, other), octets(other, other))
+
+
+def hexdigest(values: Tensor, most: int | None = None) -> str:
+    """Return a digest of the first ``most`` bytes of a tensor's elements, or of all; waits for its device."""
+    if values.layout != torch.strided:
+        values = values.coalesce()
+        return hexdigest(values.indices(), most) + hexdigest(values.values(), most)
+    flat = values.detach().resolve_conj().resolve_neg().reshape(-1)
+    start = flat if most is None else flat[: max(1, most // values.element_size())]
+    return xxhash.xxh3_64_hexdigest(start.contiguous().cpu().view(torch.uint8).numpy().data if len(start) else b"")
+
+
+def on_cpu(found: Iterable[tuple[Tensor, int, int]], salt: int) -> int:
+    """Return the digest of bytes on CPUs: 64 bits, unsigned; see Note [Two digests].
+
+    Args:
+        found: tensors without gaps, and the first of their bytes and the one after the last.
+        salt: makes digests of equal bytes differ.
+    """
+    state = xxhash.xxh3_64(seed=salt)
+    for value, start, stop in found:
+        # (Through NumPy it takes four times as long. The tensor is alive, of this size, and without gaps.)
+        state.update(_chars(stop - start).from_address(value.data_ptr() + start))
+    return state.intdigest()
+
+
+def on_device(found: Iterable[tuple[Tensor, int, int]], salt: int, device: torch.device) -> Tensor:
+    """Return the digest of bytes on ``device`` (0-dim, int64), and leave it there; see Note [Two digests].
+
+    Args:
+        found: tensors without gaps, and the first of their bytes and the one after the last.
+        salt: makes digests of equal bytes differ.
+        device: where it is computed.
+    """
+    words = [_words(*each) for each in found]
+    total = torch.full((), struct.unpack("<q", struct.pack("<Q", salt & _MASK))[0], device=device, dtype=torch.int64)
+    if not words:
+        return total
+    flat = words[0] if len(words) == 1 else torch.cat(words)  # a large tensor is alone, and read where it is
+    for index, chunk in enumerate(flat.split(GROUP)):
+        factors = _factors(device, _at_least(chunk.numel()))[: chunk.numel()]
+        total = total + (2 * index + 1) * (chunk * factors).sum()
+    return total
+
+
+def unsigned(digest: Tensor) -> int:
+    """Return a digest that was computed on a device, as a number of 64 bits; waits for the device."""
+    return int(digest) & _MASK
+
+
+def packed(sizes: Sequence[int]) -> list[list[int]]:
+    """Return the positions of neighbours that a digest on a device covers together: as many as fill :data:`GROUP`.
+
+    Args:
+        sizes: of tensors, in words.
+    """
+    groups: list[list[int]] = []
+    filled = GROUP
+    for i, size in enumerate(sizes):
+        if filled + size > GROUP:
+            groups.append([])
+            filled = 0
+        groups[-1].append(i)
+        filled += size
+    return groups
+
+
+@lru_cache(maxsize=4096)
+def _chars(count: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * count
+
+
+@torch.no_grad()
+def _words(value: Tensor, start: int, stop: int) -> Tensor:
+    """Return bytes of a tensor without gaps as int32, 1-D: words of four bytes, or where they don't fit single ones."""
+    flat = value.detach().resolve_conj().as_strided((value.numel(),), (1,), value.storage_offset())
+    data = flat.view(torch.uint8)[start:stop]
+    if len(data) % 4:
+        return data.to(torch.int32)
+    return (data.clone() if data.storage_offset() % 4 else data).view(torch.int32)
+
+
+@lru_cache(maxsize=16)
+def _factors(device: torch.device, count: int) -> Tensor:
+    """Return odd numbers, one for each place: int64 [count]."""
+    numbers = (torch.arange(count, device=device, dtype=torch.int64) + 1) * _GOLDEN
+    numbers = (numbers ^ (numbers >> 30)) * _MIX
+    return (numbers ^ (numbers >> 27)) | 1
+
+
+def _at_least(count: int) -> int:
+    """Round up to a power of two, so that few tables of factors are kept."""
+    return 1 << max(10, (count - 1).bit_length())

@@ -1,0 +1,113 @@
+"""Why an attempt is over, and how a job ends: the exit code and what is said last. Decisions only, no I/O."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from signal import Signals
+
+from lockstep.job.files import EXIT_SAVED
+from lockstep.rendezvous.messages import EndKind
+
+
+class LastWord(enum.Enum):
+    """What a launcher says last."""
+
+    #: All is well.
+    NOTHING = enum.auto()
+    #: What the ranks need could not be imported.
+    NOT_STARTED = enum.auto()
+    #: The machines could not meet, or not go on together.
+    REFUSED = enum.auto()
+    #: The ranks were asked to stop, and have saved.
+    SAVED = enum.auto()
+    #: The ranks were asked to save when there was nothing left to do.
+    CAME_LATE = enum.auto()
+    STOPPED = enum.auto()
+    #: The verdict's own text.
+    VERDICT = enum.auto()
+    #: The zygote has ended, and with it all ranks of this machine.
+    ZYGOTE_LOST = enum.auto()
+    #: Both: first the verdict, which is that the connection to the other machines was lost.
+    VERDICT_AND_ZYGOTE_LOST = enum.auto()
+
+
+@dataclass(frozen=True)
+class Closing:
+    """How a job ends."""
+
+    word: LastWord
+    #: None: it follows from how the zygote has ended.
+    exit_code: int | None
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """What is known of a job that is over, on one machine."""
+
+    #: Why the last attempt is over; None: that is not known, since the zygote has ended before.
+    kind: EndKind | None = None
+    #: Of the first rank that failed, here or on the machine whose verdict it is.
+    failed_with: int = 1
+    #: The signal that was to stop the job.
+    stopped_by: Signals | None = None
+    #: Whether that signal reached ranks that save and leave by themselves.
+    asked_listeners: bool = False
+    #: Whether a rank of this machine failed before anybody wanted the job to end.
+    failing: bool = False
+    #: Whether all ranks of this machine have saved and left since they were asked to; left with exit code 0; ended.
+    saved: bool = False
+    completed: bool = False
+    done: bool = False
+    #: Whether the launchers waited for each other.
+    meeting: bool = False
+    #: Whether the zygote could not import what ranks need; with what a refusal to meet ends the job.
+    broken: bool = False
+    refused_with: int | None = None
+
+
+def why_over(*, stopped_by: Signals | None, failing: bool, failed: bool, saved: bool) -> EndKind:
+    """Return why an attempt is over, as far as one machine can know whose ranks have all ended.
+
+    Args:
+        stopped_by: the signal that was to stop the job.
+        failing: whether a rank failed before anybody wanted the job to end.
+        failed: whether a rank failed by itself, before that or after it.
+        saved: whether all ranks have saved and left since they were asked to.
+    """
+    if stopped_by is not None and not failing:
+        return EndKind.STOPPED
+    if failed:
+        return EndKind.FAILED
+    return EndKind.STOPPED if saved else EndKind.DONE
+
+
+def decide(end: JobEnd) -> Closing:
+    """Return how a job ends on this machine."""
+    if end.broken:
+        return Closing(LastWord.NOT_STARTED, 1)
+    if end.refused_with is not None:
+        return Closing(LastWord.REFUSED, end.refused_with)
+    if end.saved:
+        return Closing(LastWord.SAVED, EXIT_SAVED)
+    # A rank that failed is not why a round is over that has ended for another reason.
+    if end.stopped_by is not None and (not end.failing or end.kind not in (None, EndKind.FAILED, EndKind.DONE)):
+        late = end.asked_listeners and end.completed
+        return Closing(LastWord.CAME_LATE, 0) if late else Closing(LastWord.STOPPED, 128 + end.stopped_by)
+    if end.meeting:  # how the last attempt ended was said before; the zygote has ended since
+        return Closing(LastWord.ZYGOTE_LOST, None)
+    if end.kind is EndKind.FAILED:
+        return Closing(LastWord.VERDICT, end.failed_with)
+    if end.kind is EndKind.LOST:
+        return Closing(LastWord.VERDICT, 0) if end.completed else Closing(LastWord.VERDICT_AND_ZYGOTE_LOST, None)
+    return Closing(LastWord.NOTHING, 0) if end.done else Closing(LastWord.ZYGOTE_LOST, None)
+
+
+def for_the_others(end: JobEnd) -> int:
+    """Return what machines are to end with that wait for a round which will not come, as this machine's part is over.
+
+    They have no ranks that could have saved or that a signal could have stopped, so a failure counts first.
+    """
+    if end.kind is EndKind.FAILED:
+        return end.failed_with
+    return decide(end).exit_code or 0

@@ -1,0 +1,138 @@
+"""Figures and lists as people read them: sizes, times, counts, ranks, names.
+
+One place, so that one thing looks the same wherever it is told. Sizes of memory and files are in binary units and
+called so (MiB); rates of a network are in decimal units, as its vendors and tools give them (Gbit/s).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+#: A size has at most three digits before its unit.
+_DIGITS = 999.5
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
+
+
+def as_size(count: float) -> str:
+    """Return a number of bytes in binary units, three digits of it: ``376 MiB``, ``23.5 GiB``, ``512 bytes``."""
+    value, unit = float(count), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < _DIGITS:
+            break
+        value, unit = value / 1024, larger
+    places = 0 if unit == "bytes" or value >= 99.95 else 1 if value >= 9.995 else 2
+    text = f"{value:,.{places}f}"
+    return f"{text.rstrip('0').rstrip('.') if places else text} {unit}"
+
+
+def as_rate(rate: float) -> str:
+    """Return a network's bytes a second in bits, decimal: ``25 Gbit/s``, ``100 Mbit/s``."""
+    bits = rate * 8
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+def as_duration(seconds: float) -> str:
+    """Return how long a step, a phase or a message takes: ``1.25 s``, ``4.91 ms``, ``20 µs``."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.3g} µs"
+
+
+def as_clock(seconds: float) -> str:
+    """Return a moment of a run, or how long it took: ``1:23``, ``2:03:04``."""
+    minutes, rest = divmod(math.floor(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def parse_latency(given: str) -> float:
+    """Return the seconds of ``20us``, ``0.5ms``.
+
+    Raises:
+        ValueError: it is no duration, or has no unit.
+    """
+    found = re.fullmatch(r"([\d.]+) *(ns|us|µs|μs|ms|s)", given.strip())
+    value = _number(found[1]) if found else None
+    if found is None or value is None:
+        raise ValueError(f"latency {given!r}: expected a number and its unit, such as 20us or 0.5ms")
+    return value * _SECONDS[found[2]]
+
+
+def parse_bandwidth(given: str) -> float:
+    """Return the bytes a second of ``25Gbit``, ``100Mbit/s`` or ``3GB/s``.
+
+    Raises:
+        ValueError: it is no rate, has no unit, or is 0.
+    """
+    found = re.fullmatch(r"([\d.]+) *([kmgt]?|[kmg]i)(bit|b)(?:/?s|ps)?", given.strip(), re.IGNORECASE)
+    value = _number(found[1]) if found else None
+    # Kb and KB mean two things, and many write one for the other: so bits are written out.
+    if found is None or not value or found[3] == "b":
+        raise ValueError(
+            f"bandwidth {given!r}: expected a number and its unit, a second: 25Gbit or 100Mbit for bits, 3GB for bytes"
+        )
+    bits = 8 if found[3].lower() == "b" else 1
+    return value * _PREFIXES[found[2].lower()] * bits / 8
+
+
+def _number(given: str) -> float | None:
+    try:
+        return float(given)
+    except ValueError:
+        return None
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``1 step``, ``3 steps``, ``12,000 steps``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def joined(items: Iterable[object], last: str = "and") -> str:
+    """Return ``a``, ``a and b``, ``a, b and c``; ``last`` may be ``or``."""
+    words = [*map(str, items)]
+    return f" {last} ".join(part for part in (", ".join(words[:-1]), *words[-1:]) if part)
+
+
+def listed(items: Sequence[str], *, most: int = 8, between: str = ", ") -> str:
+    """Join ``items`` for a message: the first ``most`` of them, and how many more there are."""
+    shown = between.join(items[:most])
+    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+
+
+def numbered(noun: str, numbers: Iterable[int], *, most: int = 16) -> str:
+    """Return ``rank 3``, or ``ranks 0 to 3 and 7``: three numbers and more that follow each other are a run.
+
+    Args:
+        noun: what has these numbers.
+        numbers: in any order.
+        most: so many numbers and runs are written out; then comes how many more numbers there are.
+    """
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [part for run in runs for part in ([run] if len(run) > 2 else [[number] for number in run])]
+    words = [f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts]
+    if len(parts) > most:
+        words = [*words[:most], f"{sum(map(len, parts[most:]))} more"]
+    return f"{noun}{'' if sum(map(len, parts)) == 1 else 's'} {joined(words)}"
+
+
+def which_ranks(ranks: Iterable[int], *, most: int = 16) -> str:
+    """Return ``rank 3``, or ``ranks 0 to 3 and 7``; see :func:`numbered`."""
+    return numbered("rank", ranks, most=most)
+
+
+def sentence(words: str) -> str:
+    """Return ``words`` with a full stop at their end, unless they end a sentence already."""
+    return words if words.endswith((".", "!", "?")) else f"{words}."
+
+
+def last_lines(words: str, most: int) -> list[str]:
+    """Return the last ``most`` lines of ``words`` that are not blank, without the blanks at their ends."""
+    return [line.rstrip() for line in words.splitlines() if line.strip()][-most:]

@@ -54,7 +54,7 @@ def _rank(line: str) -> int:
 
 def test_a_slow_rank_is_blamed_with_its_phase_and_what_it_costs(tmp_path: Path) -> None:
     done = _train(tmp_path, "forward", 0.5, 6)
-    _blames_rank_1(done.err, done.out, "forward", within=0.1)
+    _blames_rank_1(done.err, done.out, "forward", within=0.2)
     assert re.search(r"lockstep: [\d,]+ steps, [\d.]+ ms each, \d+ samples/s on 2 ranks(;.*)?\n", done.err)
 
 
@@ -93,7 +93,7 @@ def test_quiet_runs_and_runs_without_steps_say_nothing(tmp_path: Path) -> None:
 def test_spawned_ranks_have_a_summary_and_a_record(tmp_path: Path) -> None:
     done = spawn_stragglers(tmp_path, "own", "0.5", "6", LOCKSTEP_QUIET="")
     assert done.returncode == 0, done
-    _blames_rank_1(done.stderr, done.stdout, "own", within=0.1)
+    _blames_rank_1(done.stderr, done.stdout, "own", within=0.2)
     (record,) = (tmp_path / "state").rglob("run.json")
     assert json.loads(record.read_text())["program"] == ["lockstep.spawn", "train"]
 

@@ -300,7 +300,7 @@ def register_comm_hook(model: nn.Module, state: Any, hook: CommHook) -> None:
         TypeError: ``hook`` is not callable.
         LockstepError: a hook is registered already.
     """
-    replica_of(model).register_comm_hook(state, hook)
+    replica_of(model).synchroniser.register_comm_hook(state, hook)
 
 
 def attach(

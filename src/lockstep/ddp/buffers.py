@@ -12,15 +12,18 @@ nothing is compared, since reading the digest would wait for the device.)
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.comm.waiting import wait_for
-from lockstep.errors import CollectiveMismatch
+from lockstep.ddp.members import Buffers, buffers_of, tensors_of
+from lockstep.errors import CollectiveMismatch, LockstepError
+from lockstep.step import streams
 from lockstep.text import listed
 
 #: Bytes sent at once: enough to be fast, not so much that the copies fill the memory.
@@ -70,6 +73,71 @@ def broadcast_tensors(
                 # Through .data: autograd may have saved a buffer for backward, and its values there do not matter to
                 # anyone (batch statistics are saved apart), so this write must not count as a modification.
                 tensor.data.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+class ReplicaTensors:
+    """Gives all ranks one rank's parameters, buffers or random numbers.
+
+    Args:
+        module: the replica's. It is held weakly.
+        group: the ranks that hold replicas.
+        sends_buffers: buffers are sent around training forwards.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, *, sends_buffers: bool) -> None:
+        self._module, self._group, self._found = weakref.ref(module), group, Buffers(module)
+        self._is_alone = dist.get_world_size(group) == 1
+        #: Whether buffers are sent around training forwards. The user may turn it off for a while.
+        self.sends_buffers = sends_buffers
+
+    def module(self) -> nn.Module:
+        """Return the module.
+
+        Raises:
+            LockstepError: it is gone.
+        """
+        module = self._module()
+        if module is None:
+            raise LockstepError("the replicated module no longer exists: keep a reference to it")
+        return module
+
+    def buffers(self) -> list[Tensor]:
+        """Return the buffers that are to be the same on all ranks."""
+        return self._found.current(self.module()) if self.sends_buffers else []
+
+    def send(self, tensors: Iterable[Tensor], source: int, what: str) -> None:
+        """**Collective.** Give all ranks the ``tensors`` of rank ``source``; ``what`` says so in errors."""
+        rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        say: Callable[[], str] = lambda: f"rank {rank} of {world_size}: {what}"  # noqa: E731
+        broadcast_tensors(tensors, group=self._group, source=source, what=say)
+
+    def send_buffers(self, source: int) -> bool:
+        """**Collective.** Give all ranks the buffers of rank ``source``; return whether there are any."""
+        module = None if self._is_alone else self._module()
+        buffers = [] if module is None else self._found.current(module)
+        if buffers:
+            self.send(buffers, source, "sending the buffers")
+        return bool(buffers)
+
+    def send_all(self, *, params: bool) -> None:
+        """**Collective.** Give all ranks rank 0's buffers, and its parameters if asked for."""
+        module = self.module()
+        tensors = tensors_of(module, buffers=True) if params else [buffer for _, buffer in buffers_of(module)]
+        self.send(tensors, 0, "sending rank 0's parameters and buffers" if params else "sending the buffers")
+
+    def send_random_numbers(self, source: int) -> None:
+        """**Collective.** Give all ranks the common random numbers of rank ``source``: ranks that took fewer steps drew
+        fewer."""
+        common = streams.current.state.to(self.device)
+        self.send([common], source, "sending the common random numbers")
+        streams.current.state = common.cpu()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module's first parameter is."""
+        module = self._module()
+        first = None if module is None else next(module.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
 
 
 @lru_cache(maxsize=64)

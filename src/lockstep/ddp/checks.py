@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
+from lockstep import callsite
 from lockstep.comm.labels import compares_labels
 from lockstep.ddp.batches import BatchFlags
 from lockstep.ddp.drift import DriftCheck
@@ -23,6 +24,7 @@ from lockstep.ddp.rider import Rider
 from lockstep.ddp.unaveraged import Unaveraged
 from lockstep.step.share import Items
 from lockstep.step.slicing import SlicedStep
+from lockstep.text import listed
 
 
 class GradientChecks:
@@ -47,6 +49,8 @@ class GradientChecks:
         self._guard: StepGuard | None = None
         self.finite: FiniteCheck | None = None
         self._unaveraged: Unaveraged | None = None
+        #: Whether parameters are told of that no rank uses in the first averaged backward.
+        self.warns_of_unused = not options.find_unused_parameters and dist.get_rank(group) == 0
         self._kept_count = KeptCount(f"rank {dist.get_rank(group)} of {self._world_size}")
 
     def turn_to(self, module: nn.Module) -> None:
@@ -114,6 +118,16 @@ class GradientChecks:
             unaveraged.backward_ended(is_averaged=forward.sync)
         if self._guard is not None and self._world_size == 1:
             self._guard.averaged_unseen(where())
+
+    def warn_of_unused(self, names: Sequence[str]) -> None:
+        """Warn once of the parameters that no rank has used in the first averaged backward."""
+        self.warns_of_unused = False
+        if names:
+            callsite.warn(
+                f"no rank used the parameter(s) {listed([*map(repr, names)], most=10)} in the first backward. That is "
+                "fine for the gradients of the others; if it is what you mean, find_unused_parameters=True ends this "
+                "warning"
+            )
 
     def sliced_step_ended(self, step: SlicedStep) -> None:
         """**Collective** in some steps. Look at the averages in front of the optimizer's step; compare the replicas.

@@ -71,7 +71,7 @@ class EveryStep:
         """**Collective** in training, outside no_sync, if there are buffers to send or inside join."""
         replica = self._replica
         averages = replica.syncs and records
-        sends_buffers = averages and module.training and replica.sends_buffers
+        sends_buffers = averages and module.training and replica.tensors.sends_buffers
         source, divisor = 0, None
         joins = replica._join_config.enable
         if joins:
@@ -83,7 +83,7 @@ class EveryStep:
             self._was_joining = joins
             replica.checks.pause(joins)
         if sends_buffers:
-            sends_buffers = replica.send_buffers(source)
+            sends_buffers = replica.tensors.send_buffers(source)
         number = replica.forwards.next if averages and module.training and not joins else 0
         if self._in_hand is None:
             return Forward(replica.syncs, 1.0, sends_buffers, divisor, number)
@@ -134,7 +134,7 @@ class EveryStep:
         # Once more, so that replicas are equal after every step: an evaluation or a checkpoint that follows sees the
         # same buffers on every rank and needs no communication. See Note [Buffers] in api.py.
         if forward.sends_buffers and not self._replica._join_config.enable:
-            self._replica.send_buffers(0)
+            self._replica.tensors.send_buffers(0)
 
     # What users ask for -----------------------------------------------------------------------------------------------
 
@@ -167,8 +167,8 @@ class EveryStep:
         self._was_joining = True
         replica.checks.pause(True)
         if step.sends_buffers:
-            replica.living_module()
-            replica.send_buffers(step.active[0])
+            replica.tensors.module()
+            replica.tensors.send_buffers(step.active[0])
         if step.averages:
             divisor = self._world_size if divide_by_initial_world_size else len(step.active)
             replica.reducer.match_without_gradients(divisor)
@@ -177,6 +177,8 @@ class EveryStep:
         """**Collective.** Take the parameters and buffers of the first rank among those that trained to the end."""
         replica = self._replica
         step = shake_hands(self._group, active=is_last_joiner, sends_buffers=False, averages=False)
-        tensors = tensors_of(replica.living_module(), buffers=replica.sends_buffers)
-        replica.broadcast(tensors, step.active[0], "sending the final parameters")
-        replica.share_random_numbers(step.active[0])
+        tensors = replica.tensors
+        state = tensors_of(tensors.module(), buffers=tensors.sends_buffers)
+        tensors.send(state, step.active[0], "sending the final parameters")
+        if self._in_hand is not None:
+            tensors.send_random_numbers(step.active[0])

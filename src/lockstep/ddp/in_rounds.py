@@ -77,7 +77,7 @@ class InRounds:
         )
         #: The optimizer of the anchors; see :class:`~lockstep.step.local_training.LocalTraining`.
         self.outer = self._rounds.outer
-        local_training.enter(replica.living_module(), self)
+        local_training.enter(replica.tensors.module(), self)
 
     def laid_out_again(self) -> None:
         """Train parameters as well that were frozen."""
@@ -179,8 +179,8 @@ class InRounds:
                 self._equalize_buffers()
             if outcome.is_final:
                 break
-        if uneven:
-            self._replica.share_random_numbers(0)
+        if uneven and self._replica.in_hand() is not None:
+            self._replica.tensors.send_random_numbers(0)
         flight.current.resume(before, after=Phase.REDUCE)
 
     def common_state(self) -> dict[str, Any]:
@@ -198,8 +198,9 @@ class InRounds:
     @torch.no_grad()
     def _equalize_buffers(self) -> None:
         """**Collective.** Average batch statistics, and take rank 0's other buffers."""
-        module = self._replica.living_module()
-        if not self._replica.sends_buffers or self._world_size == 1:
+        tensors = self._replica.tensors
+        module = tensors.module()
+        if not tensors.sends_buffers or self._world_size == 1:
             return
         statistics = _batch_statistics(module)
         if statistics:
@@ -213,7 +214,7 @@ class InRounds:
             parts = flat.split([each.numel() for each in statistics])
             for each, part in zip(statistics, parts, strict=True):
                 each.copy_(part.view_as(each))
-        self._replica.send_buffers(0)
+        tensors.send_buffers(0)
 
     # What has no meaning here -----------------------------------------------------------------------------------------
 

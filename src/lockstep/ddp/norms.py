@@ -150,7 +150,7 @@ def _in_buckets(params: Sequence[Tensor]) -> tuple[list[Bucket], list[Tensor]]:
     left: dict[int, Any] = {id(param): param for param in params}
     found: list[Bucket] = []
     for replica in replicas():
-        for bucket in replica.buckets:
+        for bucket in replica.reducer.buckets:
             pairs = zip(bucket.params, bucket.views, strict=True)
             if bucket.params and all(id(param) in left and param.grad is view for param, view in pairs):
                 found.append(bucket)

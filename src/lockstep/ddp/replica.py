@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.utils.hooks import RemovableHandle
 
-from lockstep import _torch, callsite
+from lockstep import _torch
 from lockstep.comm import ending
 from lockstep.comm.init import current_world
 from lockstep.ddp import refusals
-from lockstep.ddp.bucket import Bucket
-from lockstep.ddp.buffers import broadcast_tensors
+from lockstep.ddp.buffers import ReplicaTensors
 from lockstep.ddp.checks import GradientChecks
-from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.compare import compare_replicas
 from lockstep.ddp.every_step import EveryStep
 from lockstep.ddp.hooks import BackwardListener, BackwardWatch, Forward
 from lockstep.ddp.in_rounds import InRounds
 from lockstep.ddp.layout import sparse_parameters
-from lockstep.ddp.members import Buffers, buffers_of, parameters_of, tensors_of
+from lockstep.ddp.members import parameters_of, tensors_of
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.parameters import OwnParameters
 from lockstep.ddp.slice_member import SliceMember, forward_in_slice, of_other_slice
@@ -37,15 +35,13 @@ from lockstep.job import flight
 from lockstep.job.page import Phase
 from lockstep.step import slicing, streams
 from lockstep.step.share import BatchesInHand, Items, Place
-from lockstep.text import listed
 
 #: Whether a forward is part of a function that torch.func transforms: of nobody's training step.
 _transformed = _torch.transforms_active()
 _ddp_in_forward = _torch.ddp_in_forward()
 _compiled_autograd, _is_at_work = _torch.compiled_autograd()
 _requires_grad = attrgetter("requires_grad")
-_FORWARD, _EVALUATE, _BACKWARD = int(Phase.FORWARD), int(Phase.EVALUATE), int(Phase.BACKWARD)
-_REDUCE = int(Phase.REDUCE)
+_FORWARD, _EVALUATE, _BACKWARD, _REDUCE = map(int, (Phase.FORWARD, Phase.EVALUATE, Phase.BACKWARD, Phase.REDUCE))
 
 
 class Replica(Joinable, BackwardListener):
@@ -58,14 +54,13 @@ class Replica(Joinable, BackwardListener):
         self._module = weakref.ref(module)
         self._group, self._options = group, options
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        #: Whether backwards average, and whether buffers are sent around them; the user may turn either off for a
-        #: while.
+        #: Whether backwards average. The user may turn it off for a while.
         self.syncs = True
-        self.sends_buffers = options.broadcast_buffers
+        #: What gives all ranks one rank's parameters or buffers.
+        self.tensors = ReplicaTensors(module, group, sends_buffers=options.broadcast_buffers)
         #: What undoes the hooks of the module itself, such as those that announce its forwards if it is not wrapped.
         self.announcing: list[RemovableHandle] = []
         self._is_released = False
-        self._buffers = Buffers(module)
         self._latest: Forward | None = None
         self._current: Forward | None = None
         #: What is checked of its gradients.
@@ -82,7 +77,7 @@ class Replica(Joinable, BackwardListener):
         self._compare(module, unfit=unfit)
         if options.init_sync:
             buffers = options.broadcast_buffers if options.init_sync_buffers is None else options.init_sync_buffers
-            self.broadcast(tensors_of(module, buffers=buffers), 0, "sending rank 0's parameters")
+            self.tensors.send(tensors_of(module, buffers=buffers), 0, "sending rank 0's parameters")
         self._lay_out(module)
         self._watch = BackwardWatch(self, self.reducer.params)
         self.forwards = self._watch.forwards
@@ -90,7 +85,6 @@ class Replica(Joinable, BackwardListener):
         # its buckets would stay for ever.
         self._closing = weakref.finalize(module, self._close)
         self._closing.atexit = False
-        self._warns_of_unused = not options.find_unused_parameters and self._rank == 0
         #: Whether a backward begins with a gradient that is there already.
         self._is_unannounced = False
         #: Its part in steps in slices, which are the whole world's.
@@ -207,11 +201,6 @@ class Replica(Joinable, BackwardListener):
         return self._options.bucket_caps
 
     @property
-    def buckets(self) -> Sequence[Bucket]:
-        """The buckets that gradients lie in, in the order in which they are reduced."""
-        return self.reducer.buckets
-
-    @property
     def group(self) -> dist.ProcessGroup:
         """The ranks that hold replicas."""
         return self._group
@@ -257,14 +246,6 @@ class Replica(Joinable, BackwardListener):
             expects = forward.number and self.reducer.backward is None  # (Checkpointing repeats a forward.)
             self._watch.watch(output, forward, self._own.stand_ins(), expects=bool(expects))
 
-    def send_buffers(self, source: int) -> bool:
-        """**Collective.** Give all ranks the buffers of rank ``source``; return whether there are any."""
-        module = self._module()
-        buffers = self._buffers.current(module) if self._world_size > 1 and module is not None else []
-        if buffers:
-            self.broadcast(buffers, source, "sending the buffers")
-        return bool(buffers)
-
     def _known_last(self) -> Forward:
         """Return what the last forward knew, or would know now if none came since the last backward."""
         if slicing.in_slice():
@@ -273,7 +254,7 @@ class Replica(Joinable, BackwardListener):
             return self._latest
         module = self._module()
         training = module is not None and module.training
-        return Forward(self.syncs, self._sync.weight(), self.syncs and training and self.sends_buffers)
+        return Forward(self.syncs, self._sync.weight(), self.syncs and training and self.tensors.sends_buffers)
 
     def in_hand(self) -> BatchesInHand | None:
         """Return what sharded loaders have handed out; None where that is not this group's."""
@@ -347,9 +328,8 @@ class Replica(Joinable, BackwardListener):
         if forward.sync:
             if outcome.missing or self._own.watches_all:
                 mistake = mistake or self._own.left_out([self.reducer.params[i] for i in outcome.missing])
-            if self._warns_of_unused and outcome.unused is not None:
-                self._warns_of_unused = False
-                self._warn_unused(outcome.unused)
+            if self.checks.warns_of_unused and outcome.unused is not None:
+                self.checks.warn_of_unused([] if self._own.has_told else outcome.unused)
             self._sync.backward_ended(forward)
         if mistake is not None:
             raise mistake
@@ -362,15 +342,6 @@ class Replica(Joinable, BackwardListener):
         """Let the reducer forget the backward."""
         self._current = self._latest = None
         self.reducer.abandon()
-
-    def _warn_unused(self, names: Sequence[str]) -> None:
-        if not names or self._own.has_told:
-            return  # the user knows of what was used in their places
-        shown = listed([*map(repr, names)], most=10)
-        callsite.warn(
-            f"no rank used the parameter(s) {shown} in the first backward. That is fine for the gradients of the "
-            "others; if it is what you mean, find_unused_parameters=True ends this warning"
-        )
 
     # Steps in slices: see Sliceable ---------------------------------------------------------------------------------
 
@@ -385,10 +356,6 @@ class Replica(Joinable, BackwardListener):
         if any(map(_requires_grad, self._frozen)):
             self._lay_out_again(module)
 
-    def buffers_to_send(self, module: nn.Module) -> list[Tensor]:
-        """Return the buffers that are to be the same on all ranks."""
-        return self._buffers.current(module) if self.sends_buffers else []
-
     # What users ask for ---------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -399,16 +366,6 @@ class Replica(Joinable, BackwardListener):
             yield
         finally:
             self.syncs = before
-
-    def send_now(self, *, params: bool) -> None:
-        """**Collective.** Send rank 0's buffers to all ranks, and its parameters if asked for."""
-        module = self.living_module()
-        tensors = tensors_of(module, buffers=True) if params else [buffer for _, buffer in buffers_of(module)]
-        self.broadcast(tensors, 0, "sending rank 0's parameters and buffers" if params else "sending the buffers")
-
-    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """See :func:`lockstep.register_comm_hook`."""
-        self._sync.register_comm_hook(state, hook)
 
     def compare_no_more(self) -> None:
         """Expect the ranks' replicas to differ from now on, by what the user has chosen."""
@@ -430,37 +387,12 @@ class Replica(Joinable, BackwardListener):
     @property
     def join_device(self) -> torch.device:
         """The device on which ranks tell each other that they have run out of data."""
-        module = self._module()
-        first = None if module is None else next(module.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
+        return self.tensors.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """The replicas' process group."""
         return self._group
-
-    def share_random_numbers(self, source: int) -> None:
-        """**Collective.** Take rank ``source``'s common random numbers: ranks that took fewer steps drew fewer."""
-        if self.in_hand() is not None:
-            common = streams.current.state.to(self.join_device)
-            self.broadcast([common], source, "sending the common random numbers")
-            streams.current.state = common.cpu()
-
-    def living_module(self) -> nn.Module:
-        """Return the module.
-
-        Raises:
-            LockstepError: it is gone.
-        """
-        module = self._module()
-        if module is None:
-            raise LockstepError("the replicated module no longer exists: keep a reference to it inside join")
-        return module
-
-    def broadcast(self, tensors: Iterable[Tensor], source: int, what: str) -> None:
-        """**Collective.** Give all ranks the ``tensors`` of rank ``source``; ``what`` says so in errors."""
-        say: Callable[[], str] = lambda: f"rank {self._rank} of {self._world_size}: {what}"  # noqa: E731
-        broadcast_tensors(tensors, group=self._group, source=source, what=say)
 
 
 def _raise_if(error: LockstepError | None) -> None:

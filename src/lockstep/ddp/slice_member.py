@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from lockstep.ddp.buffers import ReplicaTensors
 from lockstep.ddp.checks import GradientChecks
 from lockstep.ddp.hooks import Forward
 from lockstep.ddp.members import parameters_of
@@ -22,9 +23,7 @@ class Sliceable(Protocol):
 
     reducer: Reducer
     checks: GradientChecks
-
-    @property
-    def module(self) -> nn.Module | None: ...
+    tensors: ReplicaTensors
 
     @property
     def group(self) -> dist.ProcessGroup: ...
@@ -38,8 +37,6 @@ class Sliceable(Protocol):
     def whoami(self) -> str: ...
 
     def lay_out_if_unfrozen(self, module: nn.Module) -> None: ...
-
-    def buffers_to_send(self, module: nn.Module) -> list[Tensor]: ...
 
     def backward_dies(self) -> None: ...
 
@@ -94,7 +91,7 @@ class SliceMember:
 
     def step_begins(self, step: slicing.SlicedStep) -> None:
         """See :class:`~lockstep.step.slicing.Member`."""
-        replica, module = self._replica, self._living_module()
+        replica, module = self._replica, self._replica.tensors.module()
         replica.lay_out_if_unfrozen(module)
         # One that can't take part may still be there, as long as it does not.
         why = self._why_not(module) if self._gradients is None else ""
@@ -107,16 +104,16 @@ class SliceMember:
             params = replica.reducer.params
             names = [named.get(id(param), "") for param in params]
             self._gradients = SlicedGradients(params, names, group=replica.group, finite=replica.checks.finite)
-        self._gradients.begin(module, step, replica.buffers_to_send(module))
+        self._gradients.begin(module, step, replica.tensors.buffers())
 
     def slice_ends(self, step: slicing.SlicedStep, number: int) -> None:
         """See :class:`~lockstep.step.slicing.Member`."""
         if self._unfit is not None:
             return
         assert self._gradients is not None  # the step has begun
-        module = self._living_module()
+        module = self._replica.tensors.module()
         forwards, self._forwards = self._forwards, 0
-        buffers = self._replica.buffers_to_send(module)
+        buffers = self._replica.tensors.buffers()
         has_gradient = self._gradients.take(step, number, module, buffers, forwards=forwards)
         self._replica.reducer.forget_accumulated()
         if has_gradient or self._gradients.has_cleared or (forwards and module.training) or self.number in step.said:
@@ -136,12 +133,6 @@ class SliceMember:
         self._replica.reducer.forget_accumulated()
         if self._gradients is not None:
             self._gradients.forget()
-
-    def _living_module(self) -> nn.Module:
-        module = self._replica.module
-        if module is None:
-            raise LockstepError("the replicated module no longer exists: keep a reference to it")
-        return module
 
     def _why_not(self, module: nn.Module) -> str:
         """Return what speaks against slices; empty: nothing."""

@@ -6,15 +6,15 @@ slices is beside both: ``slice_member.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.ddp.buffers import ReplicaTensors
 from lockstep.ddp.checks import GradientChecks
 from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.hooks import BackwardListener, Forward, Forwards
@@ -87,9 +87,10 @@ class Synchroniser(Protocol):
 class Replicated(BackwardListener, Protocol):
     """What a synchroniser needs of its replica."""
 
-    #: Whether backwards average, and whether buffers are sent around them.
+    #: Whether backwards average.
     syncs: bool
-    sends_buffers: bool
+    #: What gives all ranks one rank's parameters or buffers.
+    tensors: ReplicaTensors
     #: What its forwards leave to be done.
     forwards: Forwards
     reducer: Reducer
@@ -113,13 +114,5 @@ class Replicated(BackwardListener, Protocol):
     def in_hand(self) -> BatchesInHand | None: ...
 
     def items_of(self, forward: Forward) -> Items | None: ...
-
-    def living_module(self) -> nn.Module: ...
-
-    def send_buffers(self, source: int) -> bool: ...
-
-    def broadcast(self, tensors: Iterable[Tensor], source: int, what: str) -> None: ...
-
-    def share_random_numbers(self, source: int) -> None: ...
 
     def compare_no_more(self) -> None: ...

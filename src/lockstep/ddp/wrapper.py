@@ -193,7 +193,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """See :func:`lockstep.register_comm_hook`."""
-        self._replica.register_comm_hook(state, hook)
+        self._replica.synchroniser.register_comm_hook(state, hook)
 
     # What scripts and libraries read, set and call of torch's class besides -------------------------------------------
 
@@ -209,11 +209,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def broadcast_buffers(self) -> bool:
         """Whether buffers are sent around training steps; see Note [Buffers]. The same on all ranks."""
-        return self._replica.sends_buffers
+        return self._replica.tensors.sends_buffers
 
     @broadcast_buffers.setter
     def broadcast_buffers(self, sends: bool) -> None:
-        self._replica.sends_buffers = bool(sends)
+        self._replica.tensors.sends_buffers = bool(sends)
 
     #: The names that torch has for the same.
     require_forward_param_sync = forward_sync_buffers = broadcast_buffers
@@ -229,11 +229,11 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _sync_buffers(self) -> None:
         """**Collective.** Send rank 0's buffers to all ranks."""
-        self._replica.send_now(params=False)
+        self._replica.tensors.send_all(params=False)
 
     def _sync_params_and_buffers(self) -> None:
         """**Collective.** Send rank 0's parameters and buffers to all ranks."""
-        self._replica.send_now(params=True)
+        self._replica.tensors.send_all(params=True)
 
     def _set_static_graph(self) -> None:
         self.static_graph = True
@@ -254,7 +254,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             "num_parameter_tensors": len(params),
             "total_parameter_size_bytes": sum(param.nbytes for param in params),
             "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
-            "broadcast_buffers": int(replica.sends_buffers),
+            "broadcast_buffers": int(replica.tensors.sends_buffers),
             "bucket_cap_bytes": options.bucket_caps[-1],
             "bucket_sizes": ", ".join(map(str, reducer.bucket_bytes())),
             "find_unused_parameters": int(options.find_unused_parameters),
@@ -267,7 +267,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Return the hooks that torch has written in C++: plain averages, and averages in float16."""
         name = getattr(comm_hook_type, "name", str(comm_hook_type))
         if name == "FP16_COMPRESS":
-            self._replica.register_comm_hook(None, fp16_compress_hook)
+            self._replica.synchroniser.register_comm_hook(None, fp16_compress_hook)
         elif name != "ALLREDUCE":
             raise ValueError(f"comm_hook_type={comm_hook_type!r}: expected ALLREDUCE or FP16_COMPRESS")
 

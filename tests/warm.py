@@ -33,6 +33,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TextIO, cast
@@ -89,6 +90,13 @@ def preload(*modules: str) -> None:
     """Let the server import these as well. Before it starts; what is not installed is left out."""
     _PRELOAD.extend(modules)
     _OPTIONAL.extend(module.split(".")[0] for module in modules)
+
+
+@dataclass
+class _Asked:
+    """What a process is asked for."""
+
+    fields: dict[str, Any]
 
 
 # --- in the tests ----------------------------------------------------------------------------------------------------
@@ -281,7 +289,7 @@ class Server:
         connection = socket.socket(socket.AF_UNIX)
         with connection:
             connection.connect(self.path)
-            Channel(connection).send(request, fds)
+            Channel(connection, [_Asked]).send(_Asked(request), fds)
             return connection.makefile("r")
 
     @functools.cached_property
@@ -364,13 +372,13 @@ class _Forker:
                     self._bury(key.fd)
                     continue
                 connection, _ = self._listener.accept()
-                channel = Channel(connection)
-                asked: list[tuple[dict[str, Any], list[int]]] = []
+                channel = Channel(connection, [_Asked])
+                asked: list[tuple[_Asked, list[int]]] = []
                 while not asked:
                     asked = channel.receive()
                 ((request, fds),) = asked
                 if self._fork(fds, connection):
-                    return request | {"fds": fds[3:]}
+                    return request.fields | {"fds": fds[3:]}
 
     def _fork(self, streams: list[int], connection: socket.socket) -> bool:
         pid = os.fork()
@@ -443,9 +451,9 @@ def _fork_zygote() -> tuple[dict[str, Any], list[int]] | None:
         ours.close()
         processes.die_with_parent(program)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        channel = Channel(theirs)
+        channel = Channel(theirs, [_Asked])
         try:
-            asked: list[tuple[dict[str, Any], list[int]]] = []
+            asked: list[tuple[_Asked, list[int]]] = []
             while not asked:
                 asked = channel.receive()
         except EOFError:
@@ -453,14 +461,14 @@ def _fork_zygote() -> tuple[dict[str, Any], list[int]] | None:
         channel.close()
         processes._prctl(processes._PR_SET_PDEATHSIG, 0)  # a zygote outlives its launcher, to end what it started
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        return asked[0]
+        return asked[0][0].fields, asked[0][1]
     theirs.close()
-    channel = Channel(ours)
+    channel = Channel(ours, [_Asked])
     cold = zygotes.start_zygote
 
     def start(argv: list[str], control: int, env: dict[str, str]) -> int:
         zygotes.start_zygote = cold  # there is one; what a program spawns later starts as users have it
-        channel.send(_order(argv, env), [control])
+        channel.send(_Asked(_order(argv, env)), [control])
         channel.close()
         return pid
 

@@ -128,6 +128,18 @@ def which_ranks(ranks: Iterable[int], *, most: int = 16) -> str:
     return numbered("rank", ranks, most=most)
 
 
+def in_columns(rows: Sequence[Sequence[str]], *, left: int = 0) -> list[str]:
+    """Return a line for each row, with the cells of a column as wide as its widest: the first ``left`` columns aligned
+    to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in enumerate(pairs)
+        ).rstrip()
+        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+    ]
+
+
 def sentence(words: str) -> str:
     """Return ``words`` with a full stop at their end, unless they end a sentence already."""
     return words if words.endswith((".", "!", "?")) else f"{words}."

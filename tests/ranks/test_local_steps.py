@@ -455,7 +455,7 @@ def _refused(way: str) -> None:
         (
             "diverged",
             "NonFiniteGradient",
-            r"round 1 of local steps: after 2 steps.*'2.weight' of rank 1 is infinite",
+            r"round 1 of local steps: after 2 steps of.*'2.weight' of rank 1 is infinite",
         ),
         ("loaded", "ReplicaMismatch", r"ending round 2 .*load the same on every rank"),
     ],

@@ -12,10 +12,10 @@ import pytest
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from lockstep import knobs
-from lockstep.job.messages import Channel, encode
+from lockstep.job.messages import Channel
 from lockstep.rendezvous import client
 from lockstep.rendezvous.membership import Card, encode_card, proof
-from lockstep.rendezvous.messages import Looking, Meet, Met, Options, decode
+from lockstep.rendezvous.messages import Command, Event, Looking, Meet, Met, Options
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -93,7 +93,7 @@ def _meet(path: Path, *, join_timeout: float) -> tuple[str, list[str]]:
 
     def serve() -> None:
         try:
-            client._Client(Channel(theirs), options).serve()
+            client._Client(Channel(theirs, Command.__args__), options).serve()
         except client._Refusal as error:
             refused.append(str(error))
         except (EOFError, ConnectionError):
@@ -101,14 +101,13 @@ def _meet(path: Path, *, join_timeout: float) -> tuple[str, list[str]]:
         finally:
             theirs.close()
 
-    channel, said = Channel(ours), []
+    channel, said = Channel(ours, Event.__args__), []
     thread = threading.Thread(target=serve)
     thread.start()
-    channel.send(encode(Meet()))
+    channel.send(Meet())
     try:
         while True:
-            for fields, _ in channel.receive():
-                message = decode(fields)
+            for message, _ in channel.receive():
                 if isinstance(message, Looking) and message.text:
                     said.append(message.text)
                 if isinstance(message, Met):

@@ -14,6 +14,7 @@ from lockstep.text import (
     as_rate,
     as_size,
     counted,
+    in_columns,
     joined,
     last_lines,
     listed,
@@ -109,6 +110,16 @@ def test_other_numbers_in_words() -> None:
 
 def test_last_lines_are_not_blank() -> None:
     assert last_lines("a\n\nb  \nc\n\n", 2) == ["b", "c"]
+
+
+def test_columns_are_as_wide_as_their_widest_cell() -> None:
+    rows = [["", "A", "B"], ["step", "1.25 s", "9 ms"], ["longer name", "-", ""]]
+    assert in_columns(rows, left=1) == [
+        "                  A     B",
+        "step         1.25 s  9 ms",
+        "longer name       -",
+    ]
+    assert in_columns([["1", "a"], ["22", "bb"]]) == [" 1   a", "22  bb"]
 
 
 #: Names of values in messages that are sentences themselves, some with a full stop.

@@ -87,7 +87,8 @@ def meet_over_gloo(group: dist.ProcessGroup, limit: timedelta) -> None:
         group.recv([token], 0, _TAG).wait(limit)
         return
     missing: dict[int, RuntimeError] = {}
-    for rank, arrival in [(rank, group.recv([torch.zeros(1)], rank, _TAG)) for rank in others]:
+    tokens = {rank: torch.zeros(1) for rank in others}
+    for rank, arrival in [(rank, group.recv([into], rank, _TAG)) for rank, into in tokens.items()]:
         try:
             arrival.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:

@@ -6,28 +6,31 @@ import json
 import os
 import socket
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 #: The kernel passes at most 253 descriptors in one message (SCM_MAX_FD).
 _DESCRIPTORS_PER_MESSAGE = 250
 _CHUNK = 65536
 
 
-def encode(message: object) -> dict[str, Any]:
-    """Return a message as a JSON object: the fields of a dataclass, and its kind under ``"is"``."""
-    return {"is": type(message).__name__, **vars(message)}
+Received = TypeVar("Received")
 
 
-class Channel:
+class Channel(Generic[Received]):
     """One end of a stream socket between two processes of a job.
 
-    A message that carries descriptors says how many (``"fds"``). They travel ahead of it, so they are all there when
-    its line is complete; the stream keeps their order.
+    A line has the fields of a message and its kind (``"is"``). A message that carries descriptors says how many
+    (``"fds"``). They travel ahead of it, so they are all there when its line is complete; the stream keeps their order.
+
+    Args:
+        endpoint: the socket.
+        kinds: dataclasses, of which what comes is one.
     """
 
-    def __init__(self, endpoint: socket.socket) -> None:
+    def __init__(self, endpoint: socket.socket, kinds: Iterable[type[Received]]) -> None:
         self._socket = endpoint
+        self._kinds = {kind.__name__: kind for kind in kinds}
         self._bytes = bytearray()
         self._fds: deque[int] = deque()
 
@@ -35,15 +38,14 @@ class Channel:
         """Return the descriptor to wait on."""
         return self._socket.fileno()
 
-    def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send one message; the descriptors stay open here. Raises OSError if the other end is gone."""
-        if fds:
-            message = {**message, "fds": len(fds)}
+    def send(self, message: object, fds: Sequence[int] = ()) -> None:
+        """Send one dataclass; the descriptors stay open here. Raises OSError if the other end is gone."""
+        fields = {"is": type(message).__name__, **vars(message), **({"fds": len(fds)} if fds else {})}
         for start in range(0, len(fds), _DESCRIPTORS_PER_MESSAGE):
             socket.send_fds(self._socket, [b" "], fds[start : start + _DESCRIPTORS_PER_MESSAGE])
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
+        self._socket.sendall(json.dumps(fields).encode() + b"\n")
 
-    def receive(self) -> list[tuple[dict[str, Any], list[int]]]:
+    def receive(self) -> list[tuple[Received, list[int]]]:
         """Wait for bytes, and return the messages that are now complete with their descriptors.
 
         Raises:
@@ -61,8 +63,11 @@ class Channel:
         self._bytes += data
         *lines, rest = self._bytes.split(b"\n")
         self._bytes = bytearray(rest)
-        messages = [json.loads(line) for line in lines]
-        return [(message, [self._fds.popleft() for _ in range(message.get("fds", 0))]) for message in messages]
+        return [self._decode(json.loads(line)) for line in lines]
+
+    def _decode(self, fields: dict[str, Any]) -> tuple[Received, list[int]]:
+        kind, count = self._kinds[fields.pop("is")], fields.pop("fds", 0)
+        return kind(**fields), [self._fds.popleft() for _ in range(count)]
 
     def close(self) -> None:
         """Close this end and descriptors that came but were never claimed."""

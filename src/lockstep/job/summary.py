@@ -23,7 +23,7 @@ from typing import Any
 from lockstep.job.account import FEWEST_LOOKS, FEWEST_STEPS, Ledger, Progress, TimeAccount
 from lockstep.job.page import NAMES, Phase
 from lockstep.job.stretches import Stretch, find
-from lockstep.text import as_clock, as_duration, as_size, counted, joined, numbered
+from lockstep.text import as_clock, as_duration, as_size, counted, in_columns, joined, numbered
 
 #: Parts of a step: data, and waiting for nobody of this machine, to be what limits the run.
 _INPUT, _NETWORK = 0.2, 0.3
@@ -211,10 +211,8 @@ class Summary(TimeAccount):
                 peak = peaks.get(rank)
                 row.append("-" if peak is None else as_size(peak))
             rows.append(row)
-        widths = [max(len(row[place]) for row in rows) for place in range(len(head))]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         more = len(self.ranks) - len(shown)
-        return [*lines, *([f"(and {more} ranks that wait longer)"] if more else [])]
+        return [*in_columns(rows), *([f"(and {more} ranks that wait longer)"] if more else [])]
 
     def _shares(self) -> str:
         """What the ranks' time went to in the mean."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import knobs, machine
-from lockstep.job.messages import Channel, encode
+from lockstep.job.messages import Channel
 from lockstep.launch.processes import SAVE, STOPPING
 
 # Messages ------------------------------------------------------------------------------------------------------------
@@ -95,15 +95,6 @@ class Cleared:
 
 Request = Fork | Signal | Clear | Finish
 Answer = Ready | Broken | Started | Exited | Cleared
-Message = Request | Answer
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in Message.__args__}
-
-
-def decode(fields: dict[str, Any]) -> Message:
-    """Return the message that :func:`lockstep.job.messages.encode` was given."""
-    kind: Message = _KINDS[fields.pop("is")](**{name: value for name, value in fields.items() if name != "fds"})
-    return kind
-
 
 # The launcher's end ---------------------------------------------------------------------------------------------------
 
@@ -187,7 +178,7 @@ class ZygoteHandle:
             raise
         finally:
             theirs.close()
-        self._channel = Channel(ours)
+        self._channel: Channel[Answer] = Channel(ours, Answer.__args__)
         self._status: int | None = None
 
     def fileno(self) -> int:
@@ -204,8 +195,7 @@ class ZygoteHandle:
 
     def receive(self) -> list[Answer]:
         """Wait for answers. Raises EOFError if the zygote is gone."""
-        answers = [decode(fields) for fields, _ in self._channel.receive()]
-        return [answer for answer in answers if isinstance(answer, Answer)]
+        return [answer for answer, _ in self._channel.receive()]
 
     def clear(self, spare: Iterable[int] = ()) -> None:
         """Ask the zygote to end what its ranks left behind, but for some processes; the answer is :class:`Cleared`."""
@@ -247,7 +237,7 @@ class ZygoteHandle:
     def _send(self, message: Request, fds: Sequence[int] = ()) -> None:
         # If the zygote is gone, receive() says so; one place to hear of it is enough.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._channel.send(encode(message), fds)
+            self._channel.send(message, fds)
 
 
 def _environment(ranks: int) -> dict[str, str]:

@@ -38,7 +38,7 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.hosted import Order
 from lockstep.launch.output import PATIENCE, OutputSink, error_sink, window_size
 from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ignored
-from lockstep.remote.frames import BEAT, SILENT, FrameKind
+from lockstep.remote.frames import SILENT, FrameKind
 from lockstep.remote.ssh import Connection, Host, address_of, by_ssh, command_line, leave, meeting_place, passed_on
 from lockstep.version import __version__
 
@@ -156,7 +156,6 @@ class _Job:
         self._shown: Counter[str] = Counter()
         #: Messages that wait for a better one: until when, the how manieth of its name, the name, the text.
         self._later: list[tuple[float, int, str, str]] = []
-        self._beat = 0.0
         #: The signal that is to end the job.
         self._stopped_by: signal.Signals | None = None
         #: Exit codes, in the order of the ends; those that were made to end here don't count.
@@ -271,12 +270,8 @@ class _Job:
         for arrival in self._signals.read():
             terminal.let_go()
             self._on_signal(arrival.signum)
-        if now - self._beat > BEAT:
-            self._beat = now
-            for each in self._connections:
-                if each.frames.greeting is not None:
-                    each.send(b"\n")
         for index, each in enumerate(self._connections):
+            each.keep_in_touch(now)
             for fd in ready & {each.output, each.error}:
                 for kind, data in each.read(fd, now):
                     self._on_frame(index, each, kind, data, now)
@@ -292,9 +287,8 @@ class _Job:
             poll.register(fd, select.POLLOUT)
         if all(len(sink.backlog) < _FULL for sink in waiting.values()):
             for each in self._connections:
-                for fd in (each.output, each.error):
-                    if each.open and fd >= 0:
-                        poll.register(fd, select.POLLIN)
+                for fd in each.readable:
+                    poll.register(fd, select.POLLIN)
         ready = {fd for fd, _ in poll.poll(seconds * 1000)}
         for sink in waiting.values():
             sink.write()

@@ -422,7 +422,7 @@ def check_program(program: Program) -> None:
         ValueError: the script is missing, a folder or not readable, or the module does not exist.
     """
     if program.is_module:
-        _check_module(program.target)
+        _find_module(program.target)
     elif program.text is None:
         _check_script(program.target)
 
@@ -506,10 +506,6 @@ def _check_script(path: str) -> None:
 
 def _looks_like_module(name: str) -> bool:
     return "/" not in name and not name.endswith(".py") and all(part.isidentifier() for part in name.split("."))
-
-
-def _check_module(name: str) -> None:
-    _find_module(name)
 
 
 def _find_module(name: str) -> str | None:

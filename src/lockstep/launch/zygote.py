@@ -24,7 +24,7 @@ import traceback
 from collections import deque
 
 from lockstep import _proc
-from lockstep.job.messages import Channel, encode
+from lockstep.job.messages import Channel
 from lockstep.job.page import STACK_SIGNAL
 from lockstep.launch import preload, processes, rank
 from lockstep.launch.channel import (
@@ -34,11 +34,10 @@ from lockstep.launch.channel import (
     Exited,
     Finish,
     Fork,
-    Message,
     Ready,
+    Request,
     Signal,
     Started,
-    decode,
 )
 from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ignored
 
@@ -63,12 +62,12 @@ def main(control: int, folder: str, modules: list[str]) -> None:
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))
     processes.become_subreaper()
-    channel = Channel(socket.socket(fileno=control))
+    channel: Channel[Request] = Channel(socket.socket(fileno=control), Request.__args__)
     try:
         preload.load(modules)
     except Exception:  # noqa: BLE001  (whatever an import raises, the launcher tells the user)
         with contextlib.suppress(OSError):
-            channel.send(encode(Broken(traceback.format_exc())))
+            channel.send(Broken(traceback.format_exc()))
         os._exit(1)
     task = _Zygote(channel, folder, shielded).serve()
     if task is None:
@@ -77,12 +76,12 @@ def main(control: int, folder: str, modules: list[str]) -> None:
 
 
 class _Zygote:
-    def __init__(self, channel: Channel, folder: str, shielded: frozenset[signal.Signals]) -> None:
+    def __init__(self, channel: Channel[Request], folder: str, shielded: frozenset[signal.Signals]) -> None:
         self._channel = channel
         self._folder = folder
         self._shielded = shielded
         self._ranks: dict[int, int] = {}  # pid -> rank
-        self._requests: deque[tuple[Message, list[int]]] = deque()
+        self._requests: deque[tuple[Request, list[int]]] = deque()
         self._deaths = SignalQueue([signal.SIGCHLD])
         # A process that the launcher forked meanwhile may hold its end of the socket open; this can't be held.
         self._launcher = os.pidfd_open(os.getppid())
@@ -93,14 +92,14 @@ class _Zygote:
     def serve(self) -> rank.Task | None:
         """Work until told to finish (None), or until this process is a forked rank (its task)."""
         try:
-            self._channel.send(encode(Ready()))
+            self._channel.send(Ready())
             while True:
                 ready = [key.fileobj for key, _ in self._selector.select()]
                 if self._deaths in ready:
                     self._deaths.read()
                     self._report_deaths()
                 if self._channel in ready:
-                    self._requests.extend((decode(fields), fds) for fields, fds in self._channel.receive())
+                    self._requests.extend(self._channel.receive())
                 while self._requests:
                     request, fds = self._requests.popleft()
                     if isinstance(request, Finish):
@@ -115,14 +114,14 @@ class _Zygote:
             self._end_abandoned_job()
             return None
 
-    def _handle(self, request: Message, fds: list[int]) -> rank.Task | None:
+    def _handle(self, request: Request, fds: list[int]) -> rank.Task | None:
         match request:
             case Fork():
                 return self._fork(request, fds)
             case Clear(spare):
                 processes.sweep(patience=LEFTOVER_PATIENCE, spare=spare)
                 self._ranks = {pid: number for pid, number in self._ranks.items() if pid in spare}
-                self._channel.send(encode(Cleared()))
+                self._channel.send(Cleared())
             case Signal(ranks, signum):
                 pids = {number: pid for pid, number in self._ranks.items()}
                 for number in ranks:
@@ -146,7 +145,7 @@ class _Zygote:
         for fd in fds:
             os.close(fd)
         self._ranks[pid] = request.rank
-        self._channel.send(encode(Started(request.rank, pid)))
+        self._channel.send(Started(request.rank, pid))
         return None
 
     def _leave_to_the_zygote(self) -> None:
@@ -164,7 +163,7 @@ class _Zygote:
         for dead in processes.reap():
             number = self._ranks.pop(dead.pid, None)
             if number is not None:  # else it was somebody's orphan
-                self._channel.send(encode(Exited(number, dead.code, at, dead.peak)))
+                self._channel.send(Exited(number, dead.code, at, dead.peak))
 
     def _end_abandoned_job(self) -> None:
         """End what is left, since the launcher is gone and nobody waits for the ranks. See Note [No orphans]."""

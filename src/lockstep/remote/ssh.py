@@ -18,7 +18,7 @@ from typing import Any
 from lockstep import knobs
 from lockstep.errors import LaunchError
 from lockstep.machine import is_loopback
-from lockstep.remote.frames import FrameKind, Frames
+from lockstep.remote.frames import BEAT, FrameKind, Frames
 from lockstep.text import last_lines
 
 #: Seconds that the client may take to read its configuration.
@@ -182,7 +182,7 @@ class Connection:
         self.code: int | None = None
         #: Whether the client is there, and with it the connection.
         self.open = True
-        self.heard = time.monotonic()
+        self.heard, self._told = time.monotonic(), 0.0
         #: How often it has said what, by name.
         self.said: Counter[str] = Counter()
         #: What ssh, or what it ran there, had to say of its own.
@@ -194,6 +194,17 @@ class Connection:
         if self.open:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 self.process.stdin.write(data)
+
+    def keep_in_touch(self, now: float) -> None:
+        """Let the host know that somebody is here, if it has answered and it is time to."""
+        if self.frames.greeting is not None and now - self._told > BEAT:
+            self._told = now
+            self.send(b"\n")
+
+    @property
+    def readable(self) -> list[int]:
+        """The descriptors at which something may come."""
+        return [fd for fd in (self.output, self.error) if self.open and fd >= 0]
 
     def read(self, fd: int, now: float) -> list[tuple[FrameKind, bytes]]:
         """Take what is there at one of its descriptors."""

@@ -43,7 +43,7 @@ import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from lockstep import knobs
-from lockstep.job.messages import Channel, encode
+from lockstep.job.messages import Channel
 from lockstep.rendezvous.addresses import interface_of
 from lockstep.rendezvous.clocks import Look, ahead
 from lockstep.rendezvous.endpoint import Knock
@@ -74,7 +74,6 @@ from lockstep.rendezvous.messages import (
     Refused,
     Round,
     Verdict,
-    decode,
 )
 from lockstep.rendezvous.signs import Signs
 from lockstep.text import counted, sentence
@@ -103,19 +102,19 @@ def main(fd: int, options: dict[str, Any]) -> NoReturn:
         fd: this end of the socket to the launcher.
         options: the fields of :class:`~lockstep.rendezvous.messages.Options`.
     """
-    channel = Channel(socket.socket(fileno=fd))
+    channel: Channel[Command] = Channel(socket.socket(fileno=fd), Command.__args__)
     client = _Client(channel, Options(**options))
     try:
         client.serve()
     except (EOFError, BrokenPipeError):
         pass  # the launcher is gone
     except _Refusal as error:
-        channel.send(encode(Refused(str(error), error.exit_code)))
+        channel.send(Refused(str(error), error.exit_code))
         client.say_gone()
     except Exception as error:  # noqa: BLE001  (whatever it is, the launcher tells the user; nobody reads this process)
         # torch's stores have no type of their own for all that goes wrong in them.
         again = isinstance(error, (RuntimeError, ConnectionError)) and client.is_connected
-        channel.send(encode(Refused(_words(error, client.endpoint, cut_off=again), 1, again)))
+        channel.send(Refused(_words(error, client.endpoint, cut_off=again), 1, again))
     os._exit(0)  # nothing here needs torch's teardown
 
 
@@ -132,7 +131,7 @@ class _Refusal(Exception):
 
 
 class _Client:
-    def __init__(self, channel: Channel, options: Options) -> None:
+    def __init__(self, channel: Channel[Command], options: Options) -> None:
         self._channel = channel
         self._options = options
         self._times = knobs.times()
@@ -200,10 +199,7 @@ class _Client:
         """Yield what the launcher says within some seconds, if anything; leave if it says so. Give signs of life."""
         self._beat()
         if not self._commands and select.select([self._channel], [], [], max(0.0, seconds))[0]:
-            for fields, _ in self._channel.receive():
-                command = decode(fields)
-                assert isinstance(command, Command)
-                self._commands.append(command)
+            self._commands.extend(command for command, _ in self._channel.receive())
         while self._commands:
             command = self._commands.pop(0)
             if isinstance(command, Leave):
@@ -227,7 +223,7 @@ class _Client:
                 self._next_beat = float("inf")
 
     def _say(self, message: object) -> None:
-        self._channel.send(encode(message))
+        self._channel.send(message)
 
     def _look_on(self, text: str) -> None:
         """Let the launcher know that this client still looks, and the user what for, if that is something new."""

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from lockstep import knobs
-from lockstep.job.messages import Channel, encode
+from lockstep.job.messages import Channel
 from lockstep.rendezvous.messages import (
     Alive,
     Command,
@@ -23,7 +23,6 @@ from lockstep.rendezvous.messages import (
     Met,
     Options,
     Refused,
-    decode,
 )
 
 
@@ -38,7 +37,7 @@ class Rendezvous:
         self.options = options
         #: The process, once it runs.
         self.pid: int | None = None
-        self._channel: Channel | None = None
+        self._channel: Channel[Event] | None = None
         self._deadline: float | None = None
 
     def fileno(self) -> int:
@@ -60,7 +59,7 @@ class Rendezvous:
         """Make room for a client. Return what it runs, as ``Fork.job``, and descriptors that the caller closes."""
         self.close()
         ours, theirs = socket.socketpair()
-        self._channel = Channel(ours)
+        self._channel = Channel(ours, Event.__args__)
         job = {"kind": "rendezvous", "options": vars(self.options)}
         # torch's store logs every lost connection with a stack of C++ frames; what matters comes as a message.
         return job, [os.open(os.devnull, os.O_RDWR) for _ in range(3)] + [theirs.detach()]
@@ -91,7 +90,7 @@ class Rendezvous:
     def receive(self) -> list[Event]:
         """Return what it has said. Raises EOFError if it is gone."""
         assert self._channel is not None, "a client was started"
-        events = [decode(fields) for fields, _ in self._channel.receive()]
+        events = [event for event, _ in self._channel.receive()]
         for event in events:
             if isinstance(event, Looking):
                 self._deadline = time.monotonic() + knobs.times().stuck
@@ -99,7 +98,7 @@ class Rendezvous:
                 self._deadline = time.monotonic() + knobs.times().cut_off
             elif isinstance(event, Ended | Refused):
                 self._deadline = None
-        return [event for event in events if isinstance(event, Event)]
+        return events
 
     def close(self) -> None:
         """Close the connection, at which the client leaves. Does nothing the second time."""
@@ -111,4 +110,4 @@ class Rendezvous:
         # If the client is gone, receive() says so.
         if self._channel is not None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._channel.send(encode(command))
+                self._channel.send(command)

@@ -245,10 +245,3 @@ class Refused:
 
 Command = Meet | End | Looks | Leave
 Event = Looking | Met | Alive | Ended | Refused
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*Command.__args__, *Event.__args__)}
-
-
-def decode(fields: dict[str, Any]) -> Command | Event:
-    """Return the message that :func:`lockstep.job.messages.encode` was given."""
-    kind: Command | Event = _KINDS[fields.pop("is")](**fields)
-    return kind

@@ -22,7 +22,7 @@ from lockstep.job.page import NAMES, Phase
 from lockstep.runs import reckoning
 from lockstep.runs.history import Run, UnknownRun
 from lockstep.runs.series import Series
-from lockstep.text import as_duration, as_size
+from lockstep.text import as_duration, as_size, in_columns
 
 #: Intervals at the beginning that warm up, and how many there must be beyond them.
 _WARM, _FEWEST = 2, 4
@@ -113,17 +113,9 @@ class Comparison:
         if before.memory and after.memory:
             sizes = [as_size(each) for each in (before.memory, after.memory)]
             rows.append(["memory of a rank", *sizes, f"{after.memory / before.memory - 1:+.1%}"])
-        widths = [max(len(row[place]) for row in rows) for place in range(4)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if place == 0 else cell.rjust(width)
-                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
         names = [f"A: {self.a.name}: {self.a.program}", f"B: {self.b.name}: {self.b.program}"]
         logged = [f"{one}: {line}" for one, run in (("A", self.a), ("B", self.b)) for line in run.remarks]
-        return "\n".join([*names, "", *lines, "", *logged, self._sentence()])
+        return "\n".join([*names, "", *in_columns(rows, left=1), "", *logged, self._sentence()])
 
     def _facts(self) -> Iterator[tuple[str, object, object]]:
         for name in ("lockstep", "host"):

@@ -33,10 +33,8 @@ class Whereabouts:
 
     @classmethod
     def mine(cls) -> Whereabouts:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot_id = file.read().strip()
         pid = os.getpid()
-        return cls(pid, _proc.started(pid) or 0, boot_id, os.stat("/proc/self/ns/pid").st_ino)
+        return cls(pid, _proc.started(pid) or 0, _proc.boot_id(), os.stat("/proc/self/ns/pid").st_ino)
 
     def why_apart(self, other: Whereabouts) -> str | None:
         """Say why memory can't be shared with a process at ``other``, as far as that shows without trying; or None."""

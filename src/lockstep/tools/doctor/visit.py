@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.errors import LaunchError
 from lockstep.launch.spec import DEFAULT_MASTER_PORT
 from lockstep.machine import is_loopback
-from lockstep.remote.frames import BEAT, FrameKind
+from lockstep.remote.frames import FrameKind
 from lockstep.remote.ssh import (
     Connection,
     Host,
@@ -208,7 +208,6 @@ class _Party:
 
     def __init__(self, visits: Sequence[_Visit]) -> None:
         self._visits = visits
-        self._beat = 0.0
 
     @property
     def there(self) -> list[_Visit]:
@@ -276,19 +275,12 @@ class _Party:
                     self._note_end(visit)
 
     def _turn(self, seconds: float) -> None:
-        now = time.monotonic()
-        if now - self._beat > BEAT:
-            self._beat = now
-            for visit in self.there:
-                if visit.connection.frames.greeting is not None:
-                    visit.connection.send(b"\n")
-        poll = select.poll()
-        owners = {}
+        now, poll = time.monotonic(), select.poll()
         for visit in self.there:
-            for fd in (visit.connection.output, visit.connection.error):
-                if visit.connection.open and fd >= 0:
-                    owners[fd] = visit
-                    poll.register(fd, select.POLLIN)
+            visit.connection.keep_in_touch(now)
+        owners = {fd: visit for visit in self.there for fd in visit.connection.readable}
+        for fd in owners:
+            poll.register(fd, select.POLLIN)
         for fd, _ in poll.poll(seconds * 1000):
             owners[fd].read(fd)
 

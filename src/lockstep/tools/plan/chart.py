@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from lockstep.text import as_duration, counted
+from lockstep.text import as_duration, counted, in_columns
 from lockstep.tools.plan.plan import Plan, Point
 
 #: Lines of the curve, and points that it has room for.
@@ -25,19 +25,18 @@ def describe(plan: Plan, points: Sequence[Point]) -> str:
 
 
 def _table(points: Sequence[Point]) -> list[str]:
-    counted = any(point.samples_per_second for point in points)
+    has_samples = any(point.samples_per_second for point in points)
     head = ["ranks", "hosts", "step", "computing", "stragglers", "copies", "network", "all-reduce", "efficiency"]
-    rows = [[*head, *(["samples/s"] if counted else [])]]
+    rows = [[*head, *(["samples/s"] if has_samples else [])]]
     for point in points:
         row = [f"{point.ranks:,}", f"{point.hosts:,}", as_duration(point.step), as_duration(point.computing)]
         row += [as_duration(part) if part else "-" for part in (point.stragglers, point.handling, point.network)]
         row.append(f"{point.algorithm} {as_duration(point.averaging)}" if point.algorithm else "-")
         row.append(f"{point.efficiency:.0%}")
-        if counted:
+        if has_samples:
             row.append(f"{point.samples_per_second:,.0f}" if point.samples_per_second else "-")
         rows.append(row)
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return in_columns(rows)
 
 
 def _curve(points: Sequence[Point]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 from collections.abc import Iterator
@@ -69,7 +70,7 @@ def _lines(path: Path, run: Run, until: float | None, notes: list[str]) -> list[
     """
     seen = False
     for candidate in (path, run.path.parent / path.name):
-        aside = sorted(candidate.parent.glob(f"{_escaped(path.stem)}-*{path.suffix}"))[:_ASIDE]
+        aside = sorted(candidate.parent.glob(f"{glob.escape(path.stem)}-*{path.suffix}"))[:_ASIDE]
         for each in (candidate, *aside):
             try:
                 lines = list(_within(each, run.began, until, notes))
@@ -79,10 +80,6 @@ def _lines(path: Path, run: Run, until: float | None, notes: list[str]) -> list[
             if lines:
                 return lines
     return [] if seen else None
-
-
-def _escaped(stem: str) -> str:
-    return "".join(f"[{each}]" if each in "*?[" else each for each in stem)
 
 
 def _within(path: Path, began: float, until: float | None, notes: list[str]) -> Iterator[dict[str, Any]]:

@@ -150,7 +150,7 @@ def _repeated(judgement: Judgement, repeat: Distance | None, step: int, operatio
     if names:
         yield Reason(
             Cause.UNSEEDED,
-            f"{what}, and {_and(_GENERATORS[name] for name in names)} had other states in them when step 1 began",
+            f"{what}, and {joined(_GENERATORS[name] for name in names)} had other states in them when step 1 began",
             "seed them at the top of the script: lockstep.init() seeds Python's, NumPy's and torch's",
         )
         return
@@ -174,7 +174,7 @@ def _start(judgement: Judgement, difference: Distance, step: int) -> Iterable[Re
     if judgement.stage is not Stage.START:
         return
     names = _apart(difference.other)
-    drawn = f"; {_and(_GENERATORS[name] for name in names)} differ between the ranks" if names else ""
+    drawn = f"; {joined(_GENERATORS[name] for name in names)} differ between the ranks" if names else ""
     yield Reason(
         Cause.APART if names else Cause.START,
         f"before step {step} the parameters differ by {judgement.relative:.1e}{drawn}",
@@ -363,7 +363,7 @@ def _drew(one: Observation, many: Observation, step: int) -> str:
         for name in ("python", "numpy")
         if _drawn(many, name) and _states(one, name, step) != _states(many, name, step)
     ]
-    return _and(_GENERATORS[name] for name in moved) if moved else ""
+    return joined(_GENERATORS[name] for name in moved) if moved else ""
 
 
 def _other_count(step: int, ranks: int, count: int, total: int) -> Reason:
@@ -382,7 +382,7 @@ def _other_samples(one: Observation, many: Observation, step: int, note: StepNot
     evidence = f"in step {step} the model got {missing} samples of {count} that are not those on one rank"
     names = _apart(many, until=step)
     if names:
-        which = _and(_GENERATORS[name] for name in names)
+        which = joined(_GENERATORS[name] for name in names)
         return Reason(
             Cause.APART,
             f"{evidence}, and {which} had other states on each rank",
@@ -499,7 +499,7 @@ def _loss(difference: Distance, step: int, nudged: Sequence[Nudged]) -> list[Rea
             Reason(
                 Cause.APART,
                 f"in step {step} samples and outputs are those of one rank, the loss is {weighted:.6g} in place of "
-                f"{one:.6g}, and {_and(_GENERATORS[name] for name in names)} had other states on each rank",
+                f"{one:.6g}, and {joined(_GENERATORS[name] for name in names)} had other states on each rank",
                 "seed it alike on all ranks, and draw from it on all of them",
                 sure=False,
             )
@@ -537,7 +537,7 @@ def _gradient(difference: Distance, step: int) -> list[Reason]:
             return [
                 Reason(
                     Cause.GATHERED,
-                    f"{where}, and they have {_and(map(str, counts))} samples",
+                    f"{where}, and they have {joined(map(str, counts))} samples",
                     "each rank's gradients are weighed by its own samples, those that it sends to the samples of "
                     "others too: gather with lockstep.gathered (docs/gathered.md), say world.weigh(1) before the "
                     "backward, or keep batches equal (drop_last=True)",
@@ -557,7 +557,7 @@ def _gradient(difference: Distance, step: int) -> list[Reason]:
         return [
             Reason(
                 Cause.WEIGHTS,
-                f"in step {step} the ranks have {_and(map(str, counts))} samples, and torch averages their gradients "
+                f"in step {step} the ranks have {joined(map(str, counts))} samples, and torch averages their gradients "
                 "as if they had as many",
                 "let lockstep.shard cut the batch, whose shares weigh; or keep batches equal (drop_last=True)",
             )
@@ -774,8 +774,3 @@ def _scale(difference: Distance, step: int) -> float | None:
     scale = float(a @ b) / square
     rest = float(np.linalg.norm(b - scale * a)) / math.sqrt(square)
     return scale if rest < _UNKNOWN * abs(scale) and abs(scale - 1) > _UNKNOWN else None
-
-
-def _and(words: Iterable[str]) -> str:
-    *most, last = words
-    return f"{', '.join(most)} and {last}" if most else last

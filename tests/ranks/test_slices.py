@@ -64,7 +64,7 @@ def _trained(slices: int, options: dict[str, Any], wrapped: bool, epochs: int = 
     net: Any = build()
     model = DistributedDataParallel(net) if wrapped else lockstep.replicate(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    loader = lockstep.shard(DataLoader(samples(), BATCH, shuffle=True), slices=slices, **options)
+    loader = lockstep.shard(DataLoader(samples(), BATCH, shuffle=True), slices=lockstep.Slices(slices, **options))
     losses = []
     for _ in range(epochs):
         for step in loader.steps():

@@ -243,13 +243,13 @@ def _asks(options: dict[str, Any], stream: bool) -> None:
     ("options", "stream", "words"),
     [
         ({"slices": 0}, False, "slices=0: expected at least one"),
-        ({"slices": 2.5}, False, r'slices=2.5: expected a number of slices, or "auto"'),
+        ({"slices": 2.5}, False, r'slices=2.5: expected a number of slices, "auto" or lockstep.Slices'),
         ({"slices": 41}, False, "batch_size=40 with slices=41"),
-        ({"slices": 4, "threads": 0}, False, "threads=0"),
-        ({"threads": 2}, False, "are for slices"),
-        ({"balance": True}, False, "are for slices"),
-        ({"slices": 4, "shares": [1, 1, 1]}, False, "expected one for each of the 2 ranks, not 3"),
-        ({"slices": 4, "shares": [1, 2], "balance": True}, False, "give one of them"),
+        ({"slices": lockstep.Slices(4, threads=0)}, False, "threads=0"),
+        ({"slices": lockstep.Slices("four")}, False, "slices='four': expected a number of slices"),  # type: ignore[arg-type]
+        ({"slices": lockstep.Slices(4, shares=[1, 1, 1])}, False, "expected one for each of the 2 ranks, not 3"),
+        ({"slices": lockstep.Slices(4, shares=[1, 2], balance=True)}, False, "give one of them"),
+        ({"slices": 4, "shares": [1, 2]}, False, r"slices=lockstep.Slices\(4, shares=\[1, 2\]\)"),
         ({"slices": "auto"}, True, "a stream is read by workers"),
     ],
 )
@@ -439,7 +439,7 @@ def _paced(slow: float, balance: bool) -> list[Any]:
     setattr(slicing, "time", clock)  # noqa: B010  (the module that it imports)
     world = lockstep.init(timeout=20)
     model = lockstep.replicate(build())
-    loader = lockstep.shard(DataLoader(samples(640), 32), slices=16, balance=balance)
+    loader = lockstep.shard(DataLoader(samples(640), 32), slices=lockstep.Slices(16, balance=balance))
     held, seconds = [], []
     for step in loader.steps():
         held.append(len(step))
@@ -470,7 +470,7 @@ def _paced_in_time(balance: bool) -> float:
     """Return what a step takes once slices have moved, where a slice takes twice as long on one rank."""
     world = lockstep.init(timeout=60)
     model = lockstep.replicate(build())
-    loader = lockstep.shard(DataLoader(samples(640), 32), slices=16, balance=balance)
+    loader = lockstep.shard(DataLoader(samples(640), 32), slices=lockstep.Slices(16, balance=balance))
     took = []
     for step in loader.steps():
         begun = time.perf_counter()

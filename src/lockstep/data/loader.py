@@ -48,7 +48,7 @@ from lockstep.data.fetch import (
 )
 from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order, mix, slice_bounds
 from lockstep.data.seeding import preserved_generators
-from lockstep.data.slicing import SliceOptions, sizes_in
+from lockstep.data.slicing import SliceOptions, Slices, sizes_in
 from lockstep.data.source import REMEDIES, Shardable, read_source
 from lockstep.data.steps import Cut, Place, Step, Steps
 from lockstep.errors import CheckpointMismatch, LockstepError
@@ -69,10 +69,8 @@ def shard(
     seed: int | None = None,
     seed_samples: bool = True,
     to_device: bool = True,
-    slices: int | Literal["auto"] | None = None,
+    slices: int | Literal["auto"] | Slices | None = None,
     shares: Sequence[float] | None = None,
-    balance: bool = False,
-    threads: int = 1,
 ) -> ShardedLoader:
     """**Collective.** Return a loader that gives this rank its slice of each batch of ``loader``.
 
@@ -104,16 +102,12 @@ def shard(
             use. On a CPU rank batches are handed over as they are.
         slices: cut every global batch into so many slices, whatever the world; a rank goes through several, one after
             the other, or through none. The loop is over :meth:`ShardedLoader.steps`, and trains to the same bits on
-            any number of ranks: docs/exactness.md. Deterministic algorithms are switched on. ``"auto"``: as many as
-            there are ranks, rounded up to a power of two, and twice as many each time that memory runs out in
-            :meth:`Step.attempt <lockstep.Step.attempt>`.
+            any number of ranks: docs/exactness.md. Deterministic algorithms are switched on, and one thread computes.
+            ``"auto"`` and what else there is to say of them: :class:`lockstep.Slices`.
         shares: how much of each global batch each rank has, in proportion, one positive number for each:
             ``[2, 1]`` for a rank that is twice as fast as the other. Contiguous and in order of rank as ever, each less
-            than one sample from its exact part, and means are exact as ever. With ``slices``, whole slices in that
-            proportion; the results are the same.
-        balance: with ``slices``, move slices from slow ranks to fast ones between steps. The results are the same.
-        threads: with ``slices``, the threads that this process computes with from now on: sums that threads share
-            have other bits with another number of them.
+            than one sample from its exact part, and means are exact as ever. With slices it is theirs to say:
+            ``slices=lockstep.Slices(8, shares=[2, 1])``.
 
     Raises:
         LockstepError: ``lockstep.init()`` has not been called.
@@ -130,7 +124,12 @@ def shard(
         raise LockstepError("lockstep.shard: no world yet; call lockstep.init() first")
 
     def read() -> tuple[Shardable, SliceOptions | None]:
-        options = SliceOptions.of(slices, shares, balance, threads, world_size=world.world_size)
+        options = SliceOptions.of(slices, world_size=world.world_size)
+        if options is not None and shares is not None:
+            raise ValueError(
+                "lockstep.shard(slices=…, shares=…): with slices, say there how many each rank has: "
+                f"slices=lockstep.Slices({options.slices}, shares={shares!r})"
+            )
         count = None if options is None else options.slices
         source = read_source(
             loader,
@@ -138,7 +137,7 @@ def shard(
             default_seed=world.seed,
             seed=seed,
             slices=count,
-            shares=shares if options is None else None,
+            shares=shares,
         )
         if options is not None:
             options.refuse_unfit(source)

@@ -23,7 +23,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -40,6 +40,29 @@ Runs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
+class Slices:
+    """Into how many slices global batches are cut, and which rank has which, for :func:`lockstep.shard`.
+
+    None of it but the number of slices and of threads changes a bit of what comes out: docs/exactness.md.
+
+    Args:
+        count: slices of each global batch, whatever the world; ``"auto"``: as many as there are ranks, rounded up to a
+            power of two, and twice as many each time that memory runs out in
+            :meth:`Step.attempt <lockstep.Step.attempt>`.
+        shares: how many of the slices each rank has, in proportion, one positive number for each: ``[2, 1]`` for a rank
+            that is twice as fast as the other.
+        balance: find that out: move slices from slow ranks to fast ones between steps.
+        threads: the threads that this process computes with from now on: sums that threads share have other bits with
+            another number of them.
+    """
+
+    count: int | Literal["auto"]
+    shares: Sequence[float] | None = None
+    balance: bool = False
+    threads: int = 1
+
+
+@dataclass(frozen=True)
 class SliceOptions:
     """What the user asked for, checked."""
 
@@ -51,30 +74,29 @@ class SliceOptions:
     threads: int
 
     @classmethod
-    def of(
-        cls, slices: object, shares: Sequence[float] | None, balance: bool, threads: int, *, world_size: int
-    ) -> SliceOptions | None:
+    def of(cls, slices: object, *, world_size: int) -> SliceOptions | None:
         """Check what was given; None if the batches are not to be cut.
 
         Raises:
             TypeError, ValueError: it makes no sense.
         """
         if slices is None:
-            if balance or threads != 1:
-                raise ValueError("balance= and threads= are for slices: give lockstep.shard(loader, slices=8) as well")
             return None
-        chooses = slices == "auto"
-        count = 1 << (world_size - 1).bit_length() if chooses else slices
+        given = slices if isinstance(slices, Slices) else Slices(slices)  # type: ignore[arg-type]  # looked at below
+        chooses = given.count == "auto"
+        count = 1 << (world_size - 1).bit_length() if chooses else given.count
         if isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f'slices={slices!r}: expected a number of slices, or "auto"')
+            raise TypeError(f'slices={given.count!r}: expected a number of slices, "auto" or lockstep.Slices(…)')
         if count < 1:
             raise ValueError(f"slices={count}: expected at least one")
+        threads = given.threads
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise ValueError(f"threads={threads!r}: expected a number of threads, at least 1")
-        given = (1.0,) * world_size if shares is None else read_shares(shares, world_size=world_size)
-        if shares is not None and balance:
+        equal = (1.0,) * world_size
+        shares = equal if given.shares is None else read_shares(given.shares, world_size=world_size)
+        if given.shares is not None and given.balance:
             raise ValueError("shares= says which rank has how much, and balance=True finds that out: give one of them")
-        return cls(count, chooses, given, bool(balance), threads)
+        return cls(count, chooses, shares, bool(given.balance), threads)
 
     def refuse_unfit(self, source: Shardable) -> None:
         """Raise if ``source`` can't be cut so.

@@ -50,12 +50,13 @@ from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order,
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.slicing import SliceOptions, Slices, sizes_in
 from lockstep.data.source import REMEDIES, Shardable, read_source
-from lockstep.data.steps import Cut, Place, Step, Steps
+from lockstep.data.steps import Batches, Place, Step, Steps
 from lockstep.errors import CheckpointMismatch, LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
 from lockstep.step import streams
 from lockstep.step.share import BatchShare
+from lockstep.step.slicing import Cut
 from lockstep.trees import to_device
 
 _log = logging.getLogger(__name__)
@@ -496,16 +497,15 @@ class ShardedLoader:
         cursor = self._cursor
         place = Place(self.seed, cursor.epoch, cursor.batches)
         cut = Cut(
-            [*zip(fetched.numbers, fetched.batch, strict=True)],
             sizes_in(slicing.cut(fetched.global_samples)),
             slicing.runs_at(cursor.batches),
             slicing.smallest(self._source.length, drop_last=self.drop_last),
         )
         chooses = self._options is not None and self._options.chooses
         recut = partial(self._recut, cursor.samples, cursor.samples + fetched.global_samples) if chooses else None
-        share = BatchShare(fetched.samples, fetched.global_samples)
-        step = Step(self, self._world, place=place, cut=cut, share=share, recut=recut, measures=slicing.balances)
-        self._world.in_hand.hand_out(self, share)
+        batches = [*zip(fetched.numbers, fetched.batch, strict=True)]
+        step = Step(self, self._world, place=place, cut=cut, batches=batches, recut=recut, measures=slicing.balances)
+        self._world.in_hand.hand_out(self, cut.share_of(self._world.rank))
         self._advance(fetched)
         flight.current.batch += fetched.samples
         yield step
@@ -516,7 +516,7 @@ class ShardedLoader:
             )
         slicing.note(place.batch, step.seconds, [end - first for first, end in slicing.runs_at(place.batch)])
 
-    def _recut(self, begin: int, end: int) -> Cut:
+    def _recut(self, begin: int, end: int) -> tuple[Cut, Batches]:
         """**Collective** in that all ranks do so. Cut the batch at these positions, and all that follow, into twice as
         many slices."""
         slicing, dataset, order = self._slicing, self._inner.dataset, self._order_now
@@ -534,7 +534,7 @@ class ShardedLoader:
         fetched = dataset[step_key(order, begin, end, bounds=bounds, run=run, epoch_key=epoch_key)]
         if self._device is not None:
             fetched = fetched._replace(batch=to_device(fetched.batch, self._device))
-        return Cut([*zip(fetched.numbers, fetched.batch, strict=True)], sizes_in(bounds), runs, 1)
+        return Cut(sizes_in(bounds), runs, 1), [*zip(fetched.numbers, fetched.batch, strict=True)]
 
     def _batches(self) -> Iterator[Fetched]:
         """Yield what is left of the epoch, asked for anew when it is cut in another way."""

@@ -31,7 +31,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,7 +47,7 @@ from lockstep.job import flight
 from lockstep.job.page import Phase
 from lockstep.step import streams
 from lockstep.step.share import BatchShare
-from lockstep.step.slicing import SlicedStep
+from lockstep.step.slicing import Cut, SlicedStep
 
 #: What mix() tells apart from the seeds of samples.
 _SLICE = 2**62 + 2
@@ -55,18 +55,8 @@ _SLICE = 2**62 + 2
 _RESERVE = 8 << 20
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A global batch as one rank has it."""
-
-    #: Number and batch of each slice that this rank has and that has samples.
-    batches: Sequence[tuple[int, Any]]
-    #: Samples of every slice.
-    sizes: Sequence[int]
-    #: For each rank its first slice, and the one after its last.
-    runs: Sequence[tuple[int, int]]
-    #: The fewest samples that a slice of the epoch has.
-    smallest: int
+#: Number and batch of each slice that a rank has and that has samples.
+Batches = Sequence[tuple[int, Any]]
 
 
 @dataclass(frozen=True)
@@ -93,8 +83,8 @@ class Step:
         *,
         place: Place,
         cut: Cut,
-        share: BatchShare,
-        recut: Callable[[], Cut] | None,
+        batches: Batches,
+        recut: Callable[[], tuple[Cut, Batches]] | None,
         measures: bool = False,
     ) -> None:
         """Wrap what was fetched.
@@ -103,13 +93,13 @@ class Step:
             loader: whose batch it is.
             world: the ranks.
             place: which batch.
-            cut: the batch as this rank has it.
-            share: how much of it this rank has.
+            cut: its slices.
+            batches: those of this rank.
             recut: cuts it into twice as many slices; None: the number stays.
             measures: as for :class:`~lockstep.step.slicing.SlicedStep`.
         """
         self._loader, self._world, self._place = loader, world, place
-        self._cut, self._share, self._recut = cut, share, recut
+        self._cut, self._batches, self._recut = cut, batches, recut
         self._measures = measures
         self._sliced: SlicedStep | None = None
         self._failure: str | None = None
@@ -125,12 +115,12 @@ class Step:
     @property
     def samples(self) -> int:
         """Samples of the global batch."""
-        return sum(self._cut.sizes)
+        return self._cut.samples
 
     @property
     def slices(self) -> int:
         """Slices of the global batch, over all ranks."""
-        return len(self._cut.sizes)
+        return self._cut.slices
 
     @property
     def number(self) -> int:
@@ -165,7 +155,7 @@ class Step:
 
     def __len__(self) -> int:
         """Return how many slices this rank has; it may be none."""
-        return len(self._cut.batches)
+        return len(self._batches)
 
     def __repr__(self) -> str:
         return f"<step {self._place.batch} of epoch {self._place.epoch}: {len(self)} of {self.slices} slices>"
@@ -235,10 +225,8 @@ class Step:
                     self._world,
                     self._gather,
                     place=(self._place.epoch, self._place.batch, number),
-                    sizes=self._cut.sizes,
-                    runs=self._cut.runs,
+                    cut=self._cut,
                     measures=self._measures,
-                    smallest=self._cut.smallest,
                     may_fail=self._recut is not None,
                 )
                 step.begin()
@@ -253,7 +241,7 @@ class Step:
                 if failure is None:
                     break
                 self._cut_again(failure)
-            self._world.in_hand.hand_out(self._loader, self._share)
+            self._world.in_hand.hand_out(self._loader, self._cut.share_of(self._world.rank))
             before = self.seconds or [0.0] * len(step.seconds)
             self.seconds = [one + two for one, two in zip(before, step.seconds, strict=True)]
             self.is_done = True
@@ -266,10 +254,10 @@ class Step:
             return all_gather_records(record, self._world.group)
 
     def _go_through(self, step: SlicedStep) -> Iterator[Any]:
-        total = sum(step.sizes)
-        for number, batch in self._cut.batches:
+        sizes, total = self._cut.sizes, self.samples
+        for number, batch in self._batches:
             self._seed(number)
-            self._world.in_hand.hand_out(self._loader, BatchShare(step.sizes[number], total))
+            self._world.in_hand.hand_out(self._loader, BatchShare(sizes[number], total))
             try:
                 with step.slice(number):
                     yield batch
@@ -310,8 +298,8 @@ class Step:
         self._failure = None
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._cut = replace(self._cut, batches=[])
-        self._cut = self._recut()
+        self._batches = []  # they are in the way
+        self._cut, self._batches = self._recut()
 
     def _whoami(self) -> str:
         world, place = self._world, self._place

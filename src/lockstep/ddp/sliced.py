@@ -261,8 +261,8 @@ class SlicedGradients:
 
         **Collective** where the step may fail and the layout of its sums has changed.
         """
-        self._partial = PartialSums(step.slices)
-        self._next = step.runs[self._rank][0]
+        self._partial = PartialSums(step.cut.slices)
+        self._next = step.cut.runs[self._rank][0]
         self._before = GradientsBefore(self._params)
         if not self._steps and self._rank == 0:
             _warn_of_small_slices(module, step)
@@ -273,7 +273,7 @@ class SlicedGradients:
         self._buffers = SlicedBuffers(module, buffers)
         self._has_backward = False
         if step.may_fail and step.world.world_size > 1:
-            self._lay_out(max(map(len, step.nodes())))
+            self._lay_out(max(map(len, step.cut.nodes())))
 
     def backward_begins(self, *, unannounced: bool) -> None:
         """Make way for the gradients of a backward in a slice."""
@@ -403,7 +403,7 @@ class SlicedGradients:
             raise LockstepError(f"{step.whoami()}: {wrong}")
         for each in says:
             self._before.take_over(each["cleared"])
-        self._skip_to(step.runs[self._rank][1])
+        self._skip_to(step.cut.runs[self._rank][1])
         sums = self._partial.sums
         if step.world.world_size == 1:
             total = sums[0]
@@ -430,9 +430,9 @@ class SlicedGradients:
 
     def _exchange(self, step: SlicedStep, sums: list[Leaf]) -> tuple[Leaf, bool]:
         """**Collective.** Return the sum of all ranks' sums, divided, and whether the gradients are finite."""
-        nodes = step.nodes()
+        nodes = step.cut.nodes()
         everyones = [(rank, row) for rank, each in enumerate(nodes) for row in range(len(each))]
-        pairs = tuple(additions([node for each in nodes for node in each], step.slices))
+        pairs = tuple(additions([node for each in nodes for node in each], step.cut.slices))
         total: Leaf = [None] * self._width()
         finite = True
         for layout in self._lay_out(max(map(len, nodes))):
@@ -523,9 +523,9 @@ class SlicedGradients:
 def _warn_of_small_slices(module: nn.Module, step: SlicedStep) -> None:
     """Say so before torch's batch norm refuses a slice of one sample, at the end of an epoch most likely."""
     norm = next((name for name, part in module.named_modules() if isinstance(part, nn.BatchNorm1d)), None)
-    if norm is None or step.smallest > 1:
+    if norm is None or step.cut.smallest > 1:
         return
-    where = "slices" if min(size for size in step.sizes if size) == 1 else "the last batch of an epoch"
+    where = "slices" if min(filter(None, step.cut.sizes)) == 1 else "the last batch of an epoch"
     callsite.warn(
         f"{where} will have 1 sample, of which the batch norm '{norm}' can't take statistics: torch raises an error "
         "there, if it gets one value for each channel. Take fewer slices or a larger batch size; for a last batch of "

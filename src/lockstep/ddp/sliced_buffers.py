@@ -90,10 +90,10 @@ class SlicedBuffers:
         if not self._take_replaced(step, number, module, now):
             self.put_back()
             return [None] * len(self.averaged)
-        part = step.sizes[number] / sum(step.sizes)
+        part = step.cut.sizes[number] / step.cut.samples
         moved: Leaf = []
         marks: Marks = {}
-        is_first = number == next(each for each, size in enumerate(step.sizes) if size)
+        is_first = number == step.cut.filled[0]
         for index, (buffer, base) in enumerate(zip(self.buffers, self._base, strict=True)):
             name = self._names[index]
             if _is_averaged(buffer):
@@ -168,9 +168,10 @@ class SlicedBuffers:
             marks[name] = f"some:{_digest(same)}:{_digest(now)}"
         else:
             marks[name] = "all"
-            if any(_moved_by(now, then, step.sizes[number] * times) for times in (1, forwards)):
+            size = step.cut.sizes[number]
+            if any(_moved_by(now, then, size * times) for times in (1, forwards)):
                 step.note_mistake(
-                    f"buffer {name} counts samples: slice {number} of {step.sizes[number]} has moved it by so many. "
+                    f"buffer {name} counts samples: slice {number} of {size} has moved it by so many. "
                     "The mean over slices is the size of a slice, not of the batch, so what is weighed by that count "
                     f"would be wrong. {_ADVICE}"
                 )
@@ -219,8 +220,8 @@ class SlicedBuffers:
             if index in self._counts:
                 self.buffers[index].data.copy_(self._counts[index])
         if others and step.world.world_size > 1:
-            first = next(number for number, size in enumerate(step.sizes) if size)
-            source = next(rank for rank, (start, end) in enumerate(step.runs) if start <= first < end)
+            first = step.cut.filled[0]
+            source = next(rank for rank, (start, end) in enumerate(step.cut.runs) if start <= first < end)
             broadcast_tensors(
                 [self.buffers[index] for index in others],
                 group=group,

@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -24,6 +25,43 @@ import torch
 
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.step import tree_sum as order
+from lockstep.step.share import BatchShare
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a global batch is cut into slices, and which rank has which: the same on all ranks."""
+
+    #: Samples of each slice.
+    sizes: Sequence[int]
+    #: For each rank its first slice, and the one after its last.
+    runs: Sequence[tuple[int, int]]
+    #: The fewest samples that a slice of the epoch has.
+    smallest: int = 2
+
+    @property
+    def slices(self) -> int:
+        """Into how many slices the batch is cut."""
+        return len(self.sizes)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the batch."""
+        return sum(self.sizes)
+
+    @property
+    def filled(self) -> list[int]:
+        """The numbers of the slices that have samples."""
+        return [number for number, size in enumerate(self.sizes) if size]
+
+    def share_of(self, rank: int) -> BatchShare:
+        """Return how much of the batch a rank has."""
+        first, end = self.runs[rank]
+        return BatchShare(sum(self.sizes[first:end]), self.samples)
+
+    def nodes(self) -> list[list[order.Node]]:
+        """Return what sums each rank is left with at the end; see Note [One tree] in ``step/tree_sum.py``."""
+        return [order.nodes_of(first, end, self.slices) for first, end in self.runs]
 
 
 class Ranks(Protocol):
@@ -123,10 +161,8 @@ class SlicedStep:
         world: the ranks.
         gather: how they tell each other how their slices went.
         place: what this step is, the same on all ranks: epoch, number of the batch, and which pass over it.
-        sizes: samples of each slice.
-        runs: for each rank its first slice, and the one after its last.
+        cut: its slices.
         measures: count how long a GPU is at the slices, and not how long it takes to launch them; it is waited for.
-        smallest: the fewest samples that a slice of the epoch has.
         may_fail: memory may run out, and the step be taken again: what its end needs is to be there at its beginning.
     """
 
@@ -136,15 +172,12 @@ class SlicedStep:
         gather: Gather,
         *,
         place: Sequence[int],
-        sizes: Sequence[int],
-        runs: Sequence[tuple[int, int]],
+        cut: Cut,
         measures: bool = False,
-        smallest: int = 2,
         may_fail: bool = False,
     ) -> None:
-        self.smallest, self.may_fail = smallest, may_fail
+        self.world, self.place, self.cut, self.may_fail = world, tuple(place), cut, may_fail
         self._gather = gather
-        self.world, self.place, self.sizes, self.runs = world, tuple(place), tuple(sizes), tuple(runs)
         #: The slice in hand.
         self.number: int | None = None
         #: What the slices are means of, where the script has said so, by slice: of this rank, at the end of all.
@@ -166,15 +199,6 @@ class SlicedStep:
         #: Their mean over all slices of all ranks, known at the end.
         self.loss: float | None = None
 
-    @property
-    def slices(self) -> int:
-        """Into how many slices the batch is cut."""
-        return len(self.sizes)
-
-    def nodes(self) -> list[list[order.Node]]:
-        """Return what sums each rank is left with at the end; see Note [One tree] in ``step/tree_sum.py``."""
-        return [order.nodes_of(first, end, self.slices) for first, end in self.runs]
-
     def weight(self, number: int) -> float | None:
         """Return what the mean over a slice is multiplied by before it is added to others; None: by nothing.
 
@@ -183,7 +207,8 @@ class SlicedStep:
         """
         if number in self.items:
             return self.items[number]
-        return None if min(self.sizes) == max(self.sizes) else self.sizes[number]
+        sizes = self.cut.sizes
+        return None if min(sizes) == max(sizes) else sizes[number]
 
     def weigh(self, items: int) -> None:
         """Say that what comes of the slice in hand is a mean over so many items."""
@@ -315,7 +340,7 @@ class SlicedStep:
 
     def _take_weights(self, items: Sequence[dict[int, int]]) -> None:
         self.items = {number: each[number] for each in items for number in each}
-        there = [number for number, size in enumerate(self.sizes) if size]
+        there = self.cut.filled
         left_out = [number for number in there if number not in self.items]
         if self.items and left_out:
             self.abandon()
@@ -337,7 +362,7 @@ class SlicedStep:
         told = {number: each[number] for each in losses for number in each}
         if not told:
             return
-        weights = {number: self.weight(number) for number, size in enumerate(self.sizes) if size}
+        weights = {number: self.weight(number) for number in self.cut.filled}
         missing = [number for number in weights if number not in told]
         if missing:
             self.abandon()

@@ -316,8 +316,8 @@ import json, os, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({path!r})
 socket.send_fds(server, [b" "], [0, 1, 2])
-request = {{"argv": {first!r} + sys.argv[1:], "cwd": os.getcwd(), "env": dict(os.environ), "fds": 3}}
-server.sendall(json.dumps(request).encode() + b"\\n")
+request = {{"argv": {first!r} + sys.argv[1:], "cwd": os.getcwd(), "env": dict(os.environ)}}
+server.sendall(json.dumps({{"is": "_Asked", "fields": request, "fds": 3}}).encode() + b"\\n")
 sys.exit(int(server.makefile().read().split()[1]) & 0xFF)
 """
 

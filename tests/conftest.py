@@ -75,7 +75,7 @@ _ENDING = 5.0
 #: Those of other programs on the machine come and go as they like.
 _MADE_HERE = re.compile(r"torch_|psm_|sem\.mp-|__KMP_REGISTERED_LIB_|mpich|lockstep")
 #: Seconds in which others' shared memory is known as theirs, or removed: their tests kill jobs and look what stays.
-_OTHERS = 30.0
+_OTHERS = 120.0
 
 
 @pytest.fixture(autouse=True)

@@ -93,7 +93,9 @@ def test_quiet_runs_and_runs_without_steps_say_nothing(tmp_path: Path) -> None:
 def test_spawned_ranks_have_a_summary_and_a_record(tmp_path: Path) -> None:
     done = spawn_stragglers(tmp_path, "own", "0.5", "6", LOCKSTEP_QUIET="")
     assert done.returncode == 0, done
-    _blames_rank_1(done.stderr, done.stdout, "own", within=0.2)
+    # (Whom it blames is not asked here: on a busy machine another delay than the planted one may be the larger.)
+    assert re.search(r"lockstep: \d+ steps, [\d.]+ ms each.* on 2 ranks", done.stderr), done
+    assert re.search(r"^rank +data .*\n +0 .*\n +1 ", done.stderr, re.MULTILINE), done
     (record,) = (tmp_path / "state").rglob("run.json")
     assert json.loads(record.read_text())["program"] == ["lockstep.spawn", "train"]
 

@@ -1,4 +1,4 @@
-"""What ``lockstep plan`` says of more ranks and hosts, against what they take.
+"""What ``lockstep runs plan`` says of more ranks and hosts, against what they take.
 
     python -m benchmarks.plan [--only NAME…] [--rounds 3] [--write]
 
@@ -286,7 +286,7 @@ def report(found: list[Compared], *, rounds: int) -> str:
     """Return the table, in Markdown."""
     starts = "One start" if rounds == 1 else f"{rounds} starts"
     lines = [
-        "# What lockstep plan says, and what it takes", "",
+        "# What lockstep runs plan says, and what it takes", "",
         f"{machine_name()}. {starts} of the ranks for each, {STEPS} steps, their median. "
         "*Sleeping*: 8 layers of 1 MB of gradients, each of which sleeps 4 ms in forward and 8 ms in backward. The "
         "link: half an all-reduce of 8 bytes, and the rate of one of 16 MiB, between two of the ranks.", "",

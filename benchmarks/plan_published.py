@@ -1,4 +1,4 @@
-"""What ``lockstep plan`` says of published scaling of torch's DDP, against what was published.
+"""What ``lockstep runs plan`` says of published scaling of torch's DDP, against what was published.
 
     python -m benchmarks.plan_published [--write]
 
@@ -98,7 +98,7 @@ def on_a_gpu(recorded: Recorded, seconds: float) -> Recorded:
 def report(found: dict[str, Recorded]) -> str:
     """Return the tables, in Markdown."""
     lines = [
-        "# What lockstep plan says of published scaling", "",
+        "# What lockstep runs plan says of published scaling", "",
         f"Buckets recorded on {machine_name()}.", "",
         "## benchmarks/distributed/ddp/README.md of pytorch/pytorch", "",
         "Medians (p50) as printed there, to a millisecond: V100, 32 pictures each, float32, NCCL, torch 1.4. Computing "

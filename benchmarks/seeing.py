@@ -1,10 +1,10 @@
-"""What it costs a step to see why it takes as long as it does: the record, the summary, the log and ``lockstep top``.
+"""What it costs a step to see why it takes as long as it does: the record, the summary, the log, ``runs top``.
 
 Two ranks with one thread each train the smallest model of ``benchmarks.step`` under ``lockstep run``. Rounds of five
 kinds follow each other in random order, the same on both ranks: nothing is seen (the ranks write no pages, and the
 launcher is stopped by a signal); the launcher looks, sums up and records; the script also logs its loss in each step,
-for a line a second; somebody also watches with ``lockstep top``; and so, with a line every 50 steps. The figure is the
-median, over blocks of the five, of the difference to the round in which nothing is seen, of the slower rank.
+for a line a second; somebody also watches with ``lockstep runs top``; and so, with a line every 50 steps. The figure is
+the median, over blocks of the five, of the difference to the round in which nothing is seen, of the slower rank.
 
     python -m benchmarks.seeing [--blocks N] [--write]
 """
@@ -34,7 +34,7 @@ _KINDS = {
     "nothing": "nothing is seen",
     "launcher": "the summary and the record",
     "log": "and `lockstep.Log` in each step, a line a second",
-    "top": "and `lockstep top` watches",
+    "top": "and `lockstep runs top` watches",
     "lines": "a line every 50 steps instead, which is 24 lines a second",
 }
 #: Milliseconds of a step.
@@ -97,9 +97,9 @@ def _train(folder: Path, blocks: int, top: int) -> None:
 def _measure(blocks: int) -> list[dict[str, list[float]]]:
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
         folder = Path(name)
-        # A terminal for lockstep top, whose screen nobody keeps. It begins when the run can be found.
+        # A terminal for lockstep runs top, whose screen nobody keeps. It begins when the run can be found.
         screen, terminal = pty.openpty()
-        watch = f"exec {sys.executable} -m lockstep top {folder}/logs/"
+        watch = f"exec {sys.executable} -m lockstep runs top {folder}/logs/"
         script = f"until [ -e {folder}/logs/run.json ]; do sleep 0.1; done; {watch}"
         top = subprocess.Popen(["/bin/sh", "-c", script], stdout=terminal, stderr=terminal)
         threading.Thread(target=_drain, args=(screen,), daemon=True).start()

@@ -83,7 +83,7 @@ DEFAULT_TIMEOUT = 600.0
 DEFAULT_TRACE_FROM = 10
 
 #: What is traced of a run for which nobody asks for a trace, STEPS and FROM: between 21 averages there are the 20 steps
-#: with which ``lockstep plan`` reckons.
+#: with which ``lockstep runs plan`` reckons.
 TRACED_ANYWAY = 21, DEFAULT_TRACE_FROM
 
 #: More would be a file that no viewer opens.

@@ -31,7 +31,7 @@ finally:
         ("lockstep.cli", ["doctor", "--help"]),
         ("lockstep.cli", ["verify", "--help"]),
         ("lockstep.cli", ["doctor", "--quick"]),
-        ("lockstep.cli", ["env"]),
+        ("lockstep.cli", ["doctor", "--env"]),
         ("lockstep.cli", ["run", "-n", "2", "train.py"]),
         ("lockstep.launch.__main__", ["--nproc_per_node=2", "train.py"]),
     ],

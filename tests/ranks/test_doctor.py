@@ -412,7 +412,7 @@ def test_a_network_that_is_cut(machines: _Machines) -> None:
 def test_env_has_what_a_report_needs_and_no_secret(tmp_path: Path) -> None:
     key = "0123456789abcdef" * 4
     secrets = {"LOCKSTEP_KEY": key, "RAY_TOKEN": "open-sesame", "TORCH_HOME": "https://me:pa55@host/hf_abcdefgh12345"}
-    with _start(tmp_path, "env", NCCL_DEBUG="INFO", **secrets) as job:
+    with _start(tmp_path, "doctor", "--env", NCCL_DEBUG="INFO", **secrets) as job:
         done = job.finish(LIMIT)
     assert (done.code, done.err) == (0, ""), done
     for name in ("lockstep", "torch", "Python", "system", "processor", "cores", "memory", "GPUs", "backends"):

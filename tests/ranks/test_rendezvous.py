@@ -362,7 +362,7 @@ stragglers.main()
 def test_a_slow_rank_of_another_machine_is_seen_and_summed_up_by_the_first(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_STRAGGLES)
-    top = [sys.executable, "-m", "lockstep", "top", "--once"]
+    top = [sys.executable, "-m", "lockstep", "runs", "top", "--once"]
     with Machines(tmp_path, "2") as machines:
         for _ in range(2):
             machines.start(script=script, LOCKSTEP_QUIET="")

@@ -378,7 +378,7 @@ def test_the_report_of_a_run_that_was_restarted(tmp_path: Path) -> None:
     command = ["lockstep", "run", "-n", "2", "--max-restarts", "1", "--log-dir", "logs", "train.py"]
     done = run(command, tmp_path, torch=True)
     assert done.code == 0, done
-    made = run(["lockstep", "report", "logs/", "-o", "report.html"], tmp_path)
+    made = run(["lockstep", "runs", "report", "logs/", "-o", "report.html"], tmp_path)
     assert (made.code, made.err) == (0, ""), made
     account = numbers.collect(history.read(tmp_path / "logs"))
     assert [mark.text for mark in account.marks if mark.kind == "checkpoint"] == [

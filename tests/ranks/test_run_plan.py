@@ -148,7 +148,7 @@ def test_more_ranks_take_what_was_planned(tmp_path: Path) -> None:
 
 def test_the_command_plans_with_what_a_run_has_left(tmp_path: Path) -> None:
     _record(tmp_path / "run", "plain")
-    done = run(["lockstep", "plan", str(tmp_path / "run"), "--ranks", "16", "--json"], tmp_path)
+    done = run(["lockstep", "runs", "plan", str(tmp_path / "run"), "--ranks", "16", "--json"], tmp_path)
     assert done.code == 0, done
     told: dict[str, Any] = json.loads(done.out)
     assert told["points"][0]["ranks"] == 16

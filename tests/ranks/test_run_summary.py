@@ -127,15 +127,15 @@ def test_starts_that_end_within_a_moment_are_recorded(tmp_path: Path) -> None:
 
 
 def _say(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command, env = [sys.executable, "-m", "lockstep", *words], environment(folder)
+    command, env = [sys.executable, "-m", "lockstep", "runs", *words], environment(folder)
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_a_run_is_listed_asked_for_its_stacks_and_readable_when_it_was_killed(tmp_path: Path) -> None:
-    assert _say(tmp_path, "stack").stderr == "lockstep stack: no such run: 0 recorded here, see lockstep runs\n"
+    assert _say(tmp_path, "stack").stderr == "lockstep runs stack: no such run: 0 recorded here, see lockstep runs\n"
     with start(["lockstep", "run", "-n", "2", str(_SCRIPT), "none", "0", "60"], tmp_path, torch=True) as job:
         wait_for(lambda: list((tmp_path / "state").rglob("series-0.bin")), "the record")
-        listed = _say(tmp_path, "runs")
+        listed = _say(tmp_path)
         assert re.search(r"^1 .* runs +2 .*stragglers\.py none 0 60", listed.stdout, re.MULTILINE), listed
         shown = _say(tmp_path, "stack", "1", "1")
         assert shown.stdout.startswith("rank 1:\n"), shown
@@ -149,12 +149,14 @@ def test_a_run_is_listed_asked_for_its_stacks_and_readable_when_it_was_killed(tm
         rows = series.stat().st_size
         wait_for(lambda: series.stat().st_size > rows, "another row")
         job.process.kill()
-    assert " killed " in _say(tmp_path, "runs").stdout
+    assert " killed " in _say(tmp_path).stdout
     for command in ("stack", "top"):
         assert "has ended (killed)" in _say(tmp_path, command).stderr
     same = _say(tmp_path, "compare", "1", "1")
     assert "too few steps" in same.stderr or "no difference" in same.stdout, same
-    assert _say(tmp_path, "compare", "1", str(tmp_path)).stderr.startswith(f"lockstep compare: {tmp_path}: no run was")
+    assert _say(tmp_path, "compare", "1", str(tmp_path)).stderr.startswith(
+        f"lockstep runs compare: {tmp_path}: no run was"
+    )
 
 
 _LOGS = """
@@ -236,7 +238,7 @@ def test_a_finished_run_knows_its_steps_and_a_short_one_the_time_of_a_step(tmp_p
     own = float(done.out)
     assert 0.7 * own < float(found[1]) < 1.3 * own, "neither imports nor first steps are in it"
     assert history.read(tmp_path / "logs").steps == steps
-    assert re.search(rf" 2 +{steps} +{re.escape(found[1])} ms ", _say(tmp_path, "runs", ".").stdout)
+    assert re.search(rf" 2 +{steps} +{re.escape(found[1])} ms ", _say(tmp_path, "ls", ".").stdout)
 
 
 _TWO_STARTS = """
@@ -291,7 +293,7 @@ def test_all_that_tells_of_a_run_tells_the_same(tmp_path: Path) -> None:
     loss = "loss: NaN or infinite from step 43 on"
     assert loss in said
 
-    listed = _say(tmp_path, "runs", ".").stdout
+    listed = _say(tmp_path, "ls", ".").stdout
     assert re.search(rf" 2 +690 +{re.escape(step)} ", listed), listed
     assert loss in listed
 

@@ -233,7 +233,7 @@ def test_workers_saves_and_profiles_are_in_it(tmp_path: Path) -> None:
 
 def test_it_is_split_into_files_of_single_ranks(tmp_path: Path) -> None:
     trace = _trains_everything(tmp_path)
-    command = [sys.executable, "-m", "lockstep", "trace", "logs/trace.json.gz", "--split", "ranks"]
+    command = [sys.executable, "-m", "lockstep", "runs", "trace", "logs/trace.json.gz", "--split", "ranks"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=300, check=False
     )
@@ -317,9 +317,9 @@ def test_machines_whose_clocks_differ_are_aligned(tmp_path: Path, shares: bool) 
     assert len(parts) == 2, said
     merged = tmp_path / "logs/trace.json.gz"
     if not shares:
-        assert "lockstep trace FILE… merges them" in "".join(said)
+        assert "lockstep runs trace FILE… merges them" in "".join(said)
         merged = tmp_path / "trace.json.gz"
-        command = [sys.executable, "-m", "lockstep", "trace", *map(str, parts), "-o", str(merged)]
+        command = [sys.executable, "-m", "lockstep", "runs", "trace", *map(str, parts), "-o", str(merged)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True)
         assert "µs ahead, to " in done.stdout
     whole = Checked(merged)

@@ -1,4 +1,4 @@
-"""What ``lockstep manifest`` prints, started in pods of this machine with what the engine would set."""
+"""What ``lockstep submit kubernetes`` prints, started in pods of this machine with what the engine would set."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _containers(engine: str, folder: Path, *more: str) -> tuple[Container, Conta
         "A=$B",
         *more,
     ]
-    done = CliRunner().invoke(main, ["manifest", *options, str(jobs.SCRIPT), str(folder), "--slow", "0.05"])
+    done = CliRunner().invoke(main, ["submit", "kubernetes", *options, str(jobs.SCRIPT), str(folder), "--slow", "0.05"])
     assert done.exit_code == 0, done.output
     documents = {document["kind"]: document["spec"] for document in yaml.safe_load_all(done.stdout)}
     return _container(engine, documents, 0), _container(engine, documents, 1)

@@ -81,7 +81,7 @@ def test_a_printed_script_saves_is_queued_again_and_ends_with_the_same_bits(
     folder.mkdir()
     options = ["--nodes", "2", "-n", "1", "--time", "10", "--name", "job", "--log-dir", "the logs"]
     options += ["--requeue", requeue]
-    done = CliRunner().invoke(main, ["slurm", *options, str(jobs.SCRIPT), str(folder), "--slow", "0.05"])
+    done = CliRunner().invoke(main, ["submit", "slurm", *options, str(jobs.SCRIPT), str(folder), "--slow", "0.05"])
     assert done.exit_code == 0, done.output
     (folder / "job.sh").write_text(done.stdout)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -113,7 +113,7 @@ def test_a_printed_script_saves_is_queued_again_and_ends_with_the_same_bits(
 
 def test_a_printed_script_ends_with_the_code_of_a_program_that_fails(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("import lockstep\nlockstep.init()\nraise SystemExit(3)\n")
-    done = CliRunner().invoke(main, ["slurm", "--nodes", "2", "-n", "1", "--time", "10", "fails.py"])
+    done = CliRunner().invoke(main, ["submit", "slurm", "--nodes", "2", "-n", "1", "--time", "10", "fails.py"])
     (tmp_path / "job.sh").write_text(done.stdout)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     ended = cluster.run("sbatch", "--wait", "job.sh", cwd=tmp_path, PATH=path, PYTHONPATH=python_path(_ROOT))

@@ -1,4 +1,4 @@
-"""``lockstep slurm``: the script it prints, and the options it refuses. tests/schedulers runs it on a real Slurm."""
+"""``lockstep submit slurm``: the script it prints, what it refuses. tests/schedulers runs it on a real Slurm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "many_machines.md"
 
 
 def _run(*arguments: str) -> Result:
-    done = CliRunner().invoke(main, ["slurm", *arguments])
+    done = CliRunner().invoke(main, ["submit", "slurm", *arguments])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
     return done
 
@@ -123,7 +123,7 @@ def test_options_that_make_no_sense(options: list[str], text: str) -> None:
     done = _run("-n", "2", *options, "train.py")
     assert done.exit_code == 2
     assert done.stdout == ""
-    assert done.stderr.startswith("lockstep slurm: ")
+    assert done.stderr.startswith("lockstep submit slurm: ")
     assert text in done.stderr
 
 
@@ -149,6 +149,8 @@ def test_the_time_to_save_suits_the_limit() -> None:
 
 def test_the_document_shows_what_is_printed() -> None:
     command, script = re.findall(
-        r"```bash\n(lockstep slurm [^\n]*) > \S+\n.*?```bash\n(#!/bin/bash\n.*?)```", DOCUMENT.read_text(), re.DOTALL
+        r"```bash\n(lockstep submit slurm [^\n]*) > \S+\n.*?```bash\n(#!/bin/bash\n.*?)```",
+        DOCUMENT.read_text(),
+        re.DOTALL,
     )[0]
-    assert _run(*shlex.split(command)[2:]).stdout == script
+    assert _run(*shlex.split(command)[3:]).stdout == script

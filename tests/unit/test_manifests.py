@@ -1,4 +1,4 @@
-"""``lockstep manifest``: what it prints, held to the schemas and models of those who read it, and what it refuses.
+"""``lockstep submit kubernetes``: what it prints, held to the schemas of those who read it, and what it refuses.
 
 tests/schedulers starts what the manifests say.
 """
@@ -31,7 +31,7 @@ _MODELS = {
 
 
 def _run(*arguments: str) -> Result:
-    done = CliRunner().invoke(main, ["manifest", "--image", "registry/train:1", *arguments])
+    done = CliRunner().invoke(main, ["submit", "kubernetes", "--image", "registry/train:1", *arguments])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
     return done
 
@@ -221,13 +221,13 @@ def test_options_that_make_no_sense(options: list[str], text: str) -> None:
     done = _run("-n", "2", *options, "train.py")
     assert done.exit_code == 2
     assert done.stdout == ""
-    assert done.stderr.startswith("lockstep manifest: ")
+    assert done.stderr.startswith("lockstep submit kubernetes: ")
     assert text in done.stderr
 
 
 def test_the_document_shows_what_is_printed() -> None:
     command, shown = re.findall(
-        r"```bash\n(lockstep manifest [^`]*?) > \S+\n```.*?```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL
+        r"```bash\n(lockstep submit kubernetes [^`]*?) > \S+\n```.*?```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL
     )[0]
     words = [word for word in shlex.split(command) if word != "\n"]
     done = CliRunner().invoke(main, words[1:])

@@ -498,7 +498,7 @@ def test_chosen_rows_are_rows_of_the_series(tmp_path: Path) -> None:
 
 
 def _command(*words: str) -> tuple[int, str]:
-    done = CliRunner().invoke(main, ["report", *words])
+    done = CliRunner().invoke(main, ["runs", "report", *words])
     return done.exit_code, done.output
 
 
@@ -580,7 +580,7 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path, what: str) -> None:
     write_series(write_record(tmp_path / "run") / "series-0.bin")
     said = _break(tmp_path / "run", what)
     out = tmp_path / "out.html"
-    assert _command(str(tmp_path / "run"), "-o", str(out)) == (2, f"lockstep report: {said}\n")
+    assert _command(str(tmp_path / "run"), "-o", str(out)) == (2, f"lockstep runs report: {said}\n")
     assert not out.exists()
 
 
@@ -589,10 +589,16 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     write_series(run / "series-0.bin")
     nowhere = tmp_path / "nowhere" / "out.html"
     code, said = _command(str(run), "-o", str(nowhere))
-    assert (code, said) == (2, f"lockstep report: the report can't be written: {nowhere}: No such file or directory\n")
+    assert (code, said) == (
+        2,
+        f"lockstep runs report: the report can't be written: {nowhere}: No such file or directory\n",
+    )
     (tmp_path / "folder").mkdir()
     code, said = _command(str(run), "-o", str(tmp_path / "folder"))
-    assert (code, said) == (2, f"lockstep report: the report can't be written: {tmp_path}/folder: Is a directory\n")
+    assert (code, said) == (
+        2,
+        f"lockstep runs report: the report can't be written: {tmp_path}/folder: Is a directory\n",
+    )
     code, said = _command(str(run), "-o", str(run / "run.json" / "out.html"))
     assert said.endswith("Not a directory; part of the path is a file, not a folder: choose another folder\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "run"]

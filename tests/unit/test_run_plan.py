@@ -301,7 +301,7 @@ def _traced(folder: Path, *abouts: dict[str, Any], steps: int = 5) -> Path:
 
 
 def _call(*words: str) -> tuple[int, str]:
-    done = CliRunner().invoke(main, ["plan", *words])
+    done = CliRunner().invoke(main, ["runs", "plan", *words])
     return done.exit_code, done.output
 
 
@@ -343,7 +343,7 @@ def test_the_command_prints_json(tmp_path: Path) -> None:
 def test_bad_options_are_a_sentence(tmp_path: Path, words: list[str], text: str) -> None:
     code, said = _call(str(_traced(tmp_path / "a-run")), *words)
     assert code == 2
-    assert said.startswith(f"lockstep plan: {text}"), said
+    assert said.startswith(f"lockstep runs plan: {text}"), said
     assert said.count("\n") == 1
 
 

@@ -195,7 +195,7 @@ def test_numbers_that_are_not_finite_are_told_of(
     run = history.read(tmp_path / "run")
     words = ["loss: NaN or infinite from step 51 on", "acc\\n: some NaN or infinite, first at step 1,700"]
     assert run.remarks == words
-    listed = CliRunner().invoke(main, ["runs", str(tmp_path)], env={"COLUMNS": "200"})
+    listed = CliRunner().invoke(main, ["runs", "ls", str(tmp_path)], env={"COLUMNS": "200"})
     assert all(line in listed.stdout for line in words), listed.stdout
     compared = comparison.compare(run, run).describe()
     assert all(f"A: {line}" in compared and f"B: {line}" in compared for line in words)
@@ -326,7 +326,7 @@ def test_a_damaged_run_does_not_hide_the_others(
     for name in ("good", "damaged"):
         _record(tmp_path / name, clock, step=0.1)
     _replace(tmp_path / "damaged", old, new)
-    listed = CliRunner().invoke(main, ["runs", str(tmp_path)])
+    listed = CliRunner().invoke(main, ["runs", "ls", str(tmp_path)])
     assert listed.exit_code == 0, listed.output
     assert [line.split()[-1] for line in listed.stdout.splitlines()[1:]] == ["damaged", "good"]
     assert (said.format(folder=tmp_path / "damaged") in listed.stderr) if said else not listed.stderr

@@ -8,29 +8,32 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from lockstep.cli.terminal import LocalPath, errors, open_console
+from lockstep.cli.options import Commands, LocalPath
+from lockstep.cli.terminal import errors, open_console
 from lockstep.text import as_size, counted
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.inspect import CheckpointSummary
 
 _FOLDER = click.argument("folder", type=LocalPath())
-_STEP = click.option("--step", type=click.IntRange(min=0), help="The checkpoint of this step; the newest if not given.")
+_STEP = click.option(
+    "--step", type=click.IntRange(min=0), metavar="N", help="Step of the checkpoint. [default: the newest]"
+)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands)
 def checkpoint() -> None:
-    """Look at checkpoints, check them, remove old ones, export one.
+    """List, show, verify, prune and export checkpoints.
 
-    FOLDER is the folder of a run (given to lockstep.Checkpointer), or of one checkpoint (step-…).
+    FOLDER is the folder that a run gives to lockstep.Checkpointer, or the folder of one checkpoint (step-…).
     """
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="List checkpoints, newest first.")
 @_FOLDER
 def ls(folder: Path) -> None:
-    """List the checkpoints of a run, newest first. Only their manifests are read."""
-    with errors("checkpoint ls"):
+    """List the checkpoints of a run, newest first, without reading the tensors."""
+    with errors():
         from rich.table import Table
 
         from lockstep.checkpoint import inspect
@@ -68,12 +71,12 @@ def _row(summary: CheckpointSummary) -> list[str]:
     ]  # fmt: skip
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Show the contents of a checkpoint.")
 @_FOLDER
 @_STEP
 def show(folder: Path, step: int | None) -> None:
-    """Show what is in a checkpoint: where training was, its files, the model's tensors."""
-    with errors("checkpoint show"):
+    """Show the contents of a checkpoint: the position in training, its files, the tensors of the model."""
+    with errors():
         from rich.table import Table
 
         from lockstep.checkpoint import inspect
@@ -111,15 +114,15 @@ def show(folder: Path, step: int | None) -> None:
         console.print(tensors)
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Find damaged checkpoints.")
 @_FOLDER
-@click.option("--step", type=click.IntRange(min=0), help="Only the checkpoint of this step.")
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Verify only the checkpoint of step N.")
 def verify(folder: Path, step: int | None) -> None:
-    """Read every byte of a run's checkpoints and compare it with its digest. The exit code is 1 if one is damaged.
+    """Read the checkpoints of a run completely and compare them with their digests.
 
-    A checkpoint that was saved with NaN or infinite values is not damaged; which ones it has is said.
+    The exit code is 1 if a checkpoint is damaged. NaN and infinite values are reported, but are no damage.
     """
-    with errors("checkpoint verify"):
+    with errors():
         from lockstep.checkpoint import inspect
         from lockstep.checkpoint.read import find_damage
 
@@ -136,20 +139,35 @@ def verify(folder: Path, step: int | None) -> None:
     sys.exit(1 if damaged else 0)
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Remove old checkpoints.")
 @_FOLDER
-@click.option("--last", type=click.IntRange(min=0), required=True, help="Keep those of this many most recent steps.")
-@click.option("--every", type=click.IntRange(min=1), help="Keep those whose step is a multiple of this.")
-@click.option("--best", type=click.IntRange(min=0), default=0, help="Keep this many of the best by their metric.")
-@click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="Which is best.")
-@click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
+@click.option("--last", type=click.IntRange(min=0), required=True, metavar="N", help="Keep the N newest checkpoints.")
+@click.option(
+    "--every", type=click.IntRange(min=1), metavar="N", help="Keep checkpoints whose step is a multiple of N."
+)
+@click.option(
+    "--best",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Keep the N checkpoints with the best metric.",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["min", "max"]),
+    default="min",
+    show_default=True,
+    help="Whether the lowest or the highest metric is best.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be removed, but remove nothing.")
 def prune(folder: Path, last: int, every: int | None, best: int, mode: Literal["min", "max"], dry_run: bool) -> None:
-    """Remove the checkpoints of a run that no option keeps.
+    """Remove all checkpoints of a run except those that an option keeps.
 
-    The newest complete and finite one always stays, and so do newer ones, which are damaged or not finite; a checkpoint
-    that someone is reading is left. A job may be training in the folder meanwhile.
+    The newest complete checkpoint with finite values is always kept, and so are newer ones and those that a process is
+    reading. It is safe to prune while a job is training in the folder.
     """
-    with errors("checkpoint prune"):
+    with errors():
         from lockstep.checkpoint import inspect
         from lockstep.checkpoint.retention import Pruned, Retention, remove
 
@@ -174,21 +192,28 @@ def prune(folder: Path, last: int, every: int | None, best: int, mode: Literal["
     sys.exit(1 if done.failed else 0)
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Export a model to one file.")
 @_FOLDER
 @click.argument("output", type=LocalPath(dir_okay=False))
 @_STEP
-@click.option("--format", "format_", type=click.Choice(["torch", "safetensors"]), help="By OUTPUT's suffix otherwise.")
-@click.option("--extra", metavar="NAME", help="An object saved as extra= (weights' average …), in place of the model.")
-@click.option("--force", is_flag=True, help="Replace OUTPUT if it is there.")
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["torch", "safetensors"]),
+    help="Format of OUTPUT. [default: by its suffix]",
+)
+@click.option(
+    "--extra", metavar="NAME", help="Export the object NAME of extra= (such as averaged weights) instead of the model."
+)
+@click.option("--force", is_flag=True, help="Overwrite OUTPUT if it exists.")
 def export(folder: Path, output: Path, step: int | None, format_: Any, extra: str | None, force: bool) -> None:
-    """Write a checkpoint's model into one file, OUTPUT.
+    """Export the model of a checkpoint to one file, OUTPUT.
 
-    A .safetensors file, or a torch file (.pt, .pth) that torch.load(weights_only=True) reads. Every byte is verified on
-    the way; without --step checkpoints that are damaged or not finite are skipped for the newest one that is neither,
-    and named.
+    OUTPUT is a .safetensors file, or a torch file (.pt, .pth) that torch.load(weights_only=True) reads. Every byte is
+    verified. Without --step, the newest checkpoint that is complete and has finite values is exported; newer ones are
+    named.
     """
-    with errors("checkpoint export"):
+    with errors():
         from lockstep.checkpoint import inspect
         from lockstep.errors import CheckpointError
 

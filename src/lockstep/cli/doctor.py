@@ -1,4 +1,4 @@
-"""``lockstep doctor``: look at machines before a job. ``lockstep env``: what a bug report needs."""
+"""``lockstep doctor``: look at machines before a job, or print what a bug report needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli.terminal import LocalPath
+from lockstep.cli.options import AS_JSON, LocalPath, local_ranks
+from lockstep.cli.terminal import errors, say
 from lockstep.text import counted
 
 if TYPE_CHECKING:
@@ -20,60 +21,67 @@ if TYPE_CHECKING:
 _WIDTH = 120
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("-n", "--nproc-per-node", "ranks", metavar="N|auto|gpu|cpu", help="Ranks that a machine is to have.")
+@click.command(short_help="Check hosts before a job.")
+@local_ranks("Number of ranks planned for each host, as for lockstep run. [default: auto]")
 @click.option(
-    "--folder", default=".", type=LocalPath(), help="The folder that the run goes to; the current one if not given."
+    "--folder", default=".", type=LocalPath(), help="Folder that the run will write to. [default: the current folder]"
 )
-@click.option("--quick", is_flag=True, help="Leave out what imports torch: the GPUs, and the short jobs.")
-@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
-@click.option("--hosted", is_flag=True, hidden=True, help="This is one of the hosts; orders come over standard input.")
+@click.option("--quick", is_flag=True, help="Skip the checks that import torch: GPUs and the test jobs.")
+@AS_JSON
+@click.option(
+    "--env",
+    is_flag=True,
+    help="Check nothing; print what a bug report needs: versions, hardware and relevant environment variables, without "
+    "secrets.",
+)
+@click.option("--hosted", is_flag=True, hidden=True, help="Run as one of HOST, with orders from standard input.")
 @click.argument("hosts", nargs=-1, metavar="[HOST[:N]]...")
-def doctor(ranks: str | None, folder: Path, quick: bool, as_json: bool, hosted: bool, hosts: tuple[str, ...]) -> None:
-    """Look at this machine, or at each HOST by ssh, before a job: what is wrong, and what to do about it.
+def doctor(
+    ranks: str | None, folder: Path, quick: bool, as_json: bool, env: bool, hosted: bool, hosts: tuple[str, ...]
+) -> None:
+    """Check this host, or each HOST by ssh, before a job: what is wrong and what to do about it.
 
-    Looks at versions, GPUs, cores, memory, /dev/shm, limits, variables, names, ports and the folder, and times a job of
-    two ranks. With several hosts also at what lies between them: versions that differ, clocks, who reaches whom, a
-    folder that all share, and a job of one rank on each host, timed two by two. HOST is as after run --hosts.
+    Checks versions, GPUs, cores, memory, /dev/shm, limits, environment variables, host names, ports and the folder, and
+    times a job of two ranks. With several hosts it also checks what is between them: different versions, clocks, who
+    can reach whom, whether the folder is shared, and a job of one rank per host, timed for each pair of hosts. HOST is
+    written as for lockstep run --hosts.
 
-    The exit code is 0 if nothing is wrong, warnings aside, 1 if something is, and 2 if the command makes no sense.
+    The exit code is 0 if nothing is wrong except for warnings, 1 if something is wrong, and 2 if the arguments are
+    invalid.
     """
-    from lockstep.errors import LockstepError
-
     if hosted:
         from lockstep.tools.doctor.hosted import serve
 
         serve()
-    try:
-        from lockstep import machine
-        from lockstep.launch.spec import parse_ranks
-        from lockstep.remote.ssh import parse_hosts
-        from lockstep.tools.doctor.visit import VisitOptions, look_at
-
-        if ranks is not None and not hosts:
-            parse_ranks(ranks, cores=machine.cores(), gpus=machine.gpus())  # refuses what makes no sense
-        if sys.stderr.isatty() and not quick:
-            where = "this machine" if not hosts else counted(len(hosts), "host")
-            click.echo(f"lockstep doctor: looking at {where}; this takes some ten to thirty seconds", err=True)
-        report = look_at(parse_hosts(",".join(hosts)) if hosts else (), VisitOptions(ranks, str(folder), quick))
-    except (ValueError, LockstepError) as error:
-        click.echo(f"lockstep doctor: {error}", err=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)  # 1 says that something is wrong
+    with errors(ValueError):
+        if env:
+            if hosts or as_json or quick or ranks is not None:
+                raise ValueError("--env prints what there is on this host, as text: leave out other options and HOST")
+            click.echo(_environment())
+            return
+        report = _look(ranks, folder, quick, hosts)
     click.echo(json.dumps(_as_json(report), indent=2) if as_json else _as_text(report))
     sys.exit(1 if any(finding.level.value == "wrong" for finding in report.findings) else 0)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-def env() -> None:
-    """Print what a bug report needs: versions, the machine, GPUs, and the variables that matter.
-
-    Secrets are left out: variables that are named like one, and what looks like a token or a password.
-    """
+def _environment() -> str:
     from lockstep.tools.doctor.environment import describe
 
-    click.echo(describe())
+    return describe()
+
+
+def _look(ranks: str | None, folder: Path, quick: bool, hosts: tuple[str, ...]) -> Report:
+    from lockstep import machine
+    from lockstep.launch.spec import parse_ranks
+    from lockstep.remote.ssh import parse_hosts
+    from lockstep.tools.doctor.visit import VisitOptions, look_at
+
+    if ranks is not None and not hosts:
+        parse_ranks(ranks, cores=machine.cores(), gpus=machine.gpus())  # refuses what makes no sense
+    if sys.stderr.isatty() and not quick:
+        where = "this machine" if not hosts else counted(len(hosts), "host")
+        say(f"looking at {where}; this takes some ten to thirty seconds")
+    return look_at(parse_hosts(",".join(hosts)) if hosts else (), VisitOptions(ranks, str(folder), quick))
 
 
 def _as_text(report: Report) -> str:

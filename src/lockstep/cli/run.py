@@ -10,70 +10,71 @@ from typing import Any
 
 import click
 
+from lockstep.cli import terminal
+from lockstep.cli.options import PASSES_ON, grace, local_ranks, log_dir, max_restarts, takes_program
+
 
 @click.command(
-    context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
+    short_help="Run a program on N ranks of each node.",
+    context_settings=PASSES_ON,
     options_metavar="[-n N] [OPTIONS]",
 )
-@click.option(
-    "-n",
-    "--nproc-per-node",
-    "--nproc_per_node",
-    "ranks",
-    metavar="N|auto|gpu|cpu",
-    help="Ranks; auto: one per GPU, else per two cores; gpu, cpu: one for each.",
+@local_ranks(
+    "Number of ranks per node. auto: one per GPU, or one per two CPU cores without GPUs; gpu, cpu: one per GPU or "
+    "CPU core. [default: as the scheduler says, otherwise auto]"
 )
-@click.option("--standalone", is_flag=True, hidden=True, help="Accepted as by torchrun: one machine.")
+@click.option("--standalone", is_flag=True, hidden=True, help="Run on one node. Accepted for torchrun's sake.")
 @click.option(
-    "--nnodes", metavar="N|MIN:MAX", help="Machines of the job: start this on each. Slurm and others say it, too."
+    "--nnodes",
+    metavar="N|MIN:MAX",
+    help="Number of nodes; start this command on each of them. [default: as the scheduler says, otherwise 1]",
 )
 @click.option(
-    "--rdzv", metavar="HOST[:PORT]|file:FOLDER", help="Where they find each other; the same on each, in any order."
+    "--rdzv",
+    metavar="HOST[:PORT]|file:FOLDER",
+    help="Where the nodes find each other: at one of them, or in a shared folder. Must be the same on all nodes.",
 )
-@click.option("--rdzv-id", metavar="NAME", help="Tells this job from others that meet there.")
-@click.option("--local-addr", metavar="ADDR", help="This machine's address for the others, if not that of the route.")
-@click.option("--join-timeout", default=600.0, show_default=True, metavar="SECONDS", help="Time to wait for machines.")
+@click.option("--rdzv-id", metavar="NAME", help="Name of the job, if several jobs use the same --rdzv.")
+@click.option(
+    "--local-addr",
+    metavar="ADDR",
+    help="Address of this node for the other nodes. [default: that of its route to --rdzv]",
+)
+@click.option(
+    "--join-timeout", default=600.0, show_default=True, metavar="SECONDS", help="Time limit for enough nodes to join."
+)
 @click.option(
     "--regroup-after",
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="Let machines that come later join not before the others have run this long.",
+    help="Minimum time the ranks run before nodes that arrive later may join.",
 )
 @click.option(
-    "--hosts", metavar="HOST[:N],…", help="Start it on these machines from here, by ssh; N: ranks on that one."
+    "--hosts",
+    metavar="HOST[:N],…",
+    help="Hosts to start the job on from here by ssh; N: number of ranks on that host. [default of N: -n]",
 )
-@click.option("--hosted", is_flag=True, hidden=True, help="This is one of --hosts; orders come over standard input.")
-@click.option("--node-rank", "--node_rank", type=int, metavar="N", help="Which of them this is, from 0.")
-@click.option("--master-addr", "--master_addr", metavar="HOST", help="Machine 0; 127.0.0.1 unless given.")
-@click.option("--master-port", "--master_port", type=int, help="Its port: 29500 with several machines, else any.")
-@click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as for python -m.")
+@click.option("--hosted", is_flag=True, hidden=True, help="Run as one of --hosts, with orders from standard input.")
+@click.option("--node-rank", type=int, metavar="N", help="Rank of this node, from 0.")
+@click.option("--master-addr", metavar="HOST", help="Host name or address of node 0. [default: 127.0.0.1]")
 @click.option(
-    "--log-dir", "--log_dir", type=click.Path(path_type=Path), help="Folder for every rank's log (rank1.log …)."
+    "--master-port",
+    type=int,
+    metavar="PORT",
+    help="Port of node 0. [default: 29500 with several nodes, otherwise any free port]",
 )
-@click.option("--all-output", is_flag=True, help="Show every rank's lines, not only rank 0's.")
-@click.option("--quiet", is_flag=True, help="No summary at the end (LOCKSTEP_QUIET=1).")
+@log_dir("Folder for the logs of the ranks (rank1.log and so on) and the record of the run.")
+@click.option("--all-output", is_flag=True, help="Show the output of all ranks, not only that of rank 0.")
+@click.option("--quiet", is_flag=True, help="Print no summary at the end, like LOCKSTEP_QUIET=1.")
 @click.option(
     "--trace",
     metavar="STEPS[:FROM]",
-    help="Record what all ranks do in so many steps, after FROM steps (10), in a file for ui.perfetto.dev.",
+    help="Record a trace of STEPS steps after the first FROM (default 10), to open in ui.perfetto.dev.",
 )
-@click.option(
-    "--grace",
-    default=10.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time to save and stop before being killed; a loop that evaluates for longer saves nothing by itself.",
-)
-@click.option(
-    "--max-restarts",
-    "--max_restarts",
-    type=int,
-    metavar="K",
-    help="Start again after a failure, up to K times; 0 if not given.",
-)
-@click.argument("program")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@grace(10.0, more="An evaluation that takes longer than this is killed without saving.")
+@max_restarts("0")
+@takes_program
 def run(
     ranks: str | None,
     standalone: bool,
@@ -88,24 +89,25 @@ def run(
     node_rank: int | None,
     master_addr: str | None,
     master_port: int | None,
-    is_module: bool,
     log_dir: Path | None,
     all_output: bool,
     quiet: bool,
     trace: str | None,
     grace: float,
     max_restarts: int | None,
+    is_module: bool,
     program: str,
     args: tuple[str, ...],
 ) -> None:
-    """Run PROGRAM on N ranks of this machine, or of each of several machines.
+    """Run PROGRAM on N ranks of this node, or of each of several nodes.
 
-    What follows PROGRAM is passed to it unchanged. Rank 0 has the terminal; each other rank writes to a log. If a rank
-    fails, it is named and the others are stopped; the exit code is that rank's. With --max-restarts all ranks start
-    again, and a Checkpointer resumes from its newest complete checkpoint.
+    Arguments after PROGRAM are passed to it unchanged. Rank 0 has the terminal; every other rank writes to a log. If a
+    rank fails, it is named, the others are stopped, and its exit code is returned. With --max-restarts all ranks are
+    restarted, and a Checkpointer resumes from its newest complete checkpoint.
 
-    SIGTERM, Ctrl-C or the end of the terminal: a training with a Checkpointer finishes its step, saves, and ends with
-    exit code 75; run the same command again to resume. A second signal stops at once. SIGUSR1: save and continue.
+    On SIGTERM, Ctrl-C or when the terminal closes, a training with a Checkpointer finishes its step, saves and exits
+    with code 75; run the same command again to resume. A second signal stops it at once. On SIGUSR1 it saves and
+    continues.
     """
     from lockstep import knobs, machine
     from lockstep.errors import LockstepError
@@ -153,7 +155,7 @@ def run(
 
             say(str(error), once=str(error))  # shown where the user is
         else:
-            click.echo(f"lockstep run: {error}", err=True)
+            terminal.say(error)
         sys.exit(2)
 
 

@@ -1,4 +1,4 @@
-"""``lockstep runs``, ``top``, ``stack``, ``compare`` and ``report``: look at runs that were recorded."""
+"""``lockstep runs``: look at runs that were recorded, and plan others from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.cli.terminal import RUN, LocalPath, errors, homes, open_console
+from lockstep.cli.options import AS_JSON, Commands, LocalPath, takes_run
+from lockstep.cli.terminal import errors, homes, open_console, say
 from lockstep.text import as_clock, as_duration, as_size
 
 if TYPE_CHECKING:
@@ -18,14 +19,28 @@ if TYPE_CHECKING:
     from lockstep.runs.history import Run
     from lockstep.runs.live import Row
 
+#: Ranks that are planned for where none are named.
+_UP_TO = 512
 
-@click.command()
-@click.option("-n", "count", default=20, show_default=True, metavar="N", help="How many.")
+
+@click.group(cls=Commands, invoke_without_command=True)
+@click.pass_context
+def runs(ctx: click.Context) -> None:
+    """Look at recorded runs.
+
+    Without a command, the runs are listed, as by lockstep runs ls.
+    """
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(ls)
+
+
+@runs.command(short_help="List runs, newest first.")
+@click.option("-n", "count", default=20, show_default=True, metavar="N", help="Maximum number of runs to list.")
 @click.argument("folders", nargs=-1, type=LocalPath())
-def runs(count: int, folders: tuple[Path, ...]) -> None:
-    """List the runs of this user on this machine, newest first: those that took steps.
+def ls(count: int, folders: tuple[Path, ...]) -> None:
+    """List your runs on this machine that took at least one step, newest first.
 
-    FOLDERS: where to look instead of where logs are by default; those that --log-dir has named are below them.
+    FOLDERS are searched instead of the default folder for logs, for example for runs started with --log-dir.
     """
     from rich.table import Table
 
@@ -34,14 +49,14 @@ def runs(count: int, folders: tuple[Path, ...]) -> None:
     table = Table("", "began", "took", "ended", "ranks", "steps", "step", "program", "name", box=None, pad_edge=False)
     for place in (0, 2, 4, 5, 6):
         table.columns[place].justify = "right"
-    with errors("runs"):
+    with errors():
         for number, run in enumerate(history.runs(folders or homes())[:count], start=1):
             began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
             try:
                 took, steps = as_clock(run.seconds), f"{run.steps:,}"
                 told = reckoning.summary_of(run)
             except (history.UnknownRun, KeyError, TypeError, ValueError) as error:  # the others are listed nevertheless
-                click.echo(f"lockstep runs: {run.name}: its steps are not known: {error}", err=True)
+                say(f"{run.name}: its steps are not known: {error}")
                 took, steps, told = "-", "-", None
             step = as_duration(told["step"]) if told is not None and told["step"] else "-"
             ranks = str(run.world_size)
@@ -51,14 +66,14 @@ def runs(count: int, folders: tuple[Path, ...]) -> None:
     open_console(markup=False).print(table)
 
 
-@click.command()
-@RUN
-@click.option("--once", is_flag=True, help="Look for three seconds, print one table, and end.")
+@runs.command(short_help="Watch a run live.")
+@takes_run
+@click.option("--once", is_flag=True, help="Watch for three seconds, print one table and exit.")
 def top(run: str | None, once: bool) -> None:
-    """Show what the ranks of a run do, live, until it ends or Ctrl-C.
+    """Show live what the ranks of a run are doing, until the run ends or Ctrl-C.
 
-    RUN is as for lockstep stack, and runs on this machine. The job's ranks on other machines are shown as well where
-    the machines found each other (--rdzv, --hosts). Rates and shares are those of the last ten seconds.
+    The run must be running on this node. Ranks on other nodes are shown too if the job was started with --rdzv or
+    --hosts. Rates and shares are those of the last ten seconds.
     """
     from rich.live import Live as Screen
 
@@ -66,7 +81,7 @@ def top(run: str | None, once: bool) -> None:
     from lockstep.runs.live import Live
 
     console = open_console(markup=False)
-    with errors("top"):
+    with errors():
         found = history.find(run, homes())
         live = Live(found)
         try:
@@ -115,68 +130,67 @@ def _now(run: Run, rows: list[Row], logged: str) -> Table:
     return table
 
 
-@click.command()
-@RUN
+@runs.command(short_help="Print Python stacks of ranks.")
+@takes_run
 @click.argument("rank", required=False, type=int)
 def stack(run: str | None, rank: int | None) -> None:
-    """Show the Python stacks of a rank that runs on this machine, or of all of them, as they are now.
-
-    RUN is a run's name, its number in the list of lockstep runs, or its folder; the newest if not given.
-    """
+    """Print the current Python stacks of one rank, RANK, or of all ranks on this node."""
     from lockstep.launch.stacks import stacks_of
     from lockstep.runs import history
 
-    with errors("stack"):
+    with errors():
         found = history.find(run, homes())
         for number, text in stacks_of(found, rank):
             click.echo(f"rank {number}:\n{text}\n")
 
 
-@click.command()
+@runs.command(short_help="Compare two runs.")
 @click.argument("a")
 @click.argument("b")
-@click.option("--fail-over", metavar="PERCENT", help="End with exit code 1 if a step of B takes so much longer.")
+@click.option(
+    "--fail-over",
+    metavar="PERCENT",
+    help="Exit with code 1 if a step of B takes more than PERCENT longer than one of A.",
+)
 def compare(a: str, b: str, fail_over: str | None) -> None:
-    """Show two runs side by side: what changed from A to B, by how much, and what of it may be chance.
+    """Compare two runs: what changed from A to B, by how much, and whether it may be chance.
 
-    A and B are runs' names, their numbers in the list of lockstep runs, or their folders.
+    A and B are names of runs, their numbers in the list that lockstep runs prints, or their folders.
     """
     from lockstep.runs import history
     from lockstep.tools import comparison
 
-    with errors("compare", ValueError):
+    with errors(ValueError):
         limit = None if fail_over is None else comparison.parse_percent(fail_over)
         found = comparison.compare(history.find(a, homes()), history.find(b, homes()))
     click.echo(found.describe())
     if limit is not None and found.is_slower_by(limit):
-        click.echo(f"lockstep compare: a step takes over {limit:.3g}% longer", err=True)
+        say(f"a step takes over {limit:.3g}% longer")
         sys.exit(1)
 
 
-# A report of a run ---------------------------------------------------------------------------------------------------
-
-
-@click.command()
-@RUN
+@runs.command(short_help="Write an HTML report of a run.")
+@takes_run
 @click.option(
     "-o",
     "out",
     type=LocalPath(),
     default=Path("report.html"),
     show_default=True,
-    help="The file to write.",
+    metavar="FILE",
+    help="File to write; replaced if it exists.",
 )
 def report(run: str | None, out: Path) -> None:
-    """Write what is known of a run into one HTML file, which any browser shows without a network.
+    """Write a report of a run as one HTML file that a browser shows without a network.
 
-    RUN is as for lockstep stack. The file is yours alone (0600) and replaces what is there.
+    Only you can read the file (mode 0600).
     """
     from lockstep import _files
     from lockstep.errors import LockstepError
     from lockstep.runs import history
     from lockstep.tools.report import numbers, page
 
-    with errors("report"):
+    with errors():
         account = numbers.collect(history.find(run, homes()))
         words = page.build(account)
         try:
@@ -186,3 +200,138 @@ def report(run: str | None, out: Path) -> None:
             raise LockstepError(f"the report can't be written: {_files.describe(error)}") from error
     soon = ", so far" if account.run.is_alive else ""
     click.echo(f"{out}: {account.run.name}{soon}, {as_size(len(words.encode()))}")
+
+
+@runs.command(short_help="Estimate step times on more ranks.")
+@takes_run
+@click.option("--ranks", metavar="N,N,…", help="World sizes to plan for.")
+@click.option("--up-to", type=int, metavar="N", help=f"Plan for the powers of two up to N. [default: {_UP_TO}]")
+@click.option("--ranks-per-host", type=int, metavar="N", help="Ranks per host. [default: as recorded]")
+@click.option("--latency", metavar="TIME", help="Latency between hosts, such as 20us. [default: 20us]")
+@click.option(
+    "--bandwidth",
+    metavar="RATE",
+    help="Link bandwidth between hosts in each direction, such as 25Gbit or 3GB (per second). [default: 25Gbit]",
+)
+@click.option("--intra-latency", metavar="TIME", help="Latency within a host. [default: as recorded, otherwise 5us]")
+@click.option(
+    "--intra-bandwidth", metavar="RATE", help="Bandwidth within a host. [default: as recorded, otherwise 5GB]"
+)
+@click.option(
+    "--algorithm",
+    type=click.Choice(["ring", "tree", "hierarchical", "best"]),
+    default="best",
+    show_default=True,
+    help="All-reduce algorithm; best: the fastest for each bucket.",
+)
+@click.option(
+    "--scaling",
+    type=click.Choice(["strong", "weak"]),
+    default="strong",
+    show_default=True,
+    help="strong: the global batch size stays the same; weak: it grows with the number of ranks.",
+)
+@click.option(
+    "--cores",
+    type=int,
+    metavar="N",
+    help="CPU cores per host, shared by its ranks. [default: as many per rank as recorded]",
+)
+@click.option(
+    "--overlap/--no-overlap",
+    default=None,
+    help="Reduce gradients during backward, or only after it. [default: as recorded]",
+)
+@AS_JSON
+def plan(
+    run: str | None,
+    ranks: str | None,
+    up_to: int | None,
+    ranks_per_host: int | None,
+    latency: str | None,
+    bandwidth: str | None,
+    intra_latency: str | None,
+    intra_bandwidth: str | None,
+    algorithm: str,
+    scaling: str,
+    cores: int | None,
+    overlap: bool | None,
+    as_json: bool,
+) -> None:
+    """Estimate from a recorded run how long a step would take on more ranks and hosts over a given network.
+
+    The assumptions are printed below the plan.
+    """
+    import json
+
+    from lockstep.runs import history
+    from lockstep.text import parse_bandwidth, parse_latency
+    from lockstep.tools.plan import plan as planning
+    from lockstep.tools.plan.chart import describe
+    from lockstep.tools.plan.network import Link, Network
+
+    with errors(ValueError):
+        for name, value in (("--ranks-per-host", ranks_per_host), ("--cores", cores), ("--up-to", up_to)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} {value}: expected a number from 1 on")
+        if ranks is not None and up_to is not None:
+            raise ValueError("--ranks and --up-to: name one of them")
+        counts = None if ranks is None else planning.parse_counts(ranks)
+        recorded = planning.Recorded.of(history.find(run, homes()))
+        if cores is not None and recorded.first.device != "cpu":
+            raise ValueError(f"--cores {cores}: the ranks of {recorded.name} computed on GPUs, each on its own")
+        inside = recorded.measured_inside() or planning.INSIDE
+        network = Network(
+            between=Link(parse_latency(latency or "20us"), parse_bandwidth(bandwidth or "25Gbit")),
+            inside=Link(
+                parse_latency(intra_latency) if intra_latency else inside.latency,
+                parse_bandwidth(intra_bandwidth) if intra_bandwidth else inside.bandwidth,
+            ),
+            ranks_per_host=ranks_per_host or len(recorded.tables),
+        )
+        given = [name for name, text in (("latency", latency), ("bandwidth", bandwidth)) if text is None]
+        setting = planning.Setting(network, algorithm, scaling, cores, overlap, guessed=tuple(given))
+        found = planning.Plan(recorded, setting)
+        points = [found.at(count) for count in counts or found.fitting(planning.powers(up_to or _UP_TO))]
+    click.echo(json.dumps(planning.to_json(found, points), indent=1) if as_json else describe(found, points))
+
+
+@runs.command(short_help="Merge or split traces.")
+@click.argument("files", nargs=-1, required=True, type=LocalPath())
+@click.option(
+    "-o",
+    "--output",
+    type=LocalPath(),
+    metavar="FILE",
+    help="File for the merged trace. [default: trace.json.gz]",
+)
+@click.option(
+    "--split",
+    type=LocalPath(file_okay=False),
+    metavar="FOLDER",
+    help="Write one file per rank into FOLDER, as Holistic Trace Analysis reads them.",
+)
+def trace(files: tuple[Path, ...], output: Path | None, split: Path | None) -> None:
+    """Merge the traces of the nodes of a job into one, or split a trace into one file per rank.
+
+    FILES are one trace, or one per node (trace-node0.json.gz and so on).
+    """
+    from lockstep.runs import trace as traces
+
+    with errors():
+        read = [traces.read(path) for path in files]
+        if len(read) == 1 and (split is None or output is not None):
+            raise traces.BadTrace(
+                "one file has nothing to be merged with: name those of the other machines, or --split alone"
+            )
+        whole = traces.merge(read) if len(read) > 1 else read[0]
+        if len(read) > 1 and (output is not None or split is None):
+            path = output or Path("trace.json.gz")
+            whole.write(path)
+            click.echo(f"{path}: {len(whole.ranks)} ranks of {len(read)} machines")
+            for node, clock in whole.about["clocks"].items():
+                error = "nobody knows how exactly" if clock["error_us"] is None else f"to {clock['error_us']:,.0f} µs"
+                click.echo(f"the clock of machine {node}: {clock['ahead_us']:,.0f} µs ahead, {error}, by {clock['by']}")
+        if split is not None:
+            for path in traces.split(whole, split):
+                click.echo(path)

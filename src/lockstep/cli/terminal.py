@@ -1,4 +1,4 @@
-"""What the commands that only look share: which run, a console, and errors as one line."""
+"""What commands share that print: a console, errors as one line, and where to look for runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,25 +15,6 @@ if TYPE_CHECKING:
 
 #: Columns where there is no terminal to ask.
 _WIDTH = 160
-#: Which run to look at: as :func:`lockstep.runs.history.find` takes it.
-RUN = click.argument("run", required=False)
-
-
-class LocalPath(click.Path):
-    """A path on this machine's file systems; a URL is refused."""
-
-    def __init__(self, *, file_okay: bool = True, dir_okay: bool = True) -> None:
-        super().__init__(file_okay=file_okay, dir_okay=dir_okay, path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path as pathlib's."""
-        from lockstep._files import NoLocalPath, local_path
-
-        try:
-            local_path(value, "the path" if param is None else param.opts[0])
-        except NoLocalPath as error:
-            raise click.UsageError(str(error), ctx) from None
-        return super().convert(value, param, ctx)
 
 
 def homes() -> list[Path]:
@@ -57,19 +38,25 @@ def open_console(*, soft_wrap: bool = False, markup: bool = True) -> Console:
     return Console(width=width, highlight=False, soft_wrap=soft_wrap, markup=markup)
 
 
+def say(text: object) -> None:
+    """Write one line to standard error, after the name of the command that runs."""
+    click.echo(f"{click.get_current_context().command_path}: {text}", err=True)
+
+
 @contextmanager
-def errors(command: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Show errors as one line, with exit code 2.
+def errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Show errors as one line, after the command's name, with exit code 2.
 
     Args:
-        command: what stands before the error.
         kinds: those of them beside lockstep's own and the system's.
     """
+    from lockstep import _files
     from lockstep.errors import LockstepError
 
     shown: tuple[type[Exception], ...] = (LockstepError, OSError, *kinds)
     try:
         yield
     except shown as error:
-        click.echo(f"lockstep {command}: {error}", err=True)
+        of_system = isinstance(error, OSError) and not isinstance(error, LockstepError)
+        say(_files.describe(error) if of_system else error)
         sys.exit(2)

@@ -11,30 +11,38 @@ from types import FrameType
 
 import click
 
-from lockstep.cli.terminal import LocalPath
+from lockstep.cli.options import PASSES_ON, LocalPath, takes_program
+from lockstep.cli.terminal import errors, say
 
 
 @click.command(
-    context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
-    options_metavar="-n N [-n N]... [OPTIONS]",
+    short_help="Compare a training on one rank and on N.",
+    context_settings=PASSES_ON,
+    options_metavar="[-n N]... [OPTIONS]",
 )
 @click.option(
-    "-n", "ranks", type=int, multiple=True, default=(2,), show_default=True, help="Ranks to compare with one."
+    "-n",
+    "ranks",
+    type=int,
+    multiple=True,
+    default=(2,),
+    show_default=True,
+    metavar="N",
+    help="Number of ranks to compare with one rank; repeatable.",
 )
-@click.option("--steps", type=int, default=20, show_default=True, help="Optimizer steps to compare.")
+@click.option("--steps", type=int, default=20, show_default=True, help="Number of optimizer steps to compare.")
 @click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help="Time limit of each run.")
-@click.option("--json", "json_file", type=LocalPath(), metavar="FILE", help="Write all of it as JSON.")
+@click.option("--json", "json_file", type=LocalPath(), metavar="FILE", help="Also write the result as JSON to FILE.")
 @click.option(
     "--keep",
     default=1024.0,
     show_default=True,
     metavar="MIB",
-    help="Disk for numbers while it runs; of larger models every n-th number is compared, and digests of all.",
+    help="Disk space in MiB for recorded values. Of models too large for it every n-th value is compared, and digests "
+    "of all.",
 )
-@click.option("--show-output", is_flag=True, help="Show what the script prints.")
-@click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as for python -m.")
-@click.argument("program")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.option("--show-output", is_flag=True, help="Show the output of PROGRAM.")
+@takes_program
 def verify(
     ranks: tuple[int, ...],
     steps: int,
@@ -46,17 +54,16 @@ def verify(
     program: str,
     args: tuple[str, ...],
 ) -> None:
-    """Run PROGRAM on one rank and on N, and compare loss, gradients and parameters after each optimizer step.
+    """Run PROGRAM on one rank and on N ranks, and compare loss, gradients and parameters after each optimizer step.
 
-    The verdict is equal bits, equal within rounding, or different; then it says since which step, in which parameter,
-    by how much, and why. Each run ends by itself after --steps; checkpoints and logs of lockstep go to a folder that is
-    removed, and other files that it writes are put back as they were. What follows PROGRAM is passed to it unchanged.
+    The verdict is equal bits, equal within rounding, or different: from which step on, in which parameter, by how much,
+    and why. Each run ends after --steps. Its checkpoints and lockstep's logs go to a temporary folder; other files that
+    it writes are restored. Arguments after PROGRAM are passed to it unchanged.
 
-    The exit code is 0 if bits are equal or equal within rounding, 1 if they differ, and 2 if a run failed, the
-    script trains nothing, or the command makes no sense.
+    The exit code is 0 if the runs are equal or equal within rounding, 1 if they differ, and 2 if a run failed, PROGRAM
+    trained nothing, or the arguments are invalid.
     """
     from lockstep import _files
-    from lockstep.errors import LockstepError
     from lockstep.launch.spec import Program
     from lockstep.tools.verify import report, runs
     from lockstep.tools.verify.compare import FindingKind
@@ -64,7 +71,7 @@ def verify(
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup
             signal.signal(signum, _leave)
-    try:
+    with errors(ValueError):
         asked = runs.VerifyOptions(
             Program(program, args, is_module),
             tuple(dict.fromkeys(ranks)),
@@ -74,16 +81,10 @@ def verify(
             shows=show_output,
         )
         with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-            result = runs.verify(asked, Path(folder), lambda text: click.echo(f"lockstep verify: {text}", err=True))
+            result = runs.verify(asked, Path(folder), say)
             click.echo(report.describe(result))
             if json_file is not None:
                 _files.write_whole(json_file, json.dumps(report.as_json(result), indent=2) + "\n")
-    except (ValueError, LockstepError, OSError) as error:
-        text = _files.describe(error) if isinstance(error, OSError) and not isinstance(error, LockstepError) else error
-        click.echo(f"lockstep verify: {text}", err=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
     sys.exit(1 if result.kind is FindingKind.DIFFERENT else 0)
 
 

@@ -2,13 +2,14 @@
 
 Note [Traced gradients]
 ~~~~~~~~~~~~~~~~~~~~~~~
-A trace has phases and collectives; what ``lockstep plan`` needs beside them (``tools/plan/timetable.py``) is recorded
-here: a mark where a backward begins, with what is known of its replica, a mark where each bucket was ready to be sent,
-and a slice for the averaging at the backward's end. Where buckets are sent during backward, one is ready when it is
-issued. Where all is sent at the end, the buckets are those that would have been sent, and one is ready when the last of
-its gradients has come. That is told by hooks on the nodes of autograd that accumulate, and not on the parameters: a
-hook there may be the user's, for which the reducer waits. The hooks only take the time, and it is recorded when the
-backward has ended: in portions, or with gradients that are not used, nobody knows before which of them is the last.
+A trace has phases and collectives; what ``lockstep runs plan`` needs beside them (``tools/plan/timetable.py``) is
+recorded here: a mark where a backward begins, with what is known of its replica, a mark where each bucket was ready to
+be sent, and a slice for the averaging at the backward's end. Where buckets are sent during backward, one is ready when
+it is issued. Where all is sent at the end, the buckets are those that would have been sent, and one is ready when the
+last of its gradients has come. That is told by hooks on the nodes of autograd that accumulate, and not on the
+parameters: a hook there may be the user's, for which the reducer waits. The hooks only take the time, and it is
+recorded when the backward has ended: in portions, or with gradients that are not used, nobody knows before which of
+them is the last.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class _Armed(_Traced):
         try:
             recorder = EventWriter(folder, rank=rank, steps=_asked.closes_at - _asked.opens_at)
         except OSError as error:
-            if _asked.on_demand:  # else `lockstep plan` says that there is no trace
+            if _asked.on_demand:  # else `lockstep runs plan` says that there is no trace
                 print(f"lockstep: rank {rank} can't be traced: {describe(error)}", file=sys.stderr)
             _asked = None
             flight.use(_continued(self.below, self))

@@ -99,27 +99,54 @@ class _Options:
     "--nproc_per_node",
     "--nproc-per-node",
     metavar="N|gpu|cpu|auto",
-    help="Ranks on this machine, 1 if not given; gpu, cpu: one for each; auto: gpu if there are any, else cpu.",
+    help="Number of ranks per node. gpu, cpu: one per GPU or CPU core; auto: gpu if there are GPUs, otherwise cpu. "
+    "[default: 1]",
 )
-@click.option("--nnodes", metavar="N", help="Machines of the job: 1, or as Slurm and others say.")
-@click.option("--node_rank", "--node-rank", type=int, metavar="N", help="Which of them this is, from 0.")
-@click.option("--master_addr", "--master-addr", metavar="HOST", help="Machine 0; 127.0.0.1 unless given.")
-@click.option("--master_port", "--master-port", type=int, help="Its port: 29500 with several machines, else any.")
-@click.option("--standalone", is_flag=True, help="On this machine alone, with any free port: so it is in any case.")
-@click.option("--use_env", "--use-env", is_flag=True, help="Do not pass --local-rank; LOCAL_RANK is set in any case.")
+@click.option("--nnodes", metavar="N", help="Number of nodes. [default: as the scheduler says, otherwise 1]")
+@click.option("--node_rank", "--node-rank", type=int, metavar="N", help="Rank of this node, from 0.")
+@click.option(
+    "--master_addr", "--master-addr", metavar="HOST", help="Host name or address of node 0. [default: 127.0.0.1]"
+)
+@click.option(
+    "--master_port",
+    "--master-port",
+    type=int,
+    metavar="PORT",
+    help="Port of node 0. [default: 29500 with several nodes, otherwise any free port]",
+)
+@click.option("--standalone", is_flag=True, help="Run on one node, with any free port; this is the default.")
+@click.option(
+    "--use_env", "--use-env", is_flag=True, help="Do not pass --local-rank to PROGRAM. LOCAL_RANK is always set."
+)
 @click.option(
     "--local_rank_style",
     "--local-rank-style",
     type=click.Choice(["dash", "underscore"]),
-    help="Pass --local-rank or --local_rank; by default whichever the script's text names, or --local-rank.",
+    help="Pass --local-rank or --local_rank to PROGRAM. [default: the one that its text contains, otherwise dash]",
 )
-@click.option("-m", "--module", is_flag=True, help="PROGRAM is a module, as for python -m.")
+@click.option("-m", "--module", is_flag=True, help="Run PROGRAM as a module, like python -m.")
 @click.option("--no_python", "--no-python", is_flag=True, hidden=True)
-@click.option("--log_dir", "--log-dir", type=click.Path(path_type=Path), help="Folder for the other ranks' logs.")
-@click.option("--all_output", "--all-output", is_flag=True, help="Show every rank's lines with a prefix.")
-@click.option("--grace", default=DEFAULT_GRACE, metavar="SECONDS", help="Time to stop before being killed.")
 @click.option(
-    "--max_restarts", "--max-restarts", type=int, metavar="K", help="Start all ranks again after a failure; 0 times."
+    "--log_dir",
+    "--log-dir",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Folder for the logs of the ranks.",
+)
+@click.option("--all_output", "--all-output", is_flag=True, help="Prefix each line of output with its rank.")
+@click.option(
+    "--grace",
+    default=DEFAULT_GRACE,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time the ranks have to stop before they are killed.",
+)
+@click.option(
+    "--max_restarts",
+    "--max-restarts",
+    type=int,
+    metavar="K",
+    help="Maximum number of times that all ranks are restarted after a failure. [default: 0]",
 )
 @click.argument("program")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)

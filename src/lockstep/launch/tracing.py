@@ -145,8 +145,8 @@ class Tracer:
         if len(there) < nodes:
             return [
                 f"the trace of {nodes - len(there)} of {nodes} machines is not in {paths[0].parent}: copy it here, and "
-                "lockstep trace FILE… merges them; where all machines share the folder that --log-dir names, that is "
-                "done by itself"
+                "lockstep runs trace FILE… merges them; where all machines share the folder that --log-dir names, that "
+                "is done by itself"
             ]
         try:
             trace, path = traces.merge([traces.read(each) for each in there]), self._path(None)

@@ -93,7 +93,9 @@ class BatchJob:
         if name is None or "\n" in option:
             raise ValueError(f"--sbatch {option!r}: expected an option of sbatch, such as --sbatch=--constraint=a100")
         if (name[1] if option.startswith("--") else name[1][0]) in _OWN:
-            raise ValueError(f"--sbatch {option}: the script sets this itself; lockstep slurm --help says with what")
+            raise ValueError(
+                f"--sbatch {option}: the script sets this itself; lockstep submit slurm --help says with what"
+            )
 
     def _check_times(self) -> None:
         limit, grace = seconds(self.time), self.start.grace

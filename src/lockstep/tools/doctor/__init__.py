@@ -7,6 +7,6 @@
 
 What a check has found is data (findings.py). A check looks at one machine and returns its findings; what lies between
 machines (between.py) is found by comparing what they have said. torch is imported in processes of its own
-(torch_facts.py and trial.py), which have a limit, and never in the launcher. ``lockstep env`` (environment.py) prints
-what a bug report needs, from the same facts.
+(torch_facts.py and trial.py), which have a limit, and never in the launcher. ``lockstep doctor --env`` (environment.py)
+prints what a bug report needs, from the same facts.
 """

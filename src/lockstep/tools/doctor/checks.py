@@ -156,8 +156,8 @@ def check_shared_memory(task: CheckTask) -> Iterator[Finding]:
     """Look at /dev/shm, which loader workers use, and at memory without a name, which the backend "shm" uses."""
     del task
     advice = (
-        "docker run --shm-size=8g; under Kubernetes an emptyDir with medium: Memory at /dev/shm (lockstep manifest \
-writes it); else mount -o remount,size=8g /dev/shm"
+        "docker run --shm-size=8g; under Kubernetes an emptyDir with medium: Memory at /dev/shm (lockstep submit "
+        "kubernetes writes it); else mount -o remount,size=8g /dev/shm"
     )
     try:
         there = os.statvfs("/dev/shm")

@@ -163,7 +163,7 @@ class _Host:
                     _say({"found": finding.to_json()})
             except Exception as error:  # noqa: BLE001  (the other checks go on)
                 what = f"this could not be looked at: {type(error).__name__}: {error}"
-                _say({"found": wrong(name, what, "write an issue with the output of lockstep env").to_json()})
+                _say({"found": wrong(name, what, "write an issue with the output of lockstep doctor --env").to_json()})
         return {**found, "ranks": task.ranks}
 
     # For the others ---------------------------------------------------------------------------------------------------

@@ -161,7 +161,10 @@ def judge_own_job(job: Mapping[str, Any]) -> Finding:
     return ok("a job", what)
 
 
-_REPORT = "this must not be: write an issue with the output of lockstep env, and look at the machine's memory (memtest)"
+_REPORT = (
+    "this must not be: write an issue with the output of lockstep doctor --env, and look at the machine's memory "
+    "(memtest)"
+)
 
 
 def read_job(ended: child.ChildResult) -> dict[str, Any] | str:

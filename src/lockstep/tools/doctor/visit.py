@@ -245,7 +245,9 @@ class _Party:
                     visit.lose(wrong(visit.at, what, "look there by hand: a disk, a driver or the network hangs"))
             elif "error" in visit.answer:
                 what = f"this could not be asked: {visit.answer['error']}"
-                visit.visited.findings.append(wrong(visit.at, what, "write an issue with the output of lockstep env"))
+                visit.visited.findings.append(
+                    wrong(visit.at, what, "write an issue with the output of lockstep doctor --env")
+                )
             else:
                 answers[visit] = visit.answer["is"]
         return answers

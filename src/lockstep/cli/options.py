@@ -1,0 +1,101 @@
+"""Options and arguments that several commands take, each declared once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+#: Settings of a command that takes a program: what follows the program is not an option of ours.
+PASSES_ON = {"allow_interspersed_args": False}
+
+#: As :func:`lockstep.runs.history.find` takes it.
+_RUN = (
+    "RUN is the name of a run, its number in the list that lockstep runs prints, or its folder; the newest by default."
+)
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+_MODULE = click.option("-m", "is_module", is_flag=True, help="Run PROGRAM as a module, like python -m.")
+
+
+class Commands(click.Group):
+    """A group that shows its commands in the order in which they were added; click would sort them by name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's interface
+        """Return the names of the commands."""
+        return list(self.commands)
+
+
+class LocalPath(click.Path):
+    """A path on this machine's file systems; a URL is refused."""
+
+    def __init__(self, *, file_okay: bool = True, dir_okay: bool = True) -> None:
+        super().__init__(file_okay=file_okay, dir_okay=dir_okay, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path as pathlib's."""
+        from lockstep._files import NoLocalPath, local_path
+
+        try:
+            local_path(value, "the path" if param is None else param.opts[0])
+        except NoLocalPath as error:
+            raise click.UsageError(str(error), ctx) from None
+        return super().convert(value, param, ctx)
+
+
+def takes_run(command: _Command) -> _Command:
+    """Add the argument RUN, and to the command's help what it is."""
+    command.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{_RUN}"
+    return click.argument("run", required=False)(command)
+
+
+def takes_program(command: _Command) -> _Command:
+    """Add PROGRAM with its arguments, and -m."""
+    rest = click.argument("args", nargs=-1, type=click.UNPROCESSED)
+    return _MODULE(click.argument("program")(rest(command)))
+
+
+def local_ranks(help: str) -> Callable[[_Command], _Command]:
+    """Return the option -n of a command that may count cores and GPUs itself."""
+    return click.option("-n", "--nproc-per-node", "ranks", metavar="N|auto|gpu|cpu", help=help)
+
+
+def fixed_local_ranks(help: str) -> Callable[[_Command], _Command]:
+    """Return the option -n of a command that describes other machines, whose cores and GPUs it can't count."""
+    return click.option(
+        "-n", "--nproc-per-node", "ranks", type=click.IntRange(min=1), required=True, metavar="N", help=help
+    )
+
+
+def grace(default: float | None, *, more: str = "") -> Callable[[_Command], _Command]:
+    """Return the option --grace.
+
+    Args:
+        default: in seconds; None: the command works it out and says how in ``more``.
+        more: what follows the explanation.
+    """
+    text = "Time the ranks have to finish their step and save before they are killed." + (more and f" {more}")
+    return click.option(
+        "--grace", type=float, default=default, show_default=default is not None, metavar="SECONDS", help=text
+    )
+
+
+def max_restarts(default: str) -> Callable[[_Command], _Command]:
+    """Return the option --max-restarts.
+
+    Args:
+        default: the default in words.
+    """
+    text = f"Maximum number of times that all ranks are restarted after a failure. [default: {default}]"
+    return click.option("--max-restarts", type=click.IntRange(min=0), metavar="K", help=text)
+
+
+def log_dir(help: str, *, default: str | None = None) -> Callable[[_Command], _Command]:
+    """Return the option --log-dir."""
+    return click.option(
+        "--log-dir", type=LocalPath(), default=default, show_default=default is not None, metavar="FOLDER", help=help
+    )

@@ -1,0 +1,80 @@
+"""The command line as a whole: which commands there are, what every command and option says of itself."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from lockstep.cli import main
+
+
+def _walk(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+    yield " ".join(path), command
+    if isinstance(command, click.Group):
+        for name, below in command.commands.items():
+            yield from _walk(below, (*path, name))
+
+
+COMMANDS = dict(_walk(main))
+OPTIONS = [
+    pytest.param(option, id=f"{path} {option.opts[0]}")
+    for path, command in COMMANDS.items()
+    for option in command.params
+    if isinstance(option, click.Option)
+]
+
+
+def test_there_are_six_commands_three_of_them_groups() -> None:
+    assert list(COMMANDS)[1:] == [
+        "run",
+        *("runs", "runs ls", "runs top", "runs stack", "runs compare", "runs report", "runs plan", "runs trace"),
+        "checkpoint",
+        *(f"checkpoint {name}" for name in ("ls", "show", "verify", "prune", "export")),
+        "verify",
+        "doctor",
+        *("submit", "submit slurm", "submit kubernetes"),
+    ]
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_every_command_has_help_that_fits_the_list(path: str) -> None:
+    shown = CliRunner().invoke(main, [*path.split(), "-h"])
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.startswith(" ".join(["Usage: lockstep", *path.split()]) + " ")
+    _, _, listed = shown.stdout.partition("Commands:\n")
+    assert "..." not in listed, "click has cut off a line"
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_says_what_it_is_in_a_sentence(option: click.Option) -> None:
+    text = inspect.cleandoc(option.help or "")
+    assert re.search(r"\.( \[default[^\]]*\])?$", text), text
+    assert not any("_" in name for name in option.opts), "both spellings are taken, and one is shown"
+
+
+@pytest.mark.parametrize("words", [["--nproc_per_node", "0"], ["--nproc-per-node", "0"], ["-n", "0"]])
+def test_options_may_be_written_as_torchrun_has_them(words: list[str]) -> None:
+    done = CliRunner().invoke(main, ["submit", "slurm", "--time", "60", *words, "train.py"])
+    assert done.exit_code == 2
+    assert "'-n' / '--nproc-per-node': 0 is not in the range x>=1" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["a"], ["--quick"], ["--json"], ["-n", "2"]])
+def test_the_environment_is_that_of_this_host_alone(words: list[str]) -> None:
+    done = CliRunner().invoke(main, ["doctor", "--env", *words])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("lockstep doctor: --env prints ")
+
+
+def test_without_a_command_runs_are_listed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+    plain, listed = (CliRunner().invoke(main, words) for words in (["runs"], ["runs", "ls"]))
+    assert plain.exit_code == listed.exit_code == 0
+    assert plain.stdout == listed.stdout != ""

@@ -300,3 +300,15 @@ def test_a_host_that_starts_before_the_first(tmp_path: Path, script: Path) -> No
             done = [first.finish(), second.finish()]
     assert [each.code for each in done] == [0, 0], done
     assert not any("c10d" in each.err for each in done), "torch's C++ has nothing to warn of"
+
+
+def test_a_file_that_is_not_the_launchers_is_told_at_once(tmp_path: Path, script: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "lockstep.rendezvous").write_text("a list of someone else's\n")
+    with Machines(tmp_path, "2", endpoint=f"file:{tmp_path / 'shared'}") as machines:
+        machines.start(script=script)
+        (done,) = _ends(machines, limit=30)
+    assert done.code == 1, done
+    assert "the file in which the launchers meet, holds something else from byte 0 of 25 on" in done.err
+    assert "remove the file and start again" in done.err
+    assert "connection" not in done.err

@@ -47,7 +47,7 @@ from lockstep.errors import sentence
 from lockstep.job.messages import Channel, encode
 from lockstep.rendezvous.addresses import interface_of
 from lockstep.rendezvous.clocks import Look, ahead
-from lockstep.rendezvous.endpoint import Knock
+from lockstep.rendezvous.endpoint import Knock, check_file
 from lockstep.rendezvous.membership import (
     Card,
     RoundAttempt,
@@ -864,6 +864,11 @@ def _words(error: Exception, endpoint: str, *, cut_off: bool) -> str:
     what = str(error)
     if isinstance(error, DistError):  # whose own words name addresses that it was never given
         what = "the connection to the launchers' store has ended"
+        if endpoint.startswith("file:"):  # there is none: it is the file that has changed
+            try:
+                what = check_file(endpoint.partition(":")[2]) or "the launchers' file did not answer"
+            except ValueError as wrong:
+                what = str(wrong)
     if cut_off and not endpoint.startswith("file:"):
         what += _AGAIN
     elif not isinstance(error, (DistError, OSError, ValueError)):

@@ -20,6 +20,7 @@ from lockstep._files import describe, write_whole
 from lockstep.errors import LaunchError
 from lockstep.job import terminal
 from lockstep.job.files import EXIT_SAVED
+from lockstep.job.page import Phase
 from lockstep.launch import processes, report
 from lockstep.launch.channel import CLIENT, Answer, Cleared, Fork, Ready, Started
 from lockstep.launch.folders import JobFolder
@@ -587,7 +588,11 @@ class _Run:
         self._lost = self._lost or why
         if self._verdict is None:
             self._verdict = Verdict(EndKind.LOST, self._launcher.attempt.round.node_rank, why)
-            self._launcher.apply(self._launcher.policy.failed(now))
+            attempt, policy = self._launcher.attempt, self._launcher.policy
+            if all(attempt.look(rank).mark.phase is Phase.LEAVING for rank in policy.alive):
+                policy.let_end(now)  # their result is there, and needs no other machine
+            else:
+                self._launcher.apply(policy.failed(now))
 
     def _forget_client(self) -> None:
         if self._others is not None and self._others.is_open:

@@ -14,8 +14,9 @@ A round ends by one *verdict*: the first machine that has a reason to end it wri
 act on it. A failure that reads like the echo of another (a lost peer) waits for the real one: until every other machine
 has been heard of since, for the peer may have been lost because its whole machine was.
 
-When all ranks of a machine have ended well it says so, and the last machine to say so writes the verdict DONE. The
-machine that serves the store leaves last.
+When all ranks of a machine have ended well it says so, and the last machine to say so writes the verdict DONE. Nothing
+is lost with a machine that has said so: it may be silent, or gone, until the others have ended. The machine that serves
+the store leaves last.
 
 Between two rounds there are no ranks, and nobody to write a verdict to: a machine of the last round that is told to
 stop then writes down the job's result, and the others read the job's end there.
@@ -744,7 +745,8 @@ class _Client:
                 others_ranks = self._listen(others)
                 waiting, refused = self._newcomers(attempt, mine) if round_.node_rank == 0 else (0, [])
                 self._say(Alive(waiting, others_ranks, refused))
-                lost = [node for node, name in enumerate(attempt.names) if self._signs.is_silent(name, now)]
+                silent = [node for node, name in enumerate(attempt.names) if self._signs.is_silent(name, now)]
+                lost = [node for node in silent if not self._store.check([f"done/{node}"])]
                 if lost:
                     who = ", ".join(round_.host(node) for node in lost)
                     text = f"{who} gave no sign of life for {self._times.silent:g} s"
@@ -764,7 +766,8 @@ class _Client:
                 if isinstance(command, End):
                     verdict = Verdict.from_json(command.verdict)
                     if verdict.kind is EndKind.DONE:
-                        if self._store.add("done", 1) == len(round_.ranks):
+                        self._store.set(f"done/{round_.node_rank}", "")
+                        if self._store.check([f"done/{node}" for node in range(len(round_.ranks))]):
                             self._write(self._verdict_key, verdict.to_json())
                     elif verdict.echo:
                         echo = verdict, time.monotonic()

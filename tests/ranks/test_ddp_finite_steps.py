@@ -82,6 +82,29 @@ def _steps(way: str, make: str, bad: tuple[int, ...], *, accumulates: bool = Fal
     return _snapshot(model, optimizer), [str(each.message) for each in caught if each.category is RuntimeWarning]
 
 
+def _bad_on(bad: tuple[int, ...], check: Any) -> str:
+    w = lockstep.init(timeout=20)
+    model = lockstep.replicate(wide(), check_finite=check)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss = squares(model, w.rank, 0)
+        differentiate(loss * float("nan") if w.rank in bad else loss)
+        optimizer.step()
+    return " ".join(str(each.message) for each in caught if each.category is RuntimeWarning)
+
+
+@pytest.mark.parametrize("check", ["step", "warn"])
+@pytest.mark.parametrize("bad", [(0,), (2,), (0, 1), (0, 1, 2), (1, 2)])
+def test_no_rank_is_cleared_whose_gradients_are_not_finite(bad: tuple[int, ...], check: str) -> None:
+    """Where all of several ranks' values are NaN, rank 0 is named, or said to be one perhaps."""
+    said = run_ranks(_bad_on, 3, bad, check)[0]
+    for rank in range(3):
+        is_open = rank == 0 and "Rank 0 may have had such gradients" in said
+        assert (f" on rank {rank}" in said) == (rank in bad) or is_open, said
+    assert check == "step" or "may have" not in said
+
+
 def _leaves_out(way: str, make: str, accumulates: bool) -> list[str]:
     lockstep.init(timeout=20)
     trained, said = _steps(way, make, BAD, accumulates=accumulates)

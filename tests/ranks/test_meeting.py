@@ -300,3 +300,53 @@ def test_a_host_that_starts_before_the_first(tmp_path: Path, script: Path) -> No
             done = [first.finish(), second.finish()]
     assert [each.code for each in done] == [0, 0], done
     assert not any("c10d" in each.err for each in done), "torch's C++ has nothing to warn of"
+
+
+def test_a_file_that_is_not_the_launchers_is_told_at_once(tmp_path: Path, script: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "lockstep.rendezvous").write_text("a list of someone else's\n")
+    with Machines(tmp_path, "2", endpoint=f"file:{tmp_path / 'shared'}") as machines:
+        machines.start(script=script)
+        (done,) = _ends(machines, limit=30)
+    assert done.code == 1, done
+    assert "the file in which the launchers meet, holds something else from byte 0 of 25 on" in done.err
+    assert "remove the file and start again" in done.err
+    assert "connection" not in done.err
+
+
+_LEAVES = """
+import lockstep.rendezvous.client as client
+see_off = client._Client._see_off
+def tell(self, *what):
+    open("leaving", "w").close()
+    return see_off(self, *what)
+client._Client._see_off = tell
+"""
+
+_LOOKS_LATE = """
+import os, time
+import lockstep.rendezvous.client as client
+plain = client._Client._end_if_over
+def late(self, *what):
+    open("waits", "w").close()
+    until = time.monotonic() + 1.0
+    while not os.path.exists("leaving") and time.monotonic() < until:
+        time.sleep(0.01)
+    if os.path.exists("leaving"):
+        time.sleep(0.7)  # in which a machine that waits for nobody is gone
+    return plain(self, *what)
+client._Client._end_if_over = late
+"""
+
+
+def test_a_newcomer_that_looks_late_hears_how_the_job_has_ended(tmp_path: Path, script: Path) -> None:
+    """The machine with the store waits for it, or it would look for the store until --join-timeout."""
+    with Machines(tmp_path, "2") as machines:
+        _serve(machines.start(str(tmp_path / "go"), script=script, before=_LEAVES))
+        machines.start(str(tmp_path / "go"), script=script)
+        wait_for(lambda: _started(tmp_path) == _TWO, "the job")
+        machines.start(str(tmp_path / "go"), script=script, before=_LOOKS_LATE)
+        wait_for((tmp_path / "waits").exists, "the newcomer")
+        (tmp_path / "go").touch()
+        done = _ends(machines, limit=40)
+    assert [each.code for each in done] == [0, 0, 0], done

@@ -613,3 +613,54 @@ def test_a_name_without_an_address_is_what_a_machine_ends_with(tmp_path: Path) -
         codes, (done,) = _codes(machines)
     assert codes == [1]
     assert "failed: the name box-0.invalid can't be resolved" in done.err
+
+
+_LEAVES_LATE = """
+import atexit, os, sys, time
+import lockstep
+world = lockstep.init()
+def last():
+    open(f"{sys.argv[1]}/leaves-{os.getpid()}", "w").close()
+    while not os.path.exists(f"{sys.argv[1]}/end"):
+        time.sleep(0.01)
+if world.rank == 1:
+    atexit.register(last)
+world.mean(1.0)
+"""
+
+
+def _holds(folder: Path, text: bytes) -> bool:
+    return any(text in file.read_bytes() for file in folder.iterdir())
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("shared", [False, True], ids=["port", "file"])
+def test_a_machine_that_is_gone_when_the_others_leave_takes_nothing_with_it(
+    tmp_path: Path, shared: bool, how: str
+) -> None:
+    """Its own ranks have ended well, as have the programs of all others."""
+    script = tmp_path / "train.py"
+    script.write_text(_LEAVES_LATE)
+    (tmp_path / "shared").mkdir()
+    endpoint = f"file:{tmp_path / 'shared'}" if shared else None
+    with Machines(tmp_path, "2", endpoint=endpoint, times=f"{SOON},silent=1.5,cut_off=2.5") as machines:
+        first = machines.start(script=script)
+        wait_for(lambda: _has_client(first) and (shared or sockets(client(first), "0A")), "its store")
+        wait_for(lambda: not shared or _holds(tmp_path / "shared", b"card/1"), "its card")
+        second = machines.start(script=script)
+        wait_for(lambda: list(tmp_path.glob("leaves-*")), "the last rank's end")
+        wait_for(lambda: len(children(zygote(first))) == 1, "the end of the first machine's rank")
+        wait_for(lambda: not shared or _holds(tmp_path / "shared", b"done/0"), "its word for that")
+        (leaving,) = (int(path.name.partition("-")[2]) for path in tmp_path.glob("leaves-*"))
+        beyond, watcher = time.monotonic() + 3.0, client(second)
+        stopped = kill_all(first) if how == "killed" else stop_all(first)[0]
+        wait_for(lambda: time.monotonic() > beyond or not Path(f"/proc/{leaving}").exists(), "a while")
+        if not shared:
+            wait_for(lambda: not Path(f"/proc/{watcher}").exists(), "the end of its client", limit=30)
+        (tmp_path / "end").touch()
+        done = second.finish(limit=30)
+        if how == "stopped":
+            for pid in stopped:
+                os.kill(pid, signal.SIGKILL)
+    assert done.code == 0, done
+    assert ("gave no sign of life" in done.err) is False

@@ -7,13 +7,14 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import LIMIT, environment, run
+from tests.launching import LIMIT, environment, run, wait_for
 
 _TALK = """
 import os, sys
@@ -214,3 +215,60 @@ def test_the_cursor_comes_back_when_a_bar_is_cut_off(tmp_path: Path) -> None:
     os.close(ours)
     assert job.wait(timeout=LIMIT) == 3
     assert seen.index(b"half a bar") < seen.index(b"\x1b[?25h\r\n") < seen.index(b"rank 1 of 2 failed")
+
+
+_BEGUN = """
+import os, sys, time
+if os.environ["RANK"] == {rank!r}:
+    os.write(1, b"a line\\n") if {bare} else None
+    print("\\x1b[32mhalf a line\\x1b[0m", end="", flush=True)
+    open("begun", "w").close()
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+    print(" and the rest")
+"""
+
+_SAID = "lockstep: SIGUSR1: no rank can save now; only a Checkpointer with the training loader can, in its loop\n"
+
+
+@pytest.mark.parametrize("sink", ["pipe", "terminal", "file"])
+@pytest.mark.parametrize(("options", "rank"), [([], "0"), (["--all-output"], "0"), (["--all-output"], "1")])
+def test_the_launchers_messages_begin_a_line(tmp_path: Path, sink: str, options: list[str], rank: str) -> None:
+    """Each of them once, and none of them an empty one."""
+    (tmp_path / "talk.py").write_text(_BEGUN.format(rank=rank, bare=sink == "file"))
+    if sink == "terminal":
+        reading, writing = pty.openpty()
+    elif sink == "pipe":
+        reading, writing = os.pipe()
+    else:
+        reading = os.open(tmp_path / "shown", os.O_RDONLY | os.O_CREAT)
+        writing = os.open(tmp_path / "shown", os.O_WRONLY)
+    command = [sys.executable, "-m", "lockstep", "run", "-n", "2", *options, "talk.py"]
+    job = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(tmp_path), stdout=writing, stderr=writing, start_new_session=True
+    )
+    os.close(writing)
+    shown = b""
+    try:
+        wait_for((tmp_path / "begun").exists, "half a line", limit=60)
+        for _ in range(2):
+            while b"half a line\x1b[0m" not in shown:
+                shown += os.read(reading, 4096)
+            said = shown.count(b"lockstep: ")
+            job.send_signal(signal.SIGUSR1)
+            while shown.count(b"lockstep: ") == said or not shown.endswith(b"\n"):
+                shown += os.read(reading, 4096)
+        (tmp_path / "go").touch()
+        with contextlib.suppress(OSError):  # how Linux says that nobody has the other end of a terminal open
+            while chunk := os.read(reading, 4096) or (b"" if job.poll() is not None else b"\0"):
+                shown += chunk.strip(b"\0")
+        assert job.wait(LIMIT) == 0
+    finally:
+        job.kill()
+        job.wait(LIMIT)
+        os.close(reading)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).replace("\r\n", "\n")
+    prefix = "[1] " if rank == "1" else ""
+    first = "a line\n" if sink == "file" else ""
+    first = f"{prefix}{first}" if first else ""
+    assert text.startswith(f"{first}{prefix}half a line\n{_SAID}{_SAID}{prefix} and the rest\n"), text

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from lockstep.launch.ports import free_port
 from lockstep.rendezvous import endpoint
 from lockstep.rendezvous.addresses import is_only_here
-from lockstep.rendezvous.endpoint import Knock, split
+from lockstep.rendezvous.endpoint import Knock, check_file, split
 
 
 @pytest.mark.parametrize(
@@ -79,6 +84,55 @@ def test_another_program_listens_there() -> None:
         knock.join(20.0)
         connection.close()
     assert f"another program uses the port: at {where} it begins with 'SSH-2.0-OpenSSH_9.2'" in knock.why
+
+
+def _cut_off(path: Path) -> None:
+    store = FileStore(str(path))
+    store.set("lockstep/key", "a value")
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: path.write_bytes(b"a list of someone else's\n"), "holds something else from byte 0 of 25 on"),
+        (lambda path: path.write_bytes(b"x"), "holds something else from byte 0 of 1 on"),
+        (lambda path: path.write_bytes(bytes(64)), "holds something else from byte 0 of 64 on"),
+        (_cut_off, "holds something else from byte "),
+        (Path.mkdir, "is a folder: another folder"),
+        (lambda path: path.symlink_to(path.parent / "none" / "file"), "can't be read and written (No such file"),
+        (os.mkfifo, "is no regular file"),
+    ],
+    ids=["foreign", "short", "zeros", "cut off", "folder", "dangling link", "fifo"],
+)
+def test_a_file_that_is_no_store(tmp_path: Path, make: Callable[[Path], object], said: str) -> None:
+    make(tmp_path / "store")
+    knock = Knock(f"file:{tmp_path / 'store'}", None, doubtful=False)
+    knock.start()
+    knock.join(10.0)
+    assert not knock.is_alive()
+    assert isinstance(knock.error, ValueError), knock.error
+    assert f"{tmp_path / 'store'}, " in str(knock.error)
+    assert said in str(knock.error)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_an_empty_file_becomes_a_store(tmp_path: Path, exists: bool) -> None:
+    if exists:
+        (tmp_path / "store").touch()
+    knock = Knock(f"file:{tmp_path / 'store'}", None, doubtful=False)
+    knock.run()
+    assert (knock.error, knock.why) == (None, "")
+    assert knock.store is not None
+    knock.store.set("key", "value")
+    assert check_file(str(tmp_path / "store")) == ""
+
+
+def test_a_file_that_another_process_has_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_LOCKED", 0.1)
+    with open(tmp_path / "store", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert check_file(str(tmp_path / "store")) == f"another process keeps {tmp_path / 'store'} locked"
 
 
 def test_a_name_that_nobody_knows() -> None:

@@ -44,11 +44,15 @@ class SumLook:
         self.is_suspicious = False
         #: By rank, the parts in which its values were not finite, as far as this rank has seen them.
         self.found: dict[int, set[int]] = {}
+        #: The parts in which rank 0's values may have been so as well: the sum has replaced them, and with another
+        #: rank's it is not finite in any case.
+        self.unclear: set[int] = set()
 
     def begin(self) -> None:
         """Forget the last sum."""
         self.is_suspicious = False
         self.found.clear()
+        self.unclear.clear()
 
     def at(self, pieces: Sequence[Tensor], start: int) -> None:
         """Look at a piece of the sum.
@@ -71,9 +75,13 @@ class SumLook:
             self._note(rank, theirs, start)
             left &= ~theirs
         self._note(0, left, start)  # whose own values the sum has replaced
+        self.unclear |= self._parts(bad & ~left, start)
 
     def _note(self, rank: int, bad: Tensor, start: int) -> None:
-        positions = bad.nonzero().view(-1) + start
-        if len(positions):
-            parts = torch.bucketize(positions, torch.tensor(self._ends), right=True).unique().tolist()
+        parts = self._parts(bad, start)
+        if parts:
             self.found.setdefault(rank, set()).update(parts)
+
+    def _parts(self, bad: Tensor, start: int) -> set[int]:
+        positions = bad.nonzero().view(-1) + start
+        return {*torch.bucketize(positions, torch.tensor(self._ends), right=True).unique().tolist()}

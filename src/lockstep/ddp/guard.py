@@ -45,6 +45,8 @@ from lockstep.text import listed
 
 #: Names that a rank tells the others.
 _MOST_NAMES = 100
+#: Stands for a rank where rank 0 may be one.
+_UNCLEAR = -1
 
 
 class StepGuard:
@@ -65,11 +67,14 @@ class StepGuard:
         self._not_finite: set[int] = set()
         #: By rank, names of parameters whose gradients were seen to be bad in the backward under way.
         self._seen: dict[int, set[str]] = {}
+        #: Names of those that rank 0 may have had as well.
+        self._unclear: set[str] = set()
         #: Whether any rank has seen one; the same on all ranks.
         self._is_flagged = False
         #: Where the last average came from, if it is not finite, and what all ranks know of its origin.
         self._whoami = ""
         self._found: dict[int, list[str]] = {}
+        self._perhaps: list[str] = []
         self._is_suspect = False
         #: Flags of the last average on their way from a GPU, and where that was.
         self._unread: list[_Unread] = []
@@ -121,6 +126,7 @@ class StepGuard:
                 # Flags lie behind the gradients, and no rank's are infinite.
                 bad = {sending.name_of(bucket, slot) for slot in slots if slot < len(bucket)}
                 self._seen.setdefault(rank, set()).update(bad)
+            self._unclear |= {sending.name_of(bucket, slot) for slot in bucket.look.unclear if slot < len(bucket)}
         elif bucket.flat.device.type != "cpu":
             self._read_later(_doubt(bucket.values) if sending.is_hooked else flags, of_this=True)
         else:  # (What a comm hook returns need not be finite, whatever it was given.)
@@ -152,6 +158,7 @@ class StepGuard:
         if self._is_suspect or self._unread:
             self._refuse_reached(whoami)
         seen, self._seen = self._seen, {}
+        unclear, self._unclear = self._unclear, set()
         self._is_suspect, self._is_flagged, self._is_counted = self._is_flagged, False, False
         if not self._is_suspect:
             self._in_a_row = 0
@@ -159,17 +166,19 @@ class StepGuard:
                 self._attend(False)
             return
         self._not_finite = _not_finite(self._params)
-        mine = {str(rank): sorted(names)[:_MOST_NAMES] for rank, names in seen.items()}
+        mine = {str(rank): sorted(names)[:_MOST_NAMES] for rank, names in (*seen.items(), (_UNCLEAR, unclear))}
         found: dict[int, set[str]] = {}
         for rank, names in chain.from_iterable(each.items() for each in all_gather_records(mine, self._group)):
             found.setdefault(int(rank), set()).update(names)
+        self._perhaps = sorted(found.pop(_UNCLEAR) - found.get(0, set()))
         self._found, self._whoami = {rank: sorted(names) for rank, names in found.items()}, whoami()
         self._attend(True)
 
     def averaged_unseen(self, whoami: str) -> None:
         """Note an average that was not looked at: in front of the optimizer's step it is."""
         self._refuse_reached(lambda: whoami)
-        self._found, self._whoami, self._is_suspect, self._is_counted = {}, whoami, False, False
+        self._found, self._perhaps, self._whoami = {}, [], whoami
+        self._is_suspect = self._is_counted = False
         self._attend(True)
 
     def _attend(self, attends: bool) -> None:
@@ -202,6 +211,14 @@ class StepGuard:
 
     def _origin(self) -> str:
         return f" ({self._whoami}: {words_for(self._found)})" if self._found else ""
+
+    def _whether_rank_0(self) -> str:
+        if not self._perhaps:
+            return ""
+        return (
+            f". Rank 0 may have had such gradients of {listed([*map(repr, self._perhaps)], most=5)} as well: the sum "
+            'has replaced its values before anybody looked ("warn", "skip" and "raise" look earlier)'
+        )
 
     # In front of an optimizer's step ---------------------------------------------------------------------------------
 
@@ -247,7 +264,7 @@ class StepGuard:
             callsite.warn(
                 f"{what}. This step of {type(optimizer).__name__} was left out on every rank: neither parameters nor "
                 "the optimizer's state have changed. check_finite= of lockstep.replicate and DistributedDataParallel "
-                "says what else can be done",
+                f"says what else can be done{self._whether_rank_0()}",
                 RuntimeWarning,
             )
 

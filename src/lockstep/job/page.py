@@ -114,6 +114,8 @@ class Cell(enum.IntEnum):
     COLLECTED = 226
     COLLECTIONS = 227
     COLLECTING = 228
+    #: What this rank has written last to where messages go: see Note [Begun lines] in terminal.py.
+    LINES = 229
 
 
 class Text(enum.Enum):

@@ -13,6 +13,14 @@ BrokenPipeError. That ends a program whose output is its result; it would end a 
 
 And so does a rank's log that can't grow: the disk is full, or the file has reached the user's limit (``ulimit -f``).
 The launcher is told, and says it. A file that the user has redirected the output to is as under ``python``.
+
+Note [Begun lines]
+~~~~~~~~~~~~~~~~~~
+The launcher has messages of its own, and a line of a rank may not be ended where one of them comes: a progress bar, a
+question. Each message begins a line, so the launcher has to know how the last one stands. What it relays it has seen.
+Of a rank that has the terminal itself, that rank's page says it: a number that grows with each write to where messages
+go, odd if a line is begun. So a line that the launcher has ended is not ended again. Where all of it goes to a file the
+last byte there says it. (What compiled code prints past Python is not known, but in a file.)
 """
 
 from __future__ import annotations
@@ -20,6 +28,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import select
 import stat
 import sys
@@ -30,6 +39,35 @@ from lockstep.job import notes
 
 #: Why a file can't grow.
 _FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
+#: What moves no cursor to another column, at the end of what was written: colours, a cursor that is shown or hidden.
+_STYLES = re.compile(rb"(\x1b\[[0-9;?]*[hlm])+\Z")
+#: Bytes at the end of what was written that are looked at.
+_END = 64
+
+#: int64 [1], the cell of this rank's page for Note [Begun lines], and the descriptors that it is about; None: this is
+#: no rank of a launcher's.
+_lines: tuple[memoryview, frozenset[int]] | None = None
+
+
+def note_lines(cell: memoryview) -> None:
+    """From now on note in a page whether this process has begun a line where the launcher's messages go; see Note
+    [Begun lines].
+
+    Args:
+        cell: int64 [1], of this rank's page.
+    """
+    global _lines
+    _lines = cell, frozenset((1, 2) if os.path.sameopenfile(1, 2) else (2,))
+
+
+def _note(fd: int, data: Any) -> None:
+    if _lines is None or fd not in _lines[1]:
+        return
+    end = bytes(memoryview(data).cast("B")[-_END:])
+    end = end if end.endswith(b"\n") else _STYLES.sub(b"", end)
+    if end:
+        cell = _lines[0]
+        cell[0] = (cell[0] | 1) + (1 if end.endswith(b"\n") else 2)
 
 
 def is_gone(fd: int) -> bool:
@@ -69,7 +107,9 @@ class _Forgiving(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         try:
-            return super().write(data)
+            written = super().write(data)
+            _note(self.fileno(), data)
+            return written
         except BrokenPipeError:
             _lead_to_nowhere([self.fileno()])
         except OSError as error:

@@ -92,6 +92,10 @@ class Attempt:
         """Return a rank's page as it is now."""
         return self._pages.look(rank)
 
+    def lines(self, rank: int) -> int:
+        """Return what a rank has noted of the line that it wrote last; see Note [Begun lines] in job/terminal.py."""
+        return self._pages.get(rank, Cell.LINES)
+
     @property
     def listening(self) -> bool:
         """Whether ranks save and leave by themselves when they are asked to stop."""

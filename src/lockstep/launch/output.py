@@ -88,6 +88,13 @@ class Streams:
         """Return the ranks that have written only to a log in a folder that the user did not choose."""
         return self._logs.unseen() if self._spec.output is Output.FIRST else []
 
+    def unrelayed(self) -> list[int]:
+        """Return the ranks that write where the launcher does, past the relay."""
+        if self._spec.log_dir is not None or self._spec.output is Output.ALL:
+            return []
+        shared = self._spec.output is Output.SHARED
+        return [rank for local_rank, rank in self._ranks.items() if shared or self._is_first(local_rank)]
+
     def resize(self) -> None:
         """Give rank 0's terminal the size that the user's has now."""
         if self._pty is not None and os.isatty(1):  # which may have gone
@@ -116,15 +123,6 @@ class Streams:
         reading, error = open_pty(window_size(1 if os.isatty(1) else 2)) if os.isatty(2) else os.pipe()
         self._relay.add(reading, rank=rank, sink=2, log=None if log is None else os.dup(log))
         return [os.dup(0), output, error]
-
-
-def show_cursor() -> None:
-    """Show the terminal's cursor, which a rank that a signal ends in the middle of a progress bar leaves hidden."""
-    for fd in (2, 1):
-        if os.isatty(fd):
-            with contextlib.suppress(OSError):
-                os.write(fd, b"\x1b[?25h\n")
-            return
 
 
 def error_sink() -> int:
@@ -308,6 +306,10 @@ class Relay:
         for sink in self._sinks.values():
             sink.write()
         self._watch()
+
+    def sink(self, fd: int) -> OutputSink | None:
+        """Return what leads to the launcher's own ``fd``; None: nothing is relayed there."""
+        return self._sinks.get(fd)
 
     def finish_sources(self) -> None:
         """Take what is left in the pipes of processes that have all ended, before others write to new ones."""

@@ -166,6 +166,11 @@ class Policy:
         self.deadline = now + self.grace
         return self._order(signal.SIGTERM, now)
 
+    def let_end(self, now: float) -> None:
+        """Give the ranks time to end by themselves, since their programs are over."""
+        if not self.stopping:
+            self.deadline = now + self.grace
+
     def tick(self, now: float) -> list[Order]:
         """Kill the ranks that are still there when the deadline has passed."""
         if self.deadline is None or now < self.deadline or not self.alive:

@@ -28,7 +28,7 @@ from lockstep.errors import LockstepError, named, said
 from lockstep.identity import Identity, place
 from lockstep.job import flight, terminal, tracing
 from lockstep.job.files import EXIT_SAVED, FailureRecord
-from lockstep.job.page import Phase
+from lockstep.job.page import Cell, Phase
 from lockstep.job.stop import interrupt_once
 from lockstep.launch import preload, processes
 from lockstep.launch.processes import SAVE, STOPPING
@@ -101,7 +101,9 @@ def _take_page() -> None:
     folder, identity = knobs.job_dir(), Identity.from_environment()
     if folder is None:
         return
-    flight.take(folder, rank=identity.rank, world_size=identity.world_size)
+    taken = flight.take(folder, rank=identity.rank, world_size=identity.world_size)
+    assert taken.pages is not None, "it is among the pages of its job"
+    terminal.note_lines(taken.pages.page(identity.rank).cast("q")[Cell.LINES : Cell.LINES + 1])
     optimizers = sys.modules.get("torch.optim.optimizer")  # the zygote's; where it has none, lockstep.init() counts
     if optimizers is not None:
         flight.watch_optimizers(optimizers)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from lockstep.job.fates import advice
 from lockstep.job.files import EXIT_SAVED, StopNote
@@ -32,8 +33,24 @@ _LAST_LINES, _LAST_BYTES = 8, 2000
 _ANY_RANK = "rank #"
 
 
+class Screen(Protocol):
+    """Shows messages where ranks write as well."""
+
+    def show(self, text: str) -> None:
+        """Show a message on lines of its own."""
+        ...
+
+
 #: Where messages go as lines of JSON, to be shown elsewhere; None: to standard error.
 _reader: int | None = None
+#: Shows messages while ranks write; None: there are none.
+_screen: Screen | None = None
+
+
+def say_on(screen: Screen | None) -> None:
+    """Have ``screen`` show messages from now on; None: show them as if nothing else wrote there."""
+    global _screen
+    _screen = screen
 
 
 def say_to(fd: int) -> None:
@@ -52,7 +69,7 @@ def say(text: str, *, once: str = "", later: bool = False) -> None:
         later: another machine's launcher knows more of it, and is the one to be shown, if it says anything.
     """
     if _reader is None:
-        show(f"lockstep: {text}")
+        (show if _screen is None else _screen.show)(f"lockstep: {text}")
     else:
         os.write(_reader, json.dumps({"text": text, "once": once, "later": later}).encode() + b"\n")
 

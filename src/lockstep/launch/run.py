@@ -20,16 +20,18 @@ from lockstep._files import describe, write_whole
 from lockstep.errors import LaunchError
 from lockstep.job import terminal
 from lockstep.job.files import EXIT_SAVED
+from lockstep.job.page import Phase
 from lockstep.launch import closing, processes, report
 from lockstep.launch.channel import CLIENT, Answer, Cleared, Fork, Ready, Started
 from lockstep.launch.closing import JobEnd, LastWord, why_over
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
-from lockstep.launch.output import LogFolder, Relay, Streams, show_cursor
+from lockstep.launch.output import LogFolder, Relay, Streams
 from lockstep.launch.policy import Failure, Restarts
 from lockstep.launch.ports import free_port, is_free
 from lockstep.launch.processes import SAVE, STOPPING, SignalArrival, SignalQueue, ignored
 from lockstep.launch.report import say
+from lockstep.launch.screen import RunScreen
 from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, Output, check_program
 from lockstep.rendezvous.handle import Rendezvous
 from lockstep.rendezvous.messages import (
@@ -190,6 +192,8 @@ class _Run:
         self._steps_when_asked: dict[int, int | None] = {}
         self._relay = Relay(launcher.selector)
         self._streams = Streams(self._spec, logs, self._relay)
+        self._screen = RunScreen(launcher, self._streams, self._relay)
+        report.say_on(self._screen)
         self._others = None if self._spec.rendezvous is None else Rendezvous(self._spec.meeting())
         #: When the search for the other machines ends, on the monotonic clock; None: it has not begun.
         self._meet_by: float | None = None
@@ -237,10 +241,12 @@ class _Run:
             say(f"the folder of the ranks' logs, {self._logs.path}, was removed while the job ran")
         elif unseen:
             say(report.unseen(unseen, self._logs.path))
+        self._drain()
         return code
 
     def close(self) -> None:
         """End whatever is left, on any way out."""
+        report.say_on(None)
         self._launcher.zygote.close()
         processes.sweep(patience=_PATIENCE)
         self._relay.close()
@@ -593,7 +599,11 @@ class _Run:
         self._lost = self._lost or why
         if self._verdict is None:
             self._verdict = Verdict(EndKind.LOST, self._launcher.attempt.round.node_rank, why)
-            self._launcher.apply(self._launcher.policy.failed(now))
+            attempt, policy = self._launcher.attempt, self._launcher.policy
+            if all(attempt.look(rank).mark.phase is Phase.LEAVING for rank in policy.alive):
+                policy.let_end(now)  # their result is there, and needs no other machine
+            else:
+                self._launcher.apply(policy.failed(now))
 
     def _forget_client(self) -> None:
         if self._others is not None and self._others.is_open:
@@ -655,7 +665,7 @@ class _Run:
         launcher, policy, verdict = self._launcher, self._launcher.policy, self._verdict
         outcome = launcher.attempt.outcome(self._streams)
         if any(ending.shown and (ending.state.exit_code or 0) < 0 for ending in outcome.endings):
-            show_cursor()
+            self._screen.show_cursor()
         if verdict is None and outcome.first is not None:  # the zygote has ended as well, so nothing starts again
             verdict = self._judge()
         closed = closing.decide(self._end(verdict))

@@ -14,8 +14,9 @@ A round ends by one *verdict*: the first machine that has a reason to end it wri
 act on it. A failure that reads like the echo of another (a lost peer) waits for the real one: until every other machine
 has been heard of since, for the peer may have been lost because its whole machine was.
 
-When all ranks of a machine have ended well it says so, and the last machine to say so writes the verdict DONE. The
-machine that serves the store leaves last.
+When all ranks of a machine have ended well it says so, and the last machine to say so writes the verdict DONE. Nothing
+is lost with a machine that has said so: it may be silent, or gone, until the others have ended. The machine that serves
+the store leaves last.
 
 Between two rounds there are no ranks, and nobody to write a verdict to: a machine of the last round that is told to
 stop then writes down the job's result, and the others read the job's end there.
@@ -46,7 +47,7 @@ from lockstep import knobs
 from lockstep.job.messages import Channel
 from lockstep.rendezvous.addresses import interface_of
 from lockstep.rendezvous.clocks import Look, ahead
-from lockstep.rendezvous.endpoint import Knock
+from lockstep.rendezvous.endpoint import Knock, check_file
 from lockstep.rendezvous.membership import (
     Card,
     RoundAttempt,
@@ -740,7 +741,8 @@ class _Client:
                 others_ranks = self._listen(others)
                 waiting, refused = self._newcomers(attempt, mine) if round_.node_rank == 0 else (0, [])
                 self._say(Alive(waiting, others_ranks, refused))
-                lost = [node for node, name in enumerate(attempt.names) if self._signs.is_silent(name, now)]
+                silent = [node for node, name in enumerate(attempt.names) if self._signs.is_silent(name, now)]
+                lost = [node for node in silent if not self._store.check([f"done/{node}"])]
                 if lost:
                     who = ", ".join(round_.host(node) for node in lost)
                     text = f"{who} gave no sign of life for {self._times.silent:g} s"
@@ -760,7 +762,8 @@ class _Client:
                 if isinstance(command, End):
                     verdict = Verdict.from_json(command.verdict)
                     if verdict.kind is EndKind.DONE:
-                        if self._store.add("done", 1) == len(round_.ranks):
+                        self._store.set(f"done/{round_.node_rank}", "")
+                        if self._store.check([f"done/{node}" for node in range(len(round_.ranks))]):
                             self._write(self._verdict_key, verdict.to_json())
                     elif verdict.echo:
                         echo = verdict, time.monotonic()
@@ -860,6 +863,11 @@ def _words(error: Exception, endpoint: str, *, cut_off: bool) -> str:
     what = str(error)
     if isinstance(error, DistError):  # whose own words name addresses that it was never given
         what = "the connection to the launchers' store has ended"
+        if endpoint.startswith("file:"):  # there is none: it is the file that has changed
+            try:
+                what = check_file(endpoint.partition(":")[2]) or "the launchers' file did not answer"
+            except ValueError as wrong:
+                what = str(wrong)
     if cut_off and not endpoint.startswith("file:"):
         what += _AGAIN
     elif not isinstance(error, (DistError, OSError, ValueError)):

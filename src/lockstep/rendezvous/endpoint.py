@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import os
 import re
 import socket
+import stat
+import sys
 import threading
+import time
 from datetime import timedelta
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
@@ -19,6 +24,10 @@ from lockstep.rendezvous.messages import DEFAULT_PORT
 _CONNECT = 5.0
 #: Seconds in which a program that is no store may say what it is, and bytes of it that are repeated.
 _GREETING, _WORDS = 0.3, 60
+#: Seconds that another launcher may keep the file of the store to itself.
+_LOCKED = 2.0
+#: What to do about a file that is not the launchers'.
+_ANOTHER = "another folder (--rdzv file:FOLDER) or another name (--rdzv-id) leaves it as it is"
 
 
 class Knock(threading.Thread):
@@ -58,7 +67,9 @@ class Knock(threading.Thread):
         kind, _, path = self._endpoint.partition(":")
         if kind == "file":
             self.address = self._local_addr or own_address(None)
-            self.store = FileStore(path)
+            self.why = check_file(path)
+            if not self.why:
+                self.store = FileStore(path)
             return
         host, port = split(self._endpoint)
         try:
@@ -103,6 +114,58 @@ class Knock(threading.Thread):
             self.store = TCPStore(
                 host, port, is_master=False, timeout=timedelta(seconds=knobs.times().answer), wait_for_workers=False
             )
+
+
+def check_file(path: str) -> str:
+    """See whether a file is, or can become, what torch's ``FileStore`` writes, which looks for what is missing in
+    anything else until its time is over. An absent file is made (0600). Return why it is not known yet; empty: it is.
+
+    Raises:
+        ValueError: the file can't be used; the message says why, and what to do.
+    """
+    try:
+        found = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        what = "is a folder" if error.errno == errno.EISDIR else f"can't be read and written ({error.strerror})"
+        raise ValueError(f"{path}, the file in which the launchers meet, {what}: {_ANOTHER}") from error
+    with open(found, "rb") as file:
+        if not stat.S_ISREG(os.fstat(found).st_mode):
+            raise ValueError(f"{path}, in which the launchers are to meet, is no regular file: {_ANOTHER}")
+        until = time.monotonic() + _LOCKED
+        while True:
+            try:
+                fcntl.flock(
+                    found, fcntl.LOCK_SH | fcntl.LOCK_NB
+                )  # as the store does, so that no half of a value is read
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    return f"another process keeps {path} locked"
+                time.sleep(0.01)
+        content = file.read()
+    place = _first_misfit(content)
+    if place is not None:
+        raise ValueError(
+            f"{path}, the file in which the launchers meet, holds something else from byte {place} of {len(content)} "
+            "on: another program has written it, or what a launcher wrote was cut off (its machine died, the disk was "
+            f"full). Where no launcher of this job runs any more, remove the file and start again; {_ANOTHER}"
+        )
+    return ""
+
+
+def _first_misfit(content: bytes) -> int | None:
+    """Return where the first record begins that is none; None: all are keys and values, each after its length."""
+    place = end = 0
+    while end < len(content):
+        place = end
+        for least in (1, 0):  # a key, which is not empty, and its value
+            if end + 4 > len(content):
+                return place
+            length = int.from_bytes(content[end : end + 4], sys.byteorder)
+            end += 4 + length
+            if length < least or end > len(content):
+                return place
+    return None
 
 
 def _greeting(probe: socket.socket) -> str:

@@ -1,0 +1,81 @@
+"""The launcher's own messages, among what the ranks write."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+
+from lockstep.launch.launcher import Launcher
+from lockstep.launch.output import Relay, Streams, error_sink
+from lockstep.launch.report import show
+
+#: Stands for the launcher among those whose lines are shown.
+_LAUNCHER = -1
+
+
+class RunScreen:
+    """Shows the launcher's messages among what the ranks of this machine write; see Note [Begun lines] in
+    job/terminal.py.
+
+    Args:
+        launcher: knows the ranks' pages.
+        streams: knows which ranks write past the relay.
+        relay: passes on what the others write.
+    """
+
+    def __init__(self, launcher: Launcher, streams: Streams, relay: Relay) -> None:
+        self._launcher, self._streams, self._relay = launcher, streams, relay
+        #: What ranks had noted of their lines when the launcher wrote last, by start and rank.
+        self._ended: dict[tuple[int, int], int] = {}
+
+    def show(self, text: str) -> None:
+        """Show a message on lines of its own."""
+        sink = self._relay.sink(error_sink())
+        if sink is not None and not sink.broken:
+            sink.push(_LAUNCHER, b"", f"{text}\n".encode(errors="backslashreplace"))
+            sink.write()
+            return
+        is_begun = self._is_begun()
+        self._note_end()
+        show(f"\n{text}" if is_begun else text)
+
+    def show_cursor(self) -> None:
+        """Show the terminal's cursor, which a rank that a signal ends in the middle of a progress bar leaves hidden."""
+        for fd in (2, 1):
+            if os.isatty(fd):
+                with contextlib.suppress(OSError):
+                    os.write(fd, b"\x1b[?25h\n")
+                sink = self._relay.sink(fd if fd == 1 else error_sink())
+                if sink is not None:
+                    sink.owner = None
+                self._note_end()
+                return
+
+    def _is_begun(self) -> bool:
+        last = _last_byte(2)
+        if last is not None:
+            return last != b"\n"
+        return any(count % 2 and self._ended.get(place) != count for place, count in self._counts().items())
+
+    def _note_end(self) -> None:
+        self._ended = self._counts()
+
+    def _counts(self) -> dict[tuple[int, int], int]:
+        attempt = self._launcher.attempt
+        return {(attempt.number, rank): attempt.lines(rank) for rank in self._streams.unrelayed()}
+
+
+def _last_byte(fd: int) -> bytes | None:
+    """Return the last byte that a file has got, a newline if it is empty; None: it is no file, or can't be read."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        return None
+    try:
+        place = os.lseek(fd, 0, os.SEEK_CUR)
+        reading = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return os.pread(reading, 1, place - 1) if place else b"\n"
+    finally:
+        os.close(reading)

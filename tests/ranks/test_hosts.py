@@ -327,6 +327,40 @@ def test_messages_keep_their_order_and_their_limits() -> None:
     assert told[:2] == [["CollectiveTimeout"]] * 2
 
 
+# --- a group that is destroyed because of an error --------------------------------------------------------------------
+
+
+def _destroy_with(backend: str, issued: str) -> tuple[str, float]:
+    """Rank 0 fails with something on its way that no rank comes to; the others wait for it in a collective."""
+    world = lockstep.init(backend, timeout=60)
+    begun = time.monotonic()
+    try:
+        try:
+            if world.rank == 0:
+                if issued == "message":
+                    dist.isend(torch.ones(3_000_000), world.world_size - 1)
+                else:
+                    dist.all_reduce(torch.ones(3_000_000), async_op=True)
+                raise ValueError("the first error")
+            dist.recv(torch.ones(3), 0, tag=9)
+        finally:
+            dist.destroy_process_group()
+    except (ValueError, lockstep.LockstepError) as error:
+        return str(error), time.monotonic() - begun
+    raise AssertionError("all have failed")
+
+
+@pytest.mark.parametrize("issued", ["message", "collective"])
+@pytest.mark.parametrize(("backend", "hosts"), [("hierarchical", [2, 2]), ("shm", None)])
+def test_an_error_does_not_wait_for_what_was_issued_before_it(
+    backend: str, hosts: list[int] | None, issued: str
+) -> None:
+    (said, _), *others = told = run_ranks(_destroy_with, 4, backend, issued, hosts=hosts)
+    assert said == "the first error"
+    assert all("rank 0" in text for text, _ in others), others
+    assert max(seconds for _, seconds in told) < 5.0 + MARGIN, "and not for the group's timeout"
+
+
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 

@@ -382,7 +382,7 @@ def test_a_trace_has_a_barrier_that_is_made_of_messages() -> None:
     assert told == 2 * [[("collective: barrier", "cpu:gloo (cpu)"), ("wait: wait for barrier", "cpu:gloo (cpu)")]]
 
 
-def _late_and_gone(fifo: str) -> str:
+def _late_and_gone(fifo: str, is_noticed: bool) -> str:
     w = lockstep.init("gloo")
     if w.rank == 2:
         os._exit(0)
@@ -390,6 +390,9 @@ def _late_and_gone(fifo: str) -> str:
         with open(fifo) as wait_for_rank_0:
             wait_for_rank_0.read()
         return ""
+    if is_noticed:
+        with pytest.raises(RuntimeError):
+            torch.distributed.recv(torch.zeros(1), 2)
     try:
         w.barrier(timeout=1)
     except lockstep.PeerLost as error:
@@ -400,11 +403,12 @@ def _late_and_gone(fifo: str) -> str:
     return ""
 
 
-def test_a_rank_that_is_gone_counts_before_one_that_is_late(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_noticed", [False, True])
+def test_a_rank_that_is_gone_counts_before_one_that_is_late(is_noticed: bool, tmp_path: Path) -> None:
     """By what gloo says of each rank: one that is late takes all of the time, so time does not tell."""
     fifo = tmp_path / "rank-0-is-done"
     os.mkfifo(fifo)
-    said = str(collect_outcomes(_late_and_gone, 3, str(fifo))[0].value)
+    said = str(collect_outcomes(_late_and_gone, 3, str(fifo), is_noticed)[0].value)
     assert said.startswith(
         "rank 0 of 3: World.barrier(): rank 2 ended, or can't be reached any more. And rank 1 did not"
     )

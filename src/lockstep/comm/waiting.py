@@ -88,13 +88,19 @@ def meet_over_gloo(group: dist.ProcessGroup, limit: timedelta) -> None:
         return
     missing: dict[int, RuntimeError] = {}
     tokens = {rank: torch.zeros(1) for rank in others}
-    for rank, arrival in [(rank, group.recv([into], rank, _TAG)) for rank, into in tokens.items()]:
+    arrivals: dict[int, dist.Work] = {}
+    for rank, into in tokens.items():
+        try:
+            arrivals[rank] = group.recv([into], rank, _TAG)
+        except RuntimeError as error:  # it is known already that the rank is gone
+            missing[rank] = error
+    for rank, arrival in arrivals.items():
         try:
             arrival.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:
             missing[rank] = error
-    late = [rank for rank, error in missing.items() if _is_timeout(error)]
-    lost = [rank for rank in missing if rank not in late]
+    late = [rank for rank in sorted(missing) if _is_timeout(missing[rank])]
+    lost = [rank for rank in sorted(missing) if rank not in late]
     told = f"{which_ranks(late)} did not come within {limit.total_seconds():g} s" if late else ""
     if lost:
         known = fates.told(lost) or f"{which_ranks(lost)} ended, or can't be reached any more."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,10 @@ from lockstep.errors import LockstepError
 
 #: What a collective does with the engine, once its turn has come.
 Move = Callable[[Engine], None]
+
+#: Seconds that what was issued has to complete where the group is destroyed because of an error. (By itself it would
+#: wait as long as for any late rank, and nobody would hear of the error meanwhile.)
+_FAILING = 5.0
 
 #: This process, kept so that asking costs nothing.
 _process = os.getpid()
@@ -122,17 +127,31 @@ class Group:
     def close(self) -> None:
         """Complete what was issued and give everything back. A second call does nothing.
 
-        Ranks that still wait for this one get an error."""
+        Ranks that still wait for this one get an error. Where an exception is on its way through the caller, as in a
+        ``finally:``, what was issued has a few seconds: the others may never come to it, and wait for this rank."""
         if self._closed:
             return
         self._closed = True
         if self._process != _process:  # a forked child has a copy of this object, and no part in the group
             return
+        error = _on_its_way()
+        limit = self.timeout if error is None else min(self.timeout, _FAILING)
+        if error is not None and not self._turns.settle(limit):
+            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            self.engine.end(
+                LockstepError(f"rank {self.engine.rank} destroyed the group because of an error of its own: {what}")
+            )
         self._turns.close()
         self._released = True
-        self.engine.close(self.timeout)
+        self.engine.close(limit)
 
     def abort(self, reason: str) -> None:
         """End the group on all ranks: everything in flight raises."""
         if not self._closed and self._process == _process:
             self.engine.end(LockstepError(f"rank {self.engine.rank} aborted the process group: {reason}"))
+
+
+def _on_its_way() -> BaseException | None:
+    """Return the exception that the caller handles or that passes through its ``finally:``, unless it ends well."""
+    error = sys.exc_info()[1]
+    return None if isinstance(error, SystemExit) and not error.code else error

@@ -190,6 +190,13 @@ class Turns:
                 self._thread.start()
             self._condition.notify_all()
 
+    def settle(self, seconds: float) -> bool:
+        """Wait until all that was issued has run, for some seconds at most. Return whether it has."""
+        if self._thread is threading.current_thread():
+            return True
+        with self._condition:
+            return self._condition.wait_for(lambda: not self.queue and not self._running, seconds)
+
     def close(self) -> None:
         """Wait until all that was issued has run (each has its time limit), and end the thread."""
         thread = self._thread

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 
 import pytest
 
 from lockstep import EnvironmentMismatch, LaunchError, knobs
-from lockstep.launch.hosted import Order
+from lockstep.launch.hosted import Order, _Guard
 from lockstep.launch.hosts import Line, refuse_with_hosts
+from lockstep.launch.report import MET
 from lockstep.remote.frames import FrameKind, Frames, Greeting, frame
 from lockstep.remote.ssh import Host, meeting_place, parse_hosts, passed_on
+
+
+def test_a_guard_that_is_late_passes_on_what_was_said_in_order() -> None:
+    """Of the machines before any output, and of ranks that failed after theirs, though all came by their own pipes."""
+    output, said = os.pipe(), os.pipe()
+    for fd in (output[0], said[0]):
+        os.set_blocking(fd, False)
+    guard = _Guard.__new__(_Guard)  # its process, and what it is connected to, are not needed here
+    guard._connected, guard._outgoing = True, bytearray()
+    guard._messages, guard._has_met = [], False
+    guard._readers = {output[0]: FrameKind.OUTPUT, said[0]: FrameKind.SAID}
+    os.write(said[1], b"machines\n" + MET + b"\n")
+    os.write(output[1], b"from rank 0\n")
+    os.write(said[1], b"rank 0 failed\n")
+    guard._read({output[0], said[0]})
+    told = [(FrameKind.SAID, b"machines"), (FrameKind.SAID, MET), (FrameKind.OUTPUT, b"from rank 0\n")]
+    assert bytes(guard._outgoing) == b"".join(frame(*each) for each in [*told, (FrameKind.SAID, b"rank 0 failed")])
+    for fd in (*output, *said):
+        os.close(fd)
 
 
 def test_hosts_with_users_and_numbers() -> None:

@@ -138,6 +138,9 @@ class _Guard:
         self._heard = self._beat = time.monotonic()
         self._kill_at = float("inf")
         self._outgoing = bytearray()
+        #: Messages that wait for output, and whether the machines have met.
+        self._messages: list[bytes] = []
+        self._has_met = False
         for fd in (0, 1, *readers):
             os.set_blocking(fd, False)
 
@@ -181,12 +184,22 @@ class _Guard:
         return {fd for fd, _ in poll.poll(500)}
 
     def _read(self, ready: set[int]) -> None:
-        """Take what the launcher and its ranks have written. Output first: messages come after what they are about."""
+        """Take what the launcher and its ranks have written. Messages come after the output that they are about, which
+        is there before they are; but that the machines have met comes before any output."""
         said = any(self._readers.get(fd) is FrameKind.SAID for fd in ready)
-        for fd, kind in list(self._readers.items()):
+        for fd, kind in sorted(self._readers.items(), key=lambda reader: reader[1] is not FrameKind.SAID):
             if said or fd in ready:
                 while self._take(fd, kind) and said:
                     pass
+                if kind is FrameKind.SAID and not self._has_met and report.MET in self._messages:
+                    self._has_met = True
+                    self._pass_on_messages(self._messages.index(report.MET) + 1)
+        self._pass_on_messages(len(self._messages))
+
+    def _pass_on_messages(self, count: int) -> None:
+        for line in self._messages[:count]:
+            self._outgoing += frame(FrameKind.SAID, line)
+        del self._messages[:count]
 
     def _take(self, fd: int, kind: FrameKind) -> bool:
         """Read once; whether there was anything."""
@@ -200,10 +213,10 @@ class _Guard:
             os.close(fd)
             del self._readers[fd]
             return False
-        if self._connected:
-            lines = data.splitlines() if kind is FrameKind.SAID else [data]  # a message is written at once
-            for line in lines:
-                self._outgoing += frame(kind, line)
+        if self._connected and kind is FrameKind.SAID:
+            self._messages += data.splitlines()  # a message is written at once
+        elif self._connected:
+            self._outgoing += frame(kind, data)
         return True
 
     def _keep_in_touch(self, ready: set[int], now: float) -> None:

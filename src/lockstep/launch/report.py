@@ -41,6 +41,8 @@ class Screen(Protocol):
         ...
 
 
+#: The message that says nothing but that the launchers have found each other.
+MET = b'{"met": true}'
 #: Where messages go as lines of JSON, to be shown elsewhere; None: to standard error.
 _reader: int | None = None
 #: Shows messages while ranks write; None: there are none.
@@ -93,7 +95,7 @@ def show(text: str) -> None:
 def met() -> None:
     """Let who shows the messages of several launchers know that they have found each other."""
     if _reader is not None:
-        os.write(_reader, b'{"met": true}\n')
+        os.write(_reader, MET + b"\n")
 
 
 def machines(round_: Round) -> str:

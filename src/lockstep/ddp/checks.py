@@ -21,6 +21,7 @@ from lockstep.ddp.members import parameters_of
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.rider import Rider
+from lockstep.ddp.stepping import alerted
 from lockstep.ddp.unaveraged import Unaveraged
 from lockstep.step.share import Items
 from lockstep.step.slicing import SlicedStep
@@ -98,11 +99,6 @@ class GradientChecks:
                 riders.append(BatchFlags(self._group, param.dtype))
         return riders if self.drift is None else [*riders, self.drift]
 
-    def pause(self, joins: bool) -> None:
-        """Compare no replicas while ranks are not in the same step, as within join."""
-        if self.drift is not None:
-            self.drift.pause(joins)
-
     # In training ----------------------------------------------------------------------------------------------------
 
     def weighs(self, items: Items) -> None:
@@ -113,9 +109,8 @@ class GradientChecks:
         """Note what is to be looked at when an optimizer steps with these gradients; ``where`` says which they are."""
         if forward.slice is not None:
             return
-        unaveraged = self._unaveraged
-        if unaveraged is not None and (unaveraged.attends or not forward.sync):
-            unaveraged.backward_ended(is_averaged=forward.sync)
+        if self._unaveraged is not None and (alerted or not forward.sync):
+            self._unaveraged.backward_ended(is_averaged=forward.sync)
         if self._guard is not None and self._world_size == 1:
             self._guard.averaged_unseen(where())
 

@@ -163,7 +163,8 @@ class DriftCheck:
         self._holdings = Holdings([])
         self._parts: list[DigestPart] = []
         self._schedule, self._costs = Schedule(every), Costs()
-        self._paused = self._is_stopped = False
+        #: Whether nothing is compared, for a while or for good.
+        self.is_paused = self._is_stopped = False
         #: Whether replicas are compared in the backward under way.
         self._is_due = False
         #: By part: the step in which it was found equal last; 0: when the replicas were made.
@@ -187,17 +188,17 @@ class DriftCheck:
 
     def stop(self) -> None:
         """Compare nothing from now on; the same on every rank."""
-        self._paused = True
+        self.is_paused = True
         self._is_stopped = True
 
     def count(self) -> bool:
         """Count a backward that is averaged. Return whether replicas are compared in it, the same on every rank."""
-        return not self._paused and self._schedule.count() and not _captures()
+        return not self.is_paused and self._schedule.count() and not _captures()
 
     def pause(self, joins: bool) -> None:
         """Compare nothing while ranks are not in the same step, as within join."""
-        if joins is not self._paused and not self._is_stopped:
-            self._paused, self._has_joined = joins, True
+        if joins is not self.is_paused and not self._is_stopped:
+            self.is_paused, self._has_joined = joins, True
 
     # With the gradients: see Rider -----------------------------------------------------------------------------------
 

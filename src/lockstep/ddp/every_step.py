@@ -34,8 +34,6 @@ class EveryStep:
         self._replica, self._options = replica, options
         self._group, self._world_size = replica.group, dist.get_world_size(replica.group)
         self._in_hand = replica.in_hand()
-        #: Whether the last forward was inside join, and what that divides by.
-        self._was_joining = False
         self._divides_by_initial_world_size = True
 
     def lay_out(
@@ -79,9 +77,9 @@ class EveryStep:
             step = shake_hands(self._group, active=True, sends_buffers=sends_buffers, averages=averages)
             source = step.active[0]
             divisor = None if self._divides_by_initial_world_size else len(step.active)
-        if joins is not self._was_joining:
-            self._was_joining = joins
-            replica.checks.pause(joins)
+        drift = replica.checks.drift
+        if drift is not None and drift.is_paused is not joins:
+            drift.pause(joins)
         if sends_buffers:
             sends_buffers = replica.tensors.send_buffers(source)
         number = replica.forwards.next if averages and module.training and not joins else 0
@@ -164,8 +162,8 @@ class EveryStep:
         """**Collective.** Take part in one step of the ranks that still have data; see Note [Join handshake]."""
         replica = self._replica
         step = shake_hands(self._group, active=False, sends_buffers=False, averages=False)
-        self._was_joining = True
-        replica.checks.pause(True)
+        if replica.checks.drift is not None:
+            replica.checks.drift.pause(True)
         if step.sends_buffers:
             replica.tensors.module()
             replica.tensors.send_buffers(step.active[0])

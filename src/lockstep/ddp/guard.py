@@ -39,7 +39,7 @@ from lockstep.comm.looks import total_of
 from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.finite import MOST_SKIPPED, is_finite, words_for
 from lockstep.ddp.rider import BackwardState
-from lockstep.ddp.stepping import alert, leave_out, params_of, quiet, watch_steps
+from lockstep.ddp.stepping import alert, alerted, leave_out, params_of, quiet, watch_steps
 from lockstep.errors import NonFiniteGradient
 from lockstep.text import listed
 
@@ -78,8 +78,6 @@ class StepGuard:
         self._is_suspect = False
         #: Flags of the last average on their way from a GPU, and where that was.
         self._unread: list[_Unread] = []
-        #: Whether it looks in front of the optimizers' steps.
-        self._attends = False
         #: Averages in a row that some step was left out for, and whether that of now is one of them.
         self._in_a_row = 0
         self._is_counted = False
@@ -92,7 +90,7 @@ class StepGuard:
 
     def close(self) -> None:
         """Guard nothing any more."""
-        self._attend(False)
+        quiet(self)
         self._params = []
 
     # While gradients are averaged: see Rider and RowLook --------------------------------------------------------------
@@ -162,8 +160,8 @@ class StepGuard:
         self._is_suspect, self._is_flagged, self._is_counted = self._is_flagged, False, False
         if not self._is_suspect:
             self._in_a_row = 0
-            if self._attends:
-                self._attend(False)
+            if alerted:
+                quiet(self)
             return
         self._not_finite = _not_finite(self._params)
         mine = {str(rank): sorted(names)[:_MOST_NAMES] for rank, names in (*seen.items(), (_UNCLEAR, unclear))}
@@ -172,19 +170,14 @@ class StepGuard:
             found.setdefault(int(rank), set()).update(names)
         self._perhaps = sorted(found.pop(_UNCLEAR) - found.get(0, set()))
         self._found, self._whoami = {rank: sorted(names) for rank, names in found.items()}, whoami()
-        self._attend(True)
+        alert(self)
 
     def averaged_unseen(self, whoami: str) -> None:
         """Note an average that was not looked at: in front of the optimizer's step it is."""
         self._refuse_reached(lambda: whoami)
         self._found, self._perhaps, self._whoami = {}, [], whoami
         self._is_suspect = self._is_counted = False
-        self._attend(True)
-
-    def _attend(self, attends: bool) -> None:
-        """Look in front of the optimizers' steps, or no more."""
-        self._attends = attends
-        (alert if attends else quiet)(self)
+        alert(self)
 
     def _read_later(self, flag: Tensor, *, of_this: bool) -> None:
         """Read a flag that is on a GPU at the end of the next backward; ``of_this``: one is under way."""
@@ -202,7 +195,7 @@ class StepGuard:
         reached = _not_finite(self._params) - self._not_finite
         bad = [name for each, name in self._names.items() if each in reached]
         if bad:
-            self._attend(False)
+            quiet(self)
             raise NonFiniteGradient(
                 f"{whoami()}: an average of gradients was infinite or NaN{self._origin()}, and it has reached the "
                 f"parameters: {listed([*map(repr, bad)], most=5)}, on every rank. Resume from a checkpoint before that "
@@ -216,8 +209,8 @@ class StepGuard:
         if not self._perhaps:
             return ""
         return (
-            f". Rank 0 may have had such gradients of {listed([*map(repr, self._perhaps)], most=5)} as well: the sum "
-            'has replaced its values before anybody looked ("warn", "skip" and "raise" look earlier)'
+            f". Rank 0 may have had such gradients of {listed([*map(repr, self._perhaps)], most=5)} as well: its own "
+            'values are overwritten by the sum before it is checked ("warn", "skip" and "raise" check earlier)'
         )
 
     # In front of an optimizer's step ---------------------------------------------------------------------------------

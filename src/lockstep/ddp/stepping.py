@@ -26,7 +26,7 @@ class Attends(Protocol):
 
 
 #: Those who asked to be told of the next steps, in the order in which they did so, which is the same on all ranks.
-_alerted: dict[int, Attends] = {}
+alerted: dict[int, Attends] = {}
 #: By optimizer, parameters and their gradients that it is not to see in the step under way. (An optimizer may step
 #: another one inside its own step.)
 _hidden: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -44,12 +44,12 @@ def watch_steps() -> None:
 
 def alert(member: Attends) -> None:
     """Tell ``member`` of every step from now on."""
-    _alerted.setdefault(id(member), member)
+    alerted.setdefault(id(member), member)
 
 
 def quiet(member: Attends) -> None:
     """Tell it of no more steps."""
-    _alerted.pop(id(member), None)
+    alerted.pop(id(member), None)
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
@@ -70,7 +70,7 @@ def leave_out(optimizer: Optimizer) -> None:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) > 1 or kwargs:  # a closure runs the backward inside the step
         return _with_closure(optimizer, args, kwargs)
-    if _alerted:
+    if alerted:
         _attend(optimizer)
     return None
 
@@ -89,7 +89,7 @@ def _show(optimizer: Optimizer) -> None:
 
 def _attend(optimizer: Optimizer) -> None:
     _show(optimizer)  # what a step that failed has left
-    for member in list(_alerted.values()):
+    for member in list(alerted.values()):
         member.before_step(optimizer)
 
 

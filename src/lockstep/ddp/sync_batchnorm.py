@@ -211,8 +211,7 @@ def _exchange(group: dist.ProcessGroup, whoami: str) -> _Exchange:
     world = current_world()
     in_hand = None if world is None else world.in_hand
     items = None if in_hand is None else in_hand.items
-    share = None if world is None or world.world_size != dist.get_world_size(group) else world.share
-    weight = 1.0 if share is None or isinstance(share, Items) else share.weight(dist.get_world_size(group))
+    weight = 1.0 if world is None or world.world_size != dist.get_world_size(group) else world.in_hand.weight
     return _Exchange(group, weight, items, in_hand, whoami)
 
 

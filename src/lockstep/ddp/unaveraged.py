@@ -43,25 +43,21 @@ class Unaveraged:
         watch_steps()
         self._group, self._reducer = group, reducer
         self._is_off = False
-        #: Whether the last backward left gradients without an average, for which it looks out.
-        self.attends = False
         #: Parameters whose gradients the ranks have compared since the last backward.
         self._compared: set[int] = set()
 
     def stop(self) -> None:
         """Look for nothing from now on."""
         self._is_off = True
-        self.attends = False
         quiet(self)
 
     def backward_ended(self, *, is_averaged: bool) -> None:
         """Note the end of a backward outside of slices."""
-        self.attends = not (is_averaged or self._is_off)
-        if self.attends:
+        if is_averaged:
+            quiet(self)
+        elif not self._is_off:
             self._compared.clear()
             alert(self)
-        else:
-            quiet(self)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """**Collective** if the optimizer holds parameters of this replica. Compare what has accumulated there.

@@ -7,15 +7,14 @@ Which these are, and where they are defined, stands in ``__init__.pyi``, for typ
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from typing import Any
 
 from lockstep.version import __version__
 
 _STUB = __spec__.loader.get_data(f"{__path__[0]}/__init__.pyi").decode()
-#: Public name -> the module that defines it.
-_HOMES = {name: home for home, name in re.findall(r"^from (\S+) import (\w+) as \2$", _STUB, re.MULTILINE)}
+#: Public name -> the module that defines it: of each line "from HOME import NAME as NAME".
+_HOMES = {words[3]: words[1] for words in map(str.split, _STUB.splitlines()) if words[4:5] == ["as"]}
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (the keys are strings; ruff does not see it)
 

@@ -23,7 +23,7 @@ def test_a_guard_that_is_late_passes_on_what_was_said_in_order() -> None:
     guard = _Guard.__new__(_Guard)  # its process, and what it is connected to, are not needed here
     guard._connected, guard._outgoing = True, bytearray()
     guard._messages, guard._has_met = [], False
-    guard._readers = {output[0]: FrameKind.OUTPUT, said[0]: FrameKind.SAID}
+    guard._readers = {said[0]: FrameKind.SAID, output[0]: FrameKind.OUTPUT}
     os.write(said[1], b"machines\n" + MET + b"\n")
     os.write(output[1], b"from rank 0\n")
     os.write(said[1], b"rank 0 failed\n")

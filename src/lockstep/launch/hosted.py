@@ -98,11 +98,9 @@ def obey() -> Order:
     for pair in (output, error, said):
         if pair is not None:
             os.close(pair[1])
-    readers = (
-        {output[0]: FrameKind.OUTPUT}
-        | ({} if error is None else {error[0]: FrameKind.ERROR})
-        | {said[0]: FrameKind.SAID}
-    )
+    readers = {said[0]: FrameKind.SAID, output[0]: FrameKind.OUTPUT}
+    if error is not None:
+        readers[error[0]] = FrameKind.ERROR
     os._exit(_Guard(pid, readers, grace=order.grace).serve())
 
 
@@ -123,7 +121,7 @@ class _Guard:
 
     Args:
         launcher: its process, a child of this one.
-        readers: descriptors of what it and its ranks write.
+        readers: descriptors of what it and its ranks write; what the launcher says comes first.
         grace: seconds that it may take to stop.
     """
 
@@ -187,7 +185,7 @@ class _Guard:
         """Take what the launcher and its ranks have written. Messages come after the output that they are about, which
         is there before they are; but that the machines have met comes before any output."""
         said = any(self._readers.get(fd) is FrameKind.SAID for fd in ready)
-        for fd, kind in sorted(self._readers.items(), key=lambda reader: reader[1] is not FrameKind.SAID):
+        for fd, kind in list(self._readers.items()):
             if said or fd in ready:
                 while self._take(fd, kind) and said:
                     pass

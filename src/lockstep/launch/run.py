@@ -30,7 +30,7 @@ from lockstep.launch.output import LogFolder, Relay, Streams
 from lockstep.launch.policy import Failure, Restarts
 from lockstep.launch.ports import free_port, is_free
 from lockstep.launch.processes import SAVE, STOPPING, SignalArrival, SignalQueue, ignored
-from lockstep.launch.report import say
+from lockstep.launch.report import Outcome, say
 from lockstep.launch.screen import RunScreen
 from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, Output, check_program
 from lockstep.rendezvous.handle import Rendezvous
@@ -434,12 +434,12 @@ class _Run:
             why = f"stopped by {signum.name} on {socket.gethostname()}, while the machines met again"
         self._stage = _Stage.LEAVING
         self._patience = time.monotonic() + knobs.times().leaving
-        others.leave(Leave(over=True, exit_code=closing.for_the_others(self._end(verdict)), why=why))
+        outcome = self._launcher.attempt.outcome(self._streams)
+        others.leave(Leave(over=True, exit_code=closing.for_the_others(self._end(verdict, outcome)), why=why))
 
-    def _end(self, verdict: Verdict | None) -> JobEnd:
+    def _end(self, verdict: Verdict | None, outcome: Outcome) -> JobEnd:
         """Gather what decides how this machine's part of the job ends."""
         launcher, policy = self._launcher, self._launcher.policy
-        outcome = launcher.attempt.outcome(self._streams)
         return JobEnd(
             kind=None if verdict is None else verdict.kind,
             failed_with=1 if verdict is None else verdict.exit_code,
@@ -668,7 +668,7 @@ class _Run:
             self._screen.show_cursor()
         if verdict is None and outcome.first is not None:  # the zygote has ended as well, so nothing starts again
             verdict = self._judge()
-        closed = closing.decide(self._end(verdict))
+        closed = closing.decide(self._end(verdict, outcome))
         text = once = ""
         match closed.word:
             case LastWord.NOT_STARTED:

@@ -134,9 +134,7 @@ def check_file(path: str) -> str:
         until = time.monotonic() + _LOCKED
         while True:
             try:
-                fcntl.flock(
-                    found, fcntl.LOCK_SH | fcntl.LOCK_NB
-                )  # as the store does, so that no half of a value is read
+                fcntl.flock(found, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as the store does: no half of a value is read
                 break
             except BlockingIOError:
                 if time.monotonic() > until:

@@ -129,7 +129,7 @@ def shard(
         if options is not None and shares is not None:
             raise ValueError(
                 "lockstep.shard(slices=…, shares=…): with slices, say there how many each rank has: "
-                f"slices=lockstep.Slices({options.slices}, shares={shares!r})"
+                f"slices=lockstep.Slices({options.facts()['slices']!r}, shares={shares!r})"
             )
         count = None if options is None else options.slices
         source = read_source(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import pytest
 import torch
-from torch import nn
 
 import lockstep
 from lockstep.step import deterministic
@@ -59,30 +57,14 @@ def test_ranks_that_ask_for_different_things_are_an_error_on_all() -> None:
         )
 
 
-def _replicate(wraps: bool) -> dict[str, Any]:
-    lockstep.init()
+def _init_with_a_workspace() -> dict[str, Any]:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
-    if wraps:
-        lockstep.DistributedDataParallel(nn.Linear(2, 2), deterministic=True)
-    else:
-        lockstep.replicate(nn.Linear(2, 2), deterministic=True)
+    lockstep.init(deterministic=True)
     return _switches()
 
 
-@pytest.mark.parametrize("wraps", [False, True], ids=["replicate", "wrapper"])
-def test_a_replica_sets_them_too_and_keeps_the_users_workspace(wraps: bool) -> None:
-    assert run_ranks(_replicate, 2, wraps) == [{**_ON, "cublas": ":16:8"}] * 2
-
-
-def _replicate_on_rank_0_alone() -> None:
-    world = lockstep.init()
-    lockstep.replicate(nn.Linear(2, 2), deterministic=world.rank == 0)
-
-
-def test_replicas_of_which_one_asks_are_refused() -> None:
-    for outcome in collect_outcomes(_replicate_on_rank_0_alone, 2):
-        assert outcome.error == "ReplicaMismatch"
-        assert "'deterministic': rank 0 has deterministic=True, rank 1 has deterministic=False" in str(outcome.message)
+def test_the_users_own_workspace_is_kept() -> None:
+    assert run_ranks(_init_with_a_workspace, 2) == [{**_ON, "cublas": ":16:8"}] * 2
 
 
 def _raise_and_warn() -> list[str]:

@@ -34,7 +34,6 @@ from lockstep.ddp.options import CheckFinite, CompareEvery, ReplicaOptions
 from lockstep.ddp.replica import Replica
 from lockstep.errors import LockstepError
 from lockstep.step import streams
-from lockstep.step.deterministic import switch_on
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -56,7 +55,6 @@ def replicate(
     overlap: bool | None = None,
     init_sync: bool = True,
     sync: LocalSteps | None = None,
-    deterministic: bool = False,
     compare_every: CompareEvery = "auto",
     **unknown: NoReturn,
 ) -> Model:
@@ -105,8 +103,6 @@ def replicate(
         sync: None: average the gradients of every backward. A :class:`lockstep.LocalSteps`: let the ranks train apart
             for some steps, and average what they have learned; for slow links. What this function says of gradients
             does not hold then, and the options about buckets have no effect: docs/local_steps.md says what does.
-        deterministic: set torch's switches for results that repeat, for this process; see :func:`lockstep.init`, which
-            can do it before anything is computed on a GPU.
         compare_every: compare parameters and the state of optimizers with those of the other ranks while training, all
             of it within so many averaged backwards; "auto": as often as it takes less than 0.5 % of the time, within
             1024 at the latest; None or 0: never. See Note [Replicas compared] in drift.py. A difference is a
@@ -135,7 +131,6 @@ def replicate(
         overlap=overlap,
         init_sync=init_sync,
         sync=sync,
-        deterministic=deterministic,
         compare_every=compare_every,
     )
     replica = attach(model, process_group, options)
@@ -322,8 +317,6 @@ def attach(
     if unfit is not None:
         gc.collect()  # a wrapper that nobody uses any more may lie in a cycle
         unfit = _why_taken(model)
-    if options.deterministic:
-        switch_on()
     unfit = unfit or why_unfit(model, sends_buffers=options.sends_buffers, runs_hooks=wrapper is None)
     if options.sync is not None:
         unfit = unfit or why_unfit_for_local_steps(model)

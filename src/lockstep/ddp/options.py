@@ -31,8 +31,6 @@ class ReplicaOptions:
     bucket_cap_mb_list: tuple[float, ...] = ()
     #: How ranks train apart between rounds; None: they average every gradient.
     sync: LocalSteps | None = None
-    #: Whether torch's switches for results that repeat are set.
-    deterministic: bool = False
     #: Within how many steps all that replicas hold is compared; None or 0: never.
     compare_every: CompareEvery = "auto"
 

@@ -66,7 +66,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         lazy_bucket_allocation: has no effect: buckets are made at construction.
         overlap: see :func:`lockstep.replicate`.
         check_finite: see :func:`lockstep.replicate`.
-        deterministic: see :func:`lockstep.replicate`.
         compare_every: see :func:`lockstep.replicate`.
 
     Raises:
@@ -101,7 +100,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         *,
         overlap: bool | None = None,
         check_finite: CheckFinite = "step",
-        deterministic: bool = False,
         compare_every: CompareEvery = "auto",
     ) -> None:
         super().__init__()
@@ -135,7 +133,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             init_sync=init_sync,
             init_sync_buffers=None if forward_sync_buffers is None else True,
             bucket_cap_mb_list=tuple(bucket_cap_mb_list or ()),
-            deterministic=deterministic,
             compare_every=compare_every,
         )
         self.module = module

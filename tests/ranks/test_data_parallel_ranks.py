@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it, which sets an environment variable
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it, which sets an environment variable
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset

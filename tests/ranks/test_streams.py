@@ -11,7 +11,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
@@ -56,6 +55,8 @@ def _common() -> list[float]:
 
 
 def _splits() -> dict[str, Any]:
+    from sklearn.model_selection import train_test_split  # here: all that collect tests would import it for seconds
+
     lockstep.init(seed=5)
     return {
         "random_split": random_split(range(20), [15, 5])[1].indices,  # type: ignore[arg-type]

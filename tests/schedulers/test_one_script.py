@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 import lockstep
@@ -44,6 +43,8 @@ def variables(tmp_path: Path) -> dict[str, str]:
 
 def _has_resumed(folder: Path) -> None:
     """Epoch 0 was saved before rank 1 died in epoch 1, which began anew."""
+    from sklearn.datasets import load_digits  # here: all that collect tests would import it for seconds
+
     assert (folder / "strike" / "struck").exists(), "rank 1 was killed"
     assert _BATCHES < strike.STEP < 2 * _BATCHES
     saved = sorted((folder / "runs" / "train").glob("step-*"))

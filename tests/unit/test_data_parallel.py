@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it, which sets an environment variable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it, which sets an environment variable
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune

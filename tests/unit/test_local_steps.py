@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it, which sets an environment variable
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in torch's stubs
 from torch.nn import Parameter
 

@@ -107,7 +107,8 @@ def train(world: lockstep.World, options: argparse.Namespace) -> None:
     accuracy = evaluate(world, model, test_set)
     if losses:
         world.print(f"training loss {sparkline(losses)}  {losses[0]:.3f} -> {losses[-1]:.4f}")
-    world.print(f"test accuracy {accuracy:.4f} on {len(test_set)} pictures, over {world.world_size} rank(s)")
+    plural = "s" * (world.world_size > 1)
+    world.print(f"test accuracy {accuracy:.4f} on {len(test_set)} pictures, over {world.world_size} rank{plural}")
     lockstep.shutdown()
     if world.is_main:
         check_alone(folder, test_set, accuracy, world.device)
@@ -217,7 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = DigitNet().to(world.device)
     lockstep.load_weights(folder, model)
     accuracy = evaluate(world, model, load_digits()[1])
-    world.print(f"loaded {folder}: test accuracy {accuracy:.4f} over {world.world_size} rank(s)")
+    plural = "s" * (world.world_size > 1)
+    world.print(f"loaded {folder}: test accuracy {accuracy:.4f} over {world.world_size} rank{plural}")
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def _stacks(processes: list[warm.Call], waiting: list[int], folder: Path, timeou
     files = [folder / f"stack-{rank}" for rank in waiting]
     while time.monotonic() < limit and not all(file.exists() and file.stat().st_size for file in files):
         time.sleep(0.02)
-    lines = [f"rank(s) {waiting} of {len(processes)} did not finish within {timeout:g} s"]
+    lines = [f"ranks {waiting} of {len(processes)} did not finish within {timeout:g} s"]
     for rank, file in zip(waiting, files, strict=True):
         lines.append(f"--- rank {rank} ---\n{file.read_text() if file.exists() else '(no stack)'}")
     return "\n".join(lines)

@@ -48,7 +48,7 @@ def train(world: lockstep.World, options: Options, folder: Path) -> CRNN:
     else:
         world.print(f"all {options.epochs} epochs of this run were done already")
         run.score = evaluate(world, run.computing, lines_of(options)[1])
-    world.print(f"test: {run.score}, over {world.world_size} rank(s)")
+    world.print(f"test: {run.score}, over {world.world_size} rank{'s' * (world.world_size > 1)}")
     return run.computing.model
 
 
@@ -58,7 +58,7 @@ def load_and_test(world: lockstep.World, options: Options, folder: Path) -> CRNN
     lockstep.load_weights(folder, computing.model)
     score = evaluate(world, computing, lines_of(options)[1])
     world.print(f"loaded {folder}: {computing.words}")
-    world.print(f"test: {score}, over {world.world_size} rank(s)")
+    world.print(f"test: {score}, over {world.world_size} rank{'s' * (world.world_size > 1)}")
     return computing.model
 
 

@@ -55,7 +55,8 @@ def train(world: lockstep.World, options: Options, data: pictures.Data) -> None:
         score = test(job)
     if job.unreadable.count:
         world.print(f"{job.unreadable.count} pictures could not be read and were left out")
-    world.print(f"test: {score}, over {world.world_size} rank(s), after {time.monotonic() - begun:.0f} s")
+    plural = "s" * (world.world_size > 1)
+    world.print(f"test: {score}, over {world.world_size} rank{plural}, after {time.monotonic() - begun:.0f} s")
 
 
 def load_and_test(world: lockstep.World, options: Options, data: pictures.Data) -> None:
@@ -73,4 +74,4 @@ def load_and_test(world: lockstep.World, options: Options, data: pictures.Data) 
     score = evaluate(world, computing.scores, data.val, unreadable)
     if unreadable.count:
         world.print(f"{unreadable.count} pictures could not be read and were left out")
-    world.print(f"test: {score}, over {world.world_size} rank(s): {computing.words}")
+    world.print(f"test: {score}, over {world.world_size} rank{'s' * (world.world_size > 1)}: {computing.words}")

@@ -135,7 +135,7 @@ def test_some_crashes_leave_the_old_checkpoint_or_the_new_one(tmp_path: Path) ->
 def test_every_crash_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, world_size: int) -> None:
     story = _record(tmp_path / "run", world_size=world_size)
     found, wrong = _replay(story, tmp_path, samples=70)
-    print(f"\n{world_size} rank(s), {len(story.ops)} operations: {found.total()} distinct disks, {dict(found)}")
+    print(f"\nworld size {world_size}, {len(story.ops)} operations: {found.total()} distinct disks, {dict(found)}")
     assert not wrong, wrong[:3]
     assert found.total() >= 700, "distinct disks"
 

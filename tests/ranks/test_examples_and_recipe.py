@@ -87,7 +87,7 @@ def accuracy(text: str) -> float:
 def test_the_recipe_reads_over_97_percent_and_its_checkpoint_loads_alone(trained: tuple[Path, str]) -> None:
     folder, text = trained
     assert accuracy(text) >= 0.97
-    assert "on 360 pictures, over 2 rank(s)" in text
+    assert "on 360 pictures, over 2 ranks" in text
     assert f"loaded runs/digits/run-001 in one process: test accuracy {accuracy(text):.4f}" in text
     newest = max((folder / "runs/digits/run-001").glob("step-*"))
     with safe_open(newest / "model.safetensors", framework="pt") as weights:

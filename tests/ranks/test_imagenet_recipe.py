@@ -412,7 +412,7 @@ def test_it_starts_its_own_processes(pictures: Path, alone: tuple[Path, str], tm
     with Running(command, cwd=tmp_path, env=outside(tmp_path)) as job:
         done = job.finish()
     assert done.code == 0, done
-    assert "over 2 rank(s)" in done.out
+    assert "over 2 ranks" in done.out
     assert losses(tmp_path / "runs") == pytest.approx(losses(alone[0]), rel=1e-4)
     command[1] = "nowhere"
     with Running(command, cwd=tmp_path, env=outside(tmp_path)) as job:
@@ -461,11 +461,11 @@ def test_real_large_pictures_go_through_a_model_of_torchvision(tmp_path: Path) -
     text = recipe(2, data, *options, "--folder", tmp_path / "runs", "--no-tensorboard")
     assert "80 classes" in text
     assert "60 pictures to train on, 20 to test on, 2 steps" in text
-    assert "on 20 pictures, over 2 rank(s)" in text
+    assert "on 20 pictures, over 2 ranks" in text
 
 
 def test_a_model_of_torchvision_is_taken_by_its_name(pictures: Path, tmp_path: Path) -> None:
     options = ("-a", "resnet18", "--image-size", "32", "-j", "0", "-b", "20", "--epochs", "1", "--no-tensorboard")
     text = recipe(2, pictures, *options, "--folder", tmp_path)
     assert "39 pictures to train on, 15 to test on, 2 steps" in text
-    assert "on 15 pictures, over 2 rank(s)" in text
+    assert "on 15 pictures, over 2 ranks" in text

@@ -276,10 +276,8 @@ def _log_nan(folder: str) -> list[str]:
 def test_numbers_that_are_not_finite_are_counted_and_said_once(tmp_path: Path) -> None:
     first, second = run_ranks(_log_nan, 2, str(tmp_path))
     assert len(first) == 2
-    assert first[0].startswith("loss: 1 number(s) up to step 2 were infinite or NaN, the first at step 2, on rank 1.")
-    assert first[1].startswith(
-        "inf: 4 number(s) up to step 6 were infinite or NaN, the first at step 5, on ranks 0 and 1."
-    )
+    assert first[0].startswith("loss: up to step 2, 1 number infinite or NaN, the first at step 2, on rank 1.")
+    assert first[1].startswith("inf: up to step 6, 4 numbers infinite or NaN, the first at step 5, on ranks 0 and 1.")
     assert second == []
     lines = _lines(tmp_path)
     assert [line["loss"] for line in lines] == [pytest.approx(4 / 3), 3.5, 5.5]
@@ -418,7 +416,7 @@ def test_ranks_that_forget_to_close_are_told(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(_ALONE)
     done = run(["lockstep", "run", "-n", "2", "alone.py"], tmp_path, torch=True)
     assert done.code == 0, done
-    assert "2 value(s) that were logged after step 4 are not in" in done.err
+    assert " lacks 2 values logged after step 4: call close()" in done.err
     assert [line["step"] for line in _lines(tmp_path / "run")] == [4]
 
 

@@ -98,7 +98,8 @@ def _phases_of(trace: Checked, rank: int) -> set[str]:
 
 
 _KILLED = """
-import os, signal, sys
+import os, signal, sys, threading, time, traceback
+from pathlib import Path
 import torch
 import lockstep
 
@@ -106,9 +107,21 @@ world = lockstep.init()
 model = lockstep.replicate(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 life = int(os.environ["LOCKSTEP_RESTART"])
+waits = Path("rank 0 waits")
+
+def tell_once_it_waits(thread):
+    while "comm/waiting.py" not in "".join(traceback.format_stack(sys._current_frames()[thread])):
+        time.sleep(0.001)
+    waits.touch()
+
 for step in range(12):
-    if step == 5 and world.rank == 1 and life == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if step == 5 and life == 0:
+        if world.rank == 0:
+            threading.Thread(target=tell_once_it_waits, args=[threading.get_ident()], daemon=True).start()
+        else:
+            while not waits.exists():
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)
     optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()

@@ -57,6 +57,7 @@ from lockstep.job.page import Phase
 from lockstep.step import streams
 from lockstep.step.share import BatchShare
 from lockstep.step.slicing import Cut
+from lockstep.text import counted
 from lockstep.trees import to_device
 
 _log = logging.getLogger(__name__)
@@ -692,10 +693,10 @@ class ShardedLoader:
     def _say_who_is_left_out(self) -> None:
         if self._world.is_main and self.ranks_left_out:
             _log.info(
-                "the last of %d global batches has %d samples for %d ranks: %d rank(s) get a batch of zero samples "
-                "there, which counts with weight 0",
+                "the last of %d global batches has %d samples for %d ranks: a batch of zero samples, which counts with "
+                "weight 0, goes to %s",
                 len(self),
                 (self._source.length or 0) % self.batch_size,
                 self._world.world_size,
-                self.ranks_left_out,
+                counted(self.ranks_left_out, "rank"),
             )

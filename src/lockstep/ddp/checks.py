@@ -25,7 +25,7 @@ from lockstep.ddp.stepping import alerted
 from lockstep.ddp.unaveraged import Unaveraged
 from lockstep.step.share import Items
 from lockstep.step.slicing import SlicedStep
-from lockstep.text import listed
+from lockstep.text import counted, listed
 
 
 class GradientChecks:
@@ -119,9 +119,9 @@ class GradientChecks:
         self.warns_of_unused = False
         if names:
             callsite.warn(
-                f"no rank used the parameter(s) {listed([*map(repr, names)], most=10)} in the first backward. That is "
-                "fine for the gradients of the others; if it is what you mean, find_unused_parameters=True ends this "
-                "warning"
+                f"no rank used {counted(len(names), 'parameter')} in the first backward: "
+                f"{listed([*map(repr, names)], most=10)}. That is fine for the gradients of the others; if it is what "
+                "you mean, find_unused_parameters=True ends this warning"
             )
 
     def sliced_step_ended(self, step: SlicedStep) -> None:

@@ -48,7 +48,7 @@ from lockstep.metrics import sinks as to
 from lockstep.metrics.file import LogFile
 from lockstep.metrics.series import Numbers, SeriesSummary, merged, readable
 from lockstep.step import slicing
-from lockstep.text import listed, which_ranks
+from lockstep.text import counted, listed, which_ranks
 
 #: What a line says besides what was logged, and the words that the call has for itself.
 RESERVED = ("step", "time", "nonfinite", "samples")
@@ -392,9 +392,9 @@ class Lines:
         for key in [key for key in nonfinite if key not in known]:
             ranks = [rank for rank, each in enumerate(told) if key in each.numbers and _summary(each, key).nonfinite]
             callsite.warn(
-                f"{key}: {nonfinite[key]} number(s) up to step {self._last_step} were infinite or NaN, the first at "
-                f"step {since[key]}, on {which_ranks(ranks, most=5)}. The line's mean is that of the "
-                "others, and 'nonfinite' in it counts them, from now on without a warning",
+                f"{key}: up to step {self._last_step}, {counted(nonfinite[key], 'number')} infinite or NaN, the first "
+                f"at step {since[key]}, on {which_ranks(ranks, most=5)}. The line's mean is that of the others, and "
+                "'nonfinite' in it counts them, from now on without a warning",
                 RuntimeWarning,
             )
 
@@ -496,7 +496,7 @@ class Lines:
         left = (sum(map(len, self._numbers.values())) + len(self._texts)) * self._begun
         if left and getattr(sys, "last_value", None) is None:
             words.append(
-                f"{left} value(s) that were logged after step {self._last_step} are not in {self._target.path}: call "
+                f"{self._target.path} lacks {counted(left, 'value')} logged after step {self._last_step}: call "
                 "close() of the lockstep.Log on every rank, or use it in a with statement"
             )
         if words and self._world.is_main:

@@ -99,18 +99,18 @@ def place(env: Mapping[str, str] = os.environ) -> str:
 
 
 def adopt(env: MutableMapping[str, str] = os.environ) -> None:
-    """Write the place that an engine gives this rank into ``env``, in our words: torch, other libraries and what this
+    """Write the place that a scheduler gives this rank into ``env``, in our words: torch, other libraries and what this
     process starts read it there. Does nothing where a launcher has done so.
 
     Raises:
-        EnvironmentMismatch: the engine's variables are incomplete or contradict each other.
+        EnvironmentMismatch: the scheduler's variables are incomplete or contradict each other.
     """
     if _is_undescribed(env):
         env.update(rank_variables(env))
 
 
 def _is_undescribed(env: Mapping[str, str]) -> bool:
-    """Return whether an engine's variables count: not where a launcher has described a rank, nor for what a rank
+    """Return whether a scheduler's variables count: not where a launcher has described a rank, nor for what a rank
     starts on its own, without ``RANK``."""
     return not {"RANK", "WORLD_SIZE", knobs.JOB_DIR, knobs.JOINED} & env.keys()
 

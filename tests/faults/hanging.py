@@ -108,7 +108,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=600.0, help="how long to train")
     parser.add_argument("--work", type=float, default=0.003, help="seconds of the loop's own in each step")
     parser.add_argument("--slow", type=float, default=1.0, help="how many times longer it takes on the rank")
-    parser.add_argument("--torch", action="store_true", help="without lockstep's engine and process group")
+    parser.add_argument("--torch", action="store_true", help="without lockstep's replica and process group")
     return parser.parse_args()
 
 

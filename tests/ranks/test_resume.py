@@ -75,7 +75,7 @@ def _train(folder: str, optimizer_name: str, workers: int, kill_at: int | None, 
     losses = []
     for _ in saved.epochs(3):
         for images, labels in loader:
-            for buffer in model.buffers():  # as the engine does before each training forward
+            for buffer in model.buffers():  # as a replica does before each training forward
                 dist.broadcast(buffer, src=0)
             loss = nn.functional.cross_entropy(model(images), labels)
             losses.append(world.mean(loss))

@@ -1,4 +1,4 @@
-"""A run resumed at any step goes on with the same bits, under the gradient engine; elsewhere with the same batches."""
+"""A run resumed at any step goes on with the same bits, with replicas; elsewhere with the same batches."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _train(backend: str, dtype_name: str, shape: tuple[int, ...], sizes: list[li
         assert whole.grad is not None
         if len(part):
             assert part.grad is not None
-            # The gradient of this rank's own loss: the engine's weights apply to parameters.
+            # The gradient of this rank's own loss: the replica's weights apply to parameters.
             as_global = part.grad * slices[world.rank] / sum(slices)
             differences["input gradient"] = max(
                 differences["input gradient"], float((as_global - whole.grad[mine]).abs().max())

@@ -35,7 +35,7 @@ _UNSHARE = ["unshare", "--net", "--uts", "--mount", "--propagation", "private", 
 
 @dataclass(frozen=True)
 class Container:
-    """What a manifest and the engine say of a pod's one container."""
+    """What a manifest and the controller say of a pod's one container."""
 
     #: The pod's host name, and the name of the service that knows it.
     host: str

@@ -1,4 +1,4 @@
-"""What ``lockstep submit kubernetes`` prints, started in pods of this machine with what the engine would set."""
+"""What ``lockstep submit kubernetes`` prints, started in pods of this machine with what the controller would set."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def _namespaces() -> None:
     skip_unless(NEEDS, "a pod")
 
 
-def _containers(engine: str, folder: Path, *more: str) -> tuple[Container, Container]:
+def _containers(controller: str, folder: Path, *more: str) -> tuple[Container, Container]:
     """Print a manifest for the training over ``folder``, and read from it what the two pods run."""
     yaml = pytest.importorskip("yaml", reason="PyYAML comes with kubernetes-validate, which is not installed")
     options = [
-        "--engine",
-        engine,
+        "--controller",
+        controller,
         "--image",
         "train",
         "--nodes",
@@ -47,16 +47,16 @@ def _containers(engine: str, folder: Path, *more: str) -> tuple[Container, Conta
     done = CliRunner().invoke(main, ["submit", "kubernetes", *options, str(jobs.SCRIPT), str(folder), "--slow", "0.05"])
     assert done.exit_code == 0, done.output
     documents = {document["kind"]: document["spec"] for document in yaml.safe_load_all(done.stdout)}
-    return _container(engine, documents, 0), _container(engine, documents, 1)
+    return _container(controller, documents, 0), _container(controller, documents, 1)
 
 
-def _container(engine: str, documents: dict[str, Any], index: int) -> Container:
-    """Return a pod's container, with what the engine's controllers add to it."""
-    if engine == "job":
+def _container(controller: str, documents: dict[str, Any], index: int) -> Container:
+    """Return a pod's container, with what the controllers add to it."""
+    if controller == "job":
         pod = documents["Job"]["template"]["spec"]
         described = pod["containers"][0]
         host, subdomain = f"digits-{index}", pod["subdomain"]
-    elif engine == "jobset":
+    elif controller == "jobset":
         (job,) = documents["JobSet"]["replicatedJobs"]
         described = job["template"]["spec"]["template"]["spec"]["containers"][0]
         host, subdomain = f"digits-{job['name']}-0-{index}", documents["JobSet"]["network"]["subdomain"]
@@ -66,19 +66,19 @@ def _container(engine: str, documents: dict[str, Any], index: int) -> Container:
         host, subdomain = f"digits-{job['name']}-0-{index}", "digits"
     env = {each["name"]: each["value"].replace("$$", "$") for each in described["env"]}
     env |= {"JOB_COMPLETION_INDEX": str(index), "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
-    if engine == "trainjob":
+    if controller == "trainjob":
         env |= {"PET_NNODES": str(described["numNodes"]), "PET_NPROC_PER_NODE": str(described["numProcPerNode"])}
         env |= {"PET_NODE_RANK": str(index), "PET_MASTER_ADDR": f"digits-{job['name']}-0-0.digits"}
         env |= {"PET_MASTER_PORT": "29400"}
     return Container(host, subdomain, described["command"], env)
 
 
-@pytest.mark.campaign  # every run of the tests starts what is printed for one engine, in the next test
-@pytest.mark.parametrize("engine", ["jobset", "job", "trainjob"])
-def test_pods_train_and_new_ones_resume_after_one_is_evicted(engine: str, tmp_path: Path, calm: jobs.Calm) -> None:
+@pytest.mark.campaign  # every run of the tests starts what is printed for one controller, in the next test
+@pytest.mark.parametrize("controller", ["jobset", "job", "trainjob"])
+def test_pods_train_and_new_ones_resume_after_one_is_evicted(controller: str, tmp_path: Path, calm: jobs.Calm) -> None:
     folder = tmp_path / "a $(HOME) $$ b"
     folder.mkdir()
-    containers = _containers(engine, folder)
+    containers = _containers(controller, folder)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = environment(tmp_path, torch=True, PATH=path, PYTHONPATH=python_path(_ROOT))
 

@@ -1,4 +1,4 @@
-"""The README's script as it stands, on every engine: it trains, a rank is killed in mid-epoch, and it resumes."""
+"""The README's script as it stands, under every scheduler: it trains, a rank is killed in mid-epoch, and it resumes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def variables(tmp_path: Path) -> dict[str, str]:
     shutil.copy(strike.__file__, tmp_path / "strike" / "sitecustomize.py")
     return {
         "PYTHONPATH": python_path(tmp_path / "strike", _ROOT),
-        "LOCKSTEP_BACKEND": "gloo",  # engines that run on one machine could share memory
+        "LOCKSTEP_BACKEND": "gloo",  # schedulers that run on one machine could share memory
     }
 
 

@@ -742,7 +742,7 @@ def test_compiled_modules(way: str) -> None:
         _in_place(net)
         _in_place(bare)
         loss = parallel(x, target=y)
-    replica = (parallel._orig_mod if way == "outside" else parallel).__dict__["_engine"]._replicas.module(0, 1)
+    replica = (parallel._orig_mod if way == "outside" else parallel).__dict__["_forward"]._replicas.module(0, 1)
     inner = replica._orig_mod if way == "wrapper" else replica
     assert inner is not net
     assert inner[0].weight.data_ptr() != net[0].weight.data_ptr()
@@ -797,7 +797,7 @@ def test_everything_goes_when_the_last_name_goes() -> None:
         for _ in range(2):
             loss = parallel(x, target=y)
             loss.backward()
-        replica = weakref.ref(parallel.__dict__["_engine"]._replicas.module(0, 1))
+        replica = weakref.ref(parallel.__dict__["_forward"]._replicas.module(0, 1))
         del loss
         gone = weakref.ref(net[0].weight)
         del parallel, net

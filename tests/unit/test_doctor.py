@@ -221,7 +221,7 @@ def test_variables_that_mislead(env: dict[str, str], level: Level, what: str, ad
     assert advice in found.advice
 
 
-def test_what_an_engine_has_set_is_no_leftover() -> None:
+def test_what_a_scheduler_has_set_is_no_leftover() -> None:
     pod = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "KUBERNETES_SERVICE_HOST": "b"}
     assert levels(variables.check_variables(pod)) == {Level.OK}
 

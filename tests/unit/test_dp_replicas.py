@@ -183,7 +183,7 @@ def test_a_compiled_submodule_has_a_compiled_copy_on_each_replica() -> None:
     for training in (True, False, True):
         net.train(training)
         torch.testing.assert_close(parallel(batch()), net(batch()))
-        copied = parallel.__dict__["_engine"]._replicas.module(0, 1)[1]
+        copied = parallel.__dict__["_forward"]._replicas.module(0, 1)[1]
         assert copied is not net[1]
         assert copied._orig_mod is not net[1]._orig_mod
         assert copied._orig_mod.weight.data_ptr() != net[1]._orig_mod.weight.data_ptr()
@@ -198,7 +198,7 @@ def test_a_compiled_submodule_that_two_parents_share() -> None:
     net: Any = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
     parallel = DataParallel(net, TWO, output_dim=0)
     torch.testing.assert_close(parallel(batch()), net(batch()))
-    replica = parallel.__dict__["_engine"]._replicas.module(0, 1)
+    replica = parallel.__dict__["_forward"]._replicas.module(0, 1)
     assert replica[0][0] is replica[1][0] is not shared
 
 

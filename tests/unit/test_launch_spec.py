@@ -333,7 +333,7 @@ _MPIRUN = {
         ({}, {**_POD, "LOCAL_RANK": "0"}, NodePlace()),
     ],
 )
-def test_a_machines_place_is_the_users_or_the_engines(
+def test_a_machines_place_is_the_users_or_the_schedulers(
     options: dict[str, Any], env: dict[str, str], place: NodePlace
 ) -> None:
     assert node_place(NodeOptions(**options), env) == place

@@ -21,7 +21,7 @@ from lockstep.schedulers.kubernetes import to_yaml
 DOCUMENT = Path(__file__).parents[2] / "docs" / "many_machines.md"
 _ALL = ["--nodes", "3", "-n", "4", "--cpus-per-rank", "2", "--gpus-per-rank", "1", "--mem", "64Gi", "--name", "digits"]
 _ALL += ["--namespace", "lab", "--volume", "runs:/runs", "--volume", "data.v2:/data", "--env", "A=b c", "--grace", "90"]
-ENGINES = ["jobset", "job", "trainjob"]
+CONTROLLERS = ["jobset", "job", "trainjob"]
 #: Model of kubeflow_trainer_api for each kind that Kubernetes itself does not know.
 _MODELS = {
     "JobSet": "JobsetV1alpha2JobSet",
@@ -56,10 +56,10 @@ def check(document: dict[str, Any]) -> None:
     assert json.loads(json.dumps(back)) == document
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("controller", CONTROLLERS)
 @pytest.mark.parametrize("options", [_ALL, ["-n", "1"], [*_ALL, "--rdzv", "service"]])
-def test_a_manifest_is_valid(engine: str, options: list[str]) -> None:
-    for document in _documents("--engine", engine, *options, "train.py", "--lr", "0.1"):
+def test_a_manifest_is_valid(controller: str, options: list[str]) -> None:
+    for document in _documents("--controller", controller, *options, "train.py", "--lr", "0.1"):
         check(document)
 
 
@@ -75,10 +75,10 @@ def _places(node: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_typo_in_any_word_of_a_manifest_is_found(engine: str) -> None:
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_typo_in_any_word_of_a_manifest_is_found(controller: str) -> None:
     unnoticed = []
-    for document in _documents("--engine", engine, *_ALL, "train.py"):
+    for document in _documents("--controller", controller, *_ALL, "train.py"):
         for index in range(len(_places(document))):
             broken = copy.deepcopy(document)
             node, key = _places(broken)[index]
@@ -93,17 +93,17 @@ def test_a_typo_in_any_word_of_a_manifest_is_found(engine: str) -> None:
     assert not unnoticed
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("controller", CONTROLLERS)
 @pytest.mark.parametrize(("rdzv", "first"), [("service", None), ("file:/runs/meet", "file:/runs/meet")])
-def test_launchers_that_find_each_other_restart_by_themselves(engine: str, rdzv: str, first: str | None) -> None:
-    documents = _documents("--engine", engine, *_ALL, "--rdzv", rdzv, "--max-restarts", "3", "train.py")
-    job = _jobs_of(documents[-1 if engine == "job" else 0])
+def test_launchers_that_find_each_other_restart_by_themselves(controller: str, rdzv: str, first: str | None) -> None:
+    documents = _documents("--controller", controller, *_ALL, "--rdzv", rdzv, "--max-restarts", "3", "train.py")
+    job = _jobs_of(documents[-1 if controller == "job" else 0])
     assert job["backoffLimit"] == 3, "new pods for those that were killed"
     rules = job["podFailurePolicy"]["rules"]
     assert [rule["action"] for rule in rules] == ["Ignore", "Ignore", "FailJob"]
     assert rules[2]["onExitCodes"]["values"] == [75, 137]
-    host = {"job": "digits-0", "jobset": "digits-node-0-0", "trainjob": "digits-node-0-0"}[engine]
-    if engine == "trainjob":
+    host = {"job": "digits-0", "jobset": "digits-node-0-0", "trainjob": "digits-node-0-0"}[controller]
+    if controller == "trainjob":
         command = documents[1]["spec"]["trainer"]["command"]
     else:
         (container,) = job["template"]["spec"]["containers"]
@@ -112,7 +112,7 @@ def test_launchers_that_find_each_other_restart_by_themselves(engine: str, rdzv:
     words = ["--nnodes", "3", "--rdzv", first or f"{host}.digits", "--max-restarts", "3"]
     assert " ".join(words) in " ".join(command)
     assert "--master-addr" not in command
-    if engine == "jobset":
+    if controller == "jobset":
         assert documents[0]["spec"]["failurePolicy"] == {"maxRestarts": 0}
 
 
@@ -126,15 +126,15 @@ def test_launchers_that_find_each_other_restart_by_themselves(engine: str, rdzv:
     ],
 )
 def test_a_place_where_pods_can_t_meet_is_refused(rdzv: str, text: str) -> None:
-    done = _run("--engine", "job", *_ALL, "--rdzv", rdzv, "train.py")
+    done = _run("--controller", "job", *_ALL, "--rdzv", rdzv, "train.py")
     assert done.exit_code == 2
     assert text in done.stderr
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_pod_has_what_ranks_need(engine: str) -> None:
-    documents = _documents("--engine", engine, *_ALL, "train.py")
-    job = _jobs_of(documents[-1 if engine == "job" else 0])
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_pod_has_what_ranks_need(controller: str) -> None:
+    documents = _documents("--controller", controller, *_ALL, "train.py")
+    job = _jobs_of(documents[-1 if controller == "job" else 0])
     pod = job["template"]["spec"]
     assert (job["completions"], job["parallelism"], job["completionMode"]) == (3, 3, "Indexed")
     assert pod["restartPolicy"] == "Never"
@@ -147,7 +147,7 @@ def test_a_pod_has_what_ranks_need(engine: str) -> None:
     assert rules[0]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     assert rules[1]["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [75]}
     amounts = {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "4"}
-    if engine == "trainjob":
+    if controller == "trainjob":
         trainer = documents[1]["spec"]["trainer"]
         assert trainer["resourcesPerNode"] == {"requests": amounts, "limits": amounts}
         assert (trainer["numNodes"], trainer["numProcPerNode"]) == (3, 4)
@@ -167,12 +167,12 @@ def _jobs_of(document: dict[str, Any]) -> Any:
 
 
 def test_pods_are_found_by_name_before_they_are_ready() -> None:
-    service, job = _documents("--engine", "job", *_ALL, "train.py")
+    service, job = _documents("--controller", "job", *_ALL, "train.py")
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"] is True
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
-    (jobset,) = _documents("--engine", "jobset", *_ALL, "--max-restarts", "2", "train.py")
+    (jobset,) = _documents("--controller", "jobset", *_ALL, "--max-restarts", "2", "train.py")
     assert jobset["spec"]["network"]["publishNotReadyAddresses"] is True
     assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 2}
 
@@ -199,22 +199,22 @@ def test_every_string_comes_back_from_yaml(text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--engine", "job", "--max-restarts", "3"], "--max-restarts 3 with --engine job"),
-        (["--engine", "job", "--name", "Train"], "--name Train: expected small letters"),
-        (["--engine", "job", "--name", "4train"], "a letter first"),
-        (["--engine", "job", "--name", "a" * 62], "at most 61 of them, since pods are named aaa"),
-        (["--engine", "jobset", "--name", "a" * 60], "at most 54 of them"),
-        (["--engine", "job", "--namespace", "a b"], "--namespace a b: expected small letters"),
-        (["--engine", "job", "--image", "a b"], "--image 'a b': expected the name of an image"),
-        (["--engine", "job", "--mem", "64 GB"], "--mem 64 GB: expected a size for each pod, such as 64Gi"),
-        (["--engine", "job", "--volume", "runs"], "--volume runs: expected CLAIM:/PATH"),
-        (["--engine", "job", "--volume", "runs:runs"], "--volume runs:runs: expected CLAIM:/PATH"),
-        (["--engine", "job", "--volume", "runs:/dev/shm"], "expected CLAIM:/PATH"),
-        (["--engine", "job", "--volume", "a:/x", "--volume", "b:/x"], "two are mounted at the same path"),
-        (["--engine", "job", "--env", "A"], "--env A: expected NAME=VALUE"),
-        (["--engine", "trainjob", "--env", "PET_NNODES=3"], "this variable is the engine's"),
-        (["--engine", "job", "--grace", "0"], "--grace 0: the ranks need some seconds"),
-        (["--engine", "job", "--grace", "inf"], "--grace inf: the ranks need some seconds"),
+        (["--controller", "job", "--max-restarts", "3"], "--max-restarts 3 with --controller job"),
+        (["--controller", "job", "--name", "Train"], "--name Train: expected small letters"),
+        (["--controller", "job", "--name", "4train"], "a letter first"),
+        (["--controller", "job", "--name", "a" * 62], "at most 61 of them, since pods are named aaa"),
+        (["--controller", "jobset", "--name", "a" * 60], "at most 54 of them"),
+        (["--controller", "job", "--namespace", "a b"], "--namespace a b: expected small letters"),
+        (["--controller", "job", "--image", "a b"], "--image 'a b': expected the name of an image"),
+        (["--controller", "job", "--mem", "64 GB"], "--mem 64 GB: expected a size for each pod, such as 64Gi"),
+        (["--controller", "job", "--volume", "runs"], "--volume runs: expected CLAIM:/PATH"),
+        (["--controller", "job", "--volume", "runs:runs"], "--volume runs:runs: expected CLAIM:/PATH"),
+        (["--controller", "job", "--volume", "runs:/dev/shm"], "expected CLAIM:/PATH"),
+        (["--controller", "job", "--volume", "a:/x", "--volume", "b:/x"], "two are mounted at the same path"),
+        (["--controller", "job", "--env", "A"], "--env A: expected NAME=VALUE"),
+        (["--controller", "trainjob", "--env", "PET_NNODES=3"], "this variable is the controller's"),
+        (["--controller", "job", "--grace", "0"], "--grace 0: the ranks need some seconds"),
+        (["--controller", "job", "--grace", "inf"], "--grace inf: the ranks need some seconds"),
     ],
 )
 def test_options_that_make_no_sense(options: list[str], text: str) -> None:

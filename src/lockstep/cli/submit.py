@@ -167,9 +167,9 @@ def slurm(
     ).text()
 
 
-@submit.command(context_settings=PASSES_ON, options_metavar="--engine ENGINE --image IMAGE -n N [OPTIONS]")
+@submit.command(context_settings=PASSES_ON, options_metavar="--controller CONTROLLER --image IMAGE -n N [OPTIONS]")
 @click.option(
-    "--engine",
+    "--controller",
     type=click.Choice(["jobset", "job", "trainjob"]),
     required=True,
     help="Kind of resource: a JobSet, an Indexed Job with a Service, or a Kubeflow TrainJob with a TrainingRuntime.",
@@ -189,13 +189,13 @@ def slurm(
     "--rdzv",
     metavar="service|file:/FOLDER",
     help="Where the launchers find each other, to restart ranks without new pods: a Service, or a folder on a volume. "
-    "Needed for --max-restarts with --engine job.",
+    "Needed for --max-restarts with --controller job.",
 )
 @_prints_job("pod", memory="64Gi", grace_option=grace(_PODS_GRACE))
 def kubernetes(
     asked: _Asked,
     *,
-    engine: str,
+    controller: str,
     image: str,
     volumes: tuple[str, ...],
     env: tuple[str, ...],
@@ -209,14 +209,14 @@ def kubernetes(
     Checkpointer finishes its step and saves. It resumes in new pods if the checkpoints are on a volume.
 
     \b
-    lockstep submit kubernetes --engine jobset --image registry/train:1 --nodes 2 -n 4 \\
+    lockstep submit kubernetes --controller jobset --image registry/train:1 --nodes 2 -n 4 \\
         --volume runs:/runs train.py /runs/first | kubectl apply -f -
     """
     from lockstep.schedulers.kubernetes import Controller, JobManifest, Volume
 
     return JobManifest(
         asked.start(_PODS_GRACE),
-        engine=Controller(engine),
+        controller=Controller(controller),
         image=image,
         name=asked.name or "-".join(asked.target().name.lower().replace("_", ".").split(".")),
         namespace=namespace,

@@ -110,16 +110,16 @@ class DataParallel(nn.Module):
         """The devices as torch's class has them: accelerators by index."""
         return [device if device.index is None else device.index for device in self.devices]
 
-    def _begin(self) -> _Engine:
-        before: _Engine | None = self.__dict__.get("_engine")
+    def _begin(self) -> _ParallelForward:
+        before: _ParallelForward | None = self.__dict__.get("_forward")
         # In a plain attribute: replicas are not part of the module's state.
-        engine = self.__dict__["_engine"] = _Engine(self._options())
+        forward = self.__dict__["_forward"] = _ParallelForward(self._options())
         if before is not None:
-            engine.copier.count = before.copier.count
-        return engine
+            forward.copier.count = before.copier.count
+        return forward
 
-    def _options(self) -> _EngineOptions:
-        return _EngineOptions(
+    def _options(self) -> _ForwardOptions:
+        return _ForwardOptions(
             self.module,
             self.criterion,
             self.devices,
@@ -134,8 +134,8 @@ class DataParallel(nn.Module):
     @property
     def copies(self) -> Copies:
         """What has been copied to the replicas so far. A forward that finds nothing changed adds nothing."""
-        engine: _Engine = self.__dict__["_engine"]
-        return engine.copier.count
+        forward: _ParallelForward = self.__dict__["_forward"]
+        return forward.copier.count
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward on all devices.
@@ -145,14 +145,14 @@ class DataParallel(nn.Module):
             ValueError: inputs or outputs don't fit together; the shapes are shown.
             Exception: what a replica's forward raised, with the replica and its device added to its message.
         """
-        engine: _Engine = self.__dict__["_engine"]
-        if engine.options != self._options():
-            engine = self._begin()  # an attribute was set, or .module is another one
+        forward: _ParallelForward = self.__dict__["_forward"]
+        if forward.options != self._options():
+            forward = self._begin()  # an attribute was set, or .module is another one
         target = kwargs.pop("target", _NOT_GIVEN) if self.criterion is not None else _NOT_GIVEN
-        return _run(engine, inputs, kwargs, target)
+        return _run(forward, inputs, kwargs, target)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_engine"}
+        return {key: value for key, value in self.__dict__.items() if key != "_forward"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -160,11 +160,11 @@ class DataParallel(nn.Module):
 
 
 @_torch.mark_untraced
-def _run(engine: _Engine, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
-    return engine.run(inputs, kwargs, target)
+def _run(forward: _ParallelForward, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
+    return forward.run(inputs, kwargs, target)
 
 
-class _EngineOptions(NamedTuple):
+class _ForwardOptions(NamedTuple):
     module: nn.Module
     criterion: Criterion | None
     devices: list[torch.device]
@@ -176,10 +176,10 @@ class _EngineOptions(NamedTuple):
     check_contents: bool
 
 
-class _Engine:
+class _ParallelForward:
     """What a DataParallel keeps beside its options: replicas, what outputs have shown, random streams."""
 
-    def __init__(self, options: _EngineOptions) -> None:
+    def __init__(self, options: _ForwardOptions) -> None:
         # No reference to the wrapper: it goes when the last name for it goes.
         self.options = options
         self._module, self._criterion = options.module, options.criterion

@@ -18,8 +18,8 @@ gradient is
     s (G - mean(G) - x^ mean(G x^)),        means over the n values of all ranks.
 
 A rank has the gradient g of its own loss, and G = w_r g / W with the weight w_r of Note [Exact mean], by which the
-gradient engine multiplies later whatever comes out of this rank's backward. So the sums are taken of w_r g over all
-ranks, and this rank's part is divided by w_r again. With equal slices w_r = 1. The engine takes the gradients of scale
+replica multiplies later whatever comes out of this rank's backward. So the sums are taken of w_r g over all
+ranks, and this rank's part is divided by w_r again. With equal slices w_r = 1. The replica takes the gradients of scale
 and offset as it takes every other parameter's: they stay this rank's own sums.
 """
 

@@ -1,4 +1,4 @@
-"""``DistributedDataParallel``: torch's interface over the same engine."""
+"""``DistributedDataParallel``: torch's interface over the same replica."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Device = int | str | torch.device
 
 
 class DistributedDataParallel(nn.Module, Joinable):
-    """A module whose gradients are averaged over the ranks: torch's class of this name, over lockstep's engine.
+    """A module whose gradients are averaged over the ranks: torch's class of this name, over a replica of lockstep's.
 
     **Collective** to construct. Takes torch's arguments in torch's order and with torch's meanings; the module stands
     in ``.module``, and keys of ``state_dict()`` begin with ``module.``. :func:`lockstep.replicate` does the same
@@ -313,7 +313,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
 
 _NO_REDUCER = (
-    "its engine prepares itself in forward, so there is nothing to call; leave out what touches it, or use torch's "
+    "a replica prepares itself in forward, so there is nothing to call; leave out what touches it, or use torch's "
     "class over the backend 'shm'"
 )
 #: What torch's class has and this one has not, and what to do about it.

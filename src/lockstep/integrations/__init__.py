@@ -1,1 +1,1 @@
-"""Engines that have an interface of their own in Python: each file needs what it is named after."""
+"""Schedulers that have an interface of their own in Python: each file needs what it is named after."""

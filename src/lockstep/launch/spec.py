@@ -21,7 +21,7 @@ from lockstep import knobs
 from lockstep._files import local_path
 from lockstep.errors import EnvironmentMismatch
 from lockstep.rendezvous.messages import Options, Round
-from lockstep.schedulers.place import node as engine_node
+from lockstep.schedulers.place import node as scheduler_node
 from lockstep.text import counted, joined
 
 #: torch.distributed.launch's default, which the nodes of a job must agree on without talking to each other.
@@ -262,20 +262,20 @@ class NodePlace:
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int | None = None
-    #: Ranks on each machine, as after ``-n``, where the engine says so.
+    #: Ranks on each machine, as after ``-n``, where the scheduler says so.
     ranks: str | None = None
     #: Where the machines find each other, its number of ranks still to be filled in; None: they are known beforehand.
     rendezvous: Options | None = None
-    #: How often all ranks are started again after one failed, where the engine says so.
+    #: How often all ranks are started again after one failed, where the scheduler says so.
     restarts: int | None = None
 
 
 def node_place(options: NodeOptions, env: Mapping[str, str] = os.environ) -> NodePlace:
-    """Work out this machine's place: as the user has said, else as the engine that started this launcher says.
+    """Work out this machine's place: as the user has said, else as the scheduler that started this launcher says.
 
     Raises:
         ValueError: an option makes no sense.
-        EnvironmentMismatch: the engine's variables are incomplete, contradict each other or the options, or several
+        EnvironmentMismatch: the scheduler's variables are incomplete, contradict each other or the options, or several
             launchers were started where each would start the whole job.
     """
     if options.rdzv is not None:
@@ -286,7 +286,7 @@ def node_place(options: NodeOptions, env: Mapping[str, str] = os.environ) -> Nod
     if options.node_rank is not None:
         return NodePlace(nnodes or 1, options.node_rank, options.master_addr, options.master_port)
     _refuse_in_a_rank(env)
-    found = engine_node(env)
+    found = scheduler_node(env)
     if found is None:
         return NodePlace(nnodes or 1, 0, options.master_addr, options.master_port)
     if options.standalone:
@@ -294,22 +294,22 @@ def node_place(options: NodeOptions, env: Mapping[str, str] = os.environ) -> Nod
     count = found.count if nnodes is None else nnodes
     if count is None:
         raise EnvironmentMismatch(
-            f"{found.engine} says that this is machine {found.rank} of the job, but not of how many: pass --nnodes and "
-            "--master-addr (or say --standalone if each machine is to run a job of its own)"
+            f"{found.scheduler} says that this is machine {found.rank} of the job, but not of how many: pass --nnodes "
+            "and --master-addr (or say --standalone if each machine is to run a job of its own)"
         )
     if found.count is not None and found.count != count:
         raise EnvironmentMismatch(
-            f"this launcher is to start a job on {counted(count, 'machine')}, but {found.engine} "
+            f"this launcher is to start a job on {counted(count, 'machine')}, but {found.scheduler} "
             f"started it on {found.count}, of which this is number {found.rank}: drop --nnodes (or --standalone), or "
-            "pass both --nnodes and --node-rank; for a job of its own on each machine, start it without the engine's "
-            "variables"
+            "pass both --nnodes and --node-rank; for a job of its own on each machine, start it without the "
+            "scheduler's variables"
         )
     if options.standalone or count == 1:
         return NodePlace(1, 0, options.master_addr, options.master_port, found.ranks)
     address = options.master_addr or found.address or env.get("MASTER_ADDR")
     if address is None:
         raise EnvironmentMismatch(
-            f"{found.engine} says that this is machine {found.rank} of {count}, but not where they meet: pass "
+            f"{found.scheduler} says that this is machine {found.rank} of {count}, but not where they meet: pass "
             "--master-addr, the name of machine 0"
         )
     return NodePlace(count, found.rank, address, options.master_port or found.port, found.ranks)

@@ -85,7 +85,7 @@ class JobManifest:
     """
 
     start: StartCommand
-    engine: Controller
+    controller: Controller
     image: str
     name: str
     namespace: str | None = None
@@ -115,11 +115,11 @@ class JobManifest:
             raise ValueError(f"--image {self.image!r}: expected the name of an image, such as registry/train:1")
         if self.memory is not None and not re.fullmatch(r"\d+([KMGTP]i?|k)?", self.memory):
             raise ValueError(f"--mem {self.memory}: expected a size for each pod, such as 64Gi")
-        if self.max_restarts is not None and self.engine is Controller.JOB and self.rdzv is None:
+        if self.max_restarts is not None and self.controller is Controller.JOB and self.rdzv is None:
             raise ValueError(
-                f"--max-restarts {self.max_restarts} with --engine job: a Job makes single pods anew, which would meet "
-                "the others in the middle of their steps; a JobSet makes all of them anew (--engine jobset), and "
-                "launchers that find each other start their ranks again by themselves (--rdzv service)"
+                f"--max-restarts {self.max_restarts} with --controller job: a Job makes single pods anew, which would "
+                "meet the others in the middle of their steps; a JobSet makes all of them anew (--controller jobset), "
+                "and launchers that find each other start their ranks again by themselves (--rdzv service)"
             )
         self._check_rdzv()
         paths = [volume.path for volume in self.volumes]
@@ -130,7 +130,9 @@ class JobManifest:
             if name is None:
                 raise ValueError(f"--env {text}: expected NAME=VALUE")
             if name[1].startswith("PET_") or name[1] == "JOB_COMPLETION_INDEX":
-                raise ValueError(f"--env {text}: this variable is the engine's, which says with it where a pod belongs")
+                raise ValueError(
+                    f"--env {text}: this variable is the controller's, which says with it where a pod belongs"
+                )
 
     def _check_rdzv(self) -> None:
         if self.rdzv is None or self.rdzv == "service":
@@ -143,7 +145,7 @@ class JobManifest:
 
     def documents(self) -> list[Yaml]:
         """Return the manifest's documents, in the order in which they are made."""
-        match self.engine:
+        match self.controller:
             case Controller.JOB:
                 return [self._service(), self._object("batch/v1", "Job", self._job(subdomain=True))]
             case Controller.JOBSET:
@@ -161,7 +163,7 @@ class JobManifest:
         if self.rdzv is not None:
             first = f"{self._host(0)}.{self.name}" if self.rdzv == "service" else self.rdzv
             place = ["--nnodes", str(self.start.machines), "--rdzv", first, "--max-restarts", str(self._restarts)]
-        elif self.engine is not Controller.TRAINJOB:  # which says it by PET_NNODES and PET_MASTER_ADDR
+        elif self.controller is not Controller.TRAINJOB:  # which says it by PET_NNODES and PET_MASTER_ADDR
             place = ["--nnodes", str(self.start.machines), "--master-addr", f"{self._host(0)}.{self.name}"]
         # What ranks print is gone with the pod, but for what kubectl logs shows.
         return ["lockstep", "run", *self.start.options(), *place, "--all-output", *self.start.target()]
@@ -171,7 +173,7 @@ class JobManifest:
         return _RESTARTS if self.max_restarts is None else self.max_restarts
 
     def _host(self, index: int) -> str:
-        return f"{self.name}-{index}" if self.engine is Controller.JOB else f"{self.name}-{_CONTAINER}-0-{index}"
+        return f"{self.name}-{index}" if self.controller is Controller.JOB else f"{self.name}-{_CONTAINER}-0-{index}"
 
     def _object(self, version: str, kind: str, spec: Yaml) -> dict[str, Yaml]:
         metadata = {"name": self.name, **({} if self.namespace is None else {"namespace": self.namespace})}
@@ -246,7 +248,7 @@ class JobManifest:
         mounts: list[Yaml] = [{"name": "shm", "mountPath": "/dev/shm"}]
         mounts += [{"name": f"volume-{n}", "mountPath": volume.path} for n, volume in enumerate(self.volumes)]
         described: dict[str, Yaml] = {"name": _CONTAINER, "image": self.image}
-        if self.engine is not Controller.TRAINJOB:  # there the TrainJob has these
+        if self.controller is not Controller.TRAINJOB:  # there the TrainJob has these
             described["command"] = [_unexpanded(word) for word in self.command()]
             described |= {"env": self._env()} if self.env else {}
             port = _PORT if self.rdzv is None else _MEETING_PORT

@@ -1,10 +1,10 @@
-"""The place that an engine gives to a process: of a rank that it started itself, or of a launcher, one on each machine.
+"""The place that a scheduler gives to a process: to a rank that it starts, or to a launcher, one on each machine.
 
 Ranks: ``mpirun -n 4 python train.py`` and ``srun -n 4 python train.py`` start the ranks themselves. What they say is
 put into the words that lockstep's launcher and torchrun use, with :func:`rank_variables`.
 
-Launchers: ``srun --ntasks-per-node=1 lockstep run -n 4 train.py``, or one pod for each machine. What the engine says is
-read by :func:`node`: torchrun's own variables (``PET_…``, which Kubeflow's Trainer sets), then mpirun's (it may run
+Launchers: ``srun --ntasks-per-node=1 lockstep run -n 4 train.py``, or one pod for each machine. What the scheduler says
+is read by :func:`node`: torchrun's own variables (``PET_…``, which Kubeflow's Trainer sets), then mpirun's (it may run
 inside a job of Slurm), Slurm's, those of an Indexed Job of Kubernetes, and those of a PyTorchJob, which describes a pod
 as if it were a rank. The first that is there counts, as a whole.
 """
@@ -36,10 +36,10 @@ _MPI_DIALECTS: tuple[dict[str, str], ...] = (
 
 @dataclass(frozen=True)
 class LauncherPlace:
-    """The place of a launcher among those of a job, one on each machine. What the engine does not say is None."""
+    """The place of a launcher among those of a job, one on each machine. What the scheduler does not say is None."""
 
     #: Who says so, for messages.
-    engine: str
+    scheduler: str
     #: Which machine, from 0.
     rank: int
     #: How many machines.
@@ -54,7 +54,7 @@ class LauncherPlace:
 def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return what MPI's launchers or srun say of this rank, in our words; empty if they did not start it.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` are among them where the engine tells enough to work them out; those that the
+    ``MASTER_ADDR`` and ``MASTER_PORT`` are among them where the scheduler tells enough to work them out; those that the
     user has set come first.
 
     Raises:
@@ -85,10 +85,10 @@ def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def node(env: Mapping[str, str]) -> LauncherPlace | None:
-    """Return the place that an engine gives to a launcher; None: none does, so the machine is alone.
+    """Return the place that a scheduler gives to a launcher; None: none does, so the machine is alone.
 
     Raises:
-        EnvironmentMismatch: the variables are incomplete or contradict each other, or the engine has started several
+        EnvironmentMismatch: the variables are incomplete or contradict each other, or the scheduler has started several
             launchers on a machine.
     """
     for read in (_torchrun, _mpirun, _slurm, _indexed_job, _pytorch_job):

@@ -15,7 +15,7 @@ rather than multiplied: the mean over no samples is NaN, and 0 * NaN is NaN.
 Note [Counted items]
 ~~~~~~~~~~~~~~~~~~~~
 Where a loss is a mean over something that the loader knows nothing of (tokens), the rank knows n_r, how many of them it
-has, and nobody knows n. ``World.weigh(n_r)`` says so, and the gradient engine adds up n where an averaged backward
+has, and nobody knows n. ``World.weigh(n_r)`` says so, and the replica adds up n where an averaged backward
 begins: Note [Items of all ranks] in ``ddp/items.py``. Until then what is in hand is :class:`Items`, a share whose whole
 is not known. A backward takes the count
 

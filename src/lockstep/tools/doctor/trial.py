@@ -1,4 +1,4 @@
-"""A short job: every two ranks average something by lockstep's own engine; rank 0 prints as JSON how long it took."""
+"""A short job: every two ranks average something over lockstep's process group; rank 0 prints the times as JSON."""
 
 from __future__ import annotations
 

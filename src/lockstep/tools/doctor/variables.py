@@ -73,13 +73,13 @@ def check_own(env: Mapping[str, str]) -> Iterator[Finding]:
 def _leftovers(env: Mapping[str, str]) -> Iterator[Finding]:
     """Look for a place in a job that is none."""
     try:
-        engine = node(env)
+        scheduler = node(env)
         tasks = rank_variables(env)
     except EnvironmentMismatch as error:
-        yield wrong("variables", str(error), "see docs/many_machines.md for what is read of which engine")
+        yield wrong("variables", str(error), "see docs/many_machines.md for what is read of which scheduler")
         return
-    if engine is not None or tasks:
-        return  # an engine has started this
+    if scheduler is not None or tasks:
+        return  # a scheduler has started this
     left = [name for name in _OF_A_RANK if name in env]
     if not left:
         return

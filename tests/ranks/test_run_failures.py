@@ -247,3 +247,23 @@ def test_more_ranks_than_open_files_allow_are_refused_at_once(tmp_path: Path) ->
     assert done.code != 0
     assert "1000000 ranks on this machine need about 7000032 open files, and the limit is" in done.err
     assert "Traceback" not in done.err
+
+
+_WEIGHS_ALONE = """
+import torch, lockstep
+
+world = lockstep.init("gloo")
+model = lockstep.replicate(torch.nn.Linear(4, 1))
+if world.rank == 0:
+    world.weigh(3)
+model(torch.ones(2, 4)).sum().backward()
+"""
+
+
+def test_ranks_in_different_collectives_are_named_where_gloo_ends_them(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_WEIGHS_ALONE)
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True, LOCKSTEP_TIMEOUT="30")
+    assert done.code == 128 + signal.SIGABRT
+    assert "the ranks were in different collectives, which gloo answers with abort():" in done.err
+    assert f"  rank 0 waited in adding up the items of all ranks (World.weigh) at {tmp_path}/train.py:8" in done.err
+    assert f"  rank 1 waited in averaging gradients at {tmp_path}/train.py:8" in done.err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from dataclasses import replace
 from pathlib import Path
-from signal import SIGINT, SIGKILL, SIGSEGV, SIGTERM
+from signal import SIGABRT, SIGINT, SIGKILL, SIGSEGV, SIGTERM
 
 import pytest
 
@@ -195,6 +195,17 @@ def test_what_all_ranks_have_alike_is_told_once() -> None:
         "lockstep.ReplicaMismatch: rank 0 of 3: the replicas differ (its traceback is above)",
         "ranks 1 and 2 failed too, by the same error",
     ]
+
+
+def test_an_abort_while_ranks_wait_in_different_collectives_names_them() -> None:
+    died = replace(_ending(0, -SIGABRT, 5.0), waited_in="adding up the items of all ranks at train.py:8")
+    other = replace(_ending(1, -SIGTERM, 6.0, stopped_at=5.1), waited_in="averaging gradients at train.py:9")
+    told = describe(_outcome(died, other)).splitlines()
+    assert "  rank 0 waited in adding up the items of all ranks at train.py:8" in told
+    assert "  rank 1 waited in averaging gradients at train.py:9" in told
+    alike = replace(other, waited_in="adding up the items of all ranks at train.py:12")
+    assert "collectives" not in describe(_outcome(died, alike))
+    assert "collectives" not in describe(_outcome(replace(died, waited_in=""), other))
 
 
 def test_a_second_signal_is_not_a_lack_of_time() -> None:

@@ -128,8 +128,10 @@ class Attempt:
                     self.record(rank),
                     log=streams.log(local_rank) if streams is not None else None,
                     shown=streams is not None and streams.shown(local_rank),
+                    waited_in=look.waits_in if look.mark.waiting else "",
                 )
                 for rank, local_rank in self.local_rank.items()
+                for look in [self.look(rank)]
             ]
             facts = MachineFacts.collect(
                 self._memory, kills_before=self._kills_before, worker=lambda pid: workers.find(self.folder, pid)

@@ -227,6 +227,8 @@ class Ending:
     log: Path | None = None
     #: Whether what it wrote to standard error was seen by the user.
     shown: bool = False
+    #: The collective in which it waited for other ranks at the end, and the line of the program; empty: in none.
+    waited_in: str = ""
 
     @property
     def rank(self) -> int:

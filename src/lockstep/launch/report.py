@@ -260,6 +260,7 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     lines = [
         f"{blamed}rank {first.rank} of {outcome.world_size} failed: {first.status}",
         *explain(first, outcome.facts),
+        *_apart_in_a_crash(first, outcome.endings),
     ]
     record = first.record
     if record is not None and record.type == "SystemExit" and record.message:
@@ -477,6 +478,20 @@ def _rest(ending: Ending, facts: MachineFacts) -> Iterator[str]:
             yield "  raise the limit before the job starts: ulimit -f unlimited"
     if ending.record is None and code is not None and -code in _CRASHES:
         yield f"  {_CRASHES[signal.Signals(-code)]}; PYTHONFAULTHANDLER=1 shows the line of Python that it came from"
+
+
+def _apart_in_a_crash(first: Ending, endings: Sequence[Ending]) -> Iterator[str]:
+    """Name the collectives of ranks that waited in different ones when one of them crashed, as gloo does then."""
+    if first.record is not None or first.state.exit_code != -signal.SIGABRT or not first.waited_in:
+        return
+    ranks: dict[str, list[int]] = {}
+    for ending in endings:
+        if ending.waited_in:
+            ranks.setdefault(ending.waited_in, []).append(ending.rank)
+    if len({each.partition(" at ")[0] for each in ranks}) > 1:
+        yield "the ranks were in different collectives, which gloo answers with abort():"
+        yield from (f"  {which_ranks(each)} waited in {what}" for what, each in ranks.items())
+        yield "  every rank must issue the same collectives in the same order, with tensors of equal size and dtype"
 
 
 def _killed(ending: Ending) -> bool:

@@ -117,7 +117,7 @@ class Averaging:
         return scale
 
     def describe(self, bucket: Bucket) -> str:
-        """Say which bucket this is."""
+        """Return a description of the bucket."""
         first, last = self.names[bucket.positions[0]], self.names[bucket.positions[-1]]
         return f"bucket {bucket.index} of {len(self.buckets)} (parameters '{first}' to '{last}')"
 

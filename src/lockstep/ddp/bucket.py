@@ -147,7 +147,7 @@ class Bucket:
         self.params = list(params)
         self._sizes = [param.numel() for param in params]
         real = 2 if params[0].is_complex() else 1
-        #: Where each parameter's gradient ends in ``message``.
+        #: End of each parameter's gradient in ``message``.
         self.ends = [end * real for end in accumulate(self._sizes)]
         total, count = sum(self._sizes), len(params)
         self._parts = [total, count, *widths]

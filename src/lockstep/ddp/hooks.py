@@ -87,7 +87,7 @@ class Forward(NamedTuple):
     number: int = 0
     #: The items counted for its batch; see Note [Counted items].
     items: Items | None = None
-    #: The slice that it was in: (step, number of the slice).
+    #: The slice that it was in: the place of its step, then its number.
     slice: tuple[int, ...] | None = None
     #: The batch that it is of; see Note [Batches compared].
     batch: Place | None = None

@@ -302,7 +302,8 @@ class LocalRounds:
     def load_state(self, common: Mapping[str, Any], owns: Sequence[Mapping[str, Any]]) -> None:
         """Resume; see :class:`~lockstep.step.local_training.LocalTraining`.
 
-        If the number of ranks has changed, each takes over the mean of the saved errors, so the next average has them all.
+        If the number of ranks has changed, each takes over the mean of the saved errors, so the next average has them
+        all.
         """
         if self._left is not None:
             self._exchange.finish()

@@ -64,7 +64,7 @@ class RoundOutcome(NamedTuple):
     standings: tuple[Standing, ...]
     #: The average, float32 [values], the same bits on all ranks; None if no rank has trained.
     average: Tensor | None
-    #: The error that this rank has still to send, float32 [padded values]; see Note [Error feedback].
+    #: This rank's error to send next, float32 [padded values]; see Note [Error feedback] in ``compression.py``.
     error: Tensor
 
     @property

@@ -112,7 +112,7 @@ class DataParallel(nn.Module):
 
     def _begin(self) -> _Engine:
         before: _Engine | None = self.__dict__.get("_engine")
-        # The engine is a plain attribute, since replicas are not part of the module's state.
+        # In a plain attribute: replicas are not part of the module's state.
         engine = self.__dict__["_engine"] = _Engine(self._options())
         if before is not None:
             engine.copier.count = before.copier.count
@@ -133,7 +133,7 @@ class DataParallel(nn.Module):
 
     @property
     def copies(self) -> Copies:
-        """Return the counts of what was copied to the replicas so far. A forward without changes adds no copies."""
+        """What has been copied to the replicas so far. A forward that finds nothing changed adds nothing."""
         engine: _Engine = self.__dict__["_engine"]
         return engine.copier.count
 
@@ -177,10 +177,10 @@ class _EngineOptions(NamedTuple):
 
 
 class _Engine:
-    """The state of a DataParallel beside its options: replicas, dimensions of outputs, random streams."""
+    """What a DataParallel keeps beside its options: replicas, what outputs have shown, random streams."""
 
     def __init__(self, options: _EngineOptions) -> None:
-        # The engine has no reference to the wrapper, so that this goes when the last name for it goes.
+        # No reference to the wrapper: it goes when the last name for it goes.
         self.options = options
         self._module, self._criterion = options.module, options.criterion
         self._devices = options.devices

@@ -9,13 +9,13 @@ is
     sum over r of  J_r^T dL/dz_r,      J_r the derivative of z_r by the parameters.
 
 The gradient engine takes the mean over ranks of w_r g_r, with the weights of Note [Exact mean], where a rank with more
-samples weighs more: right for means over samples, wrong for L. So a backward hands to a rank's own rows
+samples weighs more: right for means over samples, wrong for L. So what a backward hands to a rank's own rows is
 
     (1 / w_r) sum over q of  dL_q/dz_r,
 
 L_q being what rank q computes. The engine's mean is then the gradient of the mean of the L_q over ranks, which is that
-of L if all ranks compute the same, whatever the shares. Other terms of the same loss keep their meaning: a mean over
-the rank's samples, and parameters that L uses after the rows were gathered (a temperature), of which every rank has the
+of L where all compute the same, whatever the shares. Other terms of the same loss keep their meaning: a mean over the
+rank's samples, and parameters that L uses after the rows were gathered (a temperature), of which every rank has the
 whole gradient and whose weights add up to W. Where items are counted (``World.weigh``), w_r is the rank's part of all.
 """
 

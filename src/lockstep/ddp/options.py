@@ -33,7 +33,7 @@ class ReplicaOptions:
     sync: LocalSteps | None = None
     #: Whether torch's switches for results that repeat are set.
     deterministic: bool = False
-    #: Number of steps within which all that replicas hold is compared; None or 0: never.
+    #: Within how many steps all that replicas hold is compared; None or 0: never.
     compare_every: CompareEvery = "auto"
 
     def __post_init__(self) -> None:

@@ -45,7 +45,7 @@ class DataParallel(nn.Module):
         module: the module, on the first device.
         device_ids: one device for each replica, as indices of accelerators, strings or devices. None means all
             accelerators, and the bare module where there are none. ``["cpu", "cpu"]`` makes two replicas on the CPU.
-        output_device: where outputs are gathered; ``device_ids[0]`` if None.
+        output_device: the device on which outputs are gathered; ``device_ids[0]`` if None.
         dim: the dimension of the inputs that holds the samples.
         criterion: ``criterion(output, target)``, computed on each device on that replica's samples. A scalar is taken
             for a mean over samples, or for a sum if ``criterion.reduction == "sum"``. A module is replicated as well.
@@ -97,7 +97,7 @@ class DataParallel(nn.Module):
             if isinstance(criterion, nn.Module):
                 criterion.to(self.devices[0])
         self.module = module
-        # Not as a submodule: a loss function is not part of the model's state.
+        # The criterion is no submodule, since a loss function is not part of the model's state.
         self.__dict__["criterion"] = criterion
         warn_imbalance(self.devices, self.chunk_sizes)
         self._begin()
@@ -107,7 +107,7 @@ class DataParallel(nn.Module):
 
     @property
     def device_ids(self) -> list[int | torch.device]:
-        """The devices as torch's class has them: accelerators by index."""
+        """Return the devices as torch's class has them: accelerators by index."""
         return [device if device.index is None else device.index for device in self.devices]
 
     def _begin(self) -> _ParallelForward:
@@ -184,12 +184,12 @@ class _ParallelForward:
         self.options = options
         self._module, self._criterion = options.module, options.criterion
         self._devices = options.devices
-        # Checked here, because they may be set at any time.
+        # The options are checked here, because they may be set at any time.
         named = options.output_device if self._devices else None
         self._output_device = as_device(named) if named is not None else self._devices[0] if self._devices else None
         self._chunk_sizes = checked_chunk_sizes(options.chunk_sizes, len(self._devices)) if self._devices else None
         self._gatherer = Gatherer(checked_output_dim(options.output_dim))
-        #: Losses are means; those of single samples are in one dimension.
+        #: Gathers losses: means, or one loss per sample along one dimension.
         self._losses = Gatherer("mean", what="loss", remedy="Let the criterion return a mean, or one loss per sample")
         self._draws = Draws()
         self._lock = threading.RLock()
@@ -214,7 +214,7 @@ class _ParallelForward:
         self._replicas.align(used)
         first = self._devices[0]
         if len(used) == 1:
-            # The first replica is the module: nothing to copy, no thread to start.
+            # The first replica is the module itself, so there is nothing to copy and no thread to start.
             call = self._replica_call(0, trees[0])
             return [self._replicas.watched(lambda: run_here(call, self._location(0)))]
         self._replicas.equip(used)
@@ -261,7 +261,7 @@ class _ParallelForward:
         return self._gatherer.gather(outputs, sizes, device)
 
     def _check_arguments(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
-        """Explain how to pass the target, where the forward does not take these arguments."""
+        """Explain how to pass the target if the forward does not take these arguments."""
         if self._criterion is None or target is not _NOT_GIVEN or len(inputs) < 2:
             return
         try:

@@ -9,9 +9,9 @@ Two things move none of these, edits in place through ``.data`` and the batch st
 contents are compared (Note [Same bits]). Buffers of modules in training mode are copied without a look, as torch does.
 
 A stale parameter is overwritten in place, so that memory does not grow; its version counter moves, and a backward
-through an older forward is the error that it is without replicas. Where contents alone told of the change, the
-counter rests, as it does for the original. Stale buffers get new memory, because an older forward of a batch norm may
-still need the ones it has seen.
+through an older forward is the error that it is without replicas. Where contents alone told of the change, the counter
+does not move, as it does not for the original. Stale buffers get new memory, because an older forward of a batch norm
+may still need the ones it has seen.
 
 Note [Same bits]
 ~~~~~~~~~~~~~~~~
@@ -40,27 +40,27 @@ _SMALL = 2**20
 
 @dataclass(frozen=True)
 class Copies:
-    """How much has been copied from the original module to its replicas since the wrapper was made."""
+    """The counts of copies from the original module to its replicas since the wrapper was made."""
 
-    #: Forwards that used replicas.
+    #: Number of forwards that used replicas.
     forwards: int = 0
-    #: Forwards that copied anything.
+    #: Number of forwards that copied anything.
     refreshes: int = 0
-    #: Parameters and buffers copied, once for each replica that got one.
+    #: Number of parameters and buffers copied, once for each replica that got one.
     tensors: int = 0
-    #: What these hold, in bytes.
+    #: Their total size in bytes.
     bytes: int = 0
 
 
 @dataclass
 class _Made:
-    """What the original was like when a copy was made."""
+    """A copy, and the state of the original when it was made."""
 
     copy: Tensor
     version: int | None
-    #: Where the original lay and how, see :func:`_memory_of`.
+    #: The original's memory and layout; see :func:`_memory_of`.
     memory: tuple[Any, ...]
-    #: Of each of its dense parts. While there is a reference, no other storage gets the address.
+    #: References to the storages of its dense parts. While there is one, no other storage gets the address.
     storages: list[StorageWeakRef]
     #: The copy's own version counter: a replica may have changed it in its forward.
     copy_version: int
@@ -71,7 +71,7 @@ class Slot:
 
     def __init__(self, source: Tensor, replicas: int, *, is_buffer: bool) -> None:
         self.source, self.is_buffer = source, is_buffer
-        #: Whether a module that holds this is in training mode.
+        #: True if a module that holds this is in training mode.
         self.training = False
         self._made: list[_Made | None] = [None] * replicas
         #: The copies as autograd knows them, from the last forward that recorded a graph.
@@ -85,7 +85,7 @@ class Slot:
         return made.copy
 
     def is_stale(self, replica: int) -> bool:
-        """Return whether the copy must be renewed, as far as one can tell without reading it."""
+        """Return whether the copy must be renewed, as far as is known without reading it."""
         made = self._made[replica]
         if made is None or (self.is_buffer and self.training):
             return True
@@ -116,12 +116,12 @@ class Slot:
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that hold what a sparse tensor holds; a dense one is its own part."""
+    """Return the dense tensors that make up a sparse tensor; a dense one is its own part."""
     if tensor.layout == torch.strided:
         return [tensor]
     tensor = tensor.detach()
     if tensor.layout == torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]  # without underscore they refuse what is not coalesced
+        return [tensor._indices(), tensor._values()]  # without underscore they refuse uncoalesced tensors
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
@@ -132,7 +132,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the memory of a tensor, and how it lies in there."""
+    """Return the memory of a tensor, and its layout there."""
     if tensor.layout == torch.strided:
         return _torch.storage_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     return tensor.layout, tensor.shape, *(_memory_of(part) for part in dense_parts(tensor))
@@ -209,8 +209,8 @@ def send_together(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 def changed(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
     """Return the positions of pairs whose tensors differ.
 
-    The tensors of a pair have one shape and dtype, and the second has no gaps. Waits for the devices, where these are
-    no CPUs. May name a pair that does not differ, beside one that does.
+    The tensors of a pair have the same shape and dtype, and the second has no gaps. The function waits for devices
+    other than the CPU, and may name a pair that does not differ, beside one that does.
     """
     if not pairs:
         return []
@@ -226,7 +226,7 @@ def changed(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
 def _digests(groups: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Tensor:
     """Return one number of 64 bits for each group of tensors, on their device; see Note [Same bits].
 
-    With each tensor comes one of the same shape, in whose order it is read.
+    The second tensor of each pair has the same shape, and gives the order in which the first is read.
     """
     ordered = [[bits.octets(*each) for each in group] for group in groups]
     return torch.stack([bits.on_device([(each, 0, each.nbytes) for each in one], 0, one[0].device) for one in ordered])

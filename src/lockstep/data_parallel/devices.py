@@ -15,7 +15,7 @@ from lockstep.text import as_size, joined
 
 Device = int | str | torch.device
 
-#: A device with less than this part of another's memory or speed is warned about, as in torch.
+#: Fraction of another device's memory or speed below which a device is warned about, as in torch.
 _BALANCED = 0.75
 
 
@@ -83,7 +83,7 @@ def _refuse_absent(devices: Sequence[torch.device], given: Sequence[Device]) -> 
 
 
 def refuse_shared(devices: Sequence[torch.device], identity: Identity) -> None:
-    """Refuse what can't be meant: all devices, by each of several ranks on one machine.
+    """Refuse that each of several ranks on one machine takes all devices, which can't be meant.
 
     Raises:
         ValueError: this is one of several ranks here, and there are devices that all would take.
@@ -113,17 +113,17 @@ def refuse_misplaced(named: Iterable[tuple[str, Tensor]], expected: torch.device
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a device offers."""
+    """The capacity of a device."""
 
-    #: Bytes.
+    #: Memory in bytes.
     memory: int
     processors: int
-    #: kHz; 1 where it is not known.
+    #: Clock rate in kHz; 1 if it is unknown.
     clock: int = 1
 
     @property
     def speed(self) -> int:
-        """Cycles of all processors in a millisecond: torch knows no better measure of a device that has not run yet."""
+        """Return the cycles of all processors per millisecond: torch has no better measure before a device has run."""
         return self.processors * self.clock
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ class Capacity:
 
 
 def capacity_of(device: torch.device) -> Capacity | None:
-    """Return what a CUDA device offers; None of other kinds, which torch does not describe alike."""
+    """Return the capacity of a CUDA device; None for other kinds, which torch does not describe alike."""
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
@@ -156,7 +156,7 @@ def suggest_split(capacities: Sequence[Capacity]) -> tuple[int, ...] | None:
 
 
 def imbalance(devices: Sequence[torch.device], capacities: Sequence[Capacity]) -> str | None:
-    """Return what to say of devices of which one has under 75 % of another's memory or speed."""
+    """Return a warning if one device has under 75 % of another's memory or speed, else None."""
     split = suggest_split(capacities)
     if split is None:
         return None

@@ -4,12 +4,12 @@ Note [Which dimension]
 ~~~~~~~~~~~~~~~~~~~~~~
 Where ``output_dim`` is not given, the dimension of the samples is read off the sizes: it has as many entries on each
 replica as that replica had samples, and all other dimensions are the same on all replicas. If one dimension fits, that
-is it. If several do (4 samples each, 4 classes), what an earlier batch of other sizes has shown for the same output
-decides; if there was none, it is an error, because a guess that is right today and wrong for another batch size is
-worse. If none fits, no dimension holds the samples, and only the author knows what is meant.
+is it. If several do (4 samples each, 4 classes), the dimension that an earlier batch of other sizes has shown for the
+same output is taken; if there was none, it is an error, because a guess that is right today and wrong for another batch
+size is worse. If none fits, no dimension holds the samples, and only the author knows what is meant.
 
-What ``output_dim`` says of one output holds, whatever the sizes are: views may be stacked on samples. One number for a
-whole tree of outputs is less certain, so where it contradicts the sizes of one of them, that is an error too.
+An ``output_dim`` that is given for one output holds, whatever the sizes are: views may be stacked on samples. One
+number for a whole tree of outputs is less certain, so it is an error too if it contradicts the sizes of one of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from lockstep.text import joined
 from lockstep.trees import is_packed, parts_of, path_text, rebuilt
 
-#: Where the samples are in an output; a tree of these follows the tree of outputs.
+#: The dimension of the samples in an output; a tree of these follows the tree of outputs.
 OutputDim = int | Literal["mean"] | None | Sequence[Any] | Mapping[Any, Any]
 
 
@@ -71,8 +71,8 @@ class Gatherer:
 
     Args:
         output_dim: see :class:`DataParallel`.
-        what: the word for what is gathered.
-        remedy: what to do where the sizes don't tell the dimension, if that is not to pass ``output_dim``.
+        what: the word for an output, in errors.
+        remedy: the remedy if the sizes don't tell the dimension; None: to pass ``output_dim``.
     """
 
     def __init__(self, output_dim: OutputDim, *, what: str = "output", remedy: str | None = None) -> None:
@@ -185,9 +185,9 @@ class Gatherer:
 class _Parts:
     """The parts of a batch that the outputs belong to."""
 
-    #: Samples of each replica.
+    #: Number of samples of each replica.
     sizes: list[int]
-    #: Where the outputs go.
+    #: The device that the outputs go to.
     device: torch.device
 
     def described(self, outputs: Sequence[Tensor]) -> str:
@@ -204,7 +204,7 @@ def _agree(shapes: Sequence[Sequence[int]], dim: int) -> bool:
 
 
 def _child(dim: Any, key: Any, path: tuple[Any, ...]) -> Any:
-    """Return what ``output_dim`` says of one part of the outputs."""
+    """Return the ``output_dim`` of one part of the outputs."""
     if isinstance(dim, Mapping):
         return dim.get(key)
     if isinstance(dim, Sequence) and not isinstance(dim, str):

@@ -2,22 +2,22 @@
 
 Note [Replicas]
 ~~~~~~~~~~~~~~~
-The first replica is the original module itself. So its buffers persist, and what its forward sets stays set. Each other
-replica is a tree of shallow copies of the original's modules: parameters and buffers of its own (see Note [When a copy
-is stale]), and all else shared with the original (hooks, plain attributes), as in torch. Before each forward every
-module is compared with what it was after the last one: attributes (training flags too) that were set or deleted since,
-another class, submodules, parameters and buffers that came or went are carried over, and nothing else is touched. So
-what a forward itself sets on its replica (a table that it builds on its device when first needed) stays there and goes
-nowhere else; a change that the first replica's forward makes is told of in a warning.
+The first replica is the original module itself. So its buffers persist, and attributes that its forward sets stay set.
+Each other replica is a tree of shallow copies of the original's modules: it has its own parameters and buffers (see
+Note [When a copy is stale]), and shares all else with the original (hooks, plain attributes), as in torch. Before each
+forward every module is compared with its state after the last one: attributes (training flags too) that were set or
+deleted since, another class, submodules, parameters and buffers that came or went are carried over, and nothing else is
+touched. So an attribute that a forward sets on its replica (a table that it builds on its device when first needed)
+stays there and goes nowhere else; a change that the first replica's forward makes causes a warning.
 
 Note [Lent parameters]
 ~~~~~~~~~~~~~~~~~~~~~~
 A forward that records a graph lends the copies to the replicas through one autograd function: its inputs are the
 original parameters, its outputs the copies, and its backward adds the replicas' gradients up, in the order of the
-replicas. So ``backward``, ``torch.autograd.grad``, hooks on parameters and gradients of gradients mean what they mean
+replicas. So ``backward``, ``torch.autograd.grad``, hooks on parameters and gradients of gradients work as they do
 without replicas. The first replica is the original module; its gradients take the ordinary way, and autograd adds the
-two, in either order the same. Autograd has a thread for each accelerator, so replicas on accelerators go backward side
-by side; on the CPU it uses the caller's thread, and they go one after the other.
+two, with the same result in either order. Autograd has a thread for each accelerator, so replicas on accelerators go
+backward side by side; on the CPU it uses the caller's thread, and they go one after the other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lockstep.data_parallel.copies import Copier, Slot
 from lockstep.data_parallel.devices import refuse_misplaced
 from lockstep.errors import LockstepError
 
-#: A place where a tensor hangs: the module's dict of parameters or of buffers, and the name in it.
+#: Names of the dicts in which a module holds its tensors.
 _TENSORS = ("_parameters", "_buffers")
 
 Result = TypeVar("Result")
@@ -51,7 +51,7 @@ class _Node:
 
     def __init__(self, source: nn.Module, replicas: int) -> None:
         self.source = source
-        #: For each replica, the first's entry unused.
+        #: The copy for each replica; the first replica's entry is unused.
         self.copies: list[nn.Module] = [source] * replicas
         self.kind: type[nn.Module] | None = None
         self.keys: tuple[str, ...] = ()
@@ -69,22 +69,22 @@ class _Node:
         )
 
     def look(self) -> None:
-        """Remember the attributes as they are."""
+        """Remember the present attributes."""
         state = self.source.__dict__
         self.kind, self.keys, self.values = type(self.source), tuple(state), tuple(state.values())
 
     def known(self) -> dict[str, Any]:
-        """Return the attributes as they were."""
+        """Return the attributes as :meth:`look` remembered them."""
         return dict(zip(self.keys, self.values, strict=True))
 
     def carry(self, replica: int) -> None:
-        """Give a copy what was set on the original since :meth:`look`, and take from it what was deleted."""
+        """Set on a copy the attributes set on the original since :meth:`look`, and delete those deleted there."""
         copy, known, state = self.copies[replica], self.known(), self.source.__dict__
-        # A module may have a say in what its replica gets: an RNN gives it a list of weights of its own.
+        # A module may choose what its replica gets: an RNN gives it a separate list of weights.
         fresh = self.source._replicate_for_data_parallel()
         if copy is self.source:
             copy = self.copies[replica] = fresh
-        copy.__class__ = type(self.source)  # another one since a parametrization came or went
+        copy.__class__ = type(self.source)  # the class changes when a parametrization comes or goes
         for name in known.keys() - state.keys() - _OWN:
             copy.__dict__.pop(name, None)
         for name, value in state.items():
@@ -106,7 +106,7 @@ class Replicas:
             _refuse_unfit(name, root)
 
     def align(self, used: Sequence[int]) -> None:
-        """Bring the replicas that are ``used`` in line with the original, and copy what changed.
+        """Bring the replicas that are ``used`` in line with the original, and copy the tensors that changed.
 
         Raises:
             LockstepError: a parameter or buffer is not on the first device.
@@ -124,7 +124,7 @@ class Replicas:
         return tuple(node.source.training for node in self._nodes.values())
 
     def equip(self, used: Sequence[int]) -> None:
-        """Hang the copies into the replicas; where a graph is recorded, lent by autograd.
+        """Put the copies into the replicas; if a graph is recorded, as autograd lends them.
 
         Args:
             used: the replicas, the first among them.
@@ -138,7 +138,7 @@ class Replicas:
                     sources = node.source.__dict__[kind]
                     held = node.copies[replica].__dict__[kind]
                     if held.keys() != sources.keys():
-                        held.clear()  # one was removed, or one came in between: names keep the original's order
+                        held.clear()  # one was removed or inserted: names keep the original's order
                     for name, source in sources.items():
                         _hang(node.copies[replica], kind, name, self._tensor_for(source, replica))
 
@@ -147,7 +147,7 @@ class Replicas:
         return self._nodes[id(self._roots[root][1])].copies[replica]
 
     def watched(self, forward: Callable[[], Result]) -> Result:
-        """Call ``forward`` and return its result. Warn of attributes that it set, and take them as they are now."""
+        """Call ``forward`` and return its result. Warn of attributes that it set, and remember their new values."""
         try:
             result = forward()
         except BaseException:
@@ -260,8 +260,8 @@ class Replicas:
         if source is None:
             return None
         slot = self._slots[id(source)]
-        # Without a graph, what an earlier forward was lent does as well: it is the same memory. And a checkpoint of
-        # that forward may run again in its backward, and must find the graph then.
+        # Without a graph, a tensor lent to an earlier forward will do as well: it is the same memory. And a checkpoint
+        # of that forward may run again in its backward, and must find the graph then.
         lent = slot.lent[replica]
         return slot.copy(replica) if lent is None else lent
 
@@ -281,7 +281,7 @@ class Replicas:
 
 
 def refuse_averaged(path: str, module: nn.Module) -> None:
-    """Refuse a module whose forward speaks to other ranks: it can't run in several threads of this one.
+    """Refuse a module whose forward communicates with other ranks: it can't run in several threads of this one.
 
     Raises:
         LockstepError: it is a replica of :func:`lockstep.replicate`, or wrapped to be one.
@@ -309,8 +309,8 @@ def _hang(module: nn.Module, kind: str, name: str, tensor: Tensor | None) -> Non
     """Put a tensor where a parameter or buffer belongs."""
     tensors = module.__dict__[kind]
     if tensor is not None and type(module).__setattr__ is not nn.Module.__setattr__:
-        # The class wants to know of it: an RNN keeps its weights in a second list. nn.Module would refuse a tensor
-        # under the name of a parameter, so the name is made free first, and the tensor put in its place afterwards.
+        # The class's own __setattr__ must see it: an RNN keeps its weights in a second list. nn.Module would refuse a
+        # tensor under the name of a parameter, so the name is freed first, and the tensor put in its place afterwards.
         tensors.pop(name, None)
         setattr(module, name, tensor)
         tensor = module.__dict__.pop(name, tensor)
@@ -318,13 +318,13 @@ def _hang(module: nn.Module, kind: str, name: str, tensor: Tensor | None) -> Non
 
 
 def _derived_names(module: nn.Module) -> set[str]:
-    """Attributes that hooks compute anew before each forward (weight norm, spectral norm, pruning)."""
+    """Return the attributes that hooks compute anew before each forward (weight norm, spectral norm, pruning)."""
     hooks = module._forward_pre_hooks.values()
     return {name for hook in hooks for name in (str(getattr(hook, "name", "")), _torch.hook_name(hook))}
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Return whether an attribute is what it was; only plain values are looked into."""
+    """Return whether an attribute is unchanged; only plain values are compared by value."""
     plain = (bool, int, float, str, tuple, type(None))
     return one is other or (isinstance(one, plain) and type(one) is type(other) and repr(one) == repr(other))
 
@@ -334,7 +334,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Return whether ``module`` is what ``torch.compile(module)`` returned."""
-    # Looked up, not imported: importing the compiler takes a second.
+    # The compiler is looked up, not imported: importing it takes a second.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
@@ -347,7 +347,7 @@ def rewrapped(wrapper: Any, inner: nn.Module) -> nn.Module:
 
 
 def leave_uncompiled(source: nn.Module, replica: nn.Module) -> None:
-    """Let ``replica`` run as it is if ``source`` was compiled in place: that code is of ``source`` alone."""
+    """Let ``replica`` run uncompiled if ``source`` was compiled in place: that code is bound to ``source`` alone."""
     replica._compiled_call_impl = None
     if source._compiled_call_impl is not None:
         callsite.warn(

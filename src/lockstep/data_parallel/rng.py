@@ -5,12 +5,12 @@ Note [A replica's random numbers]
 The first replica draws from torch's generators as the bare module does. Each other one draws from a stream whose seed
 is a digest of the replica's number and of the state of the first device's generator before the forward. So masks
 differ from replica to replica, ``torch.manual_seed`` repeats them, nothing is drawn that the bare module would not
-draw, and what a script draws next is what it would have drawn after the first replica alone.
+draw, and a script's next draws are those that it would have made after the first replica alone.
 
 An accelerator has its own generator, but all CPU replicas share one, and threads would take numbers from it in any
 order. So replicas that draw from the CPU's generator run one after the other, each with the generator set to its own
-stream. Which do is seen from the generator: the first forward with given training flags runs in turn, and if its state
-has not moved, later ones run side by side. If it moves then after all, later forwards run in turn again.
+stream. The generator shows whether they draw: the first forward with given training flags runs in turn, and if the
+generator's state has not moved, later ones run side by side. If it moves after all, later forwards run in turn again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class Draws:
-    """Knows whether the replicas draw from the CPU's generator, and gives each its stream."""
+    """Learns whether the replicas draw from the CPU's generator, and gives each its stream."""
 
     def __init__(self) -> None:
         #: The training flags of all modules -> whether a forward with them draws.
@@ -50,7 +50,7 @@ class Draws:
 
 
 class Turn:
-    """One forward."""
+    """The random streams of one forward."""
 
     def __init__(self, flags: tuple[bool, ...], first: torch.device, *, in_turn: bool) -> None:
         self.flags, self.in_turn = flags, in_turn
@@ -65,7 +65,7 @@ class Turn:
         return int.from_bytes(digest, "little") >> 1
 
     def wrapped(self, replica: int, device: torch.device, call: Callable[[], Result]) -> Callable[[], Result]:
-        """``call`` with the replica's streams in the generators."""
+        """Return ``call`` with the replica's streams in the generators."""
         if replica == 0:
             return call
 

@@ -16,13 +16,13 @@ from lockstep.trees import is_packed, parts_of, path_text, rebuilt, to_device
 
 @dataclass(frozen=True)
 class Piece:
-    """What one replica gets of the batch."""
+    """One replica's part of the batch."""
 
     #: The replica, counted in the order of ``device_ids``.
     replica: int
-    #: The first sample.
+    #: Index of the first sample.
     start: int
-    #: Samples.
+    #: Number of samples.
     size: int
 
 
@@ -59,7 +59,7 @@ def checked_chunk_sizes(given: Sequence[int] | None, replicas: int) -> tuple[int
 
 
 def batch_size(tree: Any, dim: int) -> int | None:
-    """Return how many samples the tensors in ``tree`` hold, or None if there is nothing to cut.
+    """Return the number of samples that the tensors in ``tree`` hold, or None if there is nothing to cut.
 
     Along ``dim`` all tensors must agree; one of size 1 is for all samples, and so is a tensor without dimensions.
 
@@ -107,14 +107,14 @@ class _Cutter:
         if dim is None:
             return [tensor.to(target, non_blocking=True) for target in self.targets]
         if torch.is_grad_enabled() and tensor.requires_grad:
-            # One cat in the backward. A clone on the same device: replicas may change their inputs in place, and may
-            # not do that to views of one tensor, from several threads.
+            # A split takes one cat in the backward. Chunks on the same device are cloned, because replicas may change
+            # their inputs in place, which they must not do to views of one tensor from several threads.
             chunks = tensor.split([piece.size for piece in self.pieces], dim)
             return [
                 chunk.clone() if chunk.device == target else chunk.to(target, non_blocking=True)
                 for chunk, target in zip(chunks, self.targets, strict=True)
             ]
-        # detach() for each: autograd must see no common base either.
+        # Each piece is detached by itself, so that autograd sees no common base either.
         return [
             tensor.detach().narrow(dim, piece.start, piece.size).to(target, non_blocking=True)
             for piece, target in zip(self.pieces, self.targets, strict=True)

@@ -4,8 +4,8 @@ Note [Cores]
 ~~~~~~~~~~~~
 An operator on the CPU uses as many threads as there are cores. Two replicas side by side would use twice as many, and
 the threads of one operator wait for each other by spinning: measured on two cores, a step with 200 small operators then
-takes ten times as long. So while CPU replicas run side by side, the cores are divided among them. torch's number of
-threads is one of each thread, and also the one that threads which start later begin with; both are set back.
+takes ten times as long. So while CPU replicas run side by side, the cores are divided among them. torch keeps a number
+of threads for each thread, and one that later threads begin with; both are restored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Location:
-    """A replica and where it runs."""
+    """A replica and its device."""
 
     replica: int
     replicas: int
@@ -37,19 +37,19 @@ class Location:
 
 @dataclass(frozen=True)
 class Modes:
-    """What torch keeps for each thread, as it is in the thread that called."""
+    """The modes that torch keeps for each thread, as they are in the calling thread."""
 
     grad: bool
     inference: bool
     #: Device type -> dtype, where autocast is on.
     autocast: dict[str, torch.dtype]
     autocast_cache: bool
-    #: Threads for one operator, where several replicas share the cores: see Note [Cores]. None leaves it alone.
+    #: Number of threads for one operator if several replicas share the cores: see Note [Cores]. None: unchanged.
     operator_threads: int | None
 
     @classmethod
     def of_this_thread(cls, device_type: str, *, sharing: int) -> Modes:
-        """Return the modes now, for as many replicas side by side."""
+        """Return the present modes, for ``sharing`` replicas side by side."""
         types = {"cpu", device_type}
         return cls(
             grad=torch.is_grad_enabled(),
@@ -60,7 +60,7 @@ class Modes:
         )
 
     def enter(self, stack: ExitStack) -> None:
-        """Set them in this thread until ``stack`` closes."""
+        """Set the modes in this thread until ``stack`` closes."""
         if self.operator_threads is not None:
             torch.set_num_threads(self.operator_threads)  # of this thread, which ends with the replica's work
         stack.enter_context(torch.inference_mode(self.inference))
@@ -85,7 +85,7 @@ class ReplicaThread(Generic[Result]):
         try:
             self._thread.start()
         except BaseException:
-            # Ctrl-C, most likely while Python waited for the thread to begin: no caller will know of it.
+            # Ctrl-C came, most likely while Python waited for the thread to begin: no caller will know of the thread.
             with self._lock:
                 self._called_off = True
             if self._begun:
@@ -110,8 +110,8 @@ class ReplicaThread(Generic[Result]):
             self._ended.set()
 
     def wait(self) -> None:
-        """Wait until it has ended, with a result or an error."""
-        # Not by join alone: where Ctrl-C interrupts that, Python takes the thread for ended, and waits for it no more.
+        """Wait until the thread has ended, with a result or an error."""
+        # A join alone is not enough: if Ctrl-C interrupts it, Python takes the thread as ended and waits no more.
         self._ended.wait()
         self._thread.join()
 
@@ -126,7 +126,7 @@ class ReplicaThread(Generic[Result]):
             try:
                 raise located(self._error, self._location)
             finally:
-                self._error = None  # the traceback holds this frame: no circle of references may stay
+                self._error = None  # the traceback holds this frame, and no reference cycle may stay
         return self._result.pop()
 
 
@@ -175,7 +175,7 @@ class Cores:
         self._before: int | None = None
 
     def divide(self) -> None:
-        """Leave the other replicas their part."""
+        """Leave the other replicas their part of the cores."""
         if self._threads is not None and self._before is None:
             self._before = torch.get_num_threads()
             torch.set_num_threads(self._threads)
@@ -188,7 +188,7 @@ class Cores:
 
 
 def run_here(call: Callable[[], Result], location: Location) -> Result:
-    """Call it in this thread; errors are marked as in :func:`run_replicas`."""
+    """Run ``call`` in this thread; errors are marked as in :func:`run_replicas`."""
     try:
         if location.device.type == "cpu":
             return call()

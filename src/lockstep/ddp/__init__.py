@@ -1,5 +1,5 @@
 """Replicas in processes: gradients averaged over the ranks during backward.
 
-Who calls whom: ``api`` and ``wrapper`` (what users see) -> ``replica`` (one module in the group) ->
+The order of calls: ``api`` and ``wrapper`` (what users see) -> ``replica`` (one module in the group) ->
 ``hooks`` (autograd's events) -> ``reducer`` (a state machine) -> ``bucket`` (memory). ``plan`` is pure.
 """

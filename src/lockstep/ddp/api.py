@@ -6,7 +6,7 @@ With ``broadcast_buffers`` rank 0's buffers (batch statistics, counters) replace
 forward in training mode whose backward will be averaged, as torch's DDP does, and again when that backward has ended.
 So after every step all ranks hold the same buffers, and a forward in evaluation mode sends nothing: it may run on one
 rank alone. Inside ``no_sync`` and under ``torch.no_grad`` nothing is sent either. (A module without buffers that makes
-some in a forward has them sent before the next one.)
+some in a forward has them sent before the next forward.)
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ def replicate(
             for some steps, and average what they have learned; for slow links. What this function says of gradients
             does not hold then, and the options about buckets have no effect: docs/local_steps.md says what does.
         compare_every: compare parameters and the state of optimizers with those of the other ranks while training, all
-            of it within so many averaged backwards; "auto": as often as it takes less than 0.5 % of the time, within
+            of it within this many averaged backwards; "auto": as often as it takes less than 0.5 % of the time, within
             1024 at the latest; None or 0: never. See Note [Replicas compared] in drift.py. A difference is a
             ReplicaMismatch on every rank, from the backward in which it is found. With None replicas may differ, so a
-            step with gradients that were never averaged is no error either: Note [Steps without an average] in
+            step with gradients that were never averaged isn't an error either: Note [Steps without an average] in
             unaveraged.py.
-        unknown: no other argument is taken; the error says what becomes of those of torch's DDP.
+        unknown: no other argument is taken; the error says what to do instead of those of torch's DDP.
 
     Raises:
         TypeError: an argument is unknown.
@@ -144,7 +144,7 @@ def replicate(
 
 _ONE_DEVICE = "one process drives one device: move the model to world.device first, and leave it out"
 _NOTHING_TO_SAY = "what torch's class needs it for works without it: leave it out"
-#: Arguments of torch's DistributedDataParallel that :func:`replicate` does not take, and why not.
+#: Name of an argument of torch's DistributedDataParallel that :func:`replicate` does not take -> why not.
 _TORCHS = {
     "device_ids": _ONE_DEVICE,
     "output_device": _ONE_DEVICE,
@@ -162,7 +162,7 @@ _TORCHS = {
     "mixed_precision": "compute in low precision with torch.autocast, and average in it with "
     "lockstep.register_comm_hook(model, None, lockstep.bf16_compress_hook)",
 }
-#: What a script may look for on a replica since torch's wrapper has it, and what stands in its place.
+#: Attribute of torch's wrapper that a replica lacks -> what to use instead.
 _WRAPPERS = {
     "module": "lockstep.replicate returns the model itself, so it is its own .module: leave that out",
     "no_sync": "accumulate within lockstep.no_sync(model)",
@@ -181,7 +181,7 @@ def _refuse_unknown(unknown: Mapping[str, object]) -> None:
 
 
 def _explain_wrappers(error: BaseException) -> str | None:
-    """Say what stands in the place of an attribute that torch's wrapper has and a replica has not."""
+    """Say what to use instead of an attribute that torch's wrapper has and a replica lacks."""
     if isinstance(error, AttributeError) and isinstance(error.obj, nn.Module) and error.obj in _replicas:
         return _WRAPPERS.get(str(error.name))
     return None
@@ -194,8 +194,8 @@ def release(model: nn.Module) -> nn.Module:
     """Make a replica a plain module again: the inverse of :func:`replicate`.
 
     Its backwards send nothing from then on, its gradients are tensors of their own, and the memory of the buckets is
-    given back. What has accumulated inside ``no_sync`` stays this rank's own. Call it on every rank: one that does not
-    waits in its next backward for those that did. The module may be replicated or wrapped again afterwards.
+    given back. Gradients accumulated inside ``no_sync`` stay this rank's own. Call it on every rank: a rank that does
+    not waits in its next backward for those that did. The module may be replicated or wrapped again afterwards.
 
     Args:
         model: one that :func:`replicate` returned, or a ``DistributedDataParallel``, whose forward then raises.
@@ -263,9 +263,9 @@ def finish_round(model: nn.Module) -> None:
     """**Collective.** End the round of local steps here, so that all ranks hold the same parameters and buffers.
 
     For a model that was replicated with ``sync=LocalSteps(...)``: call it before an evaluation, after the last step,
-    and before you save without a Checkpointer (which calls it by itself). It returns when all ranks have called it: one
-    that has run out of batches takes part in the rounds of the others until then. Where nobody has trained since the
-    last round it changes no parameter.
+    and before you save without a Checkpointer (which calls it by itself). It returns when all ranks have called it: a
+    rank that has run out of batches takes part in the rounds of the others until then. If no rank has trained since the
+    last round, no parameter changes.
 
     Raises:
         ValueError: ``model`` is not such a replica.
@@ -308,14 +308,15 @@ def attach(
     """**Collective.** Make ``model`` a replica whose forward is announced by the caller.
 
     Args:
-        wrapper: what announces it; the replica is released when it is gone. If None, hooks of the model do.
+        wrapper: the module that announces the forward; the replica is released when it is gone. If None, hooks of the
+            model announce it.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
     group = _open_group(process_group)
     unfit = _why_taken(model)
     if unfit is not None:
-        gc.collect()  # a wrapper that nobody uses any more may lie in a cycle
+        gc.collect()  # a wrapper that is no longer used may lie in a cycle
         unfit = _why_taken(model)
     unfit = unfit or why_unfit(model, sends_buffers=options.sends_buffers, runs_hooks=wrapper is None)
     if options.sync is not None:
@@ -389,7 +390,7 @@ def _leave_stream(module: nn.Module, *_: Any) -> None:
 class _BeforeForward:
     """The forward pre-hook of a replica. A copy or a pickle of the module gets a hook that does nothing."""
 
-    #: It stands for a forward of this rank, so it must run once in each: DataParallel refuses a module that has it.
+    #: True if the hook must run once in each forward of this rank: DataParallel refuses a module that has such a hook.
     once_per_rank = True
 
     def __init__(self, replica: Replica) -> None:

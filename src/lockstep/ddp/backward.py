@@ -1,4 +1,4 @@
-"""One backward: which gradients have come, what was sent of them, and the averages that are handed out.
+"""One backward: the gradients that have come, those that were sent, and the averages that are handed out.
 
 Note [Issue order]
 ~~~~~~~~~~~~~~~~~~
@@ -10,8 +10,8 @@ the ranks' orders would differ: the next bucket waits for its future, and so do 
 
 Note [Labels]
 ~~~~~~~~~~~~~
-If backward fails on one rank, which catches that and continues, its next backward meets the others' present one. So a
-bucket's all-reduce is labelled with the number of the backward, for backends that compare labels (modulo a small
+If backward fails on one rank, which catches the error and continues, its next backward meets the others' present one.
+So a bucket's all-reduce is labelled with the number of the backward, for backends that compare labels (modulo a small
 number, since labels are kept).
 
 Note [Unused parameters]
@@ -19,14 +19,14 @@ Note [Unused parameters]
 A parameter without an event in this backward, and in the unsynchronised ones before it, is unused on this rank. It
 sends its ``grad`` as it stands, or zeros, since what it holds already is the same on all ranks, and says "unused" in
 Note [Bucket layout]'s flags. A rank reads the flags after the reduction only if it has an unused parameter itself. If
-another rank used the parameter it gets the average, else its ``grad`` stays as it was, bit by bit, None included.
+another rank used the parameter, it gets the average; otherwise its ``grad`` stays as it was, bit by bit, None included.
 
 Note [Taken gradients]
 ~~~~~~~~~~~~~~~~~~~~~~
 A user's hook that runs the optimizer inside backward steps with this rank's gradient, before there is an average, and
-sets ``grad`` to None. That can be seen, and it is an error: an event, but no gradient, and the parameter was changed in
-place since the backward began. (An event without a gradient alone is none: a function may have had none to give.) A
-hook that zeroes ``grad`` in place is not found.
+sets ``grad`` to None. That is detected, and it is an error: there was an event, but there is no gradient, and the
+parameter was changed in place since the backward began. (An event without a gradient is not enough: a function may have
+had none to give.) A hook that zeroes ``grad`` in place is not found.
 """
 
 from __future__ import annotations
@@ -55,45 +55,45 @@ from lockstep.step.share import Place
 
 _grad, _version, _packed = attrgetter("grad"), attrgetter("_version"), attrgetter("packed")
 
-#: Factors kept as tensors; ever new shares must not fill the memory.
+#: Most factors kept as tensors, so that ever new shares do not fill the memory.
 _MOST_SCALES = 64
 
 
 @dataclass(eq=False)
 class Averaging:
-    """What all backwards of a replica have in common: whose gradients are averaged, over whom, and how."""
+    """The configuration that all backwards of a replica share: its parameters, their buckets and the process group."""
 
-    #: The parameters that are trained; positions count in this order.
+    #: The parameters that are trained; a parameter's position is its index here.
     params: Sequence[Parameter]
-    #: Theirs.
+    #: The parameters' names, in the same order.
     names: Sequence[str]
-    #: In the order in which they are reduced.
+    #: The buckets, in the order in which they are reduced.
     buckets: list[Bucket]
     #: The parameters with sparse gradients.
     sparse: list[SparseSlot]
     #: The ranks that hold replicas.
     group: dist.ProcessGroup
-    #: Let every grad be a view of its bucket.
+    #: True if every grad becomes a view of its bucket.
     as_view: bool
-    #: What travels with the gradients, in the order of its flags in the buckets.
+    #: Riders: what travels with the gradients, in the order of its flags in the buckets.
     riders: Sequence[Rider] = ()
-    #: Synchronised backwards that have ended.
+    #: Number of synchronised backwards that have ended.
     step: int = 0
     #: Positions of parameters with gradients that were accumulated without synchronisation.
     pending: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        #: What reduces the buckets instead of an all-reduce, and its first argument; see :meth:`use_hook`.
+        #: (state, hook) of the comm hook that reduces the buckets instead of an all-reduce; see :meth:`use_hook`.
         self.comm_hook: tuple[Any, CommHook] | None = None
-        #: Whether anything is sent at all; a world of one has nobody to send to.
+        #: True if gradients are sent: there is more than one rank, or a comm hook.
         self.sends = self.world_size > 1
-        #: By bucket, who rides in it, each with the place of its flags.
+        #: For each bucket, the riders that have flags in it, each with its index in ``bucket.flags``.
         self.riding = [
             [(rider, place) for place, rider in enumerate(self.riders) if len(bucket.flags[place])]
             for bucket in self.buckets
         ]
-        #: Where the parameters whose gradient has come are listed.
+        #: The lists, one per bucket and per sparse parameter, of positions whose gradient has come.
         self.arrived = [bucket.arrived for bucket in self.buckets] + [slot.arrived for slot in self.sparse]
         self.call = dist.AllreduceOptions()
         self.call.asyncOp = True
@@ -101,7 +101,7 @@ class Averaging:
             [f"backward {n} of each {LABELS}, {self.describe(bucket)}" for n in range(LABELS)]
             for bucket in self.buckets
         ]
-        #: Factors as tensors, by value and dtype.
+        #: (factor, dtype) -> the factor as a 0-dim tensor.
         self.scales: dict[tuple[float, torch.dtype], Tensor] = {}
 
     def use_hook(self, comm_hook: tuple[Any, CommHook] | None) -> None:
@@ -117,7 +117,7 @@ class Averaging:
         return scale
 
     def describe(self, bucket: Bucket) -> str:
-        """Say which bucket this is."""
+        """Return a description of the bucket."""
         first, last = self.names[bucket.positions[0]], self.names[bucket.positions[-1]]
         return f"bucket {bucket.index} of {len(self.buckets)} (parameters '{first}' to '{last}')"
 
@@ -127,17 +127,17 @@ class Averaging:
 
 
 class Backward:
-    """The backward that is under way. What riders know of it: :class:`~lockstep.ddp.rider.BackwardState`.
+    """The backward under way. Riders see it as a :class:`~lockstep.ddp.rider.BackwardState`.
 
     Args:
-        averaging: what it has in common with all others.
+        averaging: the configuration that it shares with all other backwards.
         sync: whether gradients are averaged in it; if not, they accumulate on this rank.
         factor: what this rank's gradients are multiplied by, for the mean over ranks (Note [Exact mean]). 0 discards
             them.
         divisor: what the sum over ranks is divided by.
         kept: copies of gradients, by position, that are put back if no rank used the parameter.
-        discards: its own gradients count nothing, so one that is gone at the end is not a mistake.
-        number: how many synchronised backwards have begun, this one included if it is one; see Note [Labels].
+        discards: True if this rank's gradients count for nothing, so that one that is gone at the end is no mistake.
+        number: the number of synchronised backwards that have begun, this one included if it is one; see Note [Labels].
     """
 
     def __init__(
@@ -155,12 +155,12 @@ class Backward:
         self.sync, self.number = sync, number
         self.is_hooked = averaging.comm_hook is not None
         self.factor, self._divisor, self._kept = factor, divisor, kept
-        #: Positions of the parameters that got no gradient on this rank, of the buckets that were issued.
+        #: Positions, within the buckets issued so far, of the parameters that got no gradient on this rank.
         self.missing: list[int] = []
         self.left_out = self.place = 0
         self.batch: Place | None = None
         self.skipped = False
-        #: What riders would have raised at the end, on all ranks.
+        #: The error that riders ask to raise at the end, on all ranks.
         self.found: LockstepError | None = None
         #: Index of the bucket to issue next; see Note [Issue order].
         self.next = 0
@@ -168,7 +168,7 @@ class Backward:
         self._in_hook: torch.futures.Future[Any] | None = None
         for bucket in averaging.buckets:
             bucket.begin()
-        # Private, and the only count of in-place changes; see Note [Taken gradients].
+        # ``_version`` is private, and the only count of in-place changes; see Note [Taken gradients].
         looks = not discards and averaging.sends
         self._versions = [*map(_version, averaging.params)] if looks else []
 
@@ -185,8 +185,7 @@ class Backward:
         return chain.from_iterable(self._all.arrived)
 
     def scale(self, bucket: Bucket) -> Tensor | None:
-        """Return what gradients are multiplied by on their way into ``bucket`` (0-dim), None for 1; a comm hook divides
-        by itself."""
+        """Return the factor (0-dim) of gradients packed into ``bucket``, None for 1; a comm hook divides itself."""
         factor = self.factor if self.is_hooked else self.factor / self._divisor
         if factor == 1:
             return None
@@ -195,13 +194,13 @@ class Backward:
         return self._all.make_scale(factor, dtype) if scale is None else scale
 
     def leave_to_holders(self) -> None:
-        """See Note [Gradients held elsewhere]; without views every gradient is its parameter's own."""
+        """Leave views to their holders; see Note [Gradients held elsewhere]. Copied gradients need nothing."""
         if self._all.as_view and self._all.sends:
             for bucket in self._all.buckets:
                 bucket.leave_to_holders()
 
     def close(self) -> list[Bucket]:
-        """End, however it went; return the buckets of which something is under way still."""
+        """End the backward, failed or not; return the buckets whose reduction is still under way."""
         for arrived in self._all.arrived:
             arrived.clear()
         under_way = []
@@ -272,15 +271,15 @@ class Backward:
         return unused
 
     def _weigh_alone(self) -> list[int]:
-        """Do in place what filling and averaging do elsewhere. Return the positions of what got no gradient."""
-        if self.factor != 1:  # of several batches that were accumulated
+        """Scale the gradients in place, as nothing is sent. Return the positions of parameters without a gradient."""
+        if self.factor != 1:  # several batches were accumulated
             for param in self._all.params:
                 if param.grad is not None:
                     param.grad.mul_(self.factor)
         return self.missing
 
     def _wait_for_all(self) -> list[SparseTransfer]:
-        """**Collective.** Wait for all buckets. Return what was begun of the sparse gradients."""
+        """**Collective.** Wait for all buckets. Return the transfers of sparse gradients, which have begun."""
         buckets = self._all.buckets
         if not (self.is_hooked and self._all.world_size > 1):
             sparse = [*map(self._issue_sparse, self._all.sparse)]
@@ -290,14 +289,14 @@ class Backward:
             return sparse
         for bucket in buckets:  # see Note [Issue order]
             self._wait(bucket)
-        # (What the hook itself sends may come from any thread, so it goes without a label.)
+        # The hook may send from any thread, so its own collectives go without a label.
         if buckets:
             with labelled(self._label(buckets[-1])):
                 self._exchange_flags()
         return [*map(self._issue_sparse, self._all.sparse)]
 
     def _read(self, sparse: Sequence[SparseTransfer]) -> None:
-        """**Collective** where riders say so. Let them read what all ranks have told."""
+        """**Collective** if a rider is. Let the riders read the flags of all ranks."""
         for transfer in sparse:
             transfer.hear()
         for bucket, riding in zip(self._all.buckets, self._all.riding, strict=True):
@@ -353,7 +352,7 @@ class Backward:
         label = self._label(bucket) if self.left_out else self._all.labels[bucket.index][self.number % LABELS]
         if bucket.sum_up is not None:
             what = lambda: f"{self._all.whoami()}: averaging {self._all.describe(bucket)}"  # noqa: E731
-            wait_for(partial(bucket.sum_up, label), what, name=None)  # it sleeps, and tells of it, by itself
+            wait_for(partial(bucket.sum_up, label), what, name=None)  # it sleeps, and reports that, by itself
         else:
             with labelled(label):
                 # The group's own method: dist.all_reduce has checks that take longer than a small bucket.
@@ -394,7 +393,7 @@ class Backward:
         return [bucket.positions[slot] for slot in unused]
 
     def _wait(self, bucket: Bucket) -> None:
-        wait, bucket.wait = bucket.wait, None  # whether it fails or not, it is over then
+        wait, bucket.wait = bucket.wait, None  # the reduction is over then, even if it fails
         if wait is not None:
             what = lambda: f"{self._all.whoami()}: averaging {self._all.describe(bucket)}"  # noqa: E731
             wait_for(wait, what, name="averaging gradients")
@@ -410,7 +409,7 @@ class Backward:
                 bucket.values.copy_(tensor.view(-1))
 
     def _restore_unused(self, bucket: Bucket) -> list[int]:
-        """Restore the gradients that no rank used as they were before the reduction. Return their slots."""
+        """Restore the gradients of parameters that no rank used, from before the reduction. Return their slots."""
         if not bucket.missing:
             return []
         unused = [slot for slot, used in enumerate((bucket.used.abs() > 0).tolist()) if not used]
@@ -432,7 +431,7 @@ class Backward:
     # Mistakes -------------------------------------------------------------------------------------------------------
 
     def find_mistake(self) -> LockstepError | None:
-        """Return what to raise, at the very end, for what only this rank can see and what makes the replicas differ."""
+        """Return the error to raise at the very end if this rank alone can see a mistake that makes replicas differ."""
         if (self.next or any(map(_packed, self._all.buckets))) and (late := self._find_late_portion()) is not None:
             return late
         if self.sync and self._versions and not all(map(is_not, map(_grad, self._all.params), repeat(None))):

@@ -1,15 +1,15 @@
-"""Which batch each rank's gradients are of, compared in every averaged backward.
+"""The batch that each rank's gradients come from, compared in every averaged backward.
 
 Note [Batches compared]
 ~~~~~~~~~~~~~~~~~~~~~~~
 A rank that leaves its loop before the others (``break`` on a clock or on its own loss, an exception that it catches),
 or that skips, repeats or reorders batches, goes on as if nothing had happened: its next backward meets the others',
-and gradients of different batches, of different epochs even, make one average. Where the numbers of steps come out even
-in the end, nothing ever shows it. But the loader knows the epoch and the number of the batch in hand, which are the
+and gradients of different batches, even of different epochs, make one average. If the numbers of steps are equal in
+the end, nothing ever reveals it. But the loader knows the epoch and the number of the batch in hand, which are the
 same on all ranks, and so a training forward that takes its share (Note [Batches in hand] in ``step/share.py``) takes
 these too.
 
-They travel in the flags of the last bucket (Note [Bucket layout]): for each bit of a digest of them a flag for "it is
+They travel in the flags of the last bucket (Note [Bucket layout]): each bit of a digest of them has a flag for "it is
 1" and one for "it is 0", as in Note [Replicas compared], so that a difference shows on every rank, whatever the dtype.
 Two batches have the same digest by accident once in 2¹² pairs, and the next pair has another. A rank that can't tell
 which batch it is in sets no flag, and differs from no other:
@@ -41,12 +41,12 @@ from lockstep.step.share import Place
 #: Bits of a digest.
 _BITS = 12
 _FLAGS = 2 * _BITS
-#: Odd numbers; the first is 2⁶⁴ divided by the golden ratio, whose multiples' upper bits differ for numbers in a row.
+#: Odd factors; the first is 2⁶⁴ divided by the golden ratio, whose multiples' upper bits differ for numbers in a row.
 _GOLDEN, _OF_EPOCHS, _OF_LOADERS = 0x9E3779B97F4A7C15, 0x85EBCA77, 0xC2B2AE3D
 
 
 class BatchFlags:
-    """A rider that compares which batch each rank is in; see Note [Batches compared].
+    """A rider that compares the ranks' batches; see Note [Batches compared].
 
     Args:
         group: the ranks.
@@ -55,7 +55,7 @@ class BatchFlags:
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self._group = group
-        #: The flags of each digest.
+        #: Row d: the flags of digest d.
         self._rows = _rows(dtype)
 
     def width(self, parameters: int, *, is_last: bool) -> int:  # noqa: ARG002  (as the protocol has it)
@@ -96,7 +96,7 @@ def _rows(dtype: torch.dtype) -> Tensor:
 
 
 def _digest(place: Place) -> int:
-    """Return a number of _BITS bits, the same for equal places on all ranks, whatever their machines and Pythons."""
+    """Return a number of _BITS bits that equal places share on all ranks, whatever their machines and Pythons."""
     if not place:
         return 0
     loader, epoch, batch = place

@@ -1,4 +1,4 @@
-"""A bucket: many parameters' gradients in one flat tensor, with room for what the ranks must know about them.
+"""A bucket: the gradients of many parameters in one flat tensor, with flags that tell the ranks about them.
 
 Note [Bucket layout]
 ~~~~~~~~~~~~~~~~~~~~
@@ -8,23 +8,24 @@ Note [Bucket layout]
 
 ``used i`` is 1 where this rank has a gradient for parameter i since the last reduction and 0 where it has none. It is
 summed over the ranks together with the gradients, so that every rank can know which parameters no rank used, without a
-second collective. So are the flags of what else the ranks tell each other in a backward, most of it in the last bucket:
-see ``rider.py``. Flags are read only when the answer matters, because reading them waits for the device. A rank sets
-them to 0 or 1, so that even in bfloat16 their sums tell 0 from more than 0.
+second collective. So are the flags of the riders, most of them in the last bucket: see ``rider.py``. Flags are read
+only when the answer matters, because reading them waits for the device. A rank sets them to 0 or 1, so that even in
+bfloat16 their sums tell 0 from more than 0.
 
 Note [Gradients held elsewhere]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A gradient that is a view of its bucket lies in memory that the next step writes to. Who keeps it (``[p.grad for p in
-params]``, a slice or a NumPy array of it) and then lets the parameters have new gradients must find it as it was, as in
-one process. So when a backward begins, a bucket looks whether a gradient that is no parameter's any more has another
-owner: the references to its views say so for each, and the owners of its storage for aliases, of whose place nothing is
-known. (What is a parameter's still is accumulated into, and changes for everybody, as in one process.) If so,
+A gradient that is a view of its bucket lies in memory that the next step writes to. A script that keeps it (``[p.grad
+for p in params]``, a slice or a NumPy array of it) and then lets the parameters have new gradients must find it as it
+was, as in one process. So when a backward begins, a bucket checks whether a gradient that no parameter has any more has
+another owner: the reference counts of its views tell for each of them, and the owners of its storage for aliases, whose
+place is unknown. (A gradient that a parameter still has is accumulated into, and changes for all its holders, as in one
+process.) If it has,
 
-- what is held is put aside while the sums are made in its place, and put back afterwards, and those parameters get a
-  copy of their average;
-- but where much of a bucket is held that lies in memory of its own (memory that the ranks share can't be changed by one
-  rank alone), it takes new memory and leaves the old to its holder. That makes all its views anew, which costs more
-  than to copy one gradient that a loop's variable holds still.
+- the held values are put aside while the sums are made in their place, and put back afterwards, and those parameters
+  get a copy of their average;
+- but if much of a bucket is held and the bucket lies in private memory (memory that the ranks share can't be replaced
+  by one rank alone), the bucket takes new memory and leaves the old to the holder. That remakes all its views, which
+  costs more than copying one gradient that a loop variable still holds.
 """
 
 from __future__ import annotations
@@ -42,30 +43,29 @@ from lockstep import _torch
 from lockstep.comm.looks import SumLook
 from lockstep.comm.memory import InPlaceMemory
 
-#: One call for a whole bucket.
+#: Copies all gradients of a bucket in one call.
 _foreach_copy = _torch.foreach_copy()
 _owners_of_tensor = _torch.tensor_use_count()
 
-#: Below this many elements for each parameter, the cost of a copy is the call and not the memory.
+#: Mean number of elements per parameter below which the cost of a copy is the call and not the memory.
 SMALL = 32 * 1024
-#: Held elements are put aside if they are less than one in so many; see Note [Gradients held elsewhere].
+#: Held elements are put aside if they are fewer than 1 in ``_FEW``; see Note [Gradients held elsewhere].
 _FEW = 8
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the plan needs to know of one parameter."""
+    """The size and kind of one parameter, for the plan."""
 
-    #: Elements.
     numel: int
     #: Bytes of one element.
     element_size: int
-    #: Parameters with equal kinds may share a bucket: (dtype, device).
+    #: (dtype, device); parameters of equal kinds may share a bucket.
     kind: Hashable
 
     @classmethod
     def of(cls, param: Tensor) -> ParameterSpec:
-        """Return what the plan needs to know of ``param``."""
+        """Return the spec of ``param``."""
         return cls(param.numel(), param.element_size(), (param.dtype, param.device))
 
     @property
@@ -86,8 +86,8 @@ def plan_buckets(specs: Sequence[ParameterSpec], *, caps: Sequence[int]) -> list
             and so on; the last of them is for all that follow.
 
     Returns:
-        Indices into ``specs``, each exactly once. Buckets are ordered by their last member to arrive: the plan depends
-        on nothing but its arguments, hence it is the same on every rank.
+        Indices into ``specs``, each exactly once. Buckets are ordered by their last member to arrive. The plan depends
+        on its arguments only, so it is the same on every rank.
     """
     open_buckets: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
@@ -111,19 +111,19 @@ class Bucket:
     **Collective** to construct if ``memory`` is given: the group's own, which it reduces in place.
 
     Args:
-        index: its place in the order in which buckets are reduced; ``is_last``: no other follows.
-        positions: of the parameters in the reducer's list.
+        index: the bucket's place in the order in which buckets are reduced; ``is_last``: no other follows.
+        positions: the parameters' positions in the reducer's list.
         params: the parameters.
-        widths: how many flags each rider has in it.
-        memory: where it is to lie; None: in this process's own.
-        looks: have such memory looked at while it is added up.
+        widths: the number of flags of each rider.
+        memory: the memory to allocate the bucket in; None: this process's own.
+        looks: whether sums in such memory are looked at while they are made.
     """
 
-    #: All of it, gradients and flags; what is all-reduced. 1-D, the parameters' dtype and device; owned here.
+    #: The whole bucket, gradients and flags. 1-D, of the parameters' dtype and device; owned here.
     flat: Tensor
-    #: The gradients only. 1-D view of ``flat``.
+    #: The gradients. 1-D view of ``flat``.
     values: Tensor
-    #: Flag per parameter; see Note [Bucket layout]. 1-D view of ``flat``.
+    #: One flag per parameter; see Note [Bucket layout]. 1-D view of ``flat``.
     used: Tensor
     #: The flags of each rider. 1-D views of ``flat``.
     flags: list[Tensor]
@@ -147,30 +147,30 @@ class Bucket:
         self.params = list(params)
         self._sizes = [param.numel() for param in params]
         real = 2 if params[0].is_complex() else 1
-        #: Where each parameter's gradient ends in ``message``.
+        #: End of each parameter's gradient in ``message``.
         self.ends = [end * real for end in accumulate(self._sizes)]
         total, count = sum(self._sizes), len(params)
         self._parts = [total, count, *widths]
         self._small = total < SMALL * count
-        #: Of the backward under way: positions of the parameters whose gradient has come, in order; more than once if
-        #: it came in portions. Always the same list.
+        #: Positions of the parameters whose gradient has come in the backward under way, in order; a position is
+        #: repeated if its gradient came in portions. Always the same list.
         self.arrived: list[int] = []
-        #: How many had come when the bucket was issued.
+        #: Length of ``arrived`` when the bucket was issued.
         self.counted = 0
-        #: Slots that are packed already, before the others have come.
+        #: Slots that were packed before all gradients of the bucket had come.
         self.packed: set[int] = set()
-        #: Slots for which this rank has no gradient, once it is issued.
+        #: Slots for which this rank has no gradient; known once the bucket is issued.
         self.missing: list[int] = []
-        #: What waits for it, if it was sent, and what then returns a comm hook's result.
+        #: Waits for the reduction under way, None if there is none; ``result`` then returns a comm hook's result.
         self.wait: Callable[[], object] | None = None
         self.result: Callable[[], object] | None = None
-        #: What others hold and find again when the backward has ended, by slot; see Note [Gradients held elsewhere].
+        #: Slot -> values that others hold, to put back when the backward ends; see Note [Gradients held elsewhere].
         self._put_aside: dict[int, Tensor] = {}
         allocate: Callable[..., Tensor] = torch.zeros if memory is None else memory.allocate_tensor
         self._lay_out(allocate(sum(self._parts), dtype=params[0].dtype, device=params[0].device))
-        #: What looks at the sum while it is made.
+        #: Looks at the sum while it is made; None if the bucket is not in the group's memory, or not looked at.
         self.look = SumLook(self.ends) if looks and memory is not None else None
-        #: **Collective.** Adds it up over all ranks, at once, if it lies in the group's own memory.
+        #: **Collective.** Sums the bucket over all ranks in place, blocking; None if it is not in the group's memory.
         self.sum_up = None if memory is None else memory.in_place_sum(self.message, self.look)
         self._count_owners()
 
@@ -184,16 +184,16 @@ class Bucket:
             shaped(part, param)
             for part, param in zip(self.values.split_with_sizes(self._sizes), self.params, strict=True)
         ]
-        #: What is all-reduced: ``flat``, as real numbers if it is complex, since backends know no others.
+        #: The tensor that is all-reduced: ``flat``, viewed as real numbers if it is complex, as backends require.
         self.message = torch.view_as_real(flat) if flat.is_complex() else flat
         _, used, *others = self._parts
-        #: What ``tail`` is at first.
+        #: The initial values of ``tail``.
         self._fresh_flags = torch.tensor([1] * used + [0] * sum(others), dtype=flat.dtype).to(flat.device)
         self._storage = flat.untyped_storage()
         self._owners = _torch.storage_use_count(self._storage)
 
     def _count_owners(self) -> None:
-        """Count while only the bucket holds anything of it."""
+        """Count owners and references while only the bucket itself holds its memory."""
         self._owners_alone = self._owners()
         self._references_alone, self._references_of_one = _references_to(self.views), _references_to(self.views[:1])
 
@@ -206,7 +206,7 @@ class Bucket:
         """Return the slots without a gradient; see Note [Unused parameters].
 
         Args:
-            pending: positions of parameters that got one in unsynchronised backwards before this one.
+            pending: positions of parameters that got a gradient in unsynchronised backwards before this one.
         """
         present = set(self.arrived)
         if len(present) == len(self.params):
@@ -218,7 +218,7 @@ class Bucket:
         ]
 
     def leave_to_holders(self) -> None:
-        """Begin a backward: let what others hold of the last one stay as it is."""
+        """Begin a backward: let gradients of the last one that others hold stay as they are."""
         held = self._held()
         if not held:
             return
@@ -230,13 +230,13 @@ class Bucket:
                 self._count_owners()
 
     def reset_flags(self) -> None:
-        """Begin anew: all parameters are used, and riders have said nothing."""
+        """Reset the flags: all parameters are used, and no rider has set one."""
         self.tail.copy_(self._fresh_flags)
 
     def put_back(self) -> None:
-        """End a backward: restore what others hold."""
+        """End a backward: restore the values that others hold."""
         if not self._put_aside:
-            return  # (to switch gradients off takes longer than to look)
+            return  # entering no_grad takes longer than this check
         with torch.no_grad():
             for slot, values in self._put_aside.items():
                 self.views[slot].copy_(values)
@@ -249,7 +249,7 @@ class Bucket:
                 param.grad = view.clone()
 
     def _held(self) -> list[int]:
-        """Return the slots whose view is no parameter's gradient, but may be held by somebody else."""
+        """Return the slots whose view is not the parameter's gradient, but may be held elsewhere."""
         aliased = self._owners() > self._owners_alone
         if not aliased and _references_to(self.views) == self._references_alone:
             return []
@@ -279,7 +279,7 @@ class Bucket:
             _foreach_copy(views, grads)
 
     def pack_some(self, grads: Sequence[Tensor | None], scale: Tensor | None) -> None:
-        """Do as :meth:`pack`, with zeros where there is no gradient, and without what is packed already."""
+        """Do as :meth:`pack`, with zeros for missing gradients, and without the slots that are packed already."""
         for slot, grad in enumerate(grads):
             if slot in self.packed:
                 continue
@@ -333,8 +333,7 @@ class Bucket:
 
 
 def _references_to(views: Sequence[Tensor]) -> int:
-    """Count references from Python, and from C++ (which Python counts as one, or not at all, as torch's version has
-    it)."""
+    """Count references from Python and from C++ (Python counts the latter as one or none, depending on torch)."""
     return sum(map(sys.getrefcount, views)) + sum(map(_owners_of_tensor, views))
 
 

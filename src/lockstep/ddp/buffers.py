@@ -3,9 +3,9 @@
 Note [Layout of a message]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 A buffer may have another size on each rank: a table of positions that grows with the longest sequence so far. A backend
-need not notice: gloo takes a message that is shorter than expected, and all that follows that buffer in the message
+need not notice: gloo takes a message that is shorter than expected, and everything after that buffer in the message
 would end up shifted. So a message begins with a digest of the shapes and dtypes in it, which a rank compares with its
-own: a rank that holds others raises. (Where the message is longer than expected gloo aborts the process. On a GPU
+own; it raises if they differ. (If the message is longer than expected, gloo aborts the process. On a GPU
 nothing is compared, since reading the digest would wait for the device.)
 """
 
@@ -26,7 +26,7 @@ from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.step import streams
 from lockstep.text import listed
 
-#: Bytes sent at once: enough to be fast, not so much that the copies fill the memory.
+#: Bytes sent at once: enough to be fast, but not enough for the copies to fill the memory.
 _CHUNK = 64 * 1024 * 1024
 #: Bytes of the digest at the beginning of a message.
 _DIGEST = 16
@@ -52,7 +52,7 @@ def broadcast_tensors(
         return
     sends = dist.get_rank(group) == source
     for chunk in _chunks(tensors):
-        # As bytes: dtypes share a message, and backends that do not know a dtype need not.
+        # Sent as bytes, dtypes share a message, and backends need not know them.
         layout = tuple([(tensor.shape, tensor.dtype) for tensor in chunk])
         digest = _digest_of(layout) if chunk[0].device.type == "cpu" else _bytes_of(chunk[0])[:0]
         parts = [digest, *map(_bytes_of, chunk)]
@@ -70,8 +70,8 @@ def broadcast_tensors(
                     "model._ddp_params_and_buffers_to_ignore"
                 )
             for tensor, part in zip(chunk, received, strict=True):
-                # Through .data: autograd may have saved a buffer for backward, and its values there do not matter to
-                # anyone (batch statistics are saved apart), so this write must not count as a modification.
+                # Writing through .data doesn't count as a modification: autograd may have saved a buffer for backward,
+                # which does not use its values (batch statistics are saved apart).
                 tensor.data.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
@@ -79,7 +79,7 @@ class ReplicaTensors:
     """Gives all ranks one rank's parameters, buffers or random numbers.
 
     Args:
-        module: the replica's. It is held weakly.
+        module: the replica's module. It is held weakly.
         group: the ranks that hold replicas.
         sends_buffers: buffers are sent around training forwards.
     """
@@ -87,7 +87,7 @@ class ReplicaTensors:
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, *, sends_buffers: bool) -> None:
         self._module, self._group, self._found = weakref.ref(module), group, Buffers(module)
         self._is_alone = dist.get_world_size(group) == 1
-        #: Whether buffers are sent around training forwards. The user may turn it off for a while.
+        #: True if buffers are sent around training forwards. The user may turn this off for a while.
         self.sends_buffers = sends_buffers
 
     def module(self) -> nn.Module:
@@ -126,15 +126,14 @@ class ReplicaTensors:
         self.send(tensors, 0, "sending rank 0's parameters and buffers" if params else "sending the buffers")
 
     def send_random_numbers(self, source: int) -> None:
-        """**Collective.** Give all ranks the common random numbers of rank ``source``: ranks that took fewer steps drew
-        fewer."""
+        """**Collective.** Give all ranks the common random numbers of rank ``source``; some took fewer steps."""
         common = streams.current.state.to(self.device)
         self.send([common], source, "sending the common random numbers")
         streams.current.state = common.cpu()
 
     @property
     def device(self) -> torch.device:
-        """Where the module's first parameter is."""
+        """Return the device of the module's first parameter, or the CPU."""
         module = self._module()
         first = None if module is None else next(module.parameters(), None)
         return torch.device("cpu") if first is None else first.device

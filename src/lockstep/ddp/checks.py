@@ -1,4 +1,4 @@
-"""What is checked of one replica's gradients while it trains: that they are finite, averaged, and equal everywhere."""
+"""The checks of one replica while it trains: gradients are finite and averaged, and replicas are equal."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from lockstep.text import counted, listed
 
 
 class GradientChecks:
-    """The checks of one replica, as its options have them.
+    """The checks of one replica, as its options ask for them.
 
-    It checks nothing before :meth:`turn_to` and :meth:`look_at`.
+    Nothing is checked before :meth:`turn_to` and :meth:`look_at` are called.
 
     Args:
         group: the ranks that hold replicas.
-        options: of the replica.
-        reducer: returns what averages the gradients now.
+        options: the replica's options.
+        reducer: returns the current reducer.
     """
 
     def __init__(self, group: dist.ProcessGroup, options: ReplicaOptions, reducer: Callable[[], Reducer]) -> None:
         self._group, self._options, self._reducer = group, options, reducer
         self._world_size = dist.get_world_size(group)
-        #: Whether the ranks' replicas are compared.
+        #: True if the ranks' replicas are compared.
         self.compares = options.compares and self._world_size > 1
-        #: Compares the replicas of all ranks, from time to time.
+        #: Compares the replicas of all ranks from time to time; None if they are not compared.
         self.drift: DriftCheck | None = None
-        #: What check_finite looks with: in front of an optimizer's step, or in backward.
+        #: The check of ``check_finite="step"``, before an optimizer's step; ``finite``: that of the other policies.
         self._guard: StepGuard | None = None
         self.finite: FiniteCheck | None = None
         self._unaveraged: Unaveraged | None = None
-        #: Whether parameters are told of that no rank uses in the first averaged backward.
+        #: True if a warning is due for parameters that no rank uses in the first averaged backward.
         self.warns_of_unused = not options.find_unused_parameters and dist.get_rank(group) == 0
         self._kept_count = KeptCount(f"rank {dist.get_rank(group)} of {self._world_size}")
 
@@ -74,22 +74,22 @@ class GradientChecks:
 
     @property
     def in_sums(self) -> StepGuard | FiniteCheck | None:
-        """What looks at gradients while they are averaged."""
+        """Return the check that looks at gradients while they are averaged."""
         if self._guard is not None:
             return self._guard if self._world_size > 1 else None
         return self.finite
 
     @property
     def looks_at_sums(self) -> bool:
-        """Whether each rank's share of a sum is looked at while it is made; see ``comm/looks.py``."""
+        """Return whether each rank's share of a sum is looked at while it is made; see ``comm/looks.py``."""
         return self._guard is not None
 
     def riders(self, param: Parameter | None, *, batches: bool) -> list[Rider]:
-        """Return what travels with the gradients.
+        """Return the riders, which travel with the gradients.
 
         Args:
-            param: of the last bucket, whose flags are like it; None: there is no bucket.
-            batches: whether batches are in hand that the ranks can compare.
+            param: a parameter of the last bucket, whose dtype the flags have; None: there is no bucket.
+            batches: whether the ranks have batches that they can compare.
         """
         riders: list[Rider] = [] if self.in_sums is None else [self.in_sums]
         if self._world_size > 1 and param is not None and param.device.type == "cpu":
@@ -102,11 +102,11 @@ class GradientChecks:
     # In training ----------------------------------------------------------------------------------------------------
 
     def weighs(self, items: Items) -> None:
-        """Note that a backward is weighed by a number of items that was said outside of a sharded loop."""
+        """Note that a backward is weighed by a number of items that was given outside of a sharded loop."""
         self._kept_count.weighs(items)
 
     def backward_ended(self, forward: Forward, where: Callable[[], str]) -> None:
-        """Note what is to be looked at when an optimizer steps with these gradients; ``where`` says which they are."""
+        """Note what to look at when an optimizer steps with these gradients; ``where`` describes them."""
         if forward.slice is not None:
             return
         if self._unaveraged is not None and (alerted or not forward.sync):
@@ -138,14 +138,14 @@ class GradientChecks:
                 raise mismatch
 
     def expect_differences(self) -> None:
-        """Compare the replicas no more: they are trained in a way that need not keep them equal."""
+        """Stop comparing the replicas: they are trained in a way that need not keep them equal."""
         if self.drift is not None:
             self.drift.stop()  # see Note [A rank's own]
         if self._unaveraged is not None:
             self._unaveraged.stop()
 
     def stop(self) -> None:
-        """Look at nothing any more."""
+        """Stop all checks."""
         if self._guard is not None:
             self._guard.close()
         if self._unaveraged is not None:

@@ -1,4 +1,4 @@
-"""Comm hooks: what they get, and two that send half as many bytes.
+"""Comm hooks: the bucket that they see, and two hooks that send half as many bytes.
 
 A hook is ``hook(state, bucket) -> Future[Tensor]``, as in torch. It reduces one bucket's gradients in its own way, the
 division by the world size included, and its future holds the result. Hooks written for torch's ``GradBucket`` work.
@@ -19,7 +19,7 @@ from lockstep.ddp.bucket import Bucket
 CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
-#: Modules of which every hook hands the same result to all ranks.
+#: Prefixes of the modules whose hooks all hand the same result to all ranks.
 _KEEP_EQUAL = (
     "lockstep.",
     *(f"torch.distributed.algorithms.ddp_comm_hooks.{name}_hook" for name in ("default", "powerSGD")),

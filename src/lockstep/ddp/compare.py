@@ -1,7 +1,7 @@
 """Check the replicas before anything is sent: a difference is an error on every rank, never a wrong sum.
 
 Modules that can't be replicas are refused here as well, each with what to do instead. torch's own classes are looked up
-among the modules that are loaded: whoever has one of theirs has loaded it, and nobody else waits for the import.
+among the modules that are loaded: a program that uses one has loaded it, and no other has to wait for the import.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def compare_replicas(
 
     Args:
         module: the module to compare, by name, shape, dtype, strides, ``requires_grad`` and kind of gradient of its
-            parameters, by name, shape and dtype of its buffers, and by which of them share a device; what it ignores is
-            left out.
-        options: those that must be equal.
+            parameters, by name, shape and dtype of its buffers, and by which of them share a device; names that it
+            ignores are left out.
+        options: the options that must be equal.
         group: the ranks that compare.
         sparse: ids of the parameters whose gradients are expected to be sparse.
         buffers: whether buffers must be equal; each rank may have its own if they are never sent.
@@ -56,7 +56,7 @@ def compare_replicas(
         ValueError: on every rank, if some rank's module can't be a replica.
         ReplicaMismatch: on every rank, naming the first parameter that differs and the first rank where it does.
     """
-    # A device's number is its position among the module's: "cuda:0" here is "cuda:1" on the next rank.
+    # A device's number is its position among the module's devices: "cuda:0" here is "cuda:1" on the next rank.
     numbers: dict[torch.device, int] = {}
     mine = {
         "options": sorted([name, str(value)] for name, value in options.items()),
@@ -102,7 +102,7 @@ def _describe_parameter(name: str, param: nn.Parameter, device: int, sparse: boo
 
 
 def explain_difference(kind: str, records: Sequence[Any], position: int, rank: int) -> str:
-    """Return what :func:`first_difference` has found, in words."""
+    """Return a description of the difference that :func:`first_difference` has found."""
     singular = {"parameters": "parameter", "buffers": "buffer", "options": "option"}[kind]
     expected, came = records[0][kind][position : position + 1], records[rank][kind][position : position + 1]
     name = (expected or came)[0][0]

@@ -4,10 +4,10 @@ Note [Error feedback]
 ~~~~~~~~~~~~~~~~~~~~~
 A block of :data:`BLOCK` values is sent as its largest magnitude s, divided by 127, and one byte for each value: the
 nearest multiple of s / 127. A value that is small beside others of its block may be rounded to zero in every round, and
-what it has to say would never arrive. So a rank keeps what it has not sent, and adds it to what it sends in the next
-round (F. Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; S. P. Karimireddy et al., "Error feedback
-fixes SignSGD", ICML 2019). The sum over all rounds of what has arrived then differs from the sum of what was to be sent
-by one round's rounding at most.
+would never arrive. So a rank keeps what it has not sent, and adds it to what it sends in the next round (F. Seide et
+al., "1-bit stochastic gradient descent", Interspeech 2014; S. P. Karimireddy et al., "Error feedback fixes SignSGD",
+ICML 2019). The sum over all rounds of what has arrived then differs from the sum of what was to be sent by one round's
+rounding at most.
 
 The average is rounded once more, by the rank that has added up its slice. That rank keeps this error too, times the
 number of ranks that are averaged over, because what it adds to its own values next time counts for one rank only.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 Compression = Literal["int8"]
 
-#: Values that share a scale: four bytes for it are 1.6 % more.
+#: Number of values that share a scale; its four bytes are 1.6 % more.
 BLOCK = 256
 _LARGEST = 127
 
@@ -41,14 +41,14 @@ def encode(rows: Tensor, compression: Compression | None) -> Tensor:
         return rows.contiguous().view(torch.uint8)
     blocks = rows.view(len(rows), -1, BLOCK)
     scales = blocks.abs().amax(dim=2, keepdim=True) / _LARGEST
-    # A scale of zero: all values are zero, or so small that a 127th of them is none.
+    # A scale is zero if all values are zero, or so small that a 127th of them underflows.
     steps = torch.where(scales > 0, blocks / scales, 0.0).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
     parts = steps.view(len(rows), -1).view(torch.uint8), scales.view(len(rows), -1).view(torch.uint8)
     return torch.cat(parts, dim=1)
 
 
 def decode(rows: Tensor, compression: Compression | None) -> Tensor:
-    """Return the numbers that :func:`encode` made bytes of: float32 [n, length]."""
+    """Return the numbers that :func:`encode` encoded: float32 [n, length]."""
     if compression is None:
         return rows.contiguous().view(torch.float32)
     length = rows.shape[1] * BLOCK // (BLOCK + 4)
@@ -58,5 +58,5 @@ def decode(rows: Tensor, compression: Compression | None) -> Tensor:
 
 
 def encoded_length(length: int, compression: Compression | None) -> int:
-    """Return the bytes that a row of ``length`` numbers is sent as."""
+    """Return the number of bytes that a row of ``length`` numbers is sent as."""
     return 4 * length if compression is None else length + 4 * (length // BLOCK)

@@ -1,4 +1,4 @@
-"""What differs between replicas: found by all ranks together once they know that something does, and put into words."""
+"""The difference between replicas: found by all ranks together once they know that there is one, and described."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from lockstep.ddp.digest import Holdings
 from lockstep.step.conditions import conditions, differences
 from lockstep.text import counted, listed, which_ranks
 
-#: Bytes of which each has a digest: of a large tensor, to find it, and within one, to find the element.
+#: Bytes that one digest covers: a piece, to find the tensor that differs, and a block, to find the element in it.
 _PIECE, _BLOCK = 1 << 22, 1 << 16
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What ranks hold differently."""
+    """The items that ranks hold differently."""
 
-    #: Which items, in their order.
+    #: Indices of the items that differ, in order.
     items: Sequence[int]
-    #: The ranks that hold the first of them alike; the most first, and of as many those with the lowest rank.
+    #: Groups of ranks that hold the same first differing item; the largest first, ties by lowest rank.
     groups: Sequence[Sequence[int]]
-    #: The first element of it that differs between the first rank of the first two groups.
+    #: A sentence about that item's first element that differs between the first ranks of the first two groups, or "".
     element: str
-    #: Whether one element of many is the only one of its parameter that differs, and nothing of any other parameter
-    #: does. (Of a single number that says nothing, unless one bit of it differs.)
+    #: True if one element of many is the only one of its parameter that differs, and nothing of any other parameter
+    #: does. (For a single number: if exactly one bit of it differs.)
     is_alone: bool
-    #: Where ranks compute differently: what differs, by rank.
+    #: Descriptions of how another rank's machine or software differs from rank 0's.
     conditions: Sequence[str]
-    #: The items that are equal on all ranks, parameters and others.
+    #: Numbers of items that are equal on all ranks: (parameters, others).
     equal: tuple[int, int]
 
     @property
     def odd(self) -> list[int]:
-        """The ranks that differ from most; empty if there is no majority."""
+        """Return the ranks that differ from the majority; empty if there is none."""
         world_size = sum(map(len, self.groups))
         if 2 * len(self.groups[0]) <= world_size:
             return []
@@ -48,10 +48,10 @@ class Difference:
 
 
 def find_difference(holdings: Holdings, group: dist.ProcessGroup) -> Difference | None:
-    """**Collective.** Compare all that ranks hold, item by item; None if nothing differs. Waits for the device.
+    """**Collective.** Compare the ranks' holdings item by item; return None if all are equal. Waits for the device.
 
     Args:
-        holdings: this rank's; all ranks have the same items.
+        holdings: this rank's holdings; all ranks have the same items.
         group: the ranks.
     """
     device = holdings.params[0].device
@@ -84,7 +84,7 @@ def find_difference(holdings: Holdings, group: dist.ProcessGroup) -> Difference 
 
 
 def _conditions(device: torch.device) -> dict[str, str]:
-    """Return what a step of an optimizer may depend on: it adds nothing up, so the number of threads is not of it."""
+    """Return the conditions that an optimizer's step may depend on; it sums nothing, so threads are left out."""
     found = conditions(device)
     return {name: found[name] for name in ("torch", "processor", "vectors", "gpu", "cuda") if name in found}
 
@@ -98,8 +98,7 @@ def _compare_conditions(of_ranks: Sequence[dict[str, str]]) -> list[str]:
 
 
 def _find_element(holdings: Holdings, item: int, one: int, other: int, group: dist.ProcessGroup) -> tuple[str, bool]:
-    """**Collective.** Return in words the first element that two ranks hold differently, and whether it is the only
-    one."""
+    """**Collective.** Describe the first element that two ranks hold differently; return whether it is the only one."""
     blocks = all_gather_records(holdings.whole(item, block=_BLOCK), group)
     differing = [index for index, pair in enumerate(zip(blocks[one], blocks[other], strict=True)) if len(set(pair)) > 1]
     value = holdings.find(holdings.items[item])
@@ -130,7 +129,7 @@ def _index(place: int, value: Tensor) -> str:
 
 
 def describe(difference: Difference, holdings: Holdings) -> str:
-    """Say which ranks differ, in what, and how much is equal."""
+    """Return a description of the ranks and items that differ, and of how many items are equal."""
     items = [holdings.items[index] for index in difference.items]
     parameters = sum(item.optimizer < 0 for item in items)
     states = len(items) - parameters
@@ -163,13 +162,13 @@ def _who(difference: Difference, name: str) -> str:
 
 
 def advise(difference: Difference, holdings: Holdings, *, since: str, has_joined: bool) -> str:
-    """Say what the reason may be, and what to do.
+    """Return the likely reason, and what to do.
 
     Args:
-        difference: what was found.
-        holdings: of this rank, in which it was found.
-        since: until when replicas were equal, for the sentence about the checkpoint.
-        has_joined: ranks have left a loop before others, within :func:`lockstep.join`.
+        difference: the difference that was found.
+        holdings: this rank's holdings, in which it was found.
+        since: the time until which replicas were equal, for the sentence about the checkpoint.
+        has_joined: whether ranks have left a loop before others, within :func:`lockstep.join`.
     """
     owners = [holdings.owner(holdings.items[index]) for index in difference.items]
     if any(isinstance(owner, torch.optim.LBFGS) for owner in owners):

@@ -1,17 +1,17 @@
-"""What a replica holds, cut into parts of a size, and a number for the bits of each part.
+"""The parameters and optimizer state that a replica holds, cut into parts, and a digest of the bits of each part.
 
 Note [What is compared]
 ~~~~~~~~~~~~~~~~~~~~~~~
-All parameters that are the replica's, frozen ones too, since ``replicate`` makes them equal and nothing changes them.
-And what optimizers keep for them: every optimizer of this process that has taken a step, and of its
-``state[parameter]`` the dense tensors and the numbers. A tensor within a list or a dictionary there is not looked at.
+All parameters of the replica are compared, frozen ones too, since ``replicate`` makes them equal and nothing changes
+them. So is the optimizers' state: of every optimizer of this process that has taken a step, the dense tensors and the
+numbers in its ``state[parameter]``. A tensor within a list or a dictionary there is not looked at.
 
-Not buffers: with ``broadcast_buffers`` those of rank 0 replace all others before and after every step, so there is
-nothing that could drift, and without it each rank's are its own.
+Buffers are not compared: with ``broadcast_buffers`` rank 0's replace all others before and after every step, so they
+can't drift, and without it each rank has its own.
 
-A digest covers bytes as they lie in memory, in order of the addresses, so what is not dense is copied first. Ranks have
-the same strides (they compare them when they begin). A digest of 64 bits (Note [Two digests] in ``bits.py``) is folded
-to 32, so that one of 4·10⁹ differences is missed once.
+A digest covers bytes as they lie in memory, in order of the addresses, so tensors with gaps are copied first. Ranks
+have the same strides (they compare them when they begin). A digest of 64 bits (Note [Two digests] in ``bits.py``) is
+folded to 32, so that one of 4·10⁹ differences is missed once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lockstep.ddp.bucket import gapless
 
 #: Bits of a digest.
 BITS = 32
-#: Where a part may end within a tensor: no dtype is cut in two, and words of 4 bytes stay whole.
+#: Bytes; a part ends within a tensor at a multiple of this, so that no element or 4-byte word is cut in two.
 _GRAIN = 64
 _Digest = TypeVar("_Digest", int, Tensor)
 
@@ -43,7 +43,7 @@ _watches = False
 
 
 def watch_optimizers() -> None:
-    """From now on know the optimizers that take steps in this process."""
+    """Begin to note the optimizers that take steps in this process."""
     global _watches
     if not _watches:
         _watches = True
@@ -65,22 +65,22 @@ def known_optimizers() -> list[Optimizer]:
 class Item(NamedTuple):
     """One tensor or number that replicas hold alike."""
 
-    #: Of the parameter, in the replica's list.
+    #: The parameter's position in the replica's list.
     position: int
-    #: The optimizer that keeps it, by its place among those known, and under which key; -1: the parameter itself.
+    #: Index of the optimizer that keeps the item under ``key``, among the known ones; -1: it is the parameter itself.
     optimizer: int
     key: str
-    #: What a message calls it, and what ranks compare of it besides its bits: its name, shape, dtype and strides.
+    #: The item's name in messages, and its identity, which ranks compare: name, shape, dtype, strides and device type.
     name: str
     identity: str
-    #: As it was when the list was made.
+    #: Size and device when the list was made.
     nbytes: int
     device: torch.device
-    #: Strides, if it is not contiguous; its bytes can be cut if it has no gaps.
+    #: Strides, None if contiguous. The bytes of an item with gaps can't be cut.
     strides: tuple[int, ...] | None
     has_gaps: bool
-    #: Whether it has its parameter's shape, or is one number: then an optimizer that keeps it apart on each rank would
-    #: be a surprise.
+    #: True if the item is a parameter, has its parameter's shape, or is one number: then it is expected to be equal
+    #: on all ranks.
     is_like_parameter: bool
 
 
@@ -94,7 +94,7 @@ class ByteSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class DigestPart:
-    """What one digest is of: bytes on one device."""
+    """The bytes, on one device, that one digest covers."""
 
     device: torch.device
     spans: tuple[ByteSpan, ...]
@@ -112,7 +112,7 @@ class Holdings:
         self.params = [param for _, param in named]
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self.items: list[Item] = []
-        #: Of all items' identities, in order: ranks with another one hold other things.
+        #: A digest of all items' identities, in order; ranks with the same items have the same.
         self.signature = 0
         self._census: list[Any] = []
 
@@ -122,7 +122,7 @@ class Holdings:
         Returns:
             Whether the list was made anew.
         """
-        # The newest first: one that nobody uses any more may be gone on some ranks before it is on others.
+        # The newest come first: an optimizer out of use may be gone on some ranks before it is on others.
         counted = [(owner, [_count(_state(owner, param)) for param in self.params]) for owner in known_optimizers()]
         owners = [owner for owner, counts in reversed(counted) if any(counts)]
         census: list[Any] = [without, *map(id, owners), *(counts for _, counts in counted)]
@@ -152,7 +152,7 @@ class Holdings:
                         yield _item(position, number, key, what, value, like=param)
 
     def find(self, item: Item) -> Tensor | None:
-        """Return what an item is now, a number as a tensor of 8 bytes; None if it is not what it was when listed."""
+        """Return the item's present value, a number as a tensor of 8 bytes; None if its kind is no longer as listed."""
         value: Any = self.params[item.position]
         if item.optimizer >= 0:
             owner = self._optimizers[item.optimizer]()
@@ -166,7 +166,7 @@ class Holdings:
         return value.detach().contiguous() if item.has_gaps else value
 
     def owner(self, item: Item) -> Optimizer | None:
-        """Return the optimizer that keeps an item; None: it is a parameter, or nobody holds the optimizer any more."""
+        """Return the optimizer that keeps an item; None: it is a parameter, or the optimizer no longer exists."""
         return None if item.optimizer < 0 else self._optimizers[item.optimizer]()
 
     def is_number(self, index: int) -> bool:
@@ -222,13 +222,13 @@ def fold(digest: _Digest) -> _Digest:
 
 
 def _state(owner: Optimizer, param: Parameter) -> Mapping[Any, Any]:
-    """Return what an optimizer keeps for a parameter, and keep it from making anything up for it."""
+    """Return the optimizer's state of a parameter, without letting a defaultdict create it."""
     state: Any = owner.state.get(param) if isinstance(owner.state, Mapping) else None
     return state if isinstance(state, Mapping) else {}
 
 
 def _count(state: Mapping[Any, Any]) -> Any:
-    """Return what changes when an optimizer keeps other things for a parameter."""
+    """Return a value that changes when an optimizer keeps other things for a parameter."""
     if not state:
         return 0
     return [len(state), sum(isinstance(value, Tensor) for value in state.values())]

@@ -1,44 +1,42 @@
-"""Whether replicas stay equal while they train: a digest of a part of them, compared in some of the steps.
+"""The check that replicas stay equal while they train: a digest of a part of them, compared in some of the steps.
 
 Note [Replicas compared]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 Averaged gradients keep replicas equal only as long as nothing else happens to one of them: a bit that flips in memory,
-an optimizer with another learning rate on one rank, a line that only rank 0 runs. Nobody notices, since the averages go
-on, and the loss falls. So each rank takes digests of its parameters and of its optimizers' state (Note [What is
+an optimizer with another learning rate on one rank, a line that only rank 0 runs. It goes unnoticed, since the averages
+go on, and the loss falls. So each rank takes digests of its parameters and of its optimizers' state (Note [What is
 compared] in ``digest.py``), at the end of a backward, where all ranks have taken the same optimizer steps and nothing
-is under way that would change them. What is held is cut into parts, one or a few of which are compared at a time, and
-all of them once in a *round*.
+is under way that would change them. These holdings are cut into parts, one or a few of which are compared at a time,
+and all of them once in a *round*.
 
-What a rank has found travels in the flags of the last bucket (Note [Bucket layout] in ``bucket.py``), with the
-gradients: for each bit of the digest a flag for "it is 1" and one for "it is 0". Summed over the ranks, a bit of which
-both flags are set is one of which ranks have found different things, on whatever rank one looks, whatever the dtype of
-the bucket and however many ranks there are; so all ranks know at once, and go the same way from there. In the steps in
-between these flags are 0 and are not read. Where no bucket is sent (all gradients are sparse, or a step is cut into
-slices, whose sums are no plain sums over the ranks) the flags are summed by themselves, in the steps in which something
-is compared.
+A rank's digest travels in the flags of the last bucket (Note [Bucket layout] in ``bucket.py``), with the gradients:
+each bit of the digest has a flag for "it is 1" and one for "it is 0". If both flags of a bit are set in the sum over
+the ranks, ranks have found different values of it, whatever the dtype of the bucket and the number of ranks; all ranks
+read the same sums, so all know at once and proceed alike. In the steps in between these flags are 0 and are not read.
+Where no bucket is sent (all gradients are sparse, or a step is cut into slices, whose sums are no plain sums over the
+ranks) the flags are summed by themselves, in the steps in which something is compared.
 
-Only if ranks differ do they tell each other more: which items, by whose digests, which bytes (``difference.py``).
+Only if ranks differ do they exchange more, to find the items, ranks and bytes that differ (``difference.py``).
 
 Note [What comparing may cost]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Each rank knows what a comparison took it, and what steps take; it asks for as many steps between two comparisons as
-keep their quotient below a limit, in powers of two, by one more flag for each possible answer. The slowest of what
-the ranks ask for is what all of them take: they read the same sums, so they compare in the same steps. A round takes at
-most so many steps that the whole still is a small part of them (``MOST_STEPS``), and parts are made large enough for
-that; so a difference is found within that many steps, however slow comparing is. Where a step is slow and a comparison
-is not, several parts are compared in each step.
+Each rank measures its comparisons and its steps; it asks for as many steps between two comparisons as keep their
+quotient below a limit, in powers of two, by one more flag for each possible answer. All ranks take the slowest pace
+that any of them asks for: they read the same sums, so they compare in the same steps. A round takes ``MOST_STEPS``
+steps at most, and parts are made large enough for that; so a difference is found within that many steps, however slow
+comparing is. Where a step is slow and a comparison is not, several parts are compared in each step.
 
 On a GPU the flags are not read in the step in which they were summed, for that would wait for the device: they are
-copied to memory of the host behind the work that is queued, and read at the next comparison, on every rank.
+copied to host memory behind the queued work, and read at the next comparison, on every rank.
 
 Note [A rank's own]
 ~~~~~~~~~~~~~~~~~~~
-An optimizer that shares its state out among the ranks (ZeroRedundancyOptimizer) keeps on each what the others have not.
-So the list of items is part of the digests, too. If the lists differ the ranks tell each other theirs, and what not all
-of them hold is left out from then on. The same goes for what differs when it is compared for the first time and has
-another shape than its parameter: a part of a flat tensor, an error that is fed back. What has the parameter's shape
-must be equal from the start. A comm hook may leave replicas apart on purpose (torch's ``post_localSGD_hook`` does), so
-with one that is not known to keep them equal they are compared only if a number of steps was asked for.
+An optimizer that shards its state over the ranks (ZeroRedundancyOptimizer) keeps on each rank state that the others
+lack. So the list of items is part of the digests, too. If the lists differ, the ranks exchange them, and items that not
+all ranks hold are left out from then on. So are items that differ when first compared and have another shape than their
+parameter: a part of a flat tensor, an error that is fed back. Items of the parameter's shape must be equal from the
+start. A comm hook may leave replicas apart on purpose (torch's ``post_localSGD_hook`` does), so with one that is not
+known to keep them equal they are compared only if a number of steps was asked for.
 """
 
 from __future__ import annotations
@@ -63,36 +61,36 @@ from lockstep.ddp.digest import BITS, DigestPart, Holdings, watch_optimizers
 from lockstep.ddp.rider import BackwardState
 from lockstep.errors import ReplicaMismatch
 
-#: Part of the time of a step that comparing may take, and for how many steps a round may last.
+#: Fraction of the time of a step that comparing may take, and the most steps of a round.
 TARGET, MOST_STEPS = 0.004, 1024
-#: Bytes of a part, if rounds allow: what a CPU reads in the time that the rest of a comparison takes.
+#: Least bytes of a part: what a CPU reads in the time that the rest of a comparison takes.
 PART = 1 << 20
-#: The powers of two that a rank may ask for: steps between two comparisons; if negative, parts in each.
+#: Exponents of two that a rank may ask for: of steps between two comparisons; if negative, of parts in each.
 _LEAST, _MOST = -10, 10
-#: Flags in the last bucket.
+#: Number of flags in the last bucket.
 FLAGS = 2 * BITS + _MOST - _LEAST + 1
-#: The first comparison comes in this backward; the optimizer has taken a step by then.
+#: Number of the backward with the first comparison; the optimizer has taken a step by then.
 _FIRST = 2
 
 
 class Schedule:
-    """Which parts are compared in which backward, the same on every rank.
+    """The schedule of the parts that each backward compares, the same on every rank.
 
     Args:
-        every: within how many steps all parts must have had their turn; None: as Note [What comparing may cost] says.
+        every: steps within which all parts must be compared; None: as Note [What comparing may cost] says.
     """
 
     def __init__(self, every: int | None) -> None:
         self._every = every
-        #: Backwards that were counted.
+        #: Number of backwards counted.
         self.step = 0
-        #: The power of two that the ranks have agreed on.
+        #: The exponent of two that the ranks have agreed on.
         self.exponent = 2
         self._due, self._parts, self._next = _FIRST, 1, 1
 
     @property
     def limit(self) -> int:
-        """Steps in which all parts have their turn."""
+        """Return the steps within which all parts are compared."""
         return self._every or MOST_STEPS
 
     def count(self) -> bool:
@@ -102,11 +100,11 @@ class Schedule:
 
     @property
     def begins_round(self) -> bool:
-        """Whether all parts have had their turn."""
+        """Return whether all parts of the round have been compared."""
         return self._next >= self._parts
 
     def begin_round(self, parts: int) -> None:
-        """Begin with the first part of so many."""
+        """Begin a round of ``parts`` parts, with the first."""
         self._parts, self._next = parts, 0
 
     def take(self) -> range:
@@ -126,23 +124,23 @@ class Schedule:
 
 
 class Costs:
-    """What comparisons and steps take on this rank, in seconds."""
+    """The times of comparisons and steps on this rank, in seconds."""
 
     def __init__(self) -> None:
         self._parts: deque[float] = deque(maxlen=3)
         self._steps: deque[float] = deque(maxlen=3)
 
     def add(self, seconds: float, *, parts: int, step: float | None) -> None:
-        """Note a comparison of ``parts`` parts, and the mean of the steps since the one before."""
+        """Note a comparison of ``parts`` parts, and the mean time of a step since the comparison before."""
         self._parts.append(seconds / parts)
         if step is not None:
             self._steps.append(step)
 
     def wanted(self) -> int | None:
-        """Return the power of two that this rank asks for; None: it does not know yet."""
+        """Return the exponent of two that this rank asks for; None: it does not know yet."""
         if not self._steps:
             return None
-        # (A step that an evaluation has interrupted is not the shortest of three.)
+        # The minimum leaves out a step that an evaluation has interrupted.
         ratio = statistics.median(self._parts) / (TARGET * max(min(self._steps), 1e-9))
         return max(_LEAST, min(_MOST, math.ceil(math.log2(max(ratio, 1e-9)))))
 
@@ -150,7 +148,7 @@ class Costs:
 class DriftCheck:
     """Compares a replica with those of the other ranks; see Note [Replicas compared].
 
-    It has nothing to compare before :meth:`turn_to`.
+    Nothing is compared before :meth:`turn_to` is called.
 
     Args:
         group: the ranks that hold replicas.
@@ -163,25 +161,25 @@ class DriftCheck:
         self._holdings = Holdings([])
         self._parts: list[DigestPart] = []
         self._schedule, self._costs = Schedule(every), Costs()
-        #: Whether nothing is compared, for a while or for good.
+        #: True if nothing is compared for now; ``_is_stopped``: for good.
         self.is_paused = self._is_stopped = False
-        #: Whether replicas are compared in the backward under way.
+        #: True if replicas are compared in the backward under way.
         self._is_due = False
-        #: By part: the step in which it was found equal last; 0: when the replicas were made.
+        #: For each part, the step in which it was last found equal; 0: when the replicas were made.
         self._equal_at: list[int] = []
-        #: Identities of what is a rank's own, and of what was equal on all ranks once; see Note [A rank's own].
+        #: Identities of items that are a rank's own, and of those once equal on all ranks; see Note [A rank's own].
         self._own: frozenset[str] = frozenset()
         self._was_equal: frozenset[str] = frozenset()
         self._has_joined = False
         self._compared: range = range(0)
-        #: What is to be read, of which parts and step.
+        #: The summed flags of the last comparison on a GPU, not read yet.
         self._unread: _Unread | None = None
         self._began, self._spent, self._clock = 0.0, 0.0, _DeviceClock(torch.device("cpu"))
         self._is_settled = False
         self._before: tuple[int, float] | None = None
 
     def turn_to(self, named: Sequence[tuple[str, Parameter]]) -> None:
-        """From now on compare these parameters, all of the replica by name, and what optimizers keep for them."""
+        """Compare these parameters, all of the replica by name, and their optimizer state from now on."""
         self._holdings = Holdings(named)
         self._parts, self._unread = [], None
         self._schedule.begin_round(0)
@@ -262,10 +260,10 @@ class DriftCheck:
     # Reading --------------------------------------------------------------------------------------------------------
 
     def judge(self, flags: Tensor) -> ReplicaMismatch | None:
-        """**Collective** if the replicas differ. Read the sums of all ranks' flags; on a GPU those of the last time.
+        """**Collective** if the replicas differ. Read the sums of all ranks' flags; on a GPU the previous ones.
 
         Returns:
-            What to raise, on every rank, if the replicas differ.
+            The error to raise, on every rank, if the replicas differ.
         """
         begun = time.perf_counter()
         unread = _Unread(flags, self._compared, self._schedule.step, self._clock)
@@ -306,13 +304,13 @@ class DriftCheck:
         self.fill(flags)
         what = f"rank {self._rank} of {self._world_size}: comparing the replicas"
         wait_for(lambda: dist.all_reduce(flags, group=self._group), lambda: what, name="comparing the replicas")
-        self._spent = time.perf_counter() - self._began  # what waits for others is more than the message takes
+        self._spent = time.perf_counter() - self._began  # the time since includes waiting for other ranks
         return self.judge(flags)
 
     # A difference ---------------------------------------------------------------------------------------------------
 
     def _settle(self, unread: _Unread) -> ReplicaMismatch | None:
-        """**Collective.** Find out what it is, and return what to raise; or leave out what is each rank's own."""
+        """**Collective.** Find the difference and return the error to raise, or leave out a rank's own items."""
         self._unread = None
         if self._leave_out_what_others_lack():
             return None
@@ -353,7 +351,7 @@ class DriftCheck:
         self._schedule.begin_round(0)
 
     def _explain(self, difference: Difference, unread: _Unread) -> str:
-        """Say all that is known of a difference."""
+        """Return the message about a difference."""
         since = min((self._equal_at[index] for index in unread.parts), default=0)
         start = f"step {since}, when it was equal on all ranks," if since else "the beginning"
         before = f"before step {since} of these" if since else "by an earlier run"
@@ -366,7 +364,7 @@ class DriftCheck:
 
 
 class _DeviceClock:
-    """Takes the time of what is queued on a GPU, without waiting; on a CPU it does nothing."""
+    """Times work that is queued on a GPU, without waiting; does nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: list[torch.cuda.Event] = []
@@ -375,17 +373,17 @@ class _DeviceClock:
             self._events[0].record()
 
     def stop(self) -> None:
-        """It is all queued."""
+        """Note that all the work is queued."""
         if self._events:
             self._events[1].record()
 
     def seconds(self) -> float:
-        """Return the time that it took, once it is done."""
+        """Return the time that the work took, once it is done; 0 on a CPU."""
         return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events else 0.0
 
 
 class _Unread:
-    """Sums of flags on their way to the host."""
+    """The summed flags of one comparison, on their way to the host."""
 
     def __init__(self, flags: Tensor, parts: range, step: int, clock: _DeviceClock) -> None:
         self.parts, self.step, self.clock = parts, step, clock
@@ -398,9 +396,9 @@ class _Unread:
             self._event.record()
 
     def read(self) -> list[int]:
-        """Return which flags some rank has set."""
+        """Return 1 for each flag that some rank has set, and 0 for the others."""
         if self._event is not None:
-            self._event.synchronize()  # the work of an earlier step
+            self._event.synchronize()  # work of an earlier step
         read: list[int] = self._sums.tolist()
         return read
 
@@ -421,5 +419,5 @@ def _places(device: torch.device) -> Tensor:
 
 
 def _captures() -> bool:
-    """Return whether a CUDA graph is being captured, in which nothing may be read."""
+    """Return whether a CUDA graph is being captured, during which nothing may be read."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

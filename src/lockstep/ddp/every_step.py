@@ -26,8 +26,8 @@ class EveryStep:
     """Averages every gradient; see :class:`~lockstep.ddp.synchroniser.Synchroniser`.
 
     Args:
-        replica: whose gradients they are.
-        options: of the replica.
+        replica: the replica whose gradients are averaged.
+        options: the replica's options.
     """
 
     def __init__(self, replica: Replicated, options: ReplicaOptions) -> None:
@@ -58,15 +58,15 @@ class EveryStep:
         ]
 
     def begin(self) -> None:
-        """Do nothing: all is there."""
+        """Do nothing: there is nothing else to prepare."""
 
     def laid_out_again(self) -> None:
-        """Do nothing: the reducer is another one."""
+        """Do nothing: the new reducer has all that changed."""
 
     # Forward and backward ---------------------------------------------------------------------------------------------
 
     def forward_begins(self, module: nn.Module, *, records: bool) -> Forward:
-        """**Collective** in training, outside no_sync, if there are buffers to send or inside join."""
+        """**Collective** in training, outside no_sync, if there are buffers to send or inside join. Begin a forward."""
         replica = self._replica
         averages = replica.syncs and records
         sends_buffers = averages and module.training and replica.tensors.sends_buffers
@@ -90,7 +90,7 @@ class EveryStep:
         return Forward(replica.syncs, weight, sends_buffers, divisor, number, items, batch=batch)
 
     def weight(self) -> float:
-        """See Note [Exact mean]; 1 where no sharded batch is in hand, or in a group that is not the whole world."""
+        """Return the weight of Note [Exact mean]; 1 without a sharded batch or if the group is not the whole world."""
         return 1.0 if self._in_hand is None else self._in_hand.weight
 
     def take_share(self, forward: Forward) -> Items | None:
@@ -128,16 +128,16 @@ class EveryStep:
         self._replica.reducer.require_sync()
 
     def backward_ended(self, forward: Forward) -> None:
-        """**Collective** if there are buffers to send."""
-        # Once more, so that replicas are equal after every step: an evaluation or a checkpoint that follows sees the
-        # same buffers on every rank and needs no communication. See Note [Buffers] in api.py.
+        """**Collective** if there are buffers to send. Send them."""
+        # Buffers are sent once more, so that replicas are equal after every step: an evaluation or a checkpoint that
+        # follows sees the same buffers on every rank and needs no communication. See Note [Buffers] in api.py.
         if forward.sends_buffers and not self._replica._join_config.enable:
             self._replica.tensors.send_buffers(0)
 
     # What users ask for -----------------------------------------------------------------------------------------------
 
     def why_not_in_slices(self) -> str:
-        """Return nothing: a step in slices averages gradients."""
+        """Return "": a step in slices averages gradients."""
         return ""
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
@@ -172,7 +172,7 @@ class EveryStep:
             replica.reducer.match_without_gradients(divisor)
 
     def adopt_final_state(self, *, is_last_joiner: bool) -> None:
-        """**Collective.** Take the parameters and buffers of the first rank among those that trained to the end."""
+        """**Collective.** Take the parameters and buffers of the lowest rank that trained to the end."""
         replica = self._replica
         step = shake_hands(self._group, active=is_last_joiner, sends_buffers=False, averages=False)
         tensors = replica.tensors

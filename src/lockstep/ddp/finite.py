@@ -2,9 +2,9 @@
 
 Note [Looking at gradients]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-An infinite or NaN value survives a sum, so the sum of a bucket tells that it holds none, in a fraction of the time that
-looking at each element takes; only if the sum is not finite is each element looked at. (Finite gradients have an
-infinite sum where they are near the end of their dtype's range. Then nothing is found, and nothing happens.)
+An infinite or NaN value survives a sum, so a finite sum of a bucket proves that it holds none, in a fraction of the
+time that looking at each element takes; only if the sum is not finite is each element looked at. (Finite gradients near
+the end of their dtype's range may have an infinite sum. Then nothing is found, and nothing happens.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.ddp.rider import BackwardState
 from lockstep.errors import NonFiniteGradient
 from lockstep.text import listed
 
-#: Steps skipped one after the other before training that goes nowhere is an error.
+#: Number of steps skipped in a row at which training stops with an error.
 MOST_SKIPPED = 100
 
 
@@ -34,7 +34,7 @@ def is_finite(values: Tensor) -> bool:
 
 
 def words_for(found: Mapping[int, Sequence[str]]) -> str:
-    """Say which parameters' gradients are not finite, by rank."""
+    """Return a description of the parameters whose gradients are not finite, by rank."""
     return "; ".join(
         f"of {listed([f'{name!r}' for name in names], most=5)} on rank {rank}" for rank, names in sorted(found.items())
     )
@@ -44,15 +44,15 @@ class FiniteCheck:
     """A rider that does what ``check_finite`` says with gradients that are not finite.
 
     A rank that stopped at its own bad gradient would leave the others waiting, and one that skipped its step alone
-    would part from them. So it sends the bucket all the same, with the flags of Note [Bucket layout], and all ranks
-    decide at the end, which they reach with the same flags. (What a rank announces of a sparse gradient, before its
-    rows are sent, has such a flag too.) Only when something is flagged do they tell each other whose gradients it was.
+    would diverge from them. So it sends the bucket all the same, with the flags of Note [Bucket layout], and all ranks
+    decide at the end, from the same flags. (The announcement of a sparse gradient, before its rows are sent, has such a
+    flag too.) Only if a flag is set do the ranks exchange the names of the gradients.
     """
 
     def __init__(self, policy: CheckFinite, group: dist.ProcessGroup) -> None:
         self._policy, self._group = policy, group
         self._mine: list[str] = []
-        #: Whether any rank has flagged a gradient of the backward under way; the same on all ranks.
+        #: True if any rank has flagged a gradient of the backward under way; the same on all ranks.
         self._is_flagged = False
         self._skipped_in_a_row = 0
 
@@ -94,7 +94,7 @@ class FiniteCheck:
         self._is_flagged = True
 
     def inspect_sums(self, sums: Sequence[Sequence[Tensor | None]], names: Sequence[str]) -> None:
-        """Do the same for the sums of a rank's slices: each has a tensor or None for each of ``names``."""
+        """Inspect the sums of a rank's slices: each has a tensor or None for each of ``names``."""
         for each in sums:
             pairs = zip(names, each, strict=False)  # a sum holds buffers as well
             self._mine += [name for name, tensor in pairs if tensor is not None and not is_finite(tensor)]

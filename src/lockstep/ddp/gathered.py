@@ -2,8 +2,9 @@
 
 Note [Losses of the whole batch]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A contrastive loss is no mean over samples: it is one function L of what all samples become, z_1 to z_W by rank. Every
-rank gathers them, computes L, and knows the derivative of L by its own rows alone, and the parameters' gradient is
+A contrastive loss is no mean over samples: it is one function L of the outputs of all samples, z_1 to z_W by rank.
+Every rank gathers them, computes L, and knows the derivative of L by its own rows alone, and the parameters' gradient
+is
 
     sum over r of  J_r^T dL/dz_r,      J_r the derivative of z_r by the parameters.
 
@@ -46,14 +47,14 @@ def gathered(rows: Tensor) -> Tensor:
     computes the loss from what this returns; docs/gathered.md shows how. **Collective** in backward, too.
 
     Args:
-        rows: this rank's: [samples, ...], of any floating dtype; all but the first dimension the same on every rank. A
-            rank without samples has no rows.
+        rows: this rank's rows: [samples, ...], of any floating dtype; all but the first dimension are the same on every
+            rank. A rank without samples has no rows.
 
     Returns:
         [samples of all ranks, ...]
 
     Raises:
-        LockstepError: ``lockstep.init()`` has not been called, or a slice is in hand, which has not all samples.
+        LockstepError: ``lockstep.init()`` has not been called, or a slice is in hand, which lacks samples.
         ValueError: the ranks' rows have other shapes or dtypes than each other; on every rank.
         CollectiveTimeout, PeerLost: another rank is late or gone.
     """
@@ -71,14 +72,14 @@ def gathered(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Kinds:
-    """What the ranks know of each other's rows."""
+    """The place and weight of this rank's rows among those of all ranks."""
 
-    #: Rows before this rank's own, and after them.
+    #: This rank's rows are those from ``start`` to ``stop`` (exclusive).
     start: int
     stop: int
-    #: What the gradient of this rank's own rows is multiplied by; see Note [Losses of the whole batch].
+    #: Factor of the gradient of this rank's own rows; see Note [Losses of the whole batch].
     factor: float
-    #: What was counted for the batch, if anything was.
+    #: The items counted for the batch, if any were.
     items: Items | None
 
 
@@ -112,7 +113,7 @@ def _kinds(rows: Tensor, world: World) -> _Kinds:
 
 
 class _Gathered(torch.autograd.Function):
-    """Rows of this rank to rows of all."""
+    """The function from this rank's rows to the rows of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, kinds: _Kinds, world: World) -> Tensor:

@@ -2,23 +2,23 @@
 
 Note [Averages that are not finite]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-One rank's NaN is in everybody's average, and after the optimizer's step in everybody's parameters, for good. So each
-average is looked at (Note [Looking at gradients] in ``finite.py``), and nothing is done to it: ``grad`` holds what
-torch's DDP would leave there. Scripts know what to do with that. A GradScaler unscales the gradients, finds what is
-wrong and never calls ``step``; others clip them, replace NaN by numbers, or look at the loss and ``continue``.
+One rank's NaN spreads to every rank's average, and by the optimizer's step to every rank's parameters, for good. So
+each average is looked at (Note [Looking at gradients] in ``finite.py``), but not changed: ``grad`` holds what torch's
+DDP would leave there. Scripts know what to do with that. A GradScaler unscales the gradients, finds that they are not
+finite and never calls ``step``; others clip them, replace NaN by numbers, or look at the loss and ``continue``.
 
-Only when an optimizer is about to step with gradients that are not finite still, the step is left out: the optimizer
-sees no gradients, so that neither parameters nor momenta, step counts and decay move, and after the step they are there
-again. That is what GradScaler does, for any script; a run stops where so many steps in a row were left out that it goes
-nowhere. Averages are the same on all ranks, and so is what is decided by them.
+Only if an optimizer is about to step with gradients that still are not finite, the step is left out: the optimizer sees
+no gradients, so that parameters, momenta and step counts do not change, and after the step the gradients are there
+again. That is what GradScaler does, for any script; a run stops after ``MOST_SKIPPED`` such steps in a row. Averages
+are the same on all ranks, and so are the decisions that depend on them.
 
-Who has begun it: over "shm" the rank that adds up a piece of a bucket sees all ranks' values of it (``comm/looks.py``);
-else each rank looks at what it is about to send, and says so in a flag. After steps in slices, and alone in the world,
-the gradients are looked at in front of the optimizer's step.
+The origin of the value: over "shm" the rank that adds up a piece of a bucket sees all ranks' values of it
+(``comm/looks.py``); otherwise each rank looks at its own gradients before it sends them, and sets a flag. After steps
+in slices, and alone in the world, the gradients are looked at in front of the optimizer's step.
 
-On a GPU to read a flag would wait for the device. There the flag is copied to memory of the host behind the work that
-is queued and read a backward later, so a step with it has been taken. Then the parameters are looked at: if they are
-not finite all ranks raise. The same goes for parameters that were stepped by other means than a torch optimizer.
+On a GPU, reading a flag would wait for the device. There the flag is copied to host memory behind the queued work and
+read a backward later, when the step has been taken. Then the parameters are looked at: if they are not finite, all
+ranks raise. The same goes for parameters that were stepped by other means than a torch optimizer.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from lockstep.ddp.stepping import alert, alerted, leave_out, params_of, quiet, w
 from lockstep.errors import NonFiniteGradient
 from lockstep.text import listed
 
-#: Names that a rank tells the others.
+#: Most names that a rank tells the others.
 _MOST_NAMES = 100
-#: Stands for a rank where rank 0 may be one.
+#: Key, in place of a rank, of the names of gradients that may have been rank 0's.
 _UNCLEAR = -1
 
 
 class StepGuard:
     """Keeps one replica's optimizers from averages that are not finite.
 
-    It guards nothing before :meth:`turn_to`.
+    Nothing is guarded before :meth:`turn_to` is called.
 
     Args:
         group: the ranks that hold replicas.
@@ -63,33 +63,33 @@ class StepGuard:
         self._group, self._rank, self._world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self._params: list[Parameter] = []
         self._names: dict[int, str] = {}
-        #: Parameters that were not finite before the last average came that is not: some are infinite on purpose.
+        #: Ids of parameters that were not finite before the last bad average came: some are infinite on purpose.
         self._not_finite: set[int] = set()
-        #: By rank, names of parameters whose gradients were seen to be bad in the backward under way.
+        #: Rank -> names of the parameters whose gradients were not finite in the current backward.
         self._seen: dict[int, set[str]] = {}
-        #: Names of those that rank 0 may have had as well.
+        #: Names of parameters whose gradients may have been bad on rank 0 as well.
         self._unclear: set[str] = set()
-        #: Whether any rank has seen one; the same on all ranks.
+        #: True if any rank has seen a bad gradient in the current backward; the same on all ranks.
         self._is_flagged = False
-        #: Where the last average came from, if it is not finite, and what all ranks know of its origin.
+        #: Rank and step of the last average that was not finite, the bad gradients by rank, and perhaps rank 0's.
         self._whoami = ""
         self._found: dict[int, list[str]] = {}
         self._perhaps: list[str] = []
         self._is_suspect = False
-        #: Flags of the last average on their way from a GPU, and where that was.
+        #: Flags of the last average that are on their way from a GPU.
         self._unread: list[_Unread] = []
-        #: Averages in a row that some step was left out for, and whether that of now is one of them.
+        #: Number of averages in a row for which a step was left out, and whether the current one is counted in it.
         self._in_a_row = 0
         self._is_counted = False
 
     def turn_to(self, params: Sequence[Parameter], names: Sequence[str]) -> None:
-        """From now on guard these parameters."""
+        """Guard these parameters from now on."""
         self._not_finite |= _not_finite(param for param in params if id(param) not in self._names)
         self._params = list(params)
         self._names = {id(param): name for param, name in zip(params, names, strict=True)}
 
     def close(self) -> None:
-        """Guard nothing any more."""
+        """Stop guarding."""
         quiet(self)
         self._params = []
 
@@ -113,7 +113,7 @@ class StepGuard:
                 self._seen.setdefault(self._rank, set()).update(bad)
 
     def read(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:
-        """See :class:`~lockstep.ddp.rider.Rider`. On a GPU what is flagged is found in the next backward.
+        """See :class:`~lockstep.ddp.rider.Rider`. On a GPU the flags are read in the next backward.
 
         Raises:
             NonFiniteGradient: as :meth:`_conclude`.
@@ -121,13 +121,13 @@ class StepGuard:
         if bucket.look is not None and not sending.is_hooked:
             self._is_flagged |= bucket.look.is_suspicious
             for rank, slots in bucket.look.found.items():
-                # Flags lie behind the gradients, and no rank's are infinite.
+                # Slots beyond the gradients are the flags, which are never infinite.
                 bad = {sending.name_of(bucket, slot) for slot in slots if slot < len(bucket)}
                 self._seen.setdefault(rank, set()).update(bad)
             self._unclear |= {sending.name_of(bucket, slot) for slot in bucket.look.unclear if slot < len(bucket)}
         elif bucket.flat.device.type != "cpu":
             self._read_later(_doubt(bucket.values) if sending.is_hooked else flags, of_this=True)
-        else:  # (What a comm hook returns need not be finite, whatever it was given.)
+        else:  # a comm hook may return values that are not finite, whatever it was given
             self._is_flagged |= flags.item() != 0 or (sending.is_hooked and not is_finite(bucket.values))
         if bucket.is_last:
             self._conclude(sending.whoami)
@@ -148,7 +148,7 @@ class StepGuard:
         self._is_flagged = True
 
     def _conclude(self, whoami: Callable[[], str]) -> None:
-        """**Collective** if a gradient was flagged. Note what to look at in front of the optimizer's step.
+        """**Collective** if a gradient was flagged. Note the origin, and ask to be told of the optimizer's step.
 
         Raises:
             NonFiniteGradient: an earlier average that was not finite has reached the parameters; on all ranks.
@@ -173,19 +173,19 @@ class StepGuard:
         alert(self)
 
     def averaged_unseen(self, whoami: str) -> None:
-        """Note an average that was not looked at: in front of the optimizer's step it is."""
+        """Note an average that was not looked at yet, to look at it in front of the optimizer's step."""
         self._refuse_reached(lambda: whoami)
         self._found, self._perhaps, self._whoami = {}, [], whoami
         self._is_suspect = self._is_counted = False
         alert(self)
 
     def _read_later(self, flag: Tensor, *, of_this: bool) -> None:
-        """Read a flag that is on a GPU at the end of the next backward; ``of_this``: one is under way."""
+        """Read a flag from a GPU at the end of the next backward; ``of_this``: it is of the backward under way."""
         if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             self._unread.append(_Unread(flag, is_older=not of_this))
 
     def _refuse_reached(self, whoami: Callable[[], str]) -> None:
-        """Raise if an earlier average was not finite, and parameters are not either."""
+        """Raise if an earlier average was not finite, and has made parameters not finite either."""
         unread, self._unread = self._unread, [each for each in self._unread if not each.is_older]
         was_flagged = any(each.read() for each in unread if each.is_older)
         for each in self._unread:
@@ -219,7 +219,7 @@ class StepGuard:
         """Leave the step out if the gradients are not finite.
 
         Raises:
-            NonFiniteGradient: too many steps in a row were; on all ranks.
+            NonFiniteGradient: too many steps in a row were left out; on all ranks.
         """
         if getattr(optimizer, "found_inf", None) is not None:
             return  # a GradScaler has looked, and a fused optimizer leaves the step out by itself
@@ -227,7 +227,7 @@ class StepGuard:
         if not mine:
             return
         if not all(param.is_cpu for param in mine):
-            if not self._unread:  # else each bucket has been looked at
+            if not self._unread:  # otherwise each bucket has been looked at
                 self._read_later(_doubts(_dense(mine)), of_this=False)
             return
         if _are_sound(mine):
@@ -242,7 +242,7 @@ class StepGuard:
         what = f"{self._whoami}: the averaged gradients are infinite or NaN"
         if found:
             what = f"{what}, because the gradients {words_for(found)} are"
-        else:  # too large a sum, or a comm hook's doing, or slices, in which each rank has had several
+        else:  # the sum overflowed, a comm hook returned it, or each rank had several slices
             what = f"{what}, in {listed([*map(repr, bad)], most=5)}"
         self._in_a_row += not self._is_counted
         self._is_counted = True
@@ -251,7 +251,7 @@ class StepGuard:
                 f"{what}. That was the {MOST_SKIPPED}th step in a row to be left out, so training stops here. Look at "
                 "the batches and the loss, go back to a checkpoint, or lower the learning rate"
             )
-        self._is_suspect = False  # it reaches nothing
+        self._is_suspect = False  # the average does not reach the parameters
         leave_out(optimizer)
         if self._rank in (0, *found):  # the others' warnings would be the same
             callsite.warn(
@@ -263,19 +263,19 @@ class StepGuard:
 
 
 def _not_finite(params: Iterable[Parameter]) -> set[int]:
-    """Return the ids of those that are not finite."""
+    """Return the ids of the parameters that are not finite."""
     return {id(param) for param in params if not is_finite(param.detach())}
 
 
 def _dense(params: Iterable[Tensor]) -> list[Tensor]:
-    """Return the values in the parameters' gradients."""
+    """Return the dense values of the parameters' gradients."""
     grads = [param.grad.detach() for param in params if param.grad is not None]
     return [grad if grad.layout == torch.strided else grad._values() for grad in grads]
 
 
 def _are_sound(params: Iterable[Tensor]) -> bool:
-    """Return whether the parameters' gradients, on a CPU, are finite for certain. Called in each step of a rank that is
-    alone, so it does no more than it must: small gradients are joined, which takes less than to add up each of them."""
+    """Return whether the parameters' gradients, on a CPU, are finite for certain. As this runs in each step of a rank
+    that is alone, small gradients are joined, which takes less time than adding up each of them."""
     small: dict[torch.dtype, list[Tensor]] = {}
     for grad in [param.grad for param in params]:
         assert grad is not None  # (for the type checker)
@@ -295,7 +295,7 @@ def _doubt(values: Tensor) -> Tensor:
 
 
 def _doubts(grads: Sequence[Tensor]) -> Tensor:
-    """Do the same for several (0-dim, float32, on the first one's device)."""
+    """Return as :func:`_doubt` does, for several gradients (0-dim, on the first one's device)."""
     small = [grad.reshape(-1) for grad in grads if grad.numel() < SMALL]
     kinds = dict.fromkeys((grad.dtype, grad.device) for grad in small)
     joined = [torch.cat([grad for grad in small if (grad.dtype, grad.device) == kind]) for kind in kinds]
@@ -309,7 +309,7 @@ class _Unread:
     """A flag on its way from a GPU to the host."""
 
     def __init__(self, flag: Tensor, *, is_older: bool) -> None:
-        #: Whether it is not of the backward under way.
+        #: True if the flag is of an earlier backward than the one under way.
         self.is_older = is_older
         copy = torch.empty(flag.shape, dtype=flag.dtype, device="cpu", pin_memory=True)
         self._flag = copy.copy_(flag.detach(), non_blocking=True)
@@ -317,6 +317,6 @@ class _Unread:
         self._event.record()
 
     def read(self) -> bool:
-        """Return whether it is set."""
-        self._event.synchronize()  # the work of an earlier step
+        """Return whether the flag is set."""
+        self._event.synchronize()  # work of an earlier step
         return bool(self._flag.any())

@@ -13,33 +13,33 @@ has a gradient. It begins a backward of ours and asks autograd to call back when
 
 If forward returned no tensor that can be found (nor do we search for ever in large Python structures), or the gradients
 do not come through its outputs (another method of the module was called, or the loss has a term of the parameters
-alone), the first gradient begins it. Then, under re-entrant checkpointing, ours ends with the nested
-backward, and there may be several: right, but slower. (Only a rank none of whose parameters gets a gradient from such a
-backward does not take part in it, and the others wait for it.)
+alone), the first gradient begins it. Then, under re-entrant checkpointing, ours ends with the nested backward, and
+there may be several: right, but slower. (A rank none of whose parameters gets a gradient from such a backward does not
+take part in it, and the others wait for it.)
 
 If a backward ends with an error, autograd drops the callback without calling it. We hold it weakly and see it die, so
 the next backward starts from a clean state. Its death proves an error only because nothing else drops it: compiled
-autograd does, after backwards that went well, and has no other way to tell of their end. So a replica must refuse a
-backward that it runs, before it is given a callback; a test asks every version of torch whether that is still so.
+autograd does, after backwards that went well, and has no other way to report their end. So a replica must refuse a
+backward that it runs, before it is given a callback; a test checks on every version of torch that this is still so.
 
 Note [Left-out backwards]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 A rank that skips one backward (``if loss.isnan(): continue``) has its next one averaged with the others' present one,
-and so on until the end, where the others wait for one that never comes. The number of backwards is the same on all
-ranks then, and the number of forwards may differ rightly: a recurrent cell is called as often as a sequence is long.
-What differs is the number of forwards since the last averaged backward that no backward has come through. So that is
-told with every average, and where it differs all ranks raise: in the label, before any data moves, over a backend that
-compares labels, else in flags that are summed with the gradients (on the CPU; to read them on a GPU would wait for it).
+and so on until the end, where the others wait for one that never comes. Until then the number of backwards is the same
+on all ranks, and the number of forwards may rightly differ: a recurrent cell is called as often as a sequence is long.
+What differs is the number of forwards since the last averaged backward that no backward has come through. So it is sent
+with every average, and if it differs all ranks raise: in the label, before any data moves, over a backend that compares
+labels, otherwise in flags that are summed with the gradients (on the CPU; reading them on a GPU would wait for it).
 
 Only forwards for training count: in training mode, with gradients, outside ``no_sync`` and ``join``, with an output
-through which a backward can come. ``torch.autograd.grad`` through it will do for a backward. A forward that failed does
+through which a backward can come. ``torch.autograd.grad`` through it counts as a backward. A forward that failed does
 not count, since a rank may try it again.
 
 And forwards may rightly have no backward: those of an agent that plays without ``torch.no_grad``, or the second forward
-of a step whose batch has no targets for it. So a rank tells only of what looks like a whole step without its backward,
-with a whole step after it: the forwards left out come before all others, and both they and the others are as many as
-belonged to some earlier backward at least. A rank that leaves others out, or any before its first averaged backward,
-has the habit, and says nothing from then on.
+of a step whose batch has no targets for it. So a rank reports only forwards that look like a whole step without its
+backward, with a whole step after it: the forwards left out come before all others, and both kinds are at least as many
+as belonged to some earlier backward. A rank that leaves other forwards out, or any before its first averaged backward,
+has the habit, and reports none from then on.
 """
 
 from __future__ import annotations
@@ -66,30 +66,30 @@ from lockstep.step.share import Items, Place
 _queue_callback = _torch.queue_callback()
 _will_execute = _torch.will_execute()
 
-#: Parts of an output's containers that are searched for tensors, a quarter of them at most in one container.
+#: Most parts of an output's containers that are searched for tensors; at most a quarter of them in one container.
 MOST_PARTS = 5_000
-#: What has no tensors in it that a backward comes through.
+#: Types that hold no tensors that a backward comes through.
 _LEAVES = (str, bytes, int, float, complex, type, torch.nn.Module)
 
 
 class Forward(NamedTuple):
-    """What a forward knew, for the backward that comes through it."""
+    """The state at a forward, for the backward that comes through it."""
 
-    #: Whether its backward averages: not inside no_sync.
+    #: True if its backward averages: the forward was not inside no_sync.
     sync: bool
     #: The weight of this rank's batch; see Note [Exact mean].
     weight: float
-    #: Whether buffers go to all ranks at the end of its backward.
+    #: True if buffers go to all ranks at the end of its backward.
     sends_buffers: bool
-    #: What the sum of gradients is divided by; None: the world size.
+    #: Divisor of the sum of gradients; None: the world size.
     divisor: int | None = None
-    #: Its number if a backward is to come through it, else 0; see Note [Left-out backwards].
+    #: The forward's number if a backward is to come through it, else 0; see Note [Left-out backwards].
     number: int = 0
-    #: What was counted for it; see Note [Counted items].
+    #: The items counted for its batch; see Note [Counted items].
     items: Items | None = None
-    #: The slice that it was in: of which step, and its number.
+    #: The slice that it was in: the place of its step, then its number.
     slice: tuple[int, ...] | None = None
-    #: Which batch it is of; see Note [Batches compared].
+    #: The batch that it is of; see Note [Batches compared].
     batch: Place | None = None
 
 
@@ -98,7 +98,7 @@ class BackwardListener(Protocol):
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward has begun and not ended."""
+        """Return whether a backward has begun and not ended."""
         ...
 
     def gradient_unannounced(self) -> None:
@@ -130,23 +130,23 @@ class Reached(Protocol):
     """Is told when a backward has reached a forward's output."""
 
     def reached(self) -> None:
-        """Note that it has."""
+        """Note that a backward has reached the output."""
         ...
 
 
 @dataclass
 class Forwards:
-    """What one replica's forwards leave to be done; see Note [Left-out backwards]."""
+    """The forwards of one replica that a backward is to come through; see Note [Left-out backwards]."""
 
-    #: The number of the next one.
+    #: The number of the next forward.
     next: int = 1
     #: Numbers of the forwards for training that no backward has come through.
     _waiting: set[int] = field(default_factory=set)
     #: Numbers of all forwards for training since the last averaged backward, in order.
     _expected: list[int] = field(default_factory=list)
-    #: The fewest forwards for training that came with an averaged backward; None before the first.
+    #: Least number of forwards for training that came with an averaged backward; None before the first.
     _fewest: int | None = None
-    #: Whether forwards were left out that were no whole step's.
+    #: True if forwards were left out that did not make up a whole step.
     _has_habit: bool = False
 
     def expect(self, number: int) -> None:
@@ -156,11 +156,11 @@ class Forwards:
         self._expected.append(number)
 
     def reached(self, number: int) -> None:
-        """Note that it has come."""
+        """Note that a backward has come through forward ``number``."""
         self._waiting.discard(number)
 
     def settle(self) -> int:
-        """End an averaged backward; return how many forwards to tell of that had none since the last one."""
+        """End an averaged backward; return the number of forwards without a backward since the last one, to report."""
         left_out, expected = len(self._waiting), len(self._expected)
         if left_out and not self._is_whole_step(left_out):
             self._has_habit = True
@@ -171,7 +171,7 @@ class Forwards:
         return 0 if self._has_habit else left_out
 
     def _is_whole_step(self, left_out: int) -> bool:
-        """Return whether what was left out looks like an earlier step than this one; see Note [Left-out backwards]."""
+        """Return whether the forwards left out look like an earlier step; see Note [Left-out backwards]."""
         return (
             self._fewest is not None
             and self._fewest <= left_out <= len(self._expected) - self._fewest
@@ -185,7 +185,7 @@ class BackwardWatch:
     def __init__(self, listener: BackwardListener, params: Sequence[Parameter]) -> None:
         self._listener = listener
         self.turn_to(params)
-        #: Which forwards are still to be followed by a backward.
+        #: The forwards that are still to be followed by a backward.
         self.forwards = Forwards()
         self._callback: weakref.ref[partial[None]] | None = None
         self._lock = threading.Lock()
@@ -193,7 +193,7 @@ class BackwardWatch:
 
     def turn_to(self, params: Sequence[Parameter]) -> None:
         """Watch ``params`` from now on, in backwards through earlier forwards too."""
-        # Reversed: the last parameters are the likeliest to be reached, and the first one that is ends the search.
+        # The order is reversed: the last parameters are likeliest to be reached, and the first hit ends the search.
         self._nodes = [get_gradient_edge(param).node for param in reversed(params)]
 
     def watch(self, output: Any, forward: Forward, stand_ins: Reached | None = None, *, expects: bool = False) -> None:
@@ -201,9 +201,9 @@ class BackwardWatch:
 
         Args:
             output: what forward returned.
-            forward: what it knew.
-            stand_ins: what it used instead of parameters.
-            expects: such a backward is to come.
+            forward: the state at that forward.
+            stand_ins: the leaves that it used instead of parameters.
+            expects: whether such a backward is to come.
         """
         on_output = partial(self.reach, forward, stand_ins)
         watched = False
@@ -241,7 +241,7 @@ class BackwardWatch:
                 self._listener.backward_joins(forward)
                 return
             self._listener.backward_begins(forward)
-            callback = partial(self._ended)  # an object of its own, which nothing else holds
+            callback = partial(self._ended)  # a new object, which nothing else holds
             self._callback = weakref.ref(callback, self._on_dead_callback)
             _queue_callback(callback)
 
@@ -260,15 +260,15 @@ class BackwardWatch:
 
     @_torch.mark_untraced
     def _ended(self) -> None:
-        self._callback = None  # it is called, and that it dies now means nothing
+        self._callback = None  # it was called, so its death now means nothing
         self._listener.backward_ends()
 
 
 def accumulates(nodes: Sequence[Node]) -> bool:
-    """Return whether the backward under way will accumulate into a leaf of these; not torch.autograd.grad's."""
+    """Return whether the backward under way accumulates into a leaf of ``nodes``, unlike torch.autograd.grad."""
     try:
         return any(map(_will_execute, nodes))
-    except RuntimeError:  # its answer for a leaf whose gradient torch.autograd.grad returns
+    except RuntimeError:  # raised for a leaf whose gradient torch.autograd.grad returns
         return False
 
 
@@ -283,7 +283,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
         yield output
         return
     level, left = [output], MOST_PARTS
-    seen: dict[int, Any] = {}  # holding them, since the id of an object that is gone is given to another
+    seen: dict[int, Any] = {}  # it holds the objects, since the id of a dead object is given to another
     while level:
         following: list[Any] = []
         for value in level:

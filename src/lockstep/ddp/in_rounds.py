@@ -37,13 +37,13 @@ class InRounds:
     :class:`~lockstep.ddp.synchroniser.Synchroniser`.
 
     Its reducer has no buckets and averages nothing. A round ends before the first training forward that comes after its
-    last step: there the optimizers, as many as there are, have stepped, and what a GradScaler has left out is left out.
-    (Where the module is trained by another method than forward, or in evaluation mode, a round ends at the end of the
-    next backward: the gradients of that one step are of the parameters before.)
+    last step: by then all optimizers have stepped, unless a GradScaler has left their step out. (Where the module is
+    trained by another method than forward, or in evaluation mode, a round ends at the end of the next backward: the
+    gradients of that one step are of the parameters before.)
 
     Args:
-        replica: that trains.
-        rule: what the user chose.
+        replica: the replica that trains.
+        rule: the options that the user chose.
     """
 
     def __init__(self, replica: Replicated, rule: LocalSteps) -> None:
@@ -56,7 +56,7 @@ class InRounds:
     def lay_out(
         self, module: nn.Module, params: list[Parameter], names: list[str]
     ) -> tuple[Reducer, list[RemovableHandle]]:
-        """Listen to the parameters that are trained now; none of their gradients are averaged."""
+        """Watch the parameters that are trained now; none of their gradients are averaged."""
         del module
         replica, self._names = self._replica, names
         reducer = Reducer(params, names, buckets=[], group=self._group, listener=replica)
@@ -80,7 +80,7 @@ class InRounds:
         local_training.enter(replica.tensors.module(), self)
 
     def laid_out_again(self) -> None:
-        """Train parameters as well that were frozen."""
+        """Train newly unfrozen parameters as well."""
         self._rounds.extend(self._replica.reducer.params, self._names)
 
     def release(self) -> None:
@@ -95,7 +95,7 @@ class InRounds:
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def forward_begins(self, module: nn.Module, *, records: bool) -> Forward:
-        """**Collective** if a round's steps are done."""
+        """**Collective** if a round's steps are done. End the round, and begin a forward."""
         if records and module.training:
             self.between_steps()
         in_hand = self._replica.in_hand()
@@ -110,7 +110,7 @@ class InRounds:
         return 1.0 if in_hand is None else _all_or_nothing(in_hand.weight)
 
     def take_share(self, forward: Forward) -> Items | None:
-        """Take it, whatever else is in hand: each rank's mean is its own."""
+        """Take the share, whatever else is in hand: each rank's mean is its own."""
         items, in_hand = self._replica.items_of(forward), self._replica.in_hand()
         if in_hand is not None:
             in_hand.take(items)
@@ -135,11 +135,11 @@ class InRounds:
             self.between_steps()
         self._rounds.steps += 1
 
-    # Rounds: what a Checkpointer needs, see LocalTraining -------------------------------------------------------------
+    # Rounds, for a Checkpointer: see LocalTraining --------------------------------------------------------------------
 
     @property
     def rounds(self) -> int:
-        """Exchanges begun."""
+        """Return the number of exchanges begun."""
         return self._rounds.rounds
 
     @property
@@ -149,11 +149,11 @@ class InRounds:
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank has sent to others for the averages so far."""
+        """Return the bytes that this rank has sent to others for the averages so far."""
         return self._rounds.sent
 
     def between_steps(self) -> None:
-        """**Collective** if a round's steps are done: end it; with overlap begin to."""
+        """**Collective** if a round's steps are done: end the round; with overlap, begin to end it."""
         due = self._rounds.is_due
         before = flight.current.phase
         if due:
@@ -184,11 +184,11 @@ class InRounds:
         flight.current.resume(before, after=Phase.REDUCE)
 
     def common_state(self) -> dict[str, Any]:
-        """Return what all ranks hold alike besides the model and the outer optimizer."""
+        """Return the state that all ranks share besides the model and the outer optimizer."""
         return self._rounds.common_state()
 
     def own_state(self) -> dict[str, Any]:
-        """Return what this rank holds alone."""
+        """Return the state of this rank alone."""
         return self._rounds.own_state()
 
     def load_state(self, common: Mapping[str, Any], owns: Sequence[Mapping[str, Any]]) -> None:
@@ -216,17 +216,17 @@ class InRounds:
                 each.copy_(part.view_as(each))
         tensors.send_buffers(0)
 
-    # What has no meaning here -----------------------------------------------------------------------------------------
+    # Without a meaning here -------------------------------------------------------------------------------------------
 
     def why_not_in_slices(self) -> str:
-        """Say that nothing would be averaged."""
+        """Return the reason: no gradients would be averaged."""
         return (
             "a step in slices averages gradients, and with LocalSteps none are averaged: shard the loader without "
             "slices=, or replicate the model without sync="
         )
 
     def join_hook(self, *, divide_by_initial_world_size: bool) -> JoinHook:
-        """Refuse: it would ask all ranks in every forward."""
+        """Refuse to join: that would take an exchange with all ranks in every forward."""
         del divide_by_initial_world_size
         raise LockstepError(
             f"{self._replica.whoami()}: lockstep.join asks all ranks before every forward, which LocalSteps is "
@@ -235,7 +235,7 @@ class InRounds:
         )
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Refuse: there are no gradients to average."""
+        """Refuse the hook: no gradients are averaged."""
         del state, hook
         raise LockstepError(
             f"{self._replica.whoami()}: a comm hook averages gradients, and with LocalSteps none are averaged: choose "
@@ -272,7 +272,7 @@ def _batch_statistics(module: nn.Module) -> list[Tensor]:
 
 
 def _open_channel(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """**Collective.** Open another process group of the same ranks, one that sends while they compute."""
+    """**Collective.** Open another process group of the same ranks, which sends while they compute."""
     world = current_world()
     opened = dist.new_group(
         dist.get_process_group_ranks(group),

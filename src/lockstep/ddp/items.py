@@ -1,4 +1,4 @@
-"""How many items all ranks' gradients are the mean of, added up before the gradients are averaged.
+"""The number of items that all ranks' gradients are the mean of, added up before the gradients are averaged.
 
 Note [Items of all ranks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -6,15 +6,15 @@ Rank r's gradient g_r is a mean over n_r items, and the gradient of the mean ove
 
     sum over r of n_r * g_r   /   sum over r of n_r.
 
-A rank knows its own n_r (``World.weigh``), and that of what it has accumulated. So where a backward that averages
-begins, the ranks add these up, by one all-reduce of whole numbers. From there on n_r is a share of a known whole, as
-that of samples is (Note [Exact mean] in ``step/share.py``), and nothing else differs.
+A rank knows its own n_r (``World.weigh``), and that of the gradients it has accumulated. So where a backward that
+averages begins, the ranks add these up, by one all-reduce of whole numbers. From there on n_r is a share of a known
+whole, as that of samples is (Note [Exact mean] in ``step/share.py``), and nothing else differs.
 
-A rank that has weighed must not meet one that has not. Over a backend that compares labels they are told apart before
-any data moves. Others would pair the one's count with the other's gradients. So over these, once all ranks have
-weighed, they tell each other in each backward that follows whether they do. (What is left is a rank that weighs in its
-first backward of all when others don't, over gloo or NCCL: the messages have different sizes, and the backend ends the
-job for that, in its own words.)
+A rank that has weighed must not meet one that has not. A backend that compares labels tells them apart before any data
+moves. Other backends would pair the count of one with the gradients of the other. So over these, once all ranks have
+weighed, they exchange in each later backward whether they do. (One case remains: a rank weighs in its first backward of
+all when others don't, over gloo or NCCL. The messages have different sizes, and the backend ends the job for that, in
+its own words.)
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lockstep.comm.waiting import wait_for
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.text import sentence
 
-#: What the ranks do then; the label of the message, by which a mismatch is explained.
+#: Description of the operation, and label of its message, by which a mismatch is explained.
 ADDING = "adding up the items of all ranks (World.weigh)"
-#: What has happened, and what to do.
+#: The mistake and its remedy, for errors.
 MIXED = (
     "some ranks have weighed this backward's gradients by items (World.weigh), and others have not, or not those of "
     "every batch that they accumulated: call world.weigh before each backward, on all ranks, with 0 where it has none"
@@ -50,16 +50,16 @@ class ItemTotals:
         self._group, self._world_size = group, dist.get_world_size(group)
         self._device = group_device(group)
         self._compares_labels = compares_labels(group, self._device)
-        #: Whether ranks that have not weighed take part as well; the same on all ranks.
+        #: True if ranks that have not weighed take part as well; the same on all ranks.
         self.asks_all = False
 
     def weight(self, items: int | None, *, is_mixed: bool, whoami: Callable[[], str]) -> float | None:
         """**Collective** if this rank has weighed, or all did before. Return the weight of one item of this rank.
 
         Args:
-            items: how many its gradients are the mean of; None: it has not weighed.
-            is_mixed: it has for a part of what it has accumulated only.
-            whoami: says which rank this is, and how far it has come.
+            items: the number of items that its gradients are the mean of; None: it has not weighed.
+            is_mixed: whether it has weighed only some of the gradients that it has accumulated.
+            whoami: returns a description of this rank and its step.
 
         Returns:
             The factor for the mean of a single item that makes a plain average over ranks exact; None if no rank has

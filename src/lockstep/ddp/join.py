@@ -2,10 +2,10 @@
 
 Note [Join handshake]
 ~~~~~~~~~~~~~~~~~~~~~
-Inside ``join``, every forward of a rank that still has data begins with one all-reduce of a small vector. It says who
-is active and what the rank is going to do: send buffers before this forward, average gradients in the backward. A
-rank that has run out of data adds zeros and reads from the sum what it has to answer. torch's ``Join`` tells it
-before that whether anyone is left at all.
+Inside ``join``, every forward of a rank that still has data begins with one all-reduce of a small vector. It says which
+ranks are active and what they are going to do: send buffers before this forward, average gradients in the backward. A
+rank that has run out of data adds zeros and reads from the sum which collectives to answer. torch's ``Join`` tells it
+before that whether any rank is left at all.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lockstep.comm.waiting import wait_for
 
 @dataclass(frozen=True)
 class JoinStep:
-    """What all ranks together do in one step inside ``join``."""
+    """The collectives of all ranks in one step inside ``join``."""
 
     #: Ranks that still have data.
     active: tuple[int, ...]
-    #: Whether buffers are sent before forward.
+    #: True if buffers are sent before forward.
     sends_buffers: bool
-    #: Whether gradients are averaged in backward.
+    #: True if gradients are averaged in backward.
     averages: bool
 
 
 def shake_hands(group: dist.ProcessGroup, *, active: bool, sends_buffers: bool, averages: bool) -> JoinStep:
-    """**Collective.** See Note [Join handshake]."""
+    """**Collective.** Exchange the ranks' plans for this step; see Note [Join handshake]."""
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     votes = torch.zeros(world_size + 2, device=group_device(group))
     if active:
@@ -47,7 +47,7 @@ def shake_hands(group: dist.ProcessGroup, *, active: bool, sends_buffers: bool, 
 
 
 class Joiner(Protocol):
-    """What the join hook needs of a replica."""
+    """The interface of a replica that the join hook needs."""
 
     def answer_step(self, *, divide_by_initial_world_size: bool) -> None: ...
 

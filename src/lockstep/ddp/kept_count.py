@@ -1,4 +1,4 @@
-"""A count of items that was said outside of a loader's loop, and holds until another one is said."""
+"""A count of items that was given outside of a loader's loop, and holds until another one is given."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from lockstep.step.share import Items
 class KeptCount:
     """Warns where a count weighs a backward although an optimizer has stepped since it weighed another one.
 
-    Inside the loop over a sharded loader the next batch ends what ``World.weigh`` has said. Outside of it only another
-    call does, so that of a phase that is long over would go on weighing gradients it was never meant for.
+    Inside the loop over a sharded loader the next batch ends a count given by ``World.weigh``. Outside of it only
+    another call does, so the count of a phase that is long over would go on weighing gradients that it is not meant
+    for.
 
     Args:
-        whoami: which rank this is.
+        whoami: a description of this rank.
     """
 
     def __init__(self, whoami: str) -> None:
@@ -31,7 +32,7 @@ class KeptCount:
             watch_steps()
             alert(self)
         elif self._has_stepped:
-            self._has_stepped = False  # say it once
+            self._has_stepped = False  # warn only once
             callsite.warn(
                 f"{self._whoami}: this backward is weighed by world.weigh({items.count}), which was said before the "
                 "last optimizer step: outside of a sharded loader's loop a count holds until another one is said. Say "
@@ -45,5 +46,5 @@ class KeptCount:
         quiet(self)
 
     def stop(self) -> None:
-        """Note no more steps."""
+        """Stop noting steps."""
         quiet(self)

@@ -1,4 +1,4 @@
-"""Where one replica's gradients lie and are averaged: buckets for the dense ones, a slot for each sparse one."""
+"""The layout of one replica's gradients for averaging: buckets for the dense ones, a slot for each sparse one."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def lay_out(
     batches: bool,
     listener: BackwardListener,
 ) -> Reducer:
-    """Return what averages the gradients of ``params``.
+    """Return the reducer that averages the gradients of ``params``.
 
     Args:
-        module: whose parameters they are.
-        params: that are trained.
-        names: theirs.
+        module: the module that owns the parameters.
+        params: the parameters that are trained.
+        names: the parameters' names.
         group: the ranks that hold replicas.
-        options: of the replica.
-        checks: what looks at the gradients on the way.
-        batches: whether batches are in hand that the ranks can compare.
+        options: the replica's options.
+        checks: the checks that look at the gradients on the way.
+        batches: whether the ranks have batches that they can compare.
         listener: as for :class:`Reducer`.
     """
     sparse_ids = sparse_parameters(module)
@@ -86,7 +86,7 @@ def sparse_parameters(module: nn.Module) -> set[int]:
 def _choose_memory(
     params: Sequence[Parameter], group: dist.ProcessGroup, options: ReplicaOptions
 ) -> InPlaceMemory | None:
-    """Return the group's own memory, if all is to be reduced at once at the end; see Note [One reduction]."""
+    """Return the group's own memory if all gradients are reduced at once at the end; see Note [One reduction]."""
     if options.overlap is True or any(param.device != params[0].device for param in params):
         return None
     return in_place_memory(group, params[0].device) if params else None

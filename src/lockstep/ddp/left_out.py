@@ -1,7 +1,7 @@
-"""Whether the ranks are in the same backward, over a backend that compares no labels; see Note [Left-out backwards].
+"""The check that ranks are in the same backward, over a backend without labels; see Note [Left-out backwards].
 
-Each rank sets one of a few flags, according to how far it has come. More than one that is not 0 says that the ranks are
-in different backwards; a rank that is behind by as many as there are flags is not told from one that is not.
+Each rank sets one of a few flags, according to how far it has come. If more than one is not 0, the ranks are in
+different backwards; a rank that is behind by a multiple of the number of flags goes unnoticed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEFT_OUT = "without a backward"
 
 
 class LeftOut:
-    """A rider that compares how far the ranks are.
+    """A rider that compares the ranks' progress.
 
     Args:
         group: the ranks that hold replicas.
@@ -65,7 +65,7 @@ class LeftOut:
 
 
 def count_left_out(number: int) -> str:
-    """Count forwards without a backward, in the words that :func:`explain_left_out` looks for."""
+    """Return the number of forwards without a backward, in the words that :func:`explain_left_out` looks for."""
     return f"{counted(number, 'forward')} {_LEFT_OUT}"
 
 

@@ -1,19 +1,20 @@
-"""Rounds of local steps: what replicas do whose link is too slow to average every gradient.
+"""Rounds of local steps: training of replicas whose link is too slow to average every gradient.
 
 The scheme is DiLoCo's (A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
-arXiv 2311.08105). Each rank takes ``every`` optimizer steps with its own gradients. Then the way it has come, from the
-parameters that all ranks had at the beginning of the round (the anchors) to its own, is averaged over the ranks, and
-an outer optimizer takes this average for a gradient of the anchors. All ranks begin the next round from there.
+arXiv 2311.08105). Each rank takes ``every`` optimizer steps with its own gradients. Then its way, the difference
+between the parameters that all ranks had at the beginning of the round (the anchors) and its own, is averaged over the
+ranks, and an outer optimizer takes this average as a gradient of the anchors. All ranks begin the next round from
+there.
 
 Note [Overlapped rounds]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 With ``overlap`` a rank goes on training from its own parameters while the average is under way, and the result of a
-round is applied after a quarter of the steps of the next one: always after the same step, and never when it happens to
-be there, so that a run can be repeated. (Later would hide more of the exchange, but the steps until then see parameters
-that lack what the others have learned.) By then the rank has moved on from p, the parameters that it told the others
-of, to q. It continues from a + (q - p), where a are the new anchors: its newest steps are kept, as if they had been
-taken from the anchors, and what they have brought is part of the next round's way. (Streaming DiLoCo, arXiv 2501.18512,
-takes a weighted mean of a and q; that undoes some of either, and has one more number to choose.)
+round is applied after a quarter of the steps of the next one: always after the same step, and not when it happens to
+arrive, so that a run can be repeated. (Later would hide more of the exchange, but the steps until then see parameters
+that lack what the others have learned.) By then the rank has moved on from p, the parameters that it sent, to q. It
+continues from a + (q - p), where a are the new anchors: its newest steps are kept, as if they had been taken from the
+anchors, and their progress is part of the next round's way. (Streaming DiLoCo, arXiv 2501.18512, takes a weighted mean
+of a and q; that undoes some of either, and has one more number to choose.)
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ class LocalSteps:
 
     For ``lockstep.replicate(model, sync=lockstep.LocalSteps())``. A step is a backward outside ``no_sync``, with
     whatever optimizers and scalers step after it. After ``every`` of them the round ends, before the next training
-    forward of the model: what the ranks' parameters have moved by is averaged over the ranks, and the outer optimizer
-    steps with it. docs/local_steps.md says what that means for a training script.
+    forward of the model: the movement of the parameters is averaged over the ranks, and the outer optimizer steps with
+    it. docs/local_steps.md says what that means for a training script.
 
     Args:
         every: steps of a round; the same on all ranks.
         outer: takes a list of parameters and returns a torch optimizer of them; the same on all ranks. None: SGD with
             Nesterov's momentum of 0.9 and a learning rate of 0.7.
-        compress: "int8" sends a byte for each parameter, and keeps what the rounding has left out for the next round
+        compress: "int8" sends a byte for each parameter, and keeps the rounding error for the next round
             (see Note [Error feedback] in ``ddp/compression.py``); None sends float32.
-        overlap: train on while the average is under way. Its result comes a quarter of a round later; see Note
+        overlap: train on while the average is under way. Its result is applied a quarter of a round later; see Note
             [Overlapped rounds].
 
     Raises:
@@ -80,7 +81,7 @@ class LocalSteps:
             raise TypeError(f"overlap={self.overlap!r}: expected True or False")
 
     def words(self) -> str:
-        """Return what must be the same on every rank; the outer optimizer is compared once it is made."""
+        """Return the options that must match on every rank; the outer optimizer is compared once it is made."""
         return f"LocalSteps(every={self.every}, compress={self.compress!r}, overlap={self.overlap})"
 
     def make_outer(self, anchors: list[Parameter]) -> torch.optim.Optimizer:
@@ -88,7 +89,7 @@ class LocalSteps:
 
         Raises:
             TypeError: ``outer`` returned something else.
-            ValueError: it left parameters out.
+            ValueError: the optimizer does not have exactly the parameters ``anchors``.
         """
         if self.outer is None:
             return torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
@@ -108,9 +109,9 @@ class LocalRounds:
     """One rank's rounds: its anchors, its way from there, and the outer optimizer.
 
     Args:
-        rule: what the user chose.
-        params: those that are trained; equal on all ranks now.
-        names: theirs.
+        rule: the options that the user chose.
+        params: the parameters that are trained; equal on all ranks now.
+        names: the parameters' names.
         group: the ranks.
         channel: a process group of the same ranks for messages that are under way during training; ``group`` without
             overlap.
@@ -132,11 +133,11 @@ class LocalRounds:
         self.outer = rule.make_outer(self._anchors)
         self._refuse_other_outer()
         self._exchange = self._new_exchange()
-        #: Steps of this round that this rank has taken.
+        #: Number of steps of this round that this rank has taken.
         self.steps = 0
-        #: Exchanges begun.
+        #: Number of exchanges begun.
         self.rounds = 0
-        #: What the parameters were when the exchange under way began; None if none is.
+        #: Copies of the parameters when the exchange under way began; None if none is under way.
         self._left: list[Tensor] | None = None
         self._note_versions()
 
@@ -164,16 +165,16 @@ class LocalRounds:
 
     @property
     def is_due(self) -> bool:
-        """Whether the steps of this round are done."""
+        """Return whether the steps of this round are done."""
         return self.steps >= self.rule.every
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank has sent to others for the averages so far."""
+        """Return the bytes that this rank has sent to others for the averages so far."""
         return self._exchange.sent
 
     def between_steps(self) -> RoundOutcome | None:
-        """**Collective** if something is due: end the round, or with overlap go on with ending the last one.
+        """**Collective** if something is due: end the round, or with overlap continue to end the last one.
 
         Returns:
             The outcome if the round has ended here.
@@ -208,7 +209,7 @@ class LocalRounds:
         """**Collective.** End the round here: all ranks continue from the new anchors.
 
         Args:
-            final: this rank takes no further step before all have ended theirs.
+            final: whether this rank takes no further step before all ranks have ended their rounds.
         """
         self.apply_pending()
         self._begin(final=final)
@@ -234,14 +235,14 @@ class LocalRounds:
         self._exchange.begin(values, standing)
 
     def _step_outer(self, outcome: RoundOutcome) -> bool:
-        """Let the outer optimizer step, unless nobody has trained; return whether it did."""
+        """Let the outer optimizer step, unless no rank has trained; return whether it did."""
         if outcome.average is None:
             return False
         at = 0
         for param, anchor in zip(self._params, self._anchors, strict=True):
             way = outcome.average[at : at + anchor.numel()].view_as(anchor)
             at += anchor.numel()
-            # What is frozen now has no gradient: neither momentum nor decay moves it.
+            # A parameter that is frozen now has no gradient, so neither momentum nor decay moves it.
             anchor.grad = way.to(anchor.device, anchor.dtype) if param.requires_grad else None
         self.outer.step()
         self.outer.zero_grad()
@@ -250,19 +251,19 @@ class LocalRounds:
     def _mask(self) -> int:
         return zlib.crc32(bytes(param.requires_grad for param in self._params))
 
-    # What comes from outside ----------------------------------------------------------------------------------------
+    # Changes from outside -------------------------------------------------------------------------------------------
 
     def _note_versions(self) -> None:
         self._versions = [param._version for param in self._params]
 
     @torch.no_grad()
     def _adopt_loaded(self) -> None:
-        """Take values that were loaded into the model between two rounds for the anchors, not for a way."""
+        """Make values that were loaded into the model between two rounds the anchors, instead of a part of the way."""
         if [param._version for param in self._params] == self._versions:
             return
         self._note_versions()
         for param, anchor in zip(self._params, self._anchors, strict=True):
-            if not torch.equal(param, anchor.to(param.dtype)):  # else the anchor may know more digits of it
+            if not torch.equal(param, anchor.to(param.dtype)):  # otherwise the anchor may have more digits
                 anchor.copy_(param)
 
     def extend(self, params: Sequence[Parameter], names: Sequence[str]) -> None:
@@ -294,15 +295,15 @@ class LocalRounds:
         return {"anchors": {name: anchor.detach() for name, param, anchor in pairs if param.dtype != anchor.dtype}}
 
     def own_state(self) -> dict[str, Any]:
-        """Return what this rank has still to say."""
+        """Return this rank's error, which it has still to send."""
         return {"error": self._exchange.error[: self._length()]}
 
     @torch.no_grad()
     def load_state(self, common: Mapping[str, Any], owns: Sequence[Mapping[str, Any]]) -> None:
         """Resume; see :class:`~lockstep.step.local_training.LocalTraining`.
 
-        Other ranks than those that saved each take over the mean of what these had still to say: the next average has
-        it all.
+        If the number of ranks has changed, each takes over the mean of the saved errors, so the next average has them
+        all.
         """
         if self._left is not None:
             self._exchange.finish()
@@ -327,13 +328,13 @@ class LocalRounds:
 
 
 def _anchor_of(param: Parameter) -> Parameter:
-    """Return a copy of ``param`` to accumulate in: of float32 where it has fewer digits."""
+    """Return a copy of ``param`` to accumulate in, in float32 at least."""
     dtype = torch.promote_types(param.dtype, torch.float32)
     return Parameter(param.detach().to(dtype, copy=True))
 
 
 def _bits(anchors: Sequence[Tensor]) -> int:
-    """Return a sum over the bits of tensors, which any difference between them changes but for a rare accident."""
+    """Return a sum over the bits of tensors, which differs if the tensors do, but for a rare accident."""
     kinds = {4: torch.int32, 8: torch.int64}
     sums = [anchor.detach().contiguous().view(kinds[anchor.element_size()]).sum().cpu() for anchor in anchors]
     return int(torch.stack(sums).sum()) if sums else 0

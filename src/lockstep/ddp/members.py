@@ -1,7 +1,7 @@
 """The members of a module that belong to its replica: all parameters and buffers, but for those it says to ignore.
 
 The names to ignore stand in the attribute that torch's DDP reads (libraries that manage some parameters themselves set
-it, through ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model``). What is ignored is neither
+it, through ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model``). Ignored members are neither
 compared nor sent nor averaged.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lockstep import _torch
 
 _NONE: frozenset[str] = frozenset()
-#: The index of what hangs where None was put in a module's place.
+#: Index that stands for None in a module's place.
 _NOTHING = -1
 _buffers, _modules = operator.attrgetter("_buffers"), operator.attrgetter("_modules")
 _referent: Callable[[weakref.ref[Any]], Any] = weakref.ref.__call__
@@ -27,7 +27,7 @@ _referent: Callable[[weakref.ref[Any]], Any] = weakref.ref.__call__
 
 def ignored_names(module: nn.Module) -> frozenset[str]:
     """Return names of the parameters and buffers that are left alone."""
-    # Looked up where it is set; a module's own way to say that it has no such attribute takes ten times as long.
+    # It is looked up where it is set; a missing attribute takes nn.Module's ``__getattr__`` ten times as long.
     names = module.__dict__.get(_torch.IGNORED_BY_DDP) or getattr(type(module), _torch.IGNORED_BY_DDP, None)
     return frozenset(names) if names else _NONE
 
@@ -38,13 +38,13 @@ def ignore(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def parameters_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield name and parameter of those that the replica compares, sends and averages."""
+    """Yield names and parameters that the replica compares, sends and averages."""
     ignored = ignored_names(module)
     return ((name, param) for name, param in module.named_parameters() if name not in ignored)
 
 
 def buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of the buffers that the replica compares and sends."""
+    """Yield names and buffers that the replica compares and sends."""
     ignored = ignored_names(module)
     if not ignored:
         return module.named_buffers()
@@ -58,16 +58,16 @@ def tensors_of(module: nn.Module, *, buffers: bool) -> list[Tensor]:
 
 
 class Tree:
-    """The modules within a module, and whether they are still those.
+    """The modules within a module, to check whether they are still the same.
 
-    Held weakly, since any of them may refer to the root, which the replica must not keep alive. TorchScript's modules
-    are leaves: they let nothing be put into them, and make what hangs in them anew at each look.
+    They are held weakly, since any of them may refer to the root, which the replica must not keep alive. TorchScript's
+    modules are leaves: nothing can be put into them, and they make their children anew at each look.
     """
 
     def __init__(self, module: nn.Module) -> None:
         parts: list[Any] = [module]
         indices = {id(module): 0, id(None): _NOTHING}
-        #: What hangs in the modules, one after the other: each one's index in the list of all.
+        #: Indices, in the list of all modules, of the modules' children, one module after the other.
         self._hanging: list[int] = []
         self._holding: list[int] = []
         for index, part in enumerate(parts):
@@ -79,15 +79,15 @@ class Tree:
                     indices[id(child)] = len(parts)
                     parts.append(child)
                 self._hanging.append(indices[id(child)])
-        #: Whether TorchScript's are among them.
+        #: True if TorchScript's modules are among them.
         self.is_scripted = len(self._holding) < len(parts)
         self._is_plain = not self.is_scripted and self._hanging == [*range(1, len(parts))]
         self._parts = [*map(weakref.ref, parts)]
 
     def parts(self) -> list[nn.Module] | None:
-        """Return the modules, each once, the root first; None if others hang there, or in another order.
+        """Return the modules, each once, the root first; None if they have changed, or their order has.
 
-        Takes some 0.2 µs for each; to walk them takes five times as long.
+        This takes some 0.2 µs per module; walking them takes five times as long.
         """
         parts: list[Any] = [*map(_referent, self._parts)]
         holding, expected = parts, parts[1:]
@@ -102,13 +102,13 @@ class Tree:
 
 
 class Buffers:
-    """Finds what :func:`buffers_of` gives, and walks the modules for it only when they have changed."""
+    """The buffers that :func:`buffers_of` gives; the modules are walked only when they have changed."""
 
     def __init__(self, module: nn.Module) -> None:
         self._tree = Tree(module)
 
     def current(self, module: nn.Module) -> list[Tensor]:
-        """Return the buffers of ``module``, always the same one, as they are now."""
+        """Return the present buffers of ``module``, which must be the same in each call."""
         parts = self._tree.parts()
         if parts is None:
             self._tree = Tree(module)

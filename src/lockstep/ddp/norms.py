@@ -3,10 +3,10 @@
 Note [Norms are of what is there]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Between backward and clipping a script may change gradients: ``GradScaler.unscale_`` does, so do hooks and weight decay
-by hand. A norm that was found while the ranks averaged would be stale then, and nothing tells so for certain: a tensor
+by hand. A norm computed while the ranks averaged would be stale then, and there is no sure sign of it: a tensor
 counts its in-place changes, but not those through ``grad.data``, NumPy or memory that was handed to C. So a norm is
-always computed from the gradients as they are when it is asked for. What is known is where they lie: gradients that are
-views of one bucket are one flat tensor, for which a few calls do what takes one for each parameter. It is looked at as
+always computed from the gradients as they are when it is asked for. Their place is known, though: gradients that are
+views of one bucket are one flat tensor, for which a few calls replace one for each parameter. It is viewed as
 a matrix, because a sum of squares in float32 over millions of elements loses most of its digits: each row is added by
 itself, and the norms of the rows in float64. And on a CPU, where the factor can be read without waiting for it,
 gradients below the limit are left as they are instead of being multiplied by one: one pass over them instead of three.
@@ -27,9 +27,9 @@ from lockstep import _torch
 from lockstep.ddp.api import replicas
 from lockstep.ddp.bucket import Bucket
 
-#: Elements of a bucket that are added in their own precision. See Note [Norms are of what is there].
+#: Number of a bucket's elements that are added in their own precision. See Note [Norms are of what is there].
 _ROW = 1 << 10
-#: What torch adds to a norm before it divides by it.
+#: Constant that torch adds to a norm before it divides by it.
 _APART = 1e-6
 #: The p of p-norms for which the norm of the rows' norms is the norm of the whole.
 _OF_ROWS = (1.0, 2.0, float("inf"))
@@ -39,10 +39,10 @@ _OF_ROWS = (1.0, 2.0, float("inf"))
 class GradNorms:
     """The norms of a model's gradients, from :func:`lockstep.grad_norms`."""
 
-    #: Of all gradients as one vector. 0-dim, on the device of the first gradient.
+    #: The norm of all gradients as one vector. 0-dim, on the device of the first gradient.
     total: Tensor
-    #: Of each module's own parameters, by the module's name in the model (``""`` for the model's own). 0-dim, on the
-    #: gradients' devices.
+    #: Name of a module in the model (``""``: the model itself) -> norm of the gradients of its own parameters. 0-dim,
+    #: on the gradients' devices.
     layers: Mapping[str, Tensor]
 
 
@@ -50,8 +50,8 @@ class GradNorms:
 def grad_norms(model: nn.Module, *, norm_type: float = 2.0) -> GradNorms:
     """Compute the norms of the gradients that ``model`` has now, of the whole and by layer.
 
-    After a backward of a replica they are those of the global batch and the same on every rank; inside ``no_sync``, or
-    with ``sync=LocalSteps()``, they are of this rank's own gradients. Nothing is sent, and no device is waited for.
+    After a backward of a replica they are the norms of the global batch and the same on every rank; inside ``no_sync``,
+    or with ``sync=LocalSteps()``, they are of this rank's own gradients. Nothing is sent, and no device is waited for.
 
     Args:
         model: any module; parameters without a gradient do not count.
@@ -83,9 +83,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients so that their norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    The same norm and gradients to rounding, with fewer calls where gradients lie in a replica's buckets, and without
-    writing to gradients on a CPU that are within the limit. It looks at the gradients as they are now, whoever changed
-    them since backward. After a backward of a replica it does the same on every rank, and sends nothing.
+    Norm and gradients are the same to rounding, with fewer calls where gradients lie in a replica's buckets, and
+    without writing to gradients on a CPU that are within the limit. The gradients are taken as they are now, even if
+    changed since backward. After a backward of a replica the result is the same on every rank, and nothing is sent.
 
     Args:
         parameters: a module, or parameters (one, or several), as for torch's function.

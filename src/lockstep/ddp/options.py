@@ -1,4 +1,4 @@
-"""What a user can choose about a replica, checked in one place."""
+"""The options of a replica, checked in one place."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class ReplicaOptions:
     gradient_as_bucket_view: bool = True
     overlap: bool | None = None
     init_sync: bool = True
-    #: Whether ``init_sync`` is for buffers too; None: if they are broadcast later.
+    #: True if ``init_sync`` is for buffers too; None: only if ``broadcast_buffers``.
     init_sync_buffers: bool | None = None
     #: MiB of the first buckets, one by one, instead of the two sizes above; torch's argument of this name.
     bucket_cap_mb_list: tuple[float, ...] = ()
-    #: How ranks train apart between rounds; None: they average every gradient.
+    #: The rule by which ranks train apart between rounds; None: they average every gradient.
     sync: LocalSteps | None = None
     #: Within how many steps all that replicas hold is compared; None or 0: never.
     compare_every: CompareEvery = "auto"
@@ -70,7 +70,7 @@ class ReplicaOptions:
 
     @property
     def bucket_caps(self) -> list[int]:
-        """Bytes that the first bucket of each kind may hold, the second, and so on; the last is for all that follow."""
+        """Return the caps in bytes of the first bucket of each kind, the second, and so on; the last repeats."""
         if self.bucket_cap_mb_list:
             sizes = [*self.bucket_cap_mb_list, max(self.bucket_cap_mb_list)]
         else:
@@ -79,23 +79,23 @@ class ReplicaOptions:
 
     @property
     def sends_buffers(self) -> bool:
-        """Whether buffers are sent, at construction or later."""
+        """Return whether buffers are sent, at construction or later."""
         return self.broadcast_buffers or bool(self.init_sync_buffers)
 
     @property
     def compares(self) -> bool:
-        """Whether replicas are compared while they train."""
+        """Return whether replicas are compared while they train."""
         return self.sync is None and self.compare_every not in (None, 0)
 
     @property
     def compared_within(self) -> int | None:
-        """Steps within which all that replicas hold is compared; None: as many as it may cost."""
+        """Return the steps within which all that replicas hold is compared; None: chosen by the cost."""
         return self.compare_every if isinstance(self.compare_every, int) else None
 
     def must_match(self) -> dict[str, Any]:
-        """Return what must be the same on every rank, or the ranks' collectives would not match."""
+        """Return the options that must match on every rank; otherwise the ranks' collectives would not match."""
         shared = {field.name: getattr(self, field.name) for field in fields(self)}
         del shared["find_unused_parameters"], shared["gradient_as_bucket_view"]
-        shared["overlap"] = self.overlap is True  # over "shm" it decides where the buckets lie
+        shared["overlap"] = self.overlap is True  # over "shm" it decides the buckets' memory
         shared["sync"] = "the average of every gradient" if self.sync is None else self.sync.words()
         return shared

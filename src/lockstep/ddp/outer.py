@@ -2,23 +2,23 @@
 
 Note [The end of a round]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-Four things happen, and each needs what the one before has brought:
+Four things happen, and each needs the result of the one before:
 
-1. Every rank tells all others where it stands (:class:`Standing`). Nothing is averaged if they do not fit together, and
-   nothing is sent if nobody has trained.
+1. Every rank sends all others its :class:`Standing`. Nothing is averaged if they do not fit together, and no values are
+   sent if no rank has trained.
 2. The values are cut into as many slices as there are ranks. Each rank sends each slice, compressed, to the rank that
    owns it.
-3. The owner decodes what has come, adds it up in the order of the ranks, divides it by the number of ranks that have
-   trained, and compresses the average.
+3. The owner decodes the slices received, adds them up in the order of the ranks, divides by the number of ranks that
+   have trained, and compresses the average.
 4. The owner sends that to all, and all decode the same bytes, the owner too.
 
-So what a rank sends does not grow with their number: twice the compressed values, less what stays at home. An
-all-gather of everybody's values would be simpler, and with 8 ranks four times as much. And the average is the same on
-all ranks, bit for bit, whatever the backend does.
+So the traffic of a rank does not grow with their number: twice the compressed values, less its own slice. An all-gather
+of all values would be simpler, and with 8 ranks four times as much. And the average is the same on all ranks, bit for
+bit, whatever the backend does.
 
 Each of the three messages may be under way while the rank trains: :meth:`OuterExchange.advance` sends the next if the
-last is complete. No thread is involved, and the messages go through a process group of their own, so that they do not
-meet what the program sends meanwhile.
+last is complete. No thread is involved, and the messages go through a separate process group, so that they do not
+meet the program's own messages.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from lockstep.ddp.compression import BLOCK, Compression, decode, encode
 from lockstep.errors import CollectiveMismatch, NonFiniteGradient, ReplicaMismatch
 from lockstep.text import counted
 
-#: Sends a message and returns what waits for it.
+#: Sends a message and returns the work to wait for.
 _Send = Callable[[], Any]
 
 
 class Standing(NamedTuple):
-    """Where a rank stands at the end of a round."""
+    """The state of a rank at the end of a round."""
 
-    #: Rounds before this one.
+    #: Number of rounds before this one.
     round: int
-    #: Steps that it has taken in this one.
+    #: Number of steps that the rank has taken in this round.
     steps: int
-    #: 1 if it takes no further step before all have ended theirs too.
+    #: 1 if the rank takes no further step before all ranks have ended their rounds, else 0.
     final: int
     #: The position of the first parameter that is not finite; -1 if all are.
     bad: int
@@ -58,23 +58,23 @@ class Standing(NamedTuple):
 
 
 class RoundOutcome(NamedTuple):
-    """What a round has brought."""
+    """The result of a round."""
 
-    #: By rank.
+    #: The ranks' standings, by rank.
     standings: tuple[Standing, ...]
-    #: float32 [values], the same bits on all ranks; None if nobody has trained.
+    #: The average, float32 [values], the same bits on all ranks; None if no rank has trained.
     average: Tensor | None
-    #: float32 [padded values], what this rank has still to say; see Note [Error feedback] in ``compression.py``.
+    #: This rank's error to send next, float32 [padded values]; see Note [Error feedback] in ``compression.py``.
     error: Tensor
 
     @property
     def is_final(self) -> bool:
-        """Whether nobody takes a further step before all have ended the round."""
+        """Return whether no rank takes a further step before all have ended the round."""
         return all(standing.final for standing in self.standings)
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks have taken the same number of steps."""
+        """Return whether all ranks have taken the same number of steps."""
         return len({standing.steps for standing in self.standings}) == 1
 
 
@@ -83,10 +83,10 @@ class OuterExchange:
 
     Args:
         group: the ranks.
-        device: what ``group`` carries.
-        length: how many values there are.
-        compression: how they travel.
-        names: of the parameters, for errors.
+        device: the device of the tensors that ``group`` sends.
+        length: the number of values.
+        compression: the encoding of the values on their way.
+        names: the parameters' names, for errors.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class OuterExchange:
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._length = length
         self._slice = max(1, -(-length // (self._world_size * BLOCK))) * BLOCK
-        #: What this rank has not sent yet.
+        #: The rounding error that this rank has not sent yet.
         self.error = self.zeros()
-        #: Bytes that this rank has sent to others.
+        #: Number of bytes that this rank has sent to others.
         self.sent = 0
         self._stages: Generator[_Send, None, RoundOutcome] | None = None
         self._work: Any = None
@@ -112,15 +112,15 @@ class OuterExchange:
         self._round = 0
 
     def zeros(self) -> Tensor:
-        """Return room for the values of this rank: float32, padded so that all slices are equal."""
+        """Return zeros for the values of this rank: float32, padded so that all slices are equal."""
         return torch.zeros(self._slice * self._world_size, device=self._device)
 
     def begin(self, values: Tensor, standing: Standing) -> None:
         """**Collective.** Send the first message.
 
         Args:
-            values: as :meth:`zeros`, filled; with :attr:`error` added. Kept until the outcome is there.
-            standing: this rank's.
+            values: as :meth:`zeros`, filled; with :attr:`error` added. Kept until the outcome is known.
+            standing: this rank's standing.
         """
         self._outcome, self._round = None, standing.round
         self._stages = self._run(values, standing)
@@ -159,7 +159,7 @@ class OuterExchange:
             return
         works: list[Any] = []
         with labelled("the end of a round of local steps"):
-            # A backend that works in this rank's own time waits here, and tells of it by itself.
+            # A backend that works in this rank's own time waits here, and reports that by itself.
             wait_for(lambda: works.append(send()), self._what, name=None)
         self._work = works[0]
 

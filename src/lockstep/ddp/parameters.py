@@ -1,4 +1,4 @@
-"""The parameters that a module had when it was replicated, and whether they are still its own.
+"""The parameters that a module had when it was replicated, and the check that they are still its own.
 
 Note [What was replaced]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -6,22 +6,22 @@ A parameter that comes after ``replicate`` has no place in the buckets: every ra
 of them in every step would cost more than the step of a small model, and in the middle of a forward it would be wrong:
 ``torch.func.functional_call`` and ``torch.export`` put other tensors in the parameters' places and take them back. So
 
-- torch says when a module of ours registers a parameter or a module (assignment does). What was registered and is
-  there still is looked for at the next forward that records a graph, and found on every rank that did the same;
-- what was put into a module's dictionaries behind torch's back takes the place of a parameter that gets no gradient
+- torch's hooks report when a module of ours registers a parameter or a module (assignment does). If it is still there
+  at the next forward that records a graph, it is found, on every rank that did the same;
+- a tensor put into a module's dictionaries behind torch's back takes the place of a parameter, which gets no gradient
   from then on. So all places are looked at, some 70 nanoseconds each, where a backward reaches the outputs and none of
-  the parameters, and where an averaged one leaves some out. What takes nobody's place is not found, nor what takes a
-  frozen parameter's while all others get gradients;
+  the parameters, and where an averaged one leaves some out. A tensor in a new place is not found, nor one in a frozen
+  parameter's place while all others get gradients;
 - a parameter that was converted or moved (``module.half()``) stays the same object, and its ``grad``, which may be a
-  view of its bucket, is converted with it, so that it is a view no more: that nobody would see. So dtypes and devices
-  are compared when a backward begins, some 80 nanoseconds for each parameter.
+  view of its bucket, is converted with it and silently stops being a view. So dtypes and devices are compared when a
+  backward begins, some 80 nanoseconds for each parameter.
 
 Note [Stand-ins]
 ~~~~~~~~~~~~~~~~
-What ``torch.func.functional_call`` puts in the parameters' places is there during the forward only. Until the first
-averaged backward has ended all places are looked at after a forward; from then on the first, the last and those of
-parameters that some averaged backward has left out, since a parameter with a stand-in gets no gradient. So stand-ins
-for a few parameters that come later are found at their second forward.
+Stand-ins, which ``torch.func.functional_call`` puts in the parameters' places, are there during the forward only. Until
+the first averaged backward has ended all places are looked at after a forward; from then on the first, the last and
+those of parameters that some averaged backward has left out, since a parameter with a stand-in gets no gradient. So
+stand-ins for a few parameters that come later are found at their second forward.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from lockstep.errors import LockstepError
 
 _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 
-#: A dictionary of a module, a name in it, and what is to stand there.
+#: (dictionary of a module, name in it, object that is expected there).
 _Place = tuple[dict[str, Any], str, object]
 
-#: Modules within replicas, and who knows their parameters.
+#: Module within a replica -> the replica's parameters.
 _owners: weakref.WeakKeyDictionary[nn.Module, OwnParameters] = weakref.WeakKeyDictionary()
 
 
@@ -59,11 +59,11 @@ class OwnParameters:
 
     def __init__(self, module: nn.Module, whoami: Callable[[], str]) -> None:
         self._module, self._whoami = weakref.ref(module), whoami
-        #: All of them, which keeps their identities from being given to others, and what they were.
+        #: All parameters, held so that their ids are not reused; ``_known``: id -> original dtype and device.
         self._params = [param for _, param in parameters_of(module)]
         self._known = {id(param): (param.dtype, param.device) for param in self._params}
         self._dtypes = [*map(_dtype, self._params)]
-        #: Where each stands, by id; all places; and the modules within.
+        #: Id of a parameter -> its places; then all places, and the modules within.
         self._slots = _find_places(module, self._known)
         self._all_places = _Places(place for places in self._slots.values() for place in places)
         self._tree = Tree(module)
@@ -71,14 +71,14 @@ class OwnParameters:
         self._ends = [*trained[:1], *trained[-1:]]
         self._first_and_last = [param for param in self._params if id(param) in self._ends]
         self._devices = [*map(_device, self._first_and_last)]
-        #: Where stand-ins are looked for, and of which parameters that is the place; see Note [Stand-ins].
+        #: Places where stand-ins are looked for, and their parameters' ids (None: all); see Note [Stand-ins].
         self._watched = _Places(place for key in trained for place in self._slots[key])
         self._watched_ids: set[int] | None = None
-        #: Whether all places are looked at after a forward.
+        #: True if all places are looked at after a forward.
         self.watches_all = True
-        #: What was registered since then and is not of these: what :meth:`find_registered` looks at.
+        #: (owner, name, value) of foreign parameters and modules registered since, for :meth:`find_registered`.
         self.registered: list[tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module | Tensor]]] = []
-        #: Whether the user knows that gradients of stand-ins are not averaged.
+        #: True if the user was warned that gradients of stand-ins are not averaged.
         self._told = False
         _watch_registrations()
         self._adopt(module)
@@ -111,7 +111,7 @@ class OwnParameters:
         self.registered.append((weakref.ref(owner), name, weakref.ref(value)))
 
     def find_registered(self) -> LockstepError | None:
-        """Return what to raise if a parameter was registered after the module was replicated, and is there."""
+        """Return the error to raise if a parameter was registered after ``replicate``, and is still there."""
         if any(_is_in_place(*entry) for entry in self.registered):
             error = self._look()
             if error is not None:
@@ -120,11 +120,11 @@ class OwnParameters:
         return None
 
     def find_changed(self) -> LockstepError | None:
-        """Return what to raise if a parameter of the module was replaced, converted or moved."""
+        """Return the error to raise if a parameter of the module was replaced, converted or moved."""
         return None if self._are_in_place() and self.are_of_their_kinds() else self._look()
 
     def left_out(self, params: Sequence[nn.Parameter]) -> LockstepError | None:
-        """Return what to raise if some of ``params``, which an averaged backward left out, are not in place."""
+        """Return the error to raise if some of ``params``, which an averaged backward left out, are not in place."""
         ids = {*map(id, params)}
         if not self._told and (self._watched_ids is None or not self._watched_ids >= ids):
             self.watches_all = False
@@ -147,11 +147,11 @@ class OwnParameters:
         return None
 
     def are_all(self, module: nn.Module) -> bool:
-        """Return whether ``module`` holds no others: not within torch.func.functional_call with other tensors."""
+        """Return whether ``module`` holds only known parameters: it is not within a torch.func.functional_call."""
         return all(id(param) in self._known for _, param in parameters_of(module))
 
     def are_of_their_kinds(self) -> bool:
-        """Return whether dtypes are what they were, and devices too, for which the first and the last are asked."""
+        """Return whether all dtypes are unchanged, and the devices of the first and the last parameter."""
         return [*map(_dtype, self._params)] == self._dtypes and [*map(_device, self._first_and_last)] == self._devices
 
     def _error(self, name: str, what: str) -> LockstepError:
@@ -162,11 +162,11 @@ class OwnParameters:
 
     @property
     def has_told(self) -> bool:
-        """Whether the user knows that gradients of stand-ins are not averaged."""
+        """Return whether the user was warned that gradients of stand-ins are not averaged."""
         return self._told
 
     def tell_once(self) -> None:
-        """Say that gradients of what stood in for parameters are not averaged."""
+        """Warn once that gradients of stand-ins are not averaged."""
         if not self._told:
             self._told = True
             callsite.warn(
@@ -176,7 +176,7 @@ class OwnParameters:
             )
 
     def stand_ins(self) -> StandIns | None:
-        """Return what stands in the parameters' places during this forward, if it can get gradients itself.
+        """Return the tensors in the parameters' places during this forward, if they can get gradients themselves.
 
         See Note [Stand-ins].
         """
@@ -198,16 +198,16 @@ class _Places:
         self._things = [thing for _, _, thing in listed]
 
     def are_kept(self) -> bool:
-        """Return whether everything stands where it stood."""
+        """Return whether each place still holds its object."""
         return all(map(operator.is_, map(dict.get, self._dicts, self._names), self._things))
 
 
 def _find_places(module: nn.Module, known: Container[int]) -> dict[int, list[_Place]]:
-    """Return where the parameters of the ids ``known`` stand, by id."""
+    """Return the places of the parameters of the ids ``known``, by id."""
     slots: dict[int, list[_Place]] = {}
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
-            continue  # it makes its dictionaries anew at each look, and lets nothing be put into them
+            continue  # it makes its dictionaries anew at each look, and nothing can be put into them
         for name, param in part._parameters.items():
             if param is not None and id(param) in known:
                 slots.setdefault(id(param), []).append((part._parameters, name, param))
@@ -229,14 +229,14 @@ class StandIns:
         self._nodes, self._own = nodes, own
 
     def reached(self) -> None:
-        """Say once if it brings these leaves gradients."""
+        """Warn once if the backward under way brings these leaves gradients."""
         if accumulates(self._nodes):
             self._own.tell_once()
 
 
 @cache
 def _watch_registrations() -> None:
-    """Torch's own hooks, one for all replicas; they cost what a module's construction does not notice."""
+    """Register torch's hooks, once for all replicas; their cost is lost in that of constructing a module."""
     register_module_parameter_registration_hook(_on_registration)
     register_module_module_registration_hook(_on_registration)
 

@@ -1,31 +1,31 @@
-"""The reducer: what stays from one backward to the next, and which events may issue a bucket.
+"""The reducer: the state that stays from one backward to the next, and the events that may issue a bucket.
 
 It is a state machine driven by three events, and it never touches autograd: ``begin`` (a backward starts), the callable
 from ``ready_hook(i)`` (parameter i has its gradient), ``finish`` (the backward has ended). ``hooks`` turns autograd's
-events into these; tests make them up. What is sent and handed out in one backward is ``backward``'s concern.
+events into these; tests make them up. Sending and handing out in one backward is ``backward``'s concern.
 
 Note [One reduction]
 ~~~~~~~~~~~~~~~~~~~~
 A backend that reduces in this process's own time (the backend "shm" does: its ranks' cores are busy with backward, and
 there is no other engine) has nothing to overlap with. Then every dtype has one bucket, which lies in the backend's
 memory and is reduced in place, by one call that returns when it is done, at the end of backward. A parameter's hook
-does nothing then but say that it has come, see Note [A hook for every parameter].
+only notes then that the gradient has come, see Note [A hook for every parameter].
 
 Note [A hook for every parameter]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Where everything is reduced at the end (Note [One reduction]) a look at every ``grad`` would tell what came, and cost
-less than a hook that runs a microsecond of Python for each parameter. But only hooks tell of a backward that does not
+Where everything is reduced at the end (Note [One reduction]) a look at every ``grad`` would show which came, and cost
+less than a hook that runs a microsecond of Python for each parameter. But only hooks reveal a backward that does not
 come through the module's outputs: a gradient penalty's, which differentiates a gradient, another method's, a term of
 the parameters alone. Without them its gradients would stay on their rank, and the replicas would silently diverge.
 
 Note [More than one event]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 Under re-entrant activation checkpointing a parameter can receive its gradient in several portions, with an event for
-each, and nothing says which is the last. So the first synchronised backward launches nothing before its end, and every
-bucket that saw a parameter twice stays with that for good; so does a bucket that is found to be incomplete although it
-counted enough events. From then on large gradients are copied into their bucket as they come: they are in the cache
-still, and their memory is free for the next. A portion that arrives for a gradient that was copied or sent already (a
-graph that changed later on) is an error: that was not the whole gradient. ``overlap=False`` always does all at the end.
+each, and nothing marks the last one. So the first synchronised backward issues nothing before its end, and every bucket
+that saw a parameter twice is issued at the end for good; so is a bucket that is found to be incomplete although it
+counted enough events. From then on large gradients are copied into their bucket as they come: they are still in the
+cache, and their memory is free for the next. A portion that arrives for a gradient that was already copied or sent (a
+graph that changed later on) is an error: that was not the whole gradient. ``overlap=False`` issues all at the end.
 
 Note [Accumulated weights]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -33,20 +33,19 @@ A backward's gradients count ``w`` (Note [Exact mean]), and the reducer multipli
 Gradients that were accumulated without synchronisation are multiplied together with the new ones, which is right as
 long as the weights are equal. If they are not, then at the start of the backward
 
-- what comes in is multiplied by its own weight and divided by that which the accumulated gradients wait for, before it
-  is added, by a hook on the parameter;
-- the reducer multiplies by the latter. If that is 0 what has accumulated is zeroed instead.
+- each incoming gradient is multiplied by its own weight and divided by the weight of the accumulated gradients, before
+  it is added, by a hook on the parameter;
+- the reducer multiplies by the latter. If that is 0, the accumulated gradients are zeroed instead.
 
-What was in ``grad`` before the accumulation began is the same on all ranks, and the weights of all ranks sum to the
+The value of ``grad`` before the accumulation began is the same on all ranks, and the weights of all ranks sum to the
 world size, so multiplying it as well changes nothing in the end. An empty slice (w = 0) holds NaN, which no factor
-removes: what comes in is replaced by zeros, and a ``grad`` that was None is None again afterwards.
+removes: the incoming gradient is replaced by zeros, and a ``grad`` that was None is None again afterwards.
 
 Where items are counted (Note [Items of all ranks] in ``items.py``), w is their number until the whole is known, and
-what was accumulated is one mean over all of them: the rank tells the sum of its counts. The weights of the first
-backward then do not sum to the whole, and what was in ``grad`` before would lose part of itself: it is put aside when
-the accumulation begins, and added to the average in the end. And a script that drops what has accumulated
-(``zero_grad``) has dropped its items, too, which is seen: gradients that are gone, or that are zero and were written to
-since.
+the accumulated gradients are one mean over all of them: the rank sends the sum of its counts. The weights of the first
+backward then do not sum to the whole, and an earlier value of ``grad`` would lose part of itself: it is put aside when
+the accumulation begins, and added to the average in the end. A script that drops accumulated gradients (``zero_grad``)
+has dropped their items, too, which is detected: all gradients are gone, or are zero and were written to since.
 """
 
 from __future__ import annotations
@@ -75,19 +74,19 @@ from lockstep.ddp.sparse import SparseSlot
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.step.share import MOST_ITEMS, Place
 
-#: Bytes of all parameters that are compared at the end of a job, and of each at least.
+#: Most bytes of all parameters together, and least bytes of each, that are compared at the end of a job.
 _MOST_DIGESTED, _LEAST_DIGESTED = 1 << 22, 256
 _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 
 
 class BackwardOutcome(NamedTuple):
-    """What a backward left."""
+    """The outcome of a backward."""
 
-    #: What to raise once all ranks are through with it: a mistake that only this rank can see, or replicas that differ.
+    #: The error to raise once all ranks have ended it: a mistake that only this rank can see, or replicas that differ.
     mistake: LockstepError | None = None
-    #: Positions of the parameters that got no gradient on this rank, if it was synchronised.
+    #: Positions of the parameters that got no gradient on this rank, if the backward was synchronised.
     missing: Sequence[int] = ()
-    #: Names of the parameters that no rank used; None if it was not synchronised, or skipped.
+    #: Names of the parameters that no rank used; None if the backward was not synchronised, or skipped.
     unused: Sequence[str] | None = None
 
 
@@ -95,15 +94,15 @@ class Reducer:
     """Averages gradients over a process group, bucket by bucket.
 
     Args:
-        params: the parameters that are trained; positions count in this order.
-        names: theirs.
-        buckets: in the order in which they are reduced.
+        params: the parameters that are trained; a parameter's position is its index here.
+        names: the parameters' names.
+        buckets: the buckets, in the order in which they are reduced.
         sparse: the parameters with sparse gradients.
         group: the ranks that hold replicas.
-        as_view: let every grad be a view of its bucket.
-        overlap: issue buckets during backward.
-        riders: what travels with the gradients, in the order of its flags in the buckets.
-        listener: is told of a gradient that comes while no backward is under way.
+        as_view: whether every grad becomes a view of its bucket.
+        overlap: whether buckets are issued during backward.
+        riders: the riders, in the order of their flags in the buckets.
+        listener: the object to tell of a gradient that comes while no backward is under way.
     """
 
     def __init__(
@@ -121,47 +120,47 @@ class Reducer:
     ) -> None:
         #: The parameters that are trained.
         self.params = list(params)
-        #: The backward that is under way.
+        #: The backward under way, if any.
         self.backward: Backward | None = None
         self._all = Averaging(self.params, list(names), list(buckets), list(sparse), group, as_view, riders)
         self._listener, self._overlap = listener, overlap
         self._home = {position: bucket for bucket in buckets for position in bucket.positions}
         self._sparse = {slot.position: slot for slot in sparse}
         self._weights, self._totals = AccumulatedWeights(params), ItemTotals(group)
-        # What the buckets are laid out for: all dtypes, and devices, for which the first and the last are asked.
+        # The buckets are laid out for these: all dtypes, and the devices of the first and the last parameter.
         self._ends = [*self.params[:1], *self.params[-1:]]
         self._dtypes, self._devices = [*map(_dtype, self.params)], [*map(_device, self._ends)]
-        #: Buckets that are issued at the end, and parameters that are packed then; see Note [More than one event].
+        #: Indices of buckets that are issued at the end; ``_in_portions``: positions that are packed then.
         self._late_for_good = set() if overlap else set(range(len(buckets)))
         at_once = any(bucket.sum_up is not None for bucket in buckets)  # see Note [One reduction]
         self._in_portions: set[int] = set() if overlap or at_once else set(range(len(params)))
         self._learned = False
         self._packs_early = False
         self._lock = threading.Lock()
-        #: Of which an earlier backward that failed has something under way still.
+        #: Buckets whose reduction, of an earlier backward that failed, is still under way.
         self._under_way: list[Bucket] = []
-        #: Synchronised backwards that have begun, and forwards that were told to have had none; see Note [Labels].
+        #: Number of synchronised backwards begun, and of forwards reported without one; see Note [Labels].
         self._begun = 0
         self._left_out = 0
 
     @property
     def step(self) -> int:
-        """Synchronised backwards that have ended."""
+        """Return the number of synchronised backwards that have ended."""
         return self._all.step
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """The buckets, in the order in which they are reduced."""
+        """Return the buckets, in the order in which they are reduced."""
         return self._all.buckets
 
     @property
     def overlaps(self) -> bool:
-        """Whether buckets are issued while backward goes on."""
+        """Return whether buckets are issued during backward."""
         return self._overlap
 
     @property
     def sparse(self) -> Sequence[SparseSlot]:
-        """The parameters with sparse gradients."""
+        """Return the parameters with sparse gradients."""
         return self._all.sparse
 
     # Events ---------------------------------------------------------------------------------------------------------
@@ -179,10 +178,10 @@ class Reducer:
 
         Args:
             sync: whether gradients are averaged in it; if not, they accumulate on this rank.
-            weight: this rank's gradients count this much; see Note [Exact mean]. 0 discards them.
-            divisor: what the sum over ranks is divided by; the world size if None.
-            items: how many items they are the mean of, where these are counted: instead of ``weight``.
-            joins: ranks may have run out of batches, and count no items.
+            weight: the weight of this rank's gradients; see Note [Exact mean]. 0 discards them.
+            divisor: the divisor of the sum over ranks; the world size if None.
+            items: the number of items that they are the mean of, if these are counted: instead of ``weight``.
+            joins: whether ranks may have run out of batches, and count no items.
 
         Raises:
             CollectiveTimeout, PeerLost: an earlier backward ended with an error while buckets were under way, and
@@ -205,7 +204,7 @@ class Reducer:
         )
 
     def _weigh_item(self) -> float:
-        """**Collective** if items are counted. Return what this rank's weight is to be multiplied by."""
+        """**Collective** if items are counted. Return the factor of this rank's weight."""
         weights = self._weights
         try:
             weight = self._totals.weight(weights.items, is_mixed=weights.is_mixed, whoami=self._all.whoami)
@@ -231,7 +230,7 @@ class Reducer:
         self.backward = backward
 
     def require_sync(self) -> None:
-        """Average in the backward that is under way, although it began as an unsynchronised one."""
+        """Average in the backward under way, although it began as an unsynchronised one."""
         backward = self._present()
         if not backward.sync:
             backward.factor *= self._weigh_item()
@@ -240,7 +239,7 @@ class Reducer:
             backward.leave_to_holders()
 
     def ready_hook(self, position: int) -> Callable[[object], None]:
-        """Return what to call when parameter ``position`` has got a gradient; its argument is ignored.
+        """Return the hook to call when parameter ``position`` has got a gradient; its argument is ignored.
 
         It runs once for each parameter in each step, so it does nothing but count.
         """
@@ -290,8 +289,8 @@ class Reducer:
         """**Collective** if the backward is synchronised. End the backward: send the rest, write the averages.
 
         Args:
-            left_out: forwards to tell of that had no backward; see Note [Left-out backwards].
-            batch: which batch the gradients are of; see Note [Batches compared].
+            left_out: the number of forwards without a backward, to report; see Note [Left-out backwards].
+            batch: the batch that the gradients are of; see Note [Batches compared].
 
         Raises:
             NonFiniteGradient: as :meth:`~lockstep.ddp.finite.FiniteCheck.verdict`, on all ranks.
@@ -326,13 +325,13 @@ class Reducer:
             self._close()
 
     def abandon(self) -> None:
-        """Forget the backward under way, which ended with an error. ``begin`` waits for what was sent."""
+        """Forget the backward under way, which ended with an error. ``begin`` waits for the buckets it sent."""
         if self.backward is not None:
             self._weights.leave(synced=False)
         self._close()
 
     def match_without_gradients(self, divisor: int) -> None:
-        """**Collective.** Take part in the others' synchronised backward, with nothing to add and nothing to get."""
+        """**Collective.** Take part in the others' synchronised backward, adding zeros and writing no gradients."""
         self._drain()
         self._open(sync=True, factor=0.0, divisor=divisor, kept={}, discards=True)
         backward = self._present()
@@ -343,12 +342,12 @@ class Reducer:
             self._close()
 
     def forget_accumulated(self) -> None:
-        """Forget gradients that have accumulated without synchronisation: they are elsewhere by now."""
+        """Forget gradients that have accumulated without synchronisation: they have been moved elsewhere."""
         self._all.pending.clear()
         self._weights.forget()
 
     def digests(self) -> list[tuple[str, str]]:
-        """Return the parameters' names and a digest of where each begins; takes a millisecond."""
+        """Return the parameters' names and a digest of the first bytes of each; takes a millisecond."""
         share = max(_LEAST_DIGESTED, _MOST_DIGESTED // len(self.params))
         return [
             (name, hexdigest(param.detach(), share)) for name, param in zip(self._all.names, self.params, strict=True)
@@ -381,7 +380,7 @@ class Reducer:
         self._weights.take_over(old._weights)
 
     def free(self) -> None:
-        """End: gradients become separate tensors, and the buckets' memory can go."""
+        """Make the gradients separate tensors, and let the buckets' memory go."""
         for bucket in self._all.buckets:
             bucket.leave()
         self._all.buckets.clear()
@@ -439,11 +438,11 @@ class Reducer:
         if len(set(arrived)) < expected:
             self._stays_late(bucket)
             return False
-        # The hook of the parameter that came last runs after ours: it is not done yet.
+        # Another hook on the parameter that came last runs after ours, so it has not run yet.
         return not any(_has_other_hooks(param) for param in bucket.params)
 
     def _learn(self) -> None:
-        """See Note [More than one event]."""
+        """Note the buckets that saw a parameter twice; see Note [More than one event]."""
         self._learned = True
         for bucket in self._all.buckets:
             if len(set(bucket.arrived)) < len(bucket.arrived):
@@ -454,35 +453,35 @@ class Reducer:
         self._in_portions.update(bucket.positions)
 
     def _drop_gradients(self) -> None:
-        """Leave the optimizer nothing to step with: no momentum, no decay, no count of steps changes then."""
+        """Drop all gradients, so that the optimizer's step changes no momentum, decay or count of steps."""
         for param in self.params:
             param.grad = None
 
 
 class AccumulatedWeights:
-    """What the gradients in ``grad`` still have to be multiplied by."""
+    """The weight by which the gradients in ``grad`` still have to be multiplied; see Note [Accumulated weights]."""
 
     def __init__(self, params: Sequence[Parameter]) -> None:
         self._params = list(params)
-        #: The weight that accumulated gradients wait for, or None if nothing has accumulated.
+        #: The weight that accumulated gradients are still to be multiplied by; None if none have accumulated.
         self._waiting: float | None = None
         self._bucket_weight = 1.0
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._absent: list[Parameter] = []
-        #: Items that the gradients of the backward under way, and what they are added to, are of; None: not counted.
+        #: Number of items of the accumulated gradients and of the backward under way; None: not counted.
         self.items: int | None = None
-        #: Whether some of what has accumulated was counted and some was not.
+        #: True if only some of the accumulated gradients were counted.
         self.is_mixed = False
         #: Parameters, and the gradients that they had before the accumulation.
         self.aside: list[tuple[Parameter, Tensor]] = []
-        #: What it has left so far, and how often each was written to.
+        #: The accumulated gradients after the last backward, with their version counters.
         self._accumulated: list[tuple[Tensor, int]] = []
 
     def count(self, items: int, *, sync: bool) -> None:
-        """Begin a backward whose gradients are of so many items; before :meth:`enter`.
+        """Begin a backward whose gradients are of ``items`` items; before :meth:`enter`.
 
         Raises:
-            LockstepError: too many items have accumulated to be told.
+            LockstepError: too many items have accumulated to be sent.
         """
         if self._waiting is not None and self._is_dropped():
             self._waiting = None
@@ -506,7 +505,7 @@ class AccumulatedWeights:
             self.is_mixed = True
 
     def _is_dropped(self) -> bool:
-        """Return whether the script has dropped what had accumulated."""
+        """Return whether the script has dropped the accumulated gradients."""
         if all(param.grad is None for param in self._params):
             return True
         return bool(self._accumulated) and all(
@@ -523,7 +522,7 @@ class AccumulatedWeights:
 
     @torch.no_grad()
     def add_back(self) -> None:
-        """Add what was there before the accumulation to the averages."""
+        """Add the gradients from before the accumulation to the averages."""
         for param, before in self.aside:
             grad = param.grad
             if grad is not None:
@@ -538,8 +537,8 @@ class AccumulatedWeights:
             pending: positions of the parameters with accumulated gradients.
 
         Returns:
-            The weight that the buckets are to use, and copies of the gradients that were zeroed although perhaps no
-            rank has used their parameter, by position.
+            The weight that the buckets are to use, and copies, by position, of the gradients that were zeroed although
+            perhaps no rank has used their parameter.
         """
         waiting = self._waiting
         kept: dict[int, Tensor] = {}
@@ -601,5 +600,5 @@ class AccumulatedWeights:
 
 
 def _has_other_hooks(param: Parameter) -> bool:
-    """Return whether a hook of the user's follows ours: it is to see this rank's own gradient and may change it."""
+    """Return whether a user's hook follows ours: it must see this rank's own gradient and may change it."""
     return _torch.gradient_hooks(param) > 1

@@ -1,4 +1,4 @@
-"""What a replica refuses, and what to do instead: the errors alone, and not when they are raised."""
+"""The errors for what a replica refuses, with remedies; the conditions are checked where they are raised."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.errors import LockstepError
 
 
 def was_released(whoami: str, module: nn.Module) -> LockstepError:
-    """Return what to raise where a module is used through the wrapper that it was released from."""
+    """Return the error for a module that is used through the wrapper that it was released from."""
     return LockstepError(
         f"{whoami}: this {type(module).__name__} was released: lockstep.release "
         "has undone its wrapper. Train the module itself, or wrap it again"
@@ -17,11 +17,11 @@ def was_released(whoami: str, module: nn.Module) -> LockstepError:
 
 
 def is_wrapped(whoami: str, module: nn.Module, ddp: nn.Module | None) -> LockstepError | None:
-    """Return what to raise where one of torch's wrappers is around a replica.
+    """Return the error for a replica inside one of torch's wrappers; None if it is not inside.
 
     Args:
-        whoami: which rank this is.
-        module: the replica's.
+        whoami: a description of this rank.
+        module: the replica's module.
         ddp: the DistributedDataParallel whose forward is under way, maybe another module's; None: it is a DataParallel.
     """
     if ddp is not None and not any(part is module for part in ddp.modules()):
@@ -36,7 +36,7 @@ def is_wrapped(whoami: str, module: nn.Module, ddp: nn.Module | None) -> Lockste
 
 
 def in_compiled_autograd(whoami: str) -> LockstepError:
-    """Return what to raise in a backward that compiled autograd runs."""
+    """Return the error for a backward that compiled autograd runs."""
     return LockstepError(
         f"{whoami}: compiled autograd runs this backward, and it does not tell "
         "when a backward has ended, so the gradients would not be averaged: switch it off "
@@ -46,7 +46,7 @@ def in_compiled_autograd(whoami: str) -> LockstepError:
 
 
 def weighed_apart(whoami: str) -> LockstepError:
-    """Return what to raise where a backward comes through forwards with items of their own."""
+    """Return the error for a backward through forwards that were weighed by different items."""
     return LockstepError(
         f"{whoami}: one backward goes through forwards that were weighed apart (World.weigh), so no "
         "one number of items makes their mean exact: call backward once for each (inside lockstep.no_sync for "
@@ -55,7 +55,7 @@ def weighed_apart(whoami: str) -> LockstepError:
 
 
 def with_other_shares(whoami: str, one: Forward, other: Forward) -> LockstepError:
-    """Return what to raise where a backward comes through forwards of unequal weights."""
+    """Return the error for a backward through forwards of unequal weights."""
     return LockstepError(
         f"{whoami}: one backward goes through forwards of batches with "
         f"different shares (weights {one.weight:g} and {other.weight:g}), so no mean of them is exact: "
@@ -64,7 +64,7 @@ def with_other_shares(whoami: str, one: Forward, other: Forward) -> LockstepErro
 
 
 def traces_backward() -> LockstepError:
-    """Return what to raise where torch leaves out the backward of a replica."""
+    """Return the error for a torch setting that leaves out the backward of a replica."""
     return LockstepError(
         "torch._dynamo.config.trace_autograd_ops is on: torch then silently leaves out the backward of a compiled "
         "step whose forward it could not trace as one graph, and it can't trace a replica's: switch it off. The "
@@ -73,12 +73,12 @@ def traces_backward() -> LockstepError:
 
 
 def not_in_slices(whoami: str, reason: str) -> LockstepError:
-    """Return what to raise where a step in slices goes through a replica that takes no part."""
+    """Return the error for a step in slices through a replica that can't take part."""
     return LockstepError(f"{whoami}: a step in slices has been through a replica that can't take part: {reason}")
 
 
 def unfrozen_in_step(whoami: str) -> LockstepError:
-    """Return what to raise where parameters begin to train inside a step in slices."""
+    """Return the error for parameters that are unfrozen inside a step in slices."""
     return LockstepError(
         f"{whoami}: parameters that were frozen when the step began are trained in one of its slices, which all ranks "
         "have to agree on: unfreeze parameters between steps"

@@ -1,4 +1,4 @@
-"""One module in a group of replicas: its reducer, its buffers, and what each forward and backward does."""
+"""One module in a group of replicas: its reducer, its buffers, its forwards and backwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lockstep.job.page import Phase
 from lockstep.step import slicing, streams
 from lockstep.step.share import BatchesInHand, Items, Place
 
-#: Whether a forward is part of a function that torch.func transforms: of nobody's training step.
+#: Returns whether a forward is part of a function that torch.func transforms, and so of no training step.
 _transformed = _torch.transforms_active()
 _ddp_in_forward = _torch.ddp_in_forward()
 _compiled_autograd, _is_at_work = _torch.compiled_autograd()
@@ -54,23 +54,23 @@ class Replica(Joinable, BackwardListener):
         self._module = weakref.ref(module)
         self._group, self._options = group, options
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        #: Whether backwards average. The user may turn it off for a while.
+        #: True if backwards average. The user may turn this off for a while.
         self.syncs = True
-        #: What gives all ranks one rank's parameters or buffers.
+        #: Gives all ranks one rank's parameters or buffers.
         self.tensors = ReplicaTensors(module, group, sends_buffers=options.broadcast_buffers)
-        #: What undoes the hooks of the module itself, such as those that announce its forwards if it is not wrapped.
+        #: Handles of the hooks that announce the module's forwards if it is not wrapped.
         self.announcing: list[RemovableHandle] = []
         self._is_released = False
         self._latest: Forward | None = None
         self._current: Forward | None = None
-        #: What is checked of its gradients.
+        #: The checks of its gradients.
         self.checks = GradientChecks(group, options, lambda: self.reducer)
-        #: What it does about the other ranks' replicas.
+        #: Keeps the replica in step with those of the other ranks.
         self._sync: Synchroniser
         self._sync = EveryStep(self, options) if options.sync is None else InRounds(self, options.sync)
-        #: What the backward under way is weighed by, if its items are counted.
+        #: The items that weigh the backward under way, if they are counted.
         self._items: Items | None = None
-        #: Which batch it is of; see Note [Batches compared].
+        #: The batch of the backward under way; see Note [Batches compared].
         self._batch: Place | None = None
         if _torch.traces_backward():
             raise refusals.traces_backward()
@@ -81,13 +81,13 @@ class Replica(Joinable, BackwardListener):
         self._lay_out(module)
         self._watch = BackwardWatch(self, self.reducer.params)
         self.forwards = self._watch.forwards
-        # torch's hooks and graph nodes hold what they refer to where Python's collector can't see it, so a replica and
-        # its buckets would stay for ever.
+        # torch's hooks and graph nodes hold references that Python's collector can't see, so without this a replica
+        # and its buckets would stay for ever.
         self._closing = weakref.finalize(module, self._close)
         self._closing.atexit = False
-        #: Whether a backward begins with a gradient that is there already.
+        #: True while a backward begins with a gradient that has already come.
         self._is_unannounced = False
-        #: Its part in steps in slices, which are the whole world's.
+        #: The replica's part in steps in slices; None if the group is not the whole world, which slices need.
         self._slices = SliceMember(self) if self.in_hand() is not None else None
         if self._slices is not None and self.checks.compares:
             ending.follow(self._slices.number, self)
@@ -106,13 +106,13 @@ class Replica(Joinable, BackwardListener):
     # Layout ---------------------------------------------------------------------------------------------------------
 
     def _lay_out(self, module: nn.Module) -> None:
-        """Listen to the parameters that are trained now."""
+        """Watch the parameters that are trained now."""
         names, params = self._find_trained(module)
-        #: What averages its gradients; another one when parameters that were frozen are trained.
+        #: Averages the gradients; it is replaced when frozen parameters begin to be trained.
         self.reducer, self._handles = self._sync.lay_out(module, params, names)
 
     def _find_trained(self, module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
-        """Return names and parameters of those that are trained now, and note the others."""
+        """Return the names and parameters that are trained now, and note the others."""
         named = [(name, param) for name, param in parameters_of(module) if param.requires_grad]
         self._frozen = [param for _, param in parameters_of(module) if not param.requires_grad]
         self._own = OwnParameters(module, self.whoami)
@@ -146,7 +146,7 @@ class Replica(Joinable, BackwardListener):
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward is under way."""
+        """Return whether a backward is under way."""
         return self.reducer.backward is not None
 
     def release(self) -> None:
@@ -179,7 +179,7 @@ class Replica(Joinable, BackwardListener):
             handle.remove()
 
     def at_end(self) -> tuple[str, list[tuple[str, str]]] | None:
-        """Return what the ranks compare at the end of the job; None if nothing was averaged."""
+        """Return a name and the digests that the ranks compare at the end of the job; None if nothing was averaged."""
         has_sliced = self._slices is not None and self._slices.has_trained
         if not self.reducer.params or not (self.reducer.step or has_sliced):
             return None
@@ -187,32 +187,32 @@ class Replica(Joinable, BackwardListener):
 
     @property
     def module(self) -> nn.Module | None:
-        """The module, while it exists."""
+        """Return the module, while it exists."""
         return self._module()
 
     @property
     def synchroniser(self) -> Synchroniser:
-        """What it does about the other ranks' replicas."""
+        """Return the synchroniser of this replica."""
         return self._sync
 
     @property
     def bucket_caps(self) -> Sequence[int]:
-        """Bytes of the buckets that are sent during backward, or would be; see ``plan_buckets``."""
+        """Return the caps in bytes of the buckets that are sent during backward, or would be; see ``plan_buckets``."""
         return self._options.bucket_caps
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that hold replicas."""
+        """Return the ranks that hold replicas."""
         return self._group
 
     # Forward --------------------------------------------------------------------------------------------------------
 
     @_torch.mark_untraced
     def before_forward(self, module: nn.Module) -> None:
-        """**Collective** in training, outside no_sync, if there are buffers to send or inside join."""
+        """**Collective** in training, outside no_sync, if there are buffers to send or inside join. Begin a forward."""
         if self._is_released:
             raise refusals.was_released(self.whoami(), module)
-        # (Checkpointing repeats a forward inside backward: nothing is sent twice.)
+        # Checkpointing repeats a forward inside backward, which must not send anything twice.
         if self.reducer.backward is None and not _transformed():
             records, training = torch.is_grad_enabled(), module.training
             ddp = _ddp_in_forward()
@@ -229,13 +229,13 @@ class Replica(Joinable, BackwardListener):
                 self._latest = self._sync.forward_begins(module, records=records)
             else:
                 self._latest = self._announce_in_slice(trains=records or training)
-        # Last, since a forward that was announced must be left again, also if it fails.
+        # This comes last, since a stream that was entered must be left again, also if the forward fails.
         streams.current.enter(module, draws=module.training)
 
     def _train_unfrozen(self, module: nn.Module) -> None:
         if slicing.current is not None:
             raise refusals.unfrozen_in_step(self.whoami())
-        if self._own.are_all(module):  # else at the next forward that uses the module's own
+        if self._own.are_all(module):  # otherwise at the next forward that uses the module's own
             self._lay_out_again(module)
 
     @_torch.mark_untraced
@@ -243,11 +243,11 @@ class Replica(Joinable, BackwardListener):
         """Look out for the backward through ``output``."""
         if torch.is_grad_enabled() and not _transformed():
             forward = self._latest if self._latest is not None and slicing.current is None else self._known_last()
-            expects = forward.number and self.reducer.backward is None  # (Checkpointing repeats a forward.)
+            expects = forward.number and self.reducer.backward is None  # not if checkpointing repeats it
             self._watch.watch(output, forward, self._own.stand_ins(), expects=bool(expects))
 
     def _known_last(self) -> Forward:
-        """Return what the last forward knew, or would know now if none came since the last backward."""
+        """Return the state of the last forward, or of one that begins now if none came since the last backward."""
         if slicing.in_slice():
             return forward_in_slice()
         if self._latest is not None:
@@ -257,19 +257,19 @@ class Replica(Joinable, BackwardListener):
         return Forward(self.syncs, self._sync.weight(), self.syncs and training and self.tensors.sends_buffers)
 
     def in_hand(self) -> BatchesInHand | None:
-        """Return what sharded loaders have handed out; None where that is not this group's."""
+        """Return the batches that sharded loaders have handed out; None if they are not for this group."""
         world = current_world()
         return None if world is None or world.world_size != self._world_size else world.in_hand
 
     def items_of(self, forward: Forward) -> Items | None:
-        """Return what was counted for ``forward``, if anything was."""
+        """Return the items counted for ``forward``, if any were."""
         world = current_world()
         return None if world is None or slicing.current is not None else world.in_hand.items_for(forward.items)
 
     # Backward -------------------------------------------------------------------------------------------------------
 
     def gradient_unannounced(self) -> None:
-        """Begin the backward that brings the gradient."""
+        """Begin the backward that brings a gradient unannounced."""
         self._is_unannounced = True
         try:
             self._watch.open(self._known_last())
@@ -277,7 +277,7 @@ class Replica(Joinable, BackwardListener):
             self._is_unannounced = False
 
     def parameters_unreached(self) -> None:
-        """Raise if that is because they are not the module's any more."""
+        """Raise if the parameters are no longer the module's own."""
         _raise_if(self._own.find_changed())
 
     def backward_begins(self, forward: Forward) -> None:
@@ -298,13 +298,13 @@ class Replica(Joinable, BackwardListener):
         self._sync.backward_begins(forward, self._items)
 
     def backward_joins(self, forward: Forward) -> None:
-        """Raise if this forward weighs differently; average if it does."""
+        """Raise if this forward has another weight; average if it averages."""
         current = self._current
         if current is None or forward is current:
             return
         if forward.slice != slicing.here():
             raise of_other_slice(self.whoami())
-        # (Through which forward a backward comes first need not be the same on all ranks.)
+        # A backward need not come through the same forward first on all ranks, so the latest batch is taken.
         if forward.batch is not None:
             self._batch = max(self._batch or (), forward.batch)
         if self.items_of(forward) is not self._items:
@@ -368,7 +368,7 @@ class Replica(Joinable, BackwardListener):
             self.syncs = before
 
     def compare_no_more(self) -> None:
-        """Expect the ranks' replicas to differ from now on, by what the user has chosen."""
+        """Expect the ranks' replicas to differ from now on, as the user has chosen."""
         self.checks.expect_differences()
         if self._slices is not None:
             ending.leave(self._slices.number)
@@ -381,17 +381,17 @@ class Replica(Joinable, BackwardListener):
 
     @property
     def joinable(self) -> Joinable:
-        """What takes part in join."""
+        """Return the object that takes part in join: the replica itself."""
         return self
 
     @property
     def join_device(self) -> torch.device:
-        """The device on which ranks tell each other that they have run out of data."""
+        """Return the device on which ranks tell each other that they have run out of data."""
         return self.tensors.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The replicas' process group."""
+        """Return the replicas' process group."""
         return self._group
 
 

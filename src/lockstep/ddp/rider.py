@@ -1,7 +1,7 @@
-"""What travels with the gradients: a few flags in the buckets, each group of them the concern of one object.
+"""Riders, which travel with the gradients: objects that each own a few flags in the buckets.
 
-A rider that is off is in no list, so a step without it asks nothing of it. Where its flags lie in a bucket is laid out
-once, behind those that say which parameters were used; see Note [Bucket layout] in ``bucket.py``.
+A rider that is off is in no list, so a step without it costs nothing. The place of its flags in a bucket is laid out
+once, behind the flags of used parameters; see Note [Bucket layout] in ``bucket.py``.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from lockstep.step.share import Place
 
 
 class BackwardState(Protocol):
-    """What riders know of the backward whose gradients they travel with."""
+    """The backward as its riders see it."""
 
-    #: How many averaged backwards have begun on this rank, this one included.
+    #: Number of averaged backwards begun on this rank, this one included.
     number: int
-    #: Forwards since the last one that had no backward; see Note [Left-out backwards].
+    #: Number of forwards since the last averaged backward that had none; see Note [Left-out backwards].
     left_out: int
-    #: How far this rank is: the former, and all of the latter so far.
+    #: This rank's progress: ``number``, plus the sum of all ``left_out`` so far.
     place: int
-    #: Which batch the gradients are of; see Note [Batches compared].
+    #: The batch that the gradients are of; see Note [Batches compared].
     batch: Place | None
-    #: Whether a comm hook reduces the gradients, and not the backend.
+    #: True if a comm hook reduces the gradients instead of the backend.
     is_hooked: bool
-    #: Whether all ranks leave this step out. A rider may set it, on all ranks.
+    #: True if all ranks leave this step out. A rider may set it, on all ranks.
     skipped: bool
 
     def name_of(self, bucket: Bucket, slot: int) -> str:
@@ -36,15 +36,15 @@ class BackwardState(Protocol):
         ...
 
     def whoami(self) -> str:
-        """Say which rank this is, and how far it has come."""
+        """Return a description of this rank and its step."""
         ...
 
 
 class Rider(Protocol):
-    """Something that the ranks tell each other with the gradients."""
+    """An object that sends flags to the other ranks with the gradients."""
 
     def width(self, parameters: int, *, is_last: bool) -> int:
-        """Return how many flags it needs in a bucket of so many parameters, the last one or another."""
+        """Return the number of flags that it needs in a bucket of ``parameters`` parameters."""
         ...
 
     def write(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:
@@ -60,10 +60,10 @@ class Rider(Protocol):
     def read(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> LockstepError | None:
         """**Collective** where something is wrong. Read the sums of all ranks' flags: bucket by bucket, in order.
 
-        No gradient has been handed out then. What is decided is decided alike on all ranks.
+        No gradient has been handed out by then. All ranks must come to the same decision.
 
         Returns:
-            What to raise on all ranks once the gradients are handed out.
+            The error to raise on all ranks once the gradients are handed out.
 
         Raises:
             LockstepError: on all ranks; no gradient is handed out.
@@ -71,5 +71,5 @@ class Rider(Protocol):
         ...
 
     def alone(self, sending: BackwardState) -> LockstepError | None:
-        """**Collective** if it sends anything. Do what is to be done without a bucket; return as :meth:`read` does."""
+        """**Collective** if it sends anything. Do its work without a bucket; return as :meth:`read` does."""
         ...

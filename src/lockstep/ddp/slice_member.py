@@ -1,4 +1,4 @@
-"""A replica's part in steps in slices: what it does between a step's beginning and its end, and whether it can."""
+"""A replica's part in steps in slices: its work from a step's beginning to its end, if it can take part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.step import slicing
 
 
 class Sliceable(Protocol):
-    """What a step in slices needs of a replica."""
+    """The interface of a replica that a step in slices needs."""
 
     reducer: Reducer
     checks: GradientChecks
@@ -45,21 +45,21 @@ class SliceMember:
     """Takes part in steps in slices for one replica; see Note [What becomes of a slice] in ``sliced.py``.
 
     Args:
-        replica: whose gradients they are.
+        replica: the replica whose gradients are added up.
     """
 
     def __init__(self, replica: Sliceable) -> None:
         self._replica = replica
         self._gradients: SlicedGradients | None = None
-        #: Why the replica can't take part in the step in hand.
+        #: The error that says why the replica can't take part in the step in hand, if so.
         self._unfit: LockstepError | None = None
-        #: Forwards in the slice in hand.
+        #: Number of forwards in the slice in hand.
         self._forwards = 0
-        #: Its number among what takes part in steps in slices, which are the whole world's.
+        #: This member's number among all that take part in steps in slices; the same on all ranks.
         self.number = slicing.join(self)
 
     def close(self) -> None:
-        """Take part in no more."""
+        """Stop taking part."""
         slicing.leave(self.number)
 
     def turn_to_new_layout(self) -> None:
@@ -68,13 +68,13 @@ class SliceMember:
 
     @property
     def has_trained(self) -> bool:
-        """Whether a step in slices has begun with these parameters."""
+        """Return whether a step in slices has begun with these parameters."""
         return self._gradients is not None
 
     # In a slice -----------------------------------------------------------------------------------------------------
 
     def forward_begins(self, *, trains: bool) -> Forward:
-        """Return what a forward in a slice knows."""
+        """Return the state of a forward in a slice."""
         if trains and self._unfit is not None:
             raise self._unfit
         self._forwards += 1
@@ -93,13 +93,13 @@ class SliceMember:
         """See :class:`~lockstep.step.slicing.Member`."""
         replica, module = self._replica, self._replica.tensors.module()
         replica.lay_out_if_unfrozen(module)
-        # One that can't take part may still be there, as long as it does not.
+        # A replica that can't take part is no error as long as the step does not train it.
         why = self._why_not(module) if self._gradients is None else ""
         self._unfit = LockstepError(f"{replica.whoami()}: this model can't train in slices: {why}") if why else None
         if self._unfit is not None:
             return
         if self._gradients is None:
-            # (Also of those that have been frozen since.)
+            # Names include those of parameters that have been frozen since.
             named = {id(param): name for name, param in parameters_of(module)}
             params = replica.reducer.params
             names = [named.get(id(param), "") for param in params]
@@ -135,7 +135,7 @@ class SliceMember:
             self._gradients.forget()
 
     def _why_not(self, module: nn.Module) -> str:
-        """Return what speaks against slices; empty: nothing."""
+        """Return the reason against slices; empty: there is none."""
         reducer = self._replica.reducer
         for name, part in module.named_modules():
             if type(part).__name__ == "SyncBatchNorm":
@@ -152,12 +152,12 @@ class SliceMember:
 
 
 def forward_in_slice() -> Forward:
-    """Return what a forward in a slice knows: its gradients are averaged at the end of the step."""
+    """Return the state of a forward in a slice: its gradients are averaged at the end of the step."""
     return Forward(sync=False, weight=1.0, sends_buffers=False, slice=slicing.here())
 
 
 def of_other_slice(whoami: str) -> LockstepError:
-    """Return what to raise where a backward comes through a forward that is not of the slice in hand."""
+    """Return the error for a backward through a forward that is not of the slice in hand."""
     return LockstepError(
         f"{whoami}: this backward comes through a forward of another slice, or of none, or of a step that is over, so "
         "its gradients would not be averaged: call backward inside the slice whose loss it is"

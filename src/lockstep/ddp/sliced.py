@@ -1,28 +1,28 @@
-"""A replica's gradients over the slices of a step: added up in one order, whoever has which slice.
+"""A replica's gradients over the slices of a step: added up in one order, whichever rank has which slice.
 
 Note [What becomes of a slice]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-When a slice is done, what has accumulated in ``grad`` is taken away, multiplied by the slice's weight and added to the
-sums that wait for it (Note [One tree] in ``step/tree_sum.py``). The tensors that autograd made are kept, so that adding
-them up costs what accumulating them in ``grad`` does, and the first of them are what the parameters get in the end.
-Half precision is added up in float32. What was in ``grad`` before the step is put aside, and the average is added to
-it, as backward does it. Buffers: Note [Buffers in slices] in ``sliced_buffers.py``.
+When a slice is done, its gradients in ``grad`` are taken away, multiplied by the slice's weight and added to the sums
+that wait for them (Note [One tree] in ``step/tree_sum.py``). The tensors that autograd made are kept, so that adding
+them up costs the same as accumulating them in ``grad``, and the parameters get the first of them in the end. Half
+precision is added up in float32. The value of ``grad`` before the step is put aside, and the average is added to it, as
+backward does it. For buffers see Note [Buffers in slices] in ``sliced_buffers.py``.
 
 Note [Cleared in a slice]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-``zero_grad()`` inside the inner loop clears what was in ``grad`` before the step, and nothing that a slice has given:
-in which slice it is called, and on how many ranks, can't matter. So what was there must not come back where any rank
-has cleared it. A rank sees that by a placeholder: where something was in ``grad``, an empty sparse tensor stands there
-from the beginning of each slice until a backward begins. It is gone if it was set to None, and has another version if
-it was zeroed. (Sparse, because autograd does not write to such a one: a backward that begins unannounced, with the
-first gradient, puts a tensor of its own in its place.) At the end each rank says what was cleared on it.
+``zero_grad()`` inside the inner loop clears the ``grad`` from before the step, and no gradient of a slice: it must not
+matter in which slice it is called, and on how many ranks. So the old gradient must not come back if any rank has
+cleared it. A rank detects that by a placeholder: in place of an old gradient, an empty sparse tensor stands in ``grad``
+from the beginning of each slice until a backward begins. It is gone if ``grad`` was set to None, and has another
+version if it was zeroed. (It is sparse because autograd does not write to a sparse tensor: a backward that begins
+unannounced, with the first gradient, puts a new tensor in its place.) At the end the ranks exchange what was cleared.
 
 Note [Parameters that move]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A parameter that changes inside a slice, trained or frozen, makes the slices after it another model's, on this rank and
-for as many slices as it has. torch counts what is written to a parameter, but not what is written to its ``data`` (the
-average that follows a model, in its own forward). So some elements of each are compared as well: after each slice of
-the first steps, and of fewer and fewer after that, since what moves does so from the beginning.
+for as many slices as it has. torch counts writes to a parameter, but not writes to its ``data`` (by a model that
+maintains a moving average in its own forward). So some elements of each are compared as well: after each slice of the
+first steps, and of ever fewer later ones, since a parameter that moves does so from the beginning.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from lockstep.errors import LockstepError
 from lockstep.step.slicing import SlicedStep
 from lockstep.step.tree_sum import Carries, Node, additions
 
-#: What became of a gradient that was there before the step.
+#: Fates of a gradient from before the step.
 _KEPT, _ZEROED, _GONE = 0, 1, 2
-#: Elements of a parameter that are compared.
+#: Number of elements of a parameter that are compared.
 _PROBES = 4
 
 _foreach_add, _foreach_mul, _foreach_copy = _torch.foreach_add(), _torch.foreach_mul(), _torch.foreach_copy()
@@ -61,11 +61,11 @@ class PartialSums:
 
     def __init__(self, slices: int) -> None:
         self._carries = Carries(slices)
-        #: Of the nodes that are complete, in order.
+        #: The sums of the complete nodes, in order.
         self.sums: list[Leaf] = []
 
     def push(self, number: int, leaf: Leaf) -> None:
-        """Add what slice ``number`` gave; the sums own its tensors from now on."""
+        """Add the leaf of slice ``number``; the sums own its tensors from now on."""
         self.sums.append(leaf)
         for _ in range(self._carries.push(Node(0, number))):
             last = self.sums.pop()
@@ -73,7 +73,7 @@ class PartialSums:
 
 
 def _joined(left: Leaf, right: Leaf) -> Leaf:
-    """Return the sum of two, in the memory of the first where it has any; see Note [One tree] for what is not there."""
+    """Return the sum of two leaves, in the first's memory if it has any; for missing tensors see Note [One tree]."""
     both = [(one, two) for one, two in zip(left, right, strict=True) if one is not None and two is not None]
     if both:
         _foreach_add([one for one, _ in both], [two for _, two in both])
@@ -90,21 +90,21 @@ def _with_nothing(one: Tensor | None, two: Tensor | None) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What lies where in a row: gradients, their flags, buffers."""
+    """The layout of a row: gradients, their flags, buffers."""
 
     #: Positions in a leaf of the gradients and of the buffers.
     grads: Sequence[int]
     buffers: Sequence[int]
-    #: Of each in a row, in this order.
+    #: Number of elements of each gradient and buffer in a row, in this order.
     sizes: Sequence[int]
     rows: Rows
-    #: For each row, views of its gradients and buffers, and its flags: which gradients there are.
+    #: For each row, views of its gradients and buffers, and its flags: 1 for each gradient that is present.
     views: Sequence[Sequence[Tensor]]
     flags: Sequence[Tensor]
 
 
 class GradientsBefore:
-    """What was in ``grad`` when a step began, and what became of it in the slices; see Note [Cleared in a slice].
+    """The gradients in ``grad`` when a step began, and their fates in its slices; see Note [Cleared in a slice].
 
     Args:
         params: the parameters that are trained.
@@ -114,7 +114,7 @@ class GradientsBefore:
         self._params = params
         self.grads = [param.grad for param in params]
         self.fates = [_KEPT] * len(params)
-        #: What stands in their places until a backward begins; None where nothing does.
+        #: The placeholders until a backward begins; None where there is none.
         self._stands: list[Tensor | None] = []
         self._has_any = any(grad is not None for grad in self.grads)
         for param in params:
@@ -122,7 +122,7 @@ class GradientsBefore:
         self.stand_in()
 
     def stand_in(self) -> None:
-        """Put placeholders where something was and was not cleared; ``grad`` is None everywhere."""
+        """Put placeholders in place of gradients that were not cleared; ``grad`` is None everywhere."""
         if not self._has_any:
             return
         self._stands = [
@@ -136,10 +136,10 @@ class GradientsBefore:
                 param.grad = stand
 
     def look(self, *, unannounced: bool = False) -> None:
-        """See what was cleared, and take the placeholders away; done when a backward begins, and when a slice ends.
+        """Find what was cleared, and remove the placeholders; called when a backward begins, and when a slice ends.
 
         Args:
-            unannounced: a first gradient has come already, in the placeholder's stead.
+            unannounced: whether a first gradient has already come, in place of its placeholder.
         """
         stands, self._stands = self._stands, []
         for index, stand in enumerate(stands):
@@ -149,27 +149,26 @@ class GradientsBefore:
             if param.grad is stand:
                 self.fates[index] = _ZEROED if stand._version else _KEPT
                 param.grad = None
-            elif param.grad is None or not unannounced:  # else the script has put a gradient there
+            elif param.grad is None or not unannounced:  # otherwise the script has put a gradient there
                 self.fates[index] = _GONE
 
     def cleared(self) -> list[list[int]]:
-        """Return what was cleared, to be told to the other ranks: fate, and for how many parameters, one after the
-        other; empty if nothing was."""
+        """Return runs of (fate, number of consecutive parameters) for the other ranks; empty if nothing was cleared."""
         return [[fate, len([*same])] for fate, same in groupby(self.fates)] if any(self.fates) else []
 
     def take_over(self, cleared: Sequence[Sequence[int]]) -> None:
-        """Take what was cleared on another rank as cleared here."""
+        """Treat the gradients that another rank has cleared as cleared here."""
         fates = [fate for fate, count in cleared for _ in range(count)]
         if fates:
             self.fates = [*map(max, self.fates, fates)]
 
     def put_back(self) -> None:
-        """Make ``grad`` what it was before the step."""
+        """Restore every ``grad`` from before the step."""
         for param, grad in zip(self._params, self.grads, strict=True):
             param.grad = grad
 
     def add(self, index: int, grad: Tensor | None) -> None:
-        """Make ``grad`` of a parameter what it is after the step: what was there, if it still is, and the average."""
+        """Set a parameter's ``grad`` after the step: the average, added to the old gradient unless it was cleared."""
         param, before, fate = self._params[index], self.grads[index], self.fates[index]
         if before is None or fate == _GONE:
             param.grad = grad
@@ -180,11 +179,11 @@ class GradientsBefore:
 
 
 class Unmoved:
-    """Sees whether parameters change in a slice; see Note [Parameters that move].
+    """Detects parameters that change in a slice; see Note [Parameters that move].
 
     Args:
         named: names and parameters, trained or not.
-        probes: also compare some elements.
+        probes: whether some elements are compared as well.
     """
 
     def __init__(self, named: Sequence[tuple[str, Parameter]], *, probes: bool) -> None:
@@ -194,7 +193,7 @@ class Unmoved:
         self._probed = self._probe() if probes else None
 
     def find_moved(self) -> str | None:
-        """Return the name of a parameter that has changed since."""
+        """Return the name of a parameter that has changed since, or None."""
         versions, places = self._versions, self._places
         for (name, param), version, place in zip(self._named, versions, places, strict=True):
             if param._version != version or param.data_ptr() != place:
@@ -218,19 +217,19 @@ def _some_bytes(param: Parameter) -> Tensor:
     return flat[:: max(1, len(flat) // _PROBES)].clone().view(torch.uint8)
 
 
-#: Between steps.
+#: The values between steps.
 _NO_GRADIENTS, _NO_BUFFERS = GradientsBefore([]), SlicedBuffers(nn.Module(), [])
 _NOTHING_MOVES = Unmoved([], probes=False)
 
 
 class SlicedGradients:
-    """What one replica has of the step in hand.
+    """One replica's gradients and buffers of the step in hand.
 
     Args:
         params: the parameters that are trained.
-        names: theirs.
+        names: the parameters' names.
         group: the ranks.
-        finite: looks at the averages.
+        finite: the check of the averages, if any.
     """
 
     def __init__(
@@ -241,23 +240,23 @@ class SlicedGradients:
         self._rank = dist.get_rank(group)
         self._layouts: list[_Layout] = []
         self._laid_out_for: object = None
-        #: Of the step in hand; None between steps.
+        #: The sums of the step in hand; None between steps. ``_next``: the number of the slice after the last one.
         self._partial: PartialSums | None = None
         self._next = 0
         self._before, self._unmoved = _NO_GRADIENTS, _NOTHING_MOVES
-        #: The parameters' when the step in hand began, and when the one before it did.
+        #: The parameters' version counters when the step in hand began, and when the one before it did.
         self._versions: list[int] = []
         self._versions_before: list[int] = []
         self._buffers = _NO_BUFFERS
-        #: What the parameters got in the last step; None once it was warned that they have it still.
+        #: The gradients of the last step, with their version counters; None once the user was warned of stale ones.
         self._written: list[tuple[Tensor | None, int]] | None = []
-        #: Steps so far.
+        #: Number of steps so far.
         self._steps = 0
-        #: Whether a backward has begun in the step in hand, and whether it was warned that nothing came of one.
+        #: True if a backward has begun in the step in hand, and if the user was warned that one left no gradient.
         self._has_backward = self._has_said = False
 
     def begin(self, module: nn.Module, step: SlicedStep, buffers: Sequence[Tensor]) -> None:
-        """Begin a step: put what is in ``grad`` aside, and remember parameters and buffers.
+        """Begin a step: put the present gradients aside, and remember parameters and buffers.
 
         **Collective** where the step may fail and the layout of its sums has changed.
         """
@@ -281,12 +280,12 @@ class SlicedGradients:
         self._before.look(unannounced=unannounced)
 
     def _warn_of_stale(self) -> None:
-        """Say so once if an optimizer has stepped with the last step's gradients, and they are there still."""
+        """Warn once if an optimizer has stepped with the last step's gradients, and they are still in ``grad``."""
         if not self._written:
             return
         before = zip(self._before.grads, self._before.fates, strict=True)
         pairs = zip(before, self._written, self._versions, self._versions_before, strict=True)
-        # (What was written to since, zeros most likely, is the script's own affair.)
+        # Gradients that were written to since (zeroed, most likely) are the script's own affair.
         if any(
             now is not None and fate == _KEPT and now is then and now._version == written and version != old
             for (now, fate), (then, written), version, old in pairs
@@ -299,7 +298,7 @@ class SlicedGradients:
                 )
 
     def forget(self) -> None:
-        """Throw the step away: gradients and buffers are as they were at its beginning."""
+        """Throw the step away: restore gradients and buffers from its beginning."""
         if self._partial is None:
             return
         self._before.put_back()
@@ -313,16 +312,16 @@ class SlicedGradients:
     def take(
         self, step: SlicedStep, number: int, module: nn.Module, buffers: Sequence[Tensor], *, forwards: int
     ) -> bool:
-        """Take what slice ``number`` has left. Return whether that is a gradient.
+        """Take the gradients and buffers that slice ``number`` has left. Return whether there is a gradient.
 
         The step is told if a gradient is sparse, a parameter has changed, or a buffer is refused.
 
         Args:
             step: the step in hand.
-            number: of the slice.
-            module: the replica's.
-            buffers: its own, as they are now.
-            forwards: forwards of the replica in the slice.
+            number: the slice's number.
+            module: the replica's module.
+            buffers: the module's buffers, as they are now.
+            forwards: the number of forwards of the replica in the slice.
         """
         assert self._partial is not None  # a step has begun
         self._before.look()
@@ -335,12 +334,12 @@ class SlicedGradients:
         return any(grad is not None for grad in grads)
 
     def say(self) -> dict[str, object]:
-        """Return what the other ranks are told of the slices here."""
+        """Return this rank's record of its slices for the other ranks."""
         return {"cleared": self._before.cleared(), "buffers": self._buffers.marks, "backward": self._has_backward}
 
     @property
     def has_cleared(self) -> bool:
-        """Whether gradients of before the step were cleared in it."""
+        """Return whether gradients from before the step were cleared in it."""
         return any(self._before.fates)
 
     def _take_gradients(self, step: SlicedStep, number: int) -> Leaf:
@@ -370,7 +369,7 @@ class SlicedGradients:
         return grads
 
     def _skip_to(self, number: int) -> None:
-        """Count slices without samples, which nobody goes through."""
+        """Count slices without samples, which no rank goes through."""
         assert self._partial is not None  # a step has begun
         for empty in range(self._next, number):
             self._partial.push(empty, [None] * self._width())
@@ -383,11 +382,11 @@ class SlicedGradients:
 
     @torch.no_grad()
     def end(self, step: SlicedStep, says: Sequence[dict[str, Any]]) -> None:
-        """**Collective.** Add up what the ranks have, and make it the gradients and buffers.
+        """**Collective.** Add up the ranks' sums, and write the gradients and buffers.
 
         Args:
             step: the step in hand.
-            says: what :meth:`say` returned on the ranks that had something to do.
+            says: the records that :meth:`say` returned on the ranks that had something to do.
 
         Raises:
             LockstepError: slices of different ranks have done different things to a buffer; on all ranks.
@@ -423,7 +422,7 @@ class SlicedGradients:
         self._close()
 
     def _is_skipped(self, step: SlicedStep, sums: Sequence[Leaf], *, finite: bool) -> bool:
-        assert self._finite is not None  # asked where there is one
+        assert self._finite is not None  # called only if there is one
         if not finite:
             self._finite.inspect_sums(sums, self._names)
         return self._finite.verdict(flagged=not finite, whoami=lambda: step.whoami())
@@ -448,7 +447,7 @@ class SlicedGradients:
         return total, finite
 
     def _unpack(self, layout: _Layout, sums: Sequence[Leaf], total: Leaf) -> None:
-        """Copy the result to where it stays: the memory of this rank's own first sum, or new one."""
+        """Copy the result into the memory of this rank's own first sum, or into new memory."""
         own = sums[0] if sums else total
         positions = [*layout.grads, *layout.buffers]
         missing = {at for at in layout.grads if all(leaf[at] is None for leaf in sums)}
@@ -467,7 +466,7 @@ class SlicedGradients:
             _foreach_copy(targets, sources)
 
     def _lay_out(self, count: int) -> Sequence[_Layout]:
-        """**Collective** where the layout or the number of rows has changed. Return where sums are exchanged."""
+        """**Collective** where the layout or the number of rows has changed. Return the layouts of the exchange."""
         originals = [*self._params, *self._buffers.averaged]
         key = (max(count, 1), [(each.shape, each.stride(), each.dtype, each.device) for each in originals])
         if key == self._laid_out_for:
@@ -507,7 +506,7 @@ class SlicedGradients:
             self._written = [(grad, 0 if grad is None else grad._version) for grad in grads]
 
     def _warn_of_none(self, total: Leaf, says: Sequence[dict[str, Any]]) -> None:
-        """Say so once if backwards have left nothing, most likely because it was cleared after them."""
+        """Warn once if backwards have left no gradient, most likely because it was cleared after them."""
         if self._has_said or any(grad is not None for grad in total[: len(self._params)]):
             return
         if any(each["backward"] for each in says):
@@ -521,7 +520,7 @@ class SlicedGradients:
 
 
 def _warn_of_small_slices(module: nn.Module, step: SlicedStep) -> None:
-    """Say so before torch's batch norm refuses a slice of one sample, at the end of an epoch most likely."""
+    """Warn before torch's batch norm refuses a slice of one sample, most likely at the end of an epoch."""
     norm = next((name for name, part in module.named_modules() if isinstance(part, nn.BatchNorm1d)), None)
     if norm is None or step.cut.smallest > 1:
         return

@@ -1,17 +1,17 @@
-"""A replica's buffers over the slices of a step: moved by the mean of the slices where that has a meaning, or refused.
+"""A replica's buffers over the slices of a step: moved by the mean of the slices if that is meaningful, or refused.
 
 Note [Buffers in slices]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A buffer that a forward changes would hand on from slice to slice what the slices' order is. So every slice begins with
-the buffers of the step's beginning, and in the end a buffer has moved by the mean of what the slices have moved it by,
-each weighing as many samples as it has. What does not move does not change by a bit, infinite values included. A
-forward may put another tensor in a buffer's place: its values count, and the buffer stays where it was. Whole numbers
-(counts of batches) are those after the first slice: a step counts as one.
+A buffer that a forward changes would make the result depend on the order of the slices. So every slice begins with the
+buffers of the step's beginning, and in the end a buffer has moved by the mean of the slices' movements, weighted by
+their samples. Elements that do not move do not change by a bit, infinite values included. A forward may put another
+tensor in a buffer's place: its values count, and the buffer stays where it was. Whole numbers (counts of batches) are
+those after the first slice: a step counts as one.
 
-That is right for statistics, which are means over samples (or decaying means of such), and for what every slice changes
-alike. It makes mush of what a forward writes down sample by sample: a queue of keys, codes that are replaced, the
-smallest value seen. torch's norm layers have statistics, and so has, by its name, whatever begins with ``running_``. Of
-any other buffer it is told by what the slices do to it. Refused is one
+That is right for statistics, which are means over samples (or decaying means of such), and for buffers that every slice
+changes alike. It is wrong for values that a forward stores sample by sample: a queue of keys, codes that are replaced,
+the smallest value seen. The buffers of torch's norm layers are taken as statistics, and so is any buffer whose name
+begins with ``running_``. Other buffers are judged by what the slices do to them. A buffer is refused
 
 - of whole numbers that the slices change differently, or by something else than a count of forwards: a queue's place;
 - of which the slices write different elements, or write some to different values and leave others: codes, queues;
@@ -20,7 +20,7 @@ any other buffer it is told by what the slices do to it. Refused is one
 - that begins as an infinite value: a smallest or largest value seen so far.
 
 Each slice leaves a mark of what it did to a buffer. The marks of all slices of all ranks must be the same, so whether a
-buffer is refused does not depend on who had which slice, and all ranks refuse it together.
+buffer is refused does not depend on which rank had which slice, and all ranks refuse it together.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from lockstep.ddp.buffers import broadcast_tensors
 from lockstep.ddp.members import buffers_of
 from lockstep.step.slicing import SlicedStep
 
-#: One for each tensor of a step; None: nothing, which counts as zeros.
+#: One tensor for each parameter and averaged buffer of a step; None counts as zeros.
 Leaf = list[Tensor | None]
-#: By the name of a buffer, what a slice did to it, as a text that can be compared.
+#: Name of a buffer -> what a slice did to it, as a text that can be compared.
 Marks = dict[str, str]
 
 _NormBase = _torch.norm_base()
@@ -50,42 +50,42 @@ _ADVICE = (
 
 
 class SlicedBuffers:
-    """What the slices of one step do to the buffers.
+    """The changes that the slices of one step make to the buffers.
 
     Args:
-        module: the replica's.
-        buffers: its own, as they are when the step begins.
+        module: the replica's module.
+        buffers: the module's buffers, as they are when the step begins.
     """
 
     def __init__(self, module: nn.Module, buffers: Sequence[Tensor]) -> None:
         self.buffers = list(buffers)
         self._base = [buffer.detach().clone() for buffer in buffers]
         self._names = _names_of(module, self.buffers)
-        #: Whole-number buffers after the step's first slice, on the rank that has it.
+        #: Index -> whole-number buffer after the step's first slice, on the rank that has it.
         self._counts: dict[int, Tensor] = {}
-        #: What the first slice here did, and which slice that was.
+        #: The marks of this rank's first slice, and that slice's number.
         self.marks: Marks = {}
         self._first: int | None = None
 
     @property
     def averaged(self) -> list[Tensor]:
-        """Those that a mean is taken of."""
+        """Return the buffers that are averaged."""
         return [buffer for buffer in self.buffers if _is_averaged(buffer)]
 
     # In a slice -----------------------------------------------------------------------------------------------------
 
     def take(self, step: SlicedStep, number: int, module: nn.Module, now: Sequence[Tensor], *, forwards: int) -> Leaf:
-        """Take what slice ``number`` has left in the buffers, and put them back as they were.
+        """Take the values that slice ``number`` has left in the buffers, and restore the buffers.
 
         Args:
-            step: the step in hand; it is told of what is refused.
-            number: of the slice.
-            module: the replica's.
-            now: its buffers, as they are now.
-            forwards: forwards of the replica in the slice.
+            step: the step in hand; it is told of buffers that are refused.
+            number: the slice's number.
+            module: the replica's module.
+            now: the module's buffers, as they are now.
+            forwards: the number of forwards of the replica in the slice.
 
         Returns:
-            By how much those have moved that a mean is taken of, times the slice's part of the batch.
+            The movements of the averaged buffers, times the slice's part of the batch.
         """
         if not self._take_replaced(step, number, module, now):
             self.put_back()
@@ -115,10 +115,10 @@ class SlicedBuffers:
         """Take the values of tensors that a forward has put in buffers' places, and put the buffers back there.
 
         Returns:
-            whether all have their shapes still; the step is told of one that has not.
+            Whether all still have their shapes; the step is told of one that has not.
         """
         if len(now) != len(self.buffers):
-            return True  # the forward has registered more of them: the step to come begins with those
+            return True  # the forward has registered more buffers: the next step begins with those
         replaced: dict[int, Tensor] = {}
         fits = True
         for index, (current, buffer, base) in enumerate(zip(now, self.buffers, self._base, strict=True)):
@@ -141,15 +141,15 @@ class SlicedBuffers:
         return fits
 
     def put_back(self) -> None:
-        """Make the buffers what they were when the step began."""
-        # (Through .data: autograd may have saved a buffer, and this write must not count as a modification.)
+        """Restore the buffers from the beginning of the step."""
+        # Autograd may have saved a buffer, so this writes through .data, which does not count as a modification.
         for buffer, base in zip(self.buffers, self._base, strict=True):
             if buffer.shape == base.shape:
                 buffer.data.copy_(base)
-            else:  # resized, which has been refused
+            else:  # it was resized, which has been refused
                 buffer.data = base
 
-    # What is refused ------------------------------------------------------------------------------------------------
+    # Refusals -------------------------------------------------------------------------------------------------------
 
     def _mark_real(
         self, step: SlicedStep, number: int, name: str, now: Tensor, then: Tensor, marks: Marks, *, forwards: int
@@ -231,11 +231,11 @@ class SlicedBuffers:
 
 
 def unlike(marks: Sequence[Marks], whose: Sequence[str]) -> str | None:
-    """Return what is wrong if slices did different things to a buffer.
+    """Return a message if slices did different things to a buffer, else None.
 
     Args:
-        marks: what was done by each.
-        whose: who that was, in words.
+        marks: the marks of several slices or ranks.
+        whose: descriptions of these slices or ranks.
     """
     for other, who in zip(marks[1:], whose[1:], strict=True):
         for name in sorted({*marks[0], *other}):
@@ -263,7 +263,7 @@ def _is_averaged(buffer: Tensor) -> bool:
 
 
 def _names_of(module: nn.Module, buffers: Sequence[Tensor]) -> list[str]:
-    """Return for each buffer what it is called in a message; "" for statistics, which need not be looked at."""
+    """Return the name of each buffer for messages; "" for statistics, which need not be looked at."""
     said: dict[int, str] = {}
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():
@@ -275,13 +275,13 @@ def _names_of(module: nn.Module, buffers: Sequence[Tensor]) -> list[str]:
 
 
 def _moved_by(now: Tensor, then: Tensor, samples: int) -> bool:
-    """Return whether all elements have moved by that many, to rounding; False for one, which counts batches."""
+    """Return whether all elements have moved by ``samples``, to rounding; False for 1, which counts batches."""
     most = 4 * torch.finfo(now.dtype).eps * max(float(now.abs().max()), 1.0)
     return samples > 1 and bool(((now - then - samples).abs() <= most).all())
 
 
 def _rows_moved(now: Tensor, then: Tensor) -> bool:
-    """Return whether the rows of one are those of the other, at other places, along the first or the last dimension."""
+    """Return whether the rows of one are those of the other, shifted, along the first or the last dimension."""
     for dim in {0, now.dim() - 1} if now.dim() > 1 else ():
         new, old = (each.movedim(dim, 0).flatten(1) for each in (now, then))
         for moved, stayed in ((new, old), (old, new)):

@@ -16,15 +16,15 @@ from torch.nn import Parameter
 
 from lockstep.comm.waiting import wait_for
 
-#: What a rank says instead of its number of rows if it did not use the parameter at all.
+#: Sent instead of the number of rows by a rank that did not use the parameter at all.
 _UNUSED = -1
 
 
 class RowLook(Protocol):
-    """What looks at the rows of sparse gradients, which lie in no bucket."""
+    """The interface of a check of sparse gradients' rows, which lie in no bucket."""
 
     def inspect_rows(self, rows: Tensor, name: str) -> bool:
-        """Look at what this rank is about to send; return whether to flag it."""
+        """Look at the rows that this rank is about to send; return whether to flag them."""
         ...
 
     def note_flagged_rows(self) -> None:
@@ -36,11 +36,11 @@ class SparseSlot:
     """One parameter with a sparse gradient.
 
     Args:
-        position: the parameter's, in the reducer's list.
+        position: the parameter's position in the reducer's list.
         param: the parameter.
-        name: its name.
+        name: the parameter's name.
         group: the ranks that gather.
-        look: looks at this rank's rows, whether to tell all ranks that they are not finite.
+        look: decides whether to tell all ranks that this rank's rows are not finite; None: no check.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class SparseSlot:
     ) -> None:
         #: The parameter's position in the reducer's list.
         self.position = position
-        #: The parameter, its name, the ranks that gather, and what looks at its rows.
+        #: The parameter, its name, the ranks that gather, and the check of its rows.
         self.param, self.name, self.group, self.look = param, name, group, look
-        #: Its position, as often as it got a gradient in the backward under way. Always the same list.
+        #: The position, once for each gradient that came in the backward under way. Always the same list.
         self.arrived: list[int] = []
 
     def issue(self, scale: float, used: bool) -> SparseTransfer:
         """**Collective.** Begin to gather.
 
         Args:
-            scale: what this rank's gradient is multiplied by; 0 discards it.
+            scale: the factor of this rank's gradient; 0 discards it.
             used: whether the parameter got a gradient since the last reduction.
         """
         indices, values = self._contribution(scale)
@@ -93,7 +93,7 @@ class SparseTransfer:
             self._work = dist.all_gather(self._announced, mine, group=slot.group, async_op=True)
 
     def hear(self) -> list[int]:
-        """**Collective.** Return how many rows each rank has, and have it noted if any rank has flagged its own."""
+        """**Collective.** Return the number of rows of each rank, and note it if any rank has flagged its own."""
         if self._counts is None:
             if self._work is not None:
                 wait_for(self._work.wait, self._describe)

@@ -1,9 +1,9 @@
-"""What is done when an optimizer is about to step with the gradients of a replica.
+"""The hook that runs when an optimizer is about to step with the gradients of a replica.
 
 Between the backward that averages and the optimizer's step a script may do anything with its gradients: unscale them
-and not step at all (a GradScaler), clip them, put numbers in the place of NaN, look at them and ``continue``. What is
-wrong with them matters when an optimizer takes them, so that is where it is looked at: by a hook of torch's that runs
-before every step of every optimizer, and does nothing but ask whether there is anything to look at.
+and not step at all (a GradScaler), clip them, put numbers in the place of NaN, look at them and ``continue``. Wrong
+gradients matter only when an optimizer takes them, so they are looked at then: by a hook of torch's that runs before
+every step of every optimizer, and only asks whether there is anything to look at.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from lockstep import _torch
 
 
 class Attends(Protocol):
-    """Has something to look at before an optimizer steps."""
+    """An object with something to look at before an optimizer steps."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Look at it. To raise here keeps the optimizer from stepping."""
+        """Look at it. Raising here keeps the optimizer from stepping."""
         ...
 
 
-#: Those who asked to be told of the next steps, in the order in which they did so, which is the same on all ranks.
+#: Id -> object that asked to be told of the next steps, in the order of asking, which is the same on all ranks.
 alerted: dict[int, Attends] = {}
-#: By optimizer, parameters and their gradients that it is not to see in the step under way. (An optimizer may step
-#: another one inside its own step.)
+#: Id of an optimizer -> parameters and gradients hidden from it in the step under way. (An optimizer may step another
+#: one inside its own step.)
 _hidden: dict[int, list[tuple[Tensor, Tensor]]] = {}
 _watches = False
 
 
 def watch_steps() -> None:
-    """From now on attend to the optimizers of this process."""
+    """Attend to the optimizers of this process from now on."""
     global _watches
     if not _watches:
         _watches = True
@@ -48,12 +48,12 @@ def alert(member: Attends) -> None:
 
 
 def quiet(member: Attends) -> None:
-    """Tell it of no more steps."""
+    """Tell ``member`` of no more steps."""
     alerted.pop(id(member), None)
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return what ``optimizer`` steps."""
+    """Return the parameters that ``optimizer`` steps."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
@@ -88,7 +88,7 @@ def _show(optimizer: Optimizer) -> None:
 
 
 def _attend(optimizer: Optimizer) -> None:
-    _show(optimizer)  # what a step that failed has left
+    _show(optimizer)  # left hidden by a step that failed
     for member in list(alerted.values()):
         member.before_step(optimizer)
 

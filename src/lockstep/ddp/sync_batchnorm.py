@@ -100,7 +100,7 @@ class SyncBatchNorm(_BatchNorm):
     def _synchronised(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         whoami = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}: SyncBatchNorm"
         statistics = _gather_statistics(input.detach(), group, whoami)
-        # More than one here is more than one in all; only otherwise is it worth waiting for the device to know.
+        # More than one value here is more than one in all; only otherwise is it worth waiting for the device.
         if input.numel() <= input.shape[1] and statistics.count <= 1:
             raise ValueError(
                 f"{whoami}: expected more than 1 value per channel when training, got {int(statistics.count)} on all "
@@ -179,30 +179,30 @@ def _converted(norm: _BatchNorm, process_group: dist.ProcessGroup | None) -> Syn
 
 @dataclass(frozen=True)
 class _Statistics:
-    """Of the values of all ranks."""
+    """The statistics of the values of all ranks."""
 
-    #: Values per channel: float64 [1], on the input's device.
+    #: Number of values per channel: float64 [1], on the input's device.
     count: Tensor
-    #: float64 [C], on the input's device.
+    #: Mean of each channel: float64 [C], on the input's device.
     mean: Tensor
-    #: float64 [C], divided by ``count`` (biased).
+    #: Variance of each channel: float64 [C], divided by ``count`` (biased).
     variance: Tensor
 
 
 @dataclass(frozen=True)
 class _Exchange:
-    """What backward needs to know to meet the other ranks."""
+    """The group and weights with which backward exchanges sums."""
 
     group: dist.ProcessGroup
     #: This rank's weight; see Note [Exact mean].
     weight: float
-    #: What was counted before the forward, and where the rest is found; see Note [Counted items].
+    #: The items counted before the forward, and the source of later ones; see Note [Counted items].
     items: Items | None
     in_hand: BatchesInHand | None
     whoami: str
 
     def weight_now(self) -> float:
-        """Return the weight, or how many items are counted in this backward; only their proportion matters."""
+        """Return the weight, or the number of items counted in this backward; only their proportion matters."""
         items = None if self.in_hand is None else self.in_hand.items_for(self.items)
         return self.weight if items is None else float(items.count)
 
@@ -216,7 +216,7 @@ def _exchange(group: dist.ProcessGroup, whoami: str) -> _Exchange:
 
 
 def _gather_statistics(values: Tensor, group: dist.ProcessGroup, whoami: str) -> _Statistics:
-    """**Collective.** Note [Synchronised statistics]."""
+    """**Collective.** Return the statistics of all ranks; see Note [Synchronised statistics]."""
     channels = values.shape[1]
     own = _own_moments(values)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -240,7 +240,7 @@ def _own_moments(values: Tensor) -> Tensor:
     dims = _dims(values)
     rough = values.mean(dims)
     centred = values - _as_channels(rough, values)
-    # What rounding left in the mean is taken out again: the corrected two-pass algorithm of the same authors.
+    # The rounding error of the mean is removed: the corrected two-pass algorithm of the same authors.
     rest = centred.sum(dims).double()
     result[0] = count
     result[1 : channels + 1] = rough.double() + rest / count
@@ -282,7 +282,7 @@ class _SynchronisedNorm(torch.autograd.Function):
         dims = _dims(values)
         normalised = (values.to(scale.dtype) - _as_channels(mean, values)) * _as_channels(scale, values)
         sums = torch.stack([gradient.sum(dims), (gradient * normalised).sum(dims)])
-        # On every rank, also where the input needs no gradient here: the others wait for this rank's sums.
+        # This runs on every rank, also if the input needs no gradient here: the others wait for this rank's sums.
         offset, slope = _means_over_ranks(sums, count, ctx.exchange)
         scale = scale if weight is None else scale * weight.to(scale.dtype)
         through = gradient - _as_channels(offset, values) - normalised * _as_channels(slope, values)
@@ -292,7 +292,7 @@ class _SynchronisedNorm(torch.autograd.Function):
 
 
 def _means_over_ranks(sums: Tensor, count: Tensor, exchange: _Exchange) -> Tensor:
-    """**Collective.** Return [2, C]: what this rank's own sums become when averaged over the values of all ranks."""
+    """**Collective.** Return [2, C]: this rank's sums, averaged over the values of all ranks."""
     # A rank without samples counts for nothing, and 0 * NaN would be NaN.
     weight = exchange.weight_now()
     total = sums.double() * weight if weight else torch.zeros_like(sums, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""What a replica does about those of the other ranks, and what that needs of the replica: two protocols.
+"""Two protocols: the synchroniser, which keeps a replica in step with those of the other ranks, and its replica.
 
-``every_step.py`` averages the gradients of each backward, ``in_rounds.py`` the parameters after some steps. A step in
-slices is beside both: ``slice_member.py``.
+``every_step.py`` averages the gradients of each backward, ``in_rounds.py`` the parameters after some steps. Steps in
+slices are separate from both: ``slice_member.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Synchroniser(Protocol):
     def lay_out(
         self, module: nn.Module, params: list[Parameter], names: list[str]
     ) -> tuple[Reducer, list[RemovableHandle]]:
-        """Return what takes the gradients of ``params``, and what undoes the hooks through which it gets them."""
+        """Return the reducer of the gradients of ``params``, and the handles of its hooks on them."""
         ...
 
     def begin(self) -> None:
@@ -36,22 +36,22 @@ class Synchroniser(Protocol):
         ...
 
     def laid_out_again(self) -> None:
-        """Train parameters as well that were frozen."""
+        """Train newly unfrozen parameters as well."""
         ...
 
     def forward_begins(self, module: nn.Module, *, records: bool) -> Forward:
-        """**Collective** as a forward is. Return what a forward that is about to begin knows."""
+        """**Collective** as a forward is. Return the state of a forward that is about to begin."""
         ...
 
     def weight(self) -> float:
-        """Return what the gradients of the batch in hand are multiplied by before they meet others."""
+        """Return the factor of the gradients of the batch in hand, before they are averaged."""
         ...
 
     def take_share(self, forward: Forward) -> Items | None:
-        """Take what the backward under way is weighed by from what is in hand; see Note [Batches in hand].
+        """Take the weight of the backward under way from the batches in hand; see Note [Batches in hand].
 
         Returns:
-            Items, if they are counted (Note [Counted items]); None: the share of samples that the forward has found.
+            Items, if they are counted (Note [Counted items]); None: the forward's share of samples is the weight.
         """
         ...
 
@@ -60,19 +60,19 @@ class Synchroniser(Protocol):
         ...
 
     def require_sync(self) -> None:
-        """Average in the backward that is under way, which did not begin as one that does."""
+        """Average in the backward under way, although it began as one that does not."""
         ...
 
     def backward_ended(self, forward: Forward) -> None:
-        """**Collective** if it averages. Do what follows a backward that counts as a step."""
+        """**Collective** if it averages. Finish a backward that counts as a step."""
         ...
 
     def why_not_in_slices(self) -> str:
-        """Return what this way of training has against slices; empty: nothing."""
+        """Return the reason why this way of training can't take slices; empty: it can."""
         ...
 
     def join_hook(self, *, divide_by_initial_world_size: bool) -> JoinHook:
-        """Return what answers the others where this rank has run out of batches."""
+        """Return the hook that answers the others when this rank has run out of batches."""
         ...
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
@@ -85,16 +85,16 @@ class Synchroniser(Protocol):
 
 
 class Replicated(BackwardListener, Protocol):
-    """What a synchroniser needs of its replica."""
+    """The interface of a replica that a synchroniser needs."""
 
-    #: Whether backwards average.
+    #: True if backwards average.
     syncs: bool
-    #: What gives all ranks one rank's parameters or buffers.
+    #: Gives all ranks one rank's parameters or buffers.
     tensors: ReplicaTensors
-    #: What its forwards leave to be done.
+    #: The forwards that a backward is to come through.
     forwards: Forwards
     reducer: Reducer
-    #: torch's, as of every Joinable: whether ranks may have run out of batches.
+    #: torch's attribute of every Joinable: whether ranks may have run out of batches.
     _join_config: Any
 
     @property

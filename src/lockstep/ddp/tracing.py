@@ -1,15 +1,14 @@
-"""What a trace sees of gradients while its window is open, with nothing of it there otherwise.
+"""The gradients in a trace, recorded while its window is open; outside of it nothing is installed.
 
 Note [Traced gradients]
 ~~~~~~~~~~~~~~~~~~~~~~~
-A trace has phases and collectives; what ``lockstep runs plan`` needs beside them (``tools/plan/timetable.py``) is
-recorded here: a mark where a backward begins, with what is known of its replica, a mark where each bucket was ready to
-be sent, and a slice for the averaging at the backward's end. Where buckets are sent during backward, one is ready when
-it is issued. Where all is sent at the end, the buckets are those that would have been sent, and one is ready when the
-last of its gradients has come. That is told by hooks on the nodes of autograd that accumulate, and not on the
-parameters: a hook there may be the user's, for which the reducer waits. The hooks only take the time, and it is
-recorded when the backward has ended: in portions, or with gradients that are not used, nobody knows before which of
-them is the last.
+A trace has phases and collectives; the rest that ``lockstep runs plan`` needs (``tools/plan/timetable.py``) is recorded
+here: a mark where a backward begins, with a description of its replica, a mark where each bucket was ready to be sent,
+and a slice for the averaging at the backward's end. Where buckets are sent during backward, one is ready when it is
+issued. Where all are sent at the end, the buckets are those that would have been sent, and one is ready when the last
+of its gradients has come. Hooks on autograd's accumulating nodes report that, and not hooks on the parameters, which
+the reducer would take for a user's and wait for. The hooks only take the time, which is recorded when the backward has
+ended: if gradients come in portions, or some are not used, it is unknown before then which is the last.
 """
 
 from __future__ import annotations
@@ -99,17 +98,17 @@ class _Gradients:
 
 
 class _Seen:
-    """A replica's reducer, as a trace knows it.
+    """A replica's reducer, as a trace sees it.
 
     Args:
-        replica: whose it is.
-        recorder: the trace's.
-        number: tells it from others.
+        replica: the replica.
+        recorder: the trace's writer.
+        number: the replica's number in the trace.
     """
 
     def __init__(self, replica: Replica, recorder: EventWriter, *, number: int) -> None:
         self._recorder = recorder
-        #: When the last gradient of each bucket came that would be sent during backward, if none is.
+        #: Bucket that would be sent during backward, if none is -> time of its last gradient, in monotonic ns.
         self.full: dict[int, int] = {}
         self._handles: list[RemovableHandle] = []
         self._about = {**_describe(replica), "replica": number}
@@ -123,7 +122,7 @@ class _Seen:
             self._handles += [self._listen(reducer.params[i], bucket) for i in part]
 
     def begins(self, forward: Forward) -> None:
-        """Record that a backward of it has begun."""
+        """Record that a backward of the replica has begun."""
         self.full.clear()
         kind = forward.sync, forward.slice is not None
         name = self._names.get(kind)
@@ -135,7 +134,7 @@ class _Seen:
         self._recorder.add(_MARK, name)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -151,7 +150,7 @@ class _Seen:
 
 
 def _describe(replica: Replica) -> dict[str, Any]:
-    """Return what a plan needs to know of a replica, in JSON's types."""
+    """Return the description of a replica that a plan needs, in JSON's types."""
     reducer = replica.reducer
     why_not = _why_not(replica)
     return {
@@ -189,7 +188,7 @@ def _why_not(replica: Replica) -> str:
 
 
 def _samples() -> dict[str, float]:
-    """Return how many samples this rank and all ranks have in the step, where somebody counts them."""
+    """Return the numbers of samples of this rank and of all ranks in the step, if they are counted."""
     world = current_world()
     share = None if world is None else world.in_hand.share
     if share is None or isinstance(share, Items):

@@ -2,17 +2,17 @@
 
 Note [Steps without an average]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-What accumulates inside ``no_sync`` is each rank's own until a backward outside of it averages it all. The last window
-of an epoch is often shorter, its last backward is inside ``no_sync`` like the others, and the step that follows takes
-each rank's own gradients: the replicas part, and nothing shows it. So a step with such gradients is an error.
+Gradients accumulated inside ``no_sync`` are each rank's own until a backward outside of it averages them all. The last
+window of an epoch is often shorter, its last backward is inside ``no_sync`` like the others, and the step that follows
+takes each rank's own gradients: the replicas diverge silently. So a step with such gradients is an error.
 
-A script may have averaged them by itself (``all_reduce`` on each ``grad``). Then they are the same on all ranks, so
-before it is an error the ranks compare their digests: they do so only where the last backward was inside ``no_sync``
-and the optimizer holds parameters of its replica, which no loop does that lets ``backward`` average. That is the same
-on all ranks, and what has accumulated is not: a rank without a sample in the last batch has nothing.
+A script may have averaged them by itself (``all_reduce`` on each ``grad``). Then they are the same on all ranks, so the
+ranks compare their digests before raising the error: only where the last backward was inside ``no_sync`` and the
+optimizer holds parameters of its replica, which never happens in a loop that lets ``backward`` average. This condition
+is the same on all ranks; the accumulated gradients are not: a rank without a sample in the last batch has none.
 
-Ranks that train apart on purpose and average parameters by a script's own means (local SGD inside ``no_sync``) say so:
-with ``compare_every=None`` replicas need not be equal, and this is not looked at either. torch's own PostLocalSGD does
+Scripts whose ranks train apart on purpose and average parameters by other means (local SGD inside ``no_sync``) say so:
+with ``compare_every=None`` replicas need not be equal, and this is not checked either. torch's own PostLocalSGD does
 it by a comm hook, ``post_localSGD_hook``, with which replicas are not compared: Note [A rank's own] in ``drift.py``.
 """
 
@@ -36,18 +36,18 @@ class Unaveraged:
 
     Args:
         group: the ranks that hold replicas.
-        reducer: returns what averages its gradients now.
+        reducer: returns the replica's current reducer.
     """
 
     def __init__(self, group: dist.ProcessGroup, reducer: Callable[[], Reducer]) -> None:
         watch_steps()
         self._group, self._reducer = group, reducer
         self._is_off = False
-        #: Parameters whose gradients the ranks have compared since the last backward.
+        #: Ids of parameters whose gradients the ranks have compared since the last backward.
         self._compared: set[int] = set()
 
     def stop(self) -> None:
-        """Look for nothing from now on."""
+        """Stop looking."""
         self._is_off = True
         quiet(self)
 
@@ -60,7 +60,7 @@ class Unaveraged:
             alert(self)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """**Collective** if the optimizer holds parameters of this replica. Compare what has accumulated there.
+        """**Collective** if the optimizer holds parameters of this replica. Compare their accumulated gradients.
 
         Raises:
             LockstepError: the ranks have accumulated different gradients; on all ranks.

@@ -112,7 +112,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             skip_all_reduce_unused_params,
             batched_grad_copy,
             lazy_bucket_allocation,
-        )  # how torch does it, not what it does
+        )  # these change how torch works, not its results
         _warn_without_effect(dim=dim != 0, check_reduction=check_reduction)
         _refuse_mixed_precision(mixed_precision)
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
@@ -146,7 +146,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         object.__setattr__(self, "_replica", replica)
 
     _replica: Replica
-    #: See the hook of this name's owner in ``ddp/api.py``.
+    #: See ``_BeforeForward`` in ``ddp/api.py``.
     once_per_rank = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -192,11 +192,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         """See :func:`lockstep.register_comm_hook`."""
         self._replica.synchroniser.register_comm_hook(state, hook)
 
-    # What scripts and libraries read, set and call of torch's class besides -------------------------------------------
+    # Further members of torch's class that scripts and libraries use --------------------------------------------------
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backwards average. What ``no_sync`` sets for a while; set it before the forward."""
+        """Return whether backwards average. ``no_sync`` sets this for a while; set it before the forward."""
         return self._replica.syncs
 
     @require_backward_grad_sync.setter
@@ -205,19 +205,19 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether buffers are sent around training steps; see Note [Buffers]. The same on all ranks."""
+        """Return whether buffers are sent around training steps; see Note [Buffers]. The same on all ranks."""
         return self._replica.tensors.sends_buffers
 
     @broadcast_buffers.setter
     def broadcast_buffers(self, sends: bool) -> None:
         self._replica.tensors.sends_buffers = bool(sends)
 
-    #: The names that torch has for the same.
+    #: Torch's other names of ``broadcast_buffers``.
     require_forward_param_sync = forward_sync_buffers = broadcast_buffers
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter."""
+        """Return the device of the first parameter."""
         return next(self.module.parameters()).device
 
     def will_sync_module_buffers(self) -> bool:
@@ -239,7 +239,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Do nothing: no times are measured; ``benchmarks/step.py`` shows how to measure them."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return what torch's class logs of itself, under its names, without the times."""
+        """Return the data that torch's class logs, under the same names, without the times."""
         replica, options, reducer = self._replica, self._options, self._replica.reducer
         params = [param for _, param in parameters_of(self.module) if param.requires_grad]
         return {
@@ -261,7 +261,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         }
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Return the hooks that torch has written in C++: plain averages, and averages in float16."""
+        """Register the counterpart of one of torch's hooks in C++: plain averages, or averages in float16."""
         name = getattr(comm_hook_type, "name", str(comm_hook_type))
         if name == "FP16_COMPRESS":
             self._replica.synchroniser.register_comm_hook(None, fp16_compress_hook)
@@ -272,10 +272,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Name what DistributedDataParallel and replicate leave alone in ``module``; call it before them."""
+        """Name the members of ``module`` that DistributedDataParallel and replicate ignore; call it before them."""
         ignore(module, params_and_buffers_to_ignore)
 
-    # torch's Join reads and sets these on whatever it is given; the replica is what takes part.
+    # torch's Join reads and sets these on the object it is given; the replica itself takes part.
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Serve :class:`torch.distributed.algorithms.Join`."""
@@ -283,12 +283,12 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device on which ranks tell each other that they have run out of data."""
+        """Return the device on which ranks tell each other that they have run out of data."""
         return self._replica.join_device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The replicas' process group."""
+        """Return the replicas' process group."""
         return self._replica.join_process_group
 
     @property
@@ -316,7 +316,7 @@ _NO_REDUCER = (
     "a replica prepares itself in forward, so there is nothing to call; leave out what touches it, or use torch's "
     "class over the backend 'shm'"
 )
-#: What torch's class has and this one has not, and what to do about it.
+#: Attribute of torch's class that this one lacks -> what to do instead.
 _NOT_HERE = {
     "reducer": _NO_REDUCER,
     "logger": "_get_ddp_logging_data() returns what is known",

@@ -32,50 +32,50 @@ from dataclasses import dataclass, replace
 from lockstep.job.hang import WARM
 from lockstep.job.page import Phase
 
-#: Fewer steps, or looks, tell nothing.
+#: The fewest steps and looks from which a verdict is given.
 FEWEST_STEPS, FEWEST_LOOKS = 10, 60
-#: Parts of a step: what a slow rank costs before it is named; what a phase has of the difference to be the cause.
+#: The fraction of a step that a slow rank must cost to be named; the fraction of the difference between two ranks that
+#: a phase must account for to be the cause.
 COSTS, _CAUSE = 0.05, 0.8
-#: How surely a difference must be known, in standard deviations.
+#: Standard deviations by which a difference must exceed 0 to be believed.
 SURE = 3.0
-#: How many of them a second cause must come to.
+#: Standard deviations that are subtracted from what another phase contributes, before it counts as a second cause.
 _DOUBT = 2.0
-#: Seconds for which moments are as close as looks, and then between two of them at least: a run of a second has a
-#: step's time as well.
+#: For the first 2 s of training, moments may be as close as 0.05 s, so that a run of a second has a step time as well.
 _YOUNG, _CLOSE = 2.0, 0.05
-#: Moments of a start that are kept at most, and as many of all ranks together; at least.
+#: Limits on the moments kept of a start: the most, the most times the number of ranks, and the fewest.
 _MOST, _CELLS, _FEWEST = 600, 16_384, 48
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a rank has come, all since it was started."""
+    """The progress of a rank since it was started."""
 
-    #: Optimizer steps.
+    #: Optimizer steps taken.
     steps: int
     #: Seconds by phase, waiting included.
     seconds: tuple[float, ...]
-    #: Samples that its steps were taken with; 0: they are not counted.
+    #: Samples in these steps; 0: they are not counted.
     samples: int = 0
-    #: Seconds for which others have waited while it worked, those of several added up, and shared by those that worked.
+    #: Seconds that other ranks waited while this one worked: summed over those that waited, split among those that worked.
     held: float = 0.0
-    #: Resident bytes, as last seen; 0: not known.
+    #: Resident bytes at the last look; 0: unknown.
     memory: int = 0
-    #: Seconds of its GPU by phase, in the steps that were timed; none: there is no GPU, or none is known of it.
+    #: Seconds of GPU time by phase, in the steps that were timed; empty: there is no GPU, or its times are unknown.
     device: tuple[float, ...] = ()
-    #: The most bytes that it ever had of its GPU, and how many the GPU has.
+    #: Peak bytes of GPU memory, and the GPU's capacity in bytes.
     device_memory: tuple[int, int] = (0, 0)
-    #: Seconds of pauses of Python's garbage collector, whatever the phase around them, and how many there were.
+    #: Seconds of pauses of Python's garbage collector, in any phase, and the number of pauses.
     collected: float = 0.0
     collections: int = 0
 
     @property
     def work(self) -> float:
-        """Seconds in which it did not wait."""
+        """The seconds in which the rank did not wait."""
         return math.fsum(self.seconds) - self.seconds[Phase.WAIT]
 
     def since(self, before: Progress) -> Progress:
-        """Return what came after ``before``; what is no sum stays as it is."""
+        """Return the progress made after ``before``; fields that are not sums keep their value."""
         return replace(
             self,
             steps=self.steps - before.steps,
@@ -87,7 +87,7 @@ class Progress:
         )
 
     def plus(self, other: Progress) -> Progress:
-        """Return what both have come together; of what is no sum, the greater."""
+        """Return the sum of both; fields that are not sums take the greater value."""
         both = [self.device, other.device] if self.device and other.device else [self.device or other.device]
         return replace(
             self,
@@ -105,10 +105,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Milestone:
-    """How far the ranks had come at a moment."""
+    """The progress of all ranks at one moment."""
 
     at: float
-    #: Looks at the pages that it rests on, since the ranks were started.
+    #: Looks at the pages since the ranks were started.
     looks: int
     ranks: Mapping[int, Progress]
 
@@ -118,19 +118,20 @@ class Straggler:
     """A rank that the others waited for. Times are seconds a step."""
 
     rank: int
-    #: What a step would take less without it.
+    #: Seconds by which a step would be shorter without this rank.
     costs: float
-    #: Where it lost four fifths of that, and what that phase takes there and elsewhere; None: no single cause.
+    #: The phase in which the rank lost at least four fifths of that, and the seconds of this phase on it and on the
+    #: others; None: no single cause.
     phase: Phase | None
     own: float
     others: float
-    #: Whether it lost as much in pauses of Python's garbage collector, whatever the phase around them.
+    #: True if pauses of Python's garbage collector, in any phase, account for at least four fifths of it.
     collects: bool = False
 
 
 @dataclass(frozen=True)
 class TimeAccount:
-    """What each rank did in some time."""
+    """The progress of each rank between two moments."""
 
     seconds: float
     looks: int
@@ -140,11 +141,11 @@ class TimeAccount:
 
     @classmethod
     def between(cls, before: Milestone, after: Milestone, here: Collection[int]) -> TimeAccount:
-        """Return what lies between two moments of a start."""
+        """Return the account of the time between two moments of a start."""
         seconds = after.at - before.at
         spent = {rank: now.since(before.ranks[rank]) for rank, now in after.ranks.items()}
         for number, rank in spent.items():
-            if number not in here:  # its seconds are those of another stretch of time
+            if number not in here:  # the seconds known of it are from a slightly different interval
                 longer = seconds / (math.fsum(rank.seconds) or 1.0)
                 told = tuple(each * longer for each in rank.seconds)
                 spent[number] = replace(rank, seconds=told, held=rank.held * longer)
@@ -152,21 +153,22 @@ class TimeAccount:
 
     @property
     def steps(self) -> int:
-        """The steps that were watched."""
+        """The steps that all ranks took in this time."""
         return min(rank.steps for rank in self.ranks.values())
 
     @property
     def step(self) -> float:
-        """Seconds of a step, all that a step of the training takes included: the time, by the steps in it. 0: not
-        known. (The one time of a step that is told anywhere: parts of it, and what they cost, add up to it.)"""
+        """The mean seconds of a step, everything included: the time divided by the steps in it; 0: unknown.
+
+        All reports use this time of a step, so their parts and costs add up to it."""
         return self.seconds / self.steps if self.steps else 0.0
 
     def straggler(self, *, costs: float = COSTS, sure: float = SURE) -> Straggler | None:
-        """Return the rank that the others waited for, if it is known surely that there was one.
+        """Return the rank that the others waited for, or None if none is known with enough confidence.
 
         Args:
-            costs: the part of a step that it must cost.
-            sure: how surely that must be known, in standard deviations.
+            costs: the fraction of a step that the rank must cost.
+            sure: the confidence that is required, in standard deviations.
         """
         if len(self.ranks) < 2 or self.steps < FEWEST_STEPS or self.looks < FEWEST_LOOKS:
             return None
@@ -194,7 +196,7 @@ class TimeAccount:
         )
 
     def _cause(self, slow: Progress, others: Sequence[Progress], pause: float) -> tuple[Phase, float, float]:
-        """Return the phase in which a rank lost most against the others, what it lost in all, and in that phase."""
+        """Return the phase in which a rank lost the most against the others, and the seconds lost in all and in it."""
         usual = {
             phase: statistics.median(rank.seconds[phase] for rank in others)
             for phase in Phase
@@ -202,7 +204,7 @@ class TimeAccount:
         }
         by_phase = {phase: slow.seconds[phase] - each for phase, each in usual.items()}
         phase = max(by_phase, key=lambda phase: by_phase[phase])
-        # What is in doubt is no second cause.
+        # A loss within the noise does not count as a second cause.
         longer = by_phase[phase] + sum(
             max(0.0, each - _DOUBT * math.sqrt((2 * usual[other] + each) * pause if each > 0 else 0.0))
             for other, each in by_phase.items()
@@ -212,19 +214,19 @@ class TimeAccount:
 
 
 class Ledger:
-    """How far the ranks of one start have come while all of them took steps, moment by moment.
+    """The progress of the ranks of one start, moment by moment, while all of them take steps.
 
-    What comes before the first two steps, and the last moments in which a rank leaves, are left out.
+    The time before the second step, and the last moments in which a rank leaves, are left out.
     """
 
     def __init__(self) -> None:
-        #: From the first that counts to the last. Where there are too many, every other one goes.
+        #: The moments in order. When there are too many, every other one is dropped.
         self.moments: list[Milestone] = []
-        #: Of so many moments one is kept, how many there were, and whether the last is there only until the next.
+        #: One moment in ``_stride`` is kept; the moments counted so far; True if the next one replaces the last.
         self._stride, self._count, self._passes = 1, 0, False
 
     def is_due(self, now: float) -> bool:
-        """Whether a moment is wanted now already, and not in a second: the training has only just begun."""
+        """Return whether a moment is wanted now, not only after a second, because the training has only just begun."""
         if not self.moments:
             return True
         return now - self.moments[0].at < _YOUNG and now - self.moments[-1].at >= _CLOSE
@@ -233,10 +235,10 @@ class Ledger:
         """Record a moment.
 
         Args:
-            ranks: of each rank of this machine, and of the others where all of them are known. When these come to be
-                known, the account begins anew; a moment in which they are not is left out.
-            now: on the monotonic clock.
-            looks: how many looks at the pages that rests on.
+            ranks: the progress of each rank of this machine, and of the other machines' ranks once all are known. When
+                these become known, the account begins anew; later moments without them are left out.
+            now: seconds on the monotonic clock.
+            looks: looks at the pages so far.
         """
         if not ranks or any(rank.steps < WARM for rank in ranks.values()):
             return
@@ -255,7 +257,7 @@ class Ledger:
 
 
 def _train_on(before: Mapping[int, Progress], after: Mapping[int, Progress]) -> bool:
-    """Whether all ranks have taken steps in between, and none is about to end."""
+    """Return whether all ranks have taken steps in between and none is about to end."""
     return all(
         now.steps > before[rank].steps and now.seconds[Phase.LEAVING] == before[rank].seconds[Phase.LEAVING]
         for rank, now in after.items()

@@ -1,4 +1,4 @@
-"""What a rank's time goes to on its GPU, and the GPU's memory: read behind the training, never waited for.
+"""Measure a rank's GPU time by phase, and the GPU's memory, without ever waiting for the GPU during training.
 
 Note [Device time]
 ~~~~~~~~~~~~~~~~~~
@@ -30,12 +30,12 @@ from lockstep.job import flight
 from lockstep.job.flight import Flight
 from lockstep.job.page import Cell, Phase
 
-#: One step of so many is timed.
+#: One step in this many is timed.
 EVERY = 16
-#: Timed steps that have not passed yet, beyond which none is begun.
+#: The most timed steps that the GPU has not finished yet; no further one is begun meanwhile.
 _UNDER_WAY = 4
 _OWN = int(Phase.OWN)
-#: Records of a trace that have a time of the device's; a long trace has more records.
+#: The most records of a trace that get a GPU time.
 _MOST_MARKS = 1 << 14
 
 
@@ -43,45 +43,45 @@ class Event(Protocol):
     """An event with a time in a stream; ``torch.cuda.Event(enable_timing=True)`` is one."""
 
     def query(self) -> bool:
-        """Return whether the device has come to it."""
+        """Return whether the device has reached the event."""
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Return the milliseconds from it to a later one; both have passed."""
+        """Return the milliseconds from this event to a later one; both must have passed."""
 
     def synchronize(self) -> None:
-        """Wait until the device has come to it."""
+        """Wait until the device has reached the event."""
 
 
 class Device(Protocol):
-    """What is asked of a GPU; nothing here waits for it."""
+    """The operations needed of a GPU; none of them waits for it."""
 
     def event(self) -> Event:
         """Make an event."""
 
     def record(self, event: Event) -> None:
-        """Put an event into the current stream, behind all that is there."""
+        """Append an event to the current stream."""
 
     def can_record(self) -> bool:
         """Return whether the current stream takes events now."""
 
     def memory(self) -> tuple[int, int]:
-        """Return the most bytes that tensors ever had of it, and how many it has."""
+        """Return the peak bytes allocated to tensors, and the GPU's capacity in bytes."""
 
 
 def watch(device: Device) -> None:
-    """Have this process's page say from now on what its GPU's time goes to. A second call does nothing."""
+    """Record GPU time by phase in this process's page from now on. A second call does nothing."""
     if not isinstance(flight.current, _OnDevice):
         flight.use(_OnDevice(flight.current, device))
 
 
 class _OnDevice(Flight):
-    """Records events of the device as well, in some steps."""
+    """A writer of the page that also records device events in some steps."""
 
     def __init__(self, before: Flight, device: Device) -> None:
         vars(self).update(vars(before))
         self._device = device
         self._steps_seen = 0
-        #: The step that is timed now: the phases that began, with their events; None: this one is not.
+        #: The phases begun in the current step, with their events; None: the step is not timed.
         self._timed: list[tuple[int, Event]] | None = None
         self._passing: deque[list[tuple[int, Event]]] = deque()
         self._spare: list[Event] = []
@@ -128,7 +128,7 @@ class _OnDevice(Flight):
         timed.append((phase, event))
 
     def _read(self) -> None:
-        """Add up the steps that have passed, and have the page say so."""
+        """Add up the steps that the GPU has finished, and write the sums to the page."""
         while self._passing and all(event.query() for _, event in self._passing[0]):
             step = self._passing.popleft()
             for (phase, begun), (_, ended) in pairwise(step):
@@ -140,12 +140,12 @@ class _OnDevice(Flight):
 
 
 class DeviceClock:
-    """Tells when a GPU came to what was queued before each mark; see Note [Two clocks].
+    """The times at which a GPU reached the work queued before each mark; see Note [Two clocks].
 
     Args:
         device: the GPU.
-        first: an event that it has passed.
-        at: when it did, at the latest (nanoseconds, CLOCK_MONOTONIC).
+        first: an event that the GPU has passed.
+        at: the latest time at which it passed (nanoseconds, CLOCK_MONOTONIC).
     """
 
     def __init__(self, device: Device, first: Event, at: int) -> None:
@@ -154,7 +154,7 @@ class DeviceClock:
 
     @classmethod
     def begin(cls, device: Device) -> DeviceClock | None:
-        """Wait for the GPU, and return a clock; None: the current stream takes no events."""
+        """Wait for the GPU and return a clock; None: the current stream takes no events."""
         if not device.can_record():
             return None
         event = device.event()
@@ -163,14 +163,14 @@ class DeviceClock:
         return cls(device, event, time.monotonic_ns())
 
     def mark(self, place: int) -> None:
-        """Mark by a number what the current stream has been given so far."""
+        """Mark the work queued so far in the current stream with a number."""
         if len(self._marks) < _MOST_MARKS and self._device.can_record():
             event = self._device.event()
             self._device.record(event)
             self._marks.append((place, event))
 
     def read(self) -> Iterator[tuple[int, int]]:
-        """Wait for the GPU, and yield each mark with when the GPU came to it (nanoseconds, CLOCK_MONOTONIC)."""
+        """Wait for the GPU, and yield each mark with the time when it was reached (nanoseconds, CLOCK_MONOTONIC)."""
         for place, event in self._marks:
             event.synchronize()
             yield place, self._at + round(self._first.elapsed_time(event) * 1e6)

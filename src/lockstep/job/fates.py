@@ -1,4 +1,4 @@
-"""How other ranks of this start have ended, by what they have left: for errors of those that still wait for them."""
+"""Tell how other ranks of this start have ended, for the errors of ranks that still wait for them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lockstep.job.files import FailureRecord
 from lockstep.job.page import Look, Phase
 from lockstep.text import counted, sentence, which_ranks
 
-#: What :func:`told` says of a rank that has ended in peace.
+#: The words of :func:`told` for a rank that has ended normally.
 WITHOUT_ERROR = "without an error"
-#: What a rank is at that has begun a step.
+#: The phases of a rank within a step.
 _WITHIN_STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER)
 
 
 def told(ranks: Iterable[int] | None = None) -> str:
-    """Return a sentence, or some, about those of ``ranks`` that have ended their program; empty if none is known to.
+    """Return a sentence or several about those of ``ranks`` that have ended their program; empty if none is known to.
 
     Args:
         ranks: numbers in the world; None: all others.
@@ -53,7 +53,7 @@ def _compared(there: Look, here: Look) -> str:
 
 
 def advice(name: str) -> str:
-    """Say that a call is for all ranks."""
+    """Return the advice that all ranks must make a call."""
     return (
         f"{name} is for all ranks: if only some call it (in `if world.is_main:`, say), they wait for the others in vain"
     )

@@ -12,12 +12,12 @@ from lockstep._files import write_whole
 
 #: The exit code of a run that was asked to stop and has saved: sysexits' EX_TEMPFAIL, "try again".
 EXIT_SAVED = 75
-#: Characters of a message or traceback that are kept; a recursion's traceback can be megabytes.
+#: The most characters kept of a message or traceback; a recursion's traceback can be megabytes.
 _LONGEST = 50_000
 
 
 class JobFiles:
-    """Where everything is that the launcher and the ranks of one start of a job leave for each other."""
+    """The paths of all files through which the launcher and the ranks of one start of a job communicate."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -39,7 +39,7 @@ class JobFiles:
 
     @property
     def notes(self) -> Path:
-        """What ranks have told for the record; see notes.py."""
+        """The ranks' notes for the run's record; see notes.py."""
         return self.folder / "notes"
 
     def failure(self, rank: int) -> Path:
@@ -47,7 +47,7 @@ class JobFiles:
         return self.folder / f"failure-{rank}.json"
 
     def stack(self, rank: int) -> Path:
-        """Return the file for a rank's Python stacks, written when it is asked for them."""
+        """Return the file of a rank's Python stacks, written on request."""
         return self.folder / f"stack-{rank}"
 
     def worker(self, rank: int, name: str) -> Path:
@@ -63,23 +63,23 @@ class JobFiles:
         return self.folder / f"trace-{rank}"
 
     def trace_names(self, rank: int) -> Path:
-        """Return the file of the names that these have."""
+        """Return the file of these events' names."""
         return self.folder / f"trace-{rank}.names"
 
     def trace_worker(self, rank: int, name: str, pid: int) -> Path:
-        """Return the file in which a loader's worker says when it made which batch."""
+        """Return the file of the times at which a loader's worker made its batches."""
         return self.folder / f"trace-{rank}-{name}-{pid}"
 
     def trace_workers(self, rank: int) -> list[Path]:
-        """Return these files of all workers of a rank."""
+        """Return the files of batch times of all workers of a rank."""
         return [*self.folder.glob(f"trace-{rank}-*")]
 
     def profile(self, rank: int, number: int) -> Path:
-        """Return the file for what torch.profiler has exported in a rank, the ``number``-th time."""
+        """Return the file of the ``number``-th export of torch.profiler in a rank."""
         return self.folder / f"profile-{rank}-{number}.json"
 
     def profiles(self, rank: int) -> list[Path]:
-        """Return these files of a rank, in order."""
+        """Return a rank's exports of torch.profiler, in order."""
         return sorted(self.folder.glob(f"profile-{rank}-*.json"), key=lambda path: int(path.stem.split("-")[2]))
 
     def told(self) -> str:
@@ -90,8 +90,8 @@ class JobFiles:
             return ""
 
     def mark_failed(self) -> None:
-        """Tell the ranks that a signal to stop is not the user's: one of them failed, so nobody can finish a step."""
-        with contextlib.suppress(FileNotFoundError):  # somebody has removed the folder, which the launcher says
+        """Tell the ranks that a signal to stop is not the user's: one of them failed, so no rank can finish a step."""
+        with contextlib.suppress(FileNotFoundError):  # the folder was removed, which the launcher reports
             self._failed.touch(mode=0o600)
 
     def mark_late(self, text: str) -> None:
@@ -104,7 +104,7 @@ class JobFiles:
 
     @property
     def has_failed(self) -> bool:
-        """Whether that was told."""
+        """Whether :meth:`mark_failed` was called for this start."""
         return self._failed.exists()
 
     @property
@@ -115,7 +115,7 @@ class JobFiles:
 def told() -> str:
     """Return the launcher's report on the rank that holds up the others now, after a line break, or an empty text.
 
-    For errors of those that waited for it."""
+    It is for the errors of ranks that waited for the late one."""
     folder = knobs.job_dir()
     text = "" if folder is None else JobFiles(folder).told()
     return f"\n{text}" if text else ""
@@ -123,22 +123,22 @@ def told() -> str:
 
 @dataclass(frozen=True)
 class StopNote:
-    """Says that the ranks saved and left because they were asked to, and where the run can resume."""
+    """A note that the ranks saved and left on request, with the checkpoint from which the run can resume."""
 
     #: Optimizer steps taken.
     step: int
     #: The checkpoint's folder.
     folder: str
-    #: Whether its values are; a run does not resume by itself from one that holds NaN.
+    #: True if the checkpoint's values are finite; a run does not resume by itself from one that holds NaN.
     finite: bool = True
 
     def describe(self) -> str:
-        """Say where the run can resume."""
+        """Return a phrase that tells where the run can resume."""
         where = f"saved at step {self.step} in {self.folder}"
         return where if self.finite else f"{where}, which is not finite: a run resumes from the newest one that is"
 
     def write(self, job_folder: str | Path) -> None:
-        """Leave the note, complete or not at all."""
+        """Write the note, completely or not at all."""
         write_whole(Path(job_folder, "stopped.json"), json.dumps(asdict(self)))
 
     @classmethod
@@ -152,10 +152,10 @@ class StopNote:
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """Why a rank failed, by its own account, written when an exception ends it."""
+    """A rank's own account of its failure, written when an exception ends it."""
 
     rank: int
-    #: When, on the monotonic clock, which all processes of a machine share.
+    #: Seconds on the monotonic clock, which all processes of a machine share.
     at: float
     exit_code: int
     #: The exception's type, as Python prints it.
@@ -165,19 +165,19 @@ class FailureRecord:
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """The exception's type and the first line of its message."""
         first = self.message.strip().splitlines()[:1]
         return f"{self.type}: {first[0]}" if first else self.type
 
     def write(self, folder: str | Path) -> None:
-        """Leave the record, complete or not at all."""
+        """Write the record, completely or not at all."""
         fields = asdict(self)
         fields["message"], fields["traceback"] = _shorten(self.message), _shorten(self.traceback)
         write_whole(JobFiles(folder).failure(self.rank), json.dumps(fields))
 
     @classmethod
     def read(cls, folder: str | Path, rank: int) -> FailureRecord | None:
-        """Return what ``rank`` left, or None."""
+        """Return the record of ``rank``, or None if it left none."""
         try:
             return cls(**json.loads(JobFiles(folder).failure(rank).read_text()))
         except FileNotFoundError:

@@ -1,14 +1,14 @@
-"""The rank's side of its page: say at every event what it is doing.
+"""The rank's side of its page: write at every event what the rank is doing.
 
-An event stores one number and reads no clock: the process that reads the page keeps the time. What is written is for
-the launcher and for people, and decides nothing in the rank. In a process that our launcher did not start it goes to
-memory that nobody reads, so callers need not ask.
+An event stores one number and reads no clock: the process that reads the page keeps the time. The page is for
+the launcher and for people, and decides nothing in the rank. In a process that our launcher did not start, events go
+to private memory that is never read, so callers need not ask.
 
 Note [Cold events]
 ~~~~~~~~~~~~~~~~~~
 An event comes once in a step, and what the step computes has meanwhile displaced it from the processor's caches. So it
-costs several times of what a loop of events suggests, in proportion to the objects that it touches. Hence no state of
-ours but the page itself, and marks that are made beforehand, but for their serial number: ``count`` adds it in C.
+costs several times what a loop of events suggests, in proportion to the objects that it touches. Hence we keep no
+state but the page itself, and marks are made beforehand except for their serial number, which ``count`` adds in C.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def _marks(phase: int, entered: int) -> count[int]:
     return count(SERIAL + entered * ENTERED + phase, SERIAL)
 
 
-#: The marks of a phase that begins, by phase. What is sent belongs to the backward.
+#: Phase -> the marks of its beginning. Sending gradients counts as entering the backward.
 _begun = [_marks(phase, Phase.BACKWARD if phase is Phase.REDUCE else phase) for phase in Phase]
-#: The marks of own code after a phase, by phase.
+#: Phase -> the marks of the user's own code after it.
 _over = [_marks(Phase.OWN, phase) for phase in Phase]
-#: Serial numbers of all other marks, which no phase has ever got to.
+#: Serial numbers of all other marks, beyond those that the counters of phases ever reach.
 _others = count(SERIAL << 40, SERIAL)
 
 
@@ -52,7 +52,7 @@ class Flight:
 
     Args:
         page: uint8 [PAGE], the memory.
-        rank: whose page it is.
+        rank: the page's owner.
         pages: the pages of all ranks; None: this one is alone.
     """
 
@@ -60,16 +60,16 @@ class Flight:
         self._page = page
         self._cells = page.cast("q")
         self.rank, self.pages = rank, pages
-        #: How many waits are within each other.
+        #: The nesting depth of the waits under way.
         self._depth = 0
-        #: Whether the optimizer's steps are counted, and what the page says after the next one.
+        #: True if optimizer steps are counted; the values that the page gets after each of them.
         self.counts = False
         self._next_steps = count(2)
-        #: Samples in the batches that came since the last step.
+        #: Samples in the batches fetched since the last step.
         self.batch = 0
-        #: When the collection under way began.
+        #: The start of the garbage collection under way (nanoseconds of time.perf_counter_ns).
         self._collecting = 0
-        #: The code and instruction from which the optimizer took its last step, and how many callers away it was.
+        #: The user's code and instruction that called for the last optimizer step, and its distance in frames.
         self._code: CodeType | None = None
         self._instruction = 0
         self._away = 1
@@ -80,44 +80,44 @@ class Flight:
         return Phase(self._cells[_MARK] % ENTERED)
 
     def enter(self, phase: int) -> None:
-        """A phase begins, and with it ends the one before."""
+        """Record that a phase begins, which ends the one before."""
         self._cells[_MARK] = next(_begun[phase])
 
     def leave(self, phase: int) -> None:
-        """A phase is over; the user's own code follows."""
+        """Record that a phase is over; the user's own code follows."""
         self._cells[_MARK] = next(_over[phase])
 
     def resume(self, phase: int, *, after: int) -> None:
-        """Back in a phase: what was inside it is over."""
+        """Record that a phase continues after ``after``, which was nested in it."""
         self._cells[_MARK] = next(_others) + after * ENTERED + phase
 
     def count(self) -> None:
-        """From now on :meth:`took_step` is called after every optimizer step of this process."""
+        """Begin to count: from now on :meth:`took_step` is called after every optimizer step of this process."""
         self.counts = True
         self._next_steps = count(max(1, self._cells[_STEPS]))
         self._cells[_STEPS] = next(self._next_steps)
 
     def took_step(self) -> None:
-        """An optimizer took a step."""
+        """Record that an optimizer took a step."""
         self._cells[_STEPS] = next(self._next_steps)
         if self.batch:
             self._cells[_SAMPLES] += self.batch
             self.batch = 0
         try:
             frame = _getframe(self._away)
-        except ValueError:  # the stack is not that deep today
+        except ValueError:  # the stack is less deep than at the last step
             frame = _getframe()
-        # Nearly always it is the line of the step before: then no frame between needs to be looked at.
+        # The line is nearly always that of the step before; then the frames in between need not be searched.
         if frame.f_lasti != self._instruction or frame.f_code is not self._code:
             self._note_line()
         self._cells[_MARK] = next(_over[_OPTIMIZER])
 
     def at_step(self, step: int) -> None:
-        """The whole run is at ``step``, by the count of a Checkpointer."""
+        """Record that the whole run is at ``step``, by the count of a Checkpointer."""
         self._cells[Cell.RUN_STEPS] = step + 1
 
     def collects(self, *, begins: bool) -> None:
-        """Python's garbage collector begins to pause this rank, or has done so."""
+        """Record that a pause of Python's garbage collector begins or ends."""
         cells = self._cells
         if begins:
             cells[Cell.COLLECTING], self._collecting = 1, time.perf_counter_ns()
@@ -127,15 +127,15 @@ class Flight:
             cells[Cell.COLLECTING] = 0
 
     def listens(self, listening: bool) -> None:
-        """Whether this rank saves and leaves by itself when asked to stop."""
+        """Record whether this rank saves and leaves by itself when asked to stop."""
         self._cells[Cell.LISTENS] = int(listening)
 
     def begin_wait(self, what: str) -> None:
-        """From now on this rank waits until others come, in ``what``; empty: it does not sleep yet, and the page's text
-        stays what it was."""
+        """Record that this rank waits for others in ``what``; empty: it does not sleep yet, and the page keeps its
+        text."""
         if get_ident() in _background:
             return
-        self._depth += 1  # (a backend knows more of a wait than who called it: the innermost tells)
+        self._depth += 1  # (a backend knows more about a wait than its caller: the innermost text counts)
         if what:
             frame = user_frame(_getframe(1))
             at = "" if frame is None or " at " in what else f" at {words(frame.f_code, frame.f_lineno)}"
@@ -144,7 +144,7 @@ class Flight:
         self._cells[_MARK] = next(_others) + self._cells[_MARK] % WAITS + WAITS
 
     def end_wait(self, *, failed: bool = False) -> None:
-        """The others have come; or the wait has ``failed``, and the page keeps saying so until the rank does something
+        """Record that the wait is over; if it ``failed``, the page keeps showing it until the rank does something
         else."""
         if get_ident() in _background:
             return
@@ -153,13 +153,13 @@ class Flight:
             self._cells[_MARK] = next(_others) + self._cells[_MARK] % WAITS
 
     def begin(self, what: str) -> None:
-        """Something begins on this thread that only a trace shows (tracing.py); :meth:`end` must follow."""
+        """Record in a trace only (tracing.py) that ``what`` begins on this thread; :meth:`end` must follow."""
 
     def end(self) -> None:
-        """What began last on this thread is over."""
+        """Record that what began last on this thread is over."""
 
     def expect(self, reason: str) -> None:
-        """Why this rank expects to be slow; empty if it does not."""
+        """Record why this rank expects to be slow; empty: it no longer does."""
         encode(self._page, Text.REASON, reason)
 
     def _note_line(self) -> None:
@@ -169,9 +169,9 @@ class Flight:
             encode(self._page, Text.STEPPED_AT, words(found.f_code, found.f_lineno))
 
 
-#: This process's page, or one that nobody reads: cheaper than to ask at every event.
+#: This process's page, or a private one that is never read, which is cheaper than a check at every event.
 current = Flight(memoryview(bytearray(PAGE)))
-#: Threads that wait for others in the background, while the rank continues.
+#: Identifiers of threads that wait for others in the background while the rank continues.
 _background: set[int] = set()
 
 
@@ -186,8 +186,8 @@ def take(folder: str | Path, *, rank: int, world_size: int) -> Flight:
 
 
 def _collects(phase: str, info: dict[str, int]) -> None:
-    """Called by Python before and after each collection. Those of the youngest generation come once in some hundred
-    objects and take microseconds: they are not looked at, which is what most calls cost."""
+    """Record a collection; Python calls this before and after each. Those of the youngest generation are skipped: they
+    come once in some hundred objects and take microseconds."""
     if info["generation"]:
         current.collects(begins=phase == "start")
 
@@ -200,7 +200,7 @@ def use(flight: Flight) -> Flight:
 
 
 def _leave_to_the_parent() -> None:
-    """A forked child (a DataLoader's worker) has its parent's memory, but is not a rank."""
+    """Detach a forked child (a DataLoader's worker), which has its parent's memory but is not a rank."""
     use(Flight(memoryview(bytearray(PAGE))))
     _background.clear()
     _calls.clear()
@@ -210,16 +210,18 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def in_background() -> None:
-    """What this thread waits for holds up nothing: leave it out of the page."""
+    """Leave this thread's waits out of the page, since they hold up nothing."""
     _background.add(get_ident())
 
 
-#: What the script has called that all ranks must call, on the thread that trains; at most one.
+#: The name of the collective call that the script is in, on the thread that trains; at most one.
 _calls: list[str] = []
 
 
 def begin_call(name: str) -> bool:
-    """The script has called ``name``, which is for all ranks. False: within another such call, or in the background."""
+    """Record that the script has called ``name``, which is for all ranks.
+
+    Return False within another such call and in the background."""
     if _calls or get_ident() in _background:
         return False
     _calls.append(name)
@@ -227,12 +229,12 @@ def begin_call(name: str) -> bool:
 
 
 def end_call() -> None:
-    """It has returned."""
+    """Record that the collective call has returned."""
     _calls.clear()
 
 
 class waiting:  # (used as a verb, like contextlib.suppress)
-    """A context: this rank waits for others in ``what``."""
+    """A context in which this rank waits for others in ``what``."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -245,7 +247,7 @@ class waiting:  # (used as a verb, like contextlib.suppress)
 
 
 class phase(ContextDecorator):
-    """A context or a decorator: this rank is in ``which``, and then back where it was."""
+    """A context or decorator in which this rank is in the phase ``which``; then the phase before continues."""
 
     def __init__(self, which: Phase) -> None:
         self._which = which
@@ -256,11 +258,11 @@ class phase(ContextDecorator):
         current.enter(self._which)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # else the page keeps saying where it failed
+        if kind is None:  # otherwise the page keeps showing where the rank failed
             current.resume(self._before, after=self._which)
 
 
-#: The reasons of expect_slow that are in force, the innermost last.
+#: The reasons given to the expect_slow contexts that are open, the innermost last.
 _reasons: list[str] = []
 
 
@@ -268,12 +270,12 @@ class expect_slow(ContextDecorator):  # (used as a verb, like contextlib.suppres
     """Say that this rank may keep the others waiting in here: ``with lockstep.expect_slow("evaluation"):``
 
     ``lockstep run`` reports a rank that has held up the others for a while (see the guide, "A rank that is late").
-    In here it reports nothing of this rank, however long it takes, unless the rank is stopped or dead-locked. The time
-    limit of the collective that the others wait in holds all the same: ``lockstep.init(timeout=…)``. Also a decorator
-    of functions.
+    Inside the context it does not report this rank, however long it takes, unless the rank is stopped or dead-locked.
+    The time limit of the collective that the others wait in still applies: ``lockstep.init(timeout=…)``. It also
+    decorates functions.
 
     Args:
-        reason: what takes long, for people.
+        reason: the cause of the delay, for messages.
 
     Raises:
         TypeError: ``reason`` is not a text.
@@ -296,12 +298,12 @@ class expect_slow(ContextDecorator):  # (used as a verb, like contextlib.suppres
         current.expect(_reasons[-1] if _reasons else "")
 
 
-#: Whether this process's optimizers are watched, and torch.compile.
+#: True if this process's optimizers are watched; True if torch.compile is.
 _watches_optimizers = _watches_compiler = False
 
 
 def watch_optimizers(optimizers: Any) -> None:
-    """Count every optimizer's steps from now on, and have them in this process's page. A second call does nothing.
+    """Count every optimizer's steps in this process's page from now on. A second call does nothing.
 
     torch is not imported here: it is handed over, or found where the program has imported it.
 
@@ -327,7 +329,8 @@ def _after_step(*_: object) -> None:
 
 
 def _watch_compiler() -> None:
-    """Behind the first step, because an optimizer has imported the compiler by then; until then a rank has a minute."""
+    """Watch the compiler, after the first step: by then an optimizer has imported it, and until then a rank has a
+    minute."""
     global _watches_compiler
     _watches_compiler = True
     callback = _torch.compile_callbacks()

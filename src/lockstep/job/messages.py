@@ -25,7 +25,7 @@ class Channel(Generic[Received]):
 
     Args:
         endpoint: the socket.
-        kinds: dataclasses, of which what comes is one.
+        kinds: the dataclasses of which messages may come.
     """
 
     def __init__(self, endpoint: socket.socket, kinds: Iterable[type[Received]]) -> None:

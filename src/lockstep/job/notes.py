@@ -1,8 +1,8 @@
-"""What a rank has to tell for the record of its run: where it logs, which checkpoints are complete, what is NaN; and
-what only the launcher can say, since the rank has nothing left to write to.
+"""The notes that a rank leaves for the record of its run: its logs, complete checkpoints, values that are NaN; and
+errors that only the launcher can report, since the rank has no output left to write to.
 
-A line of JSON each, at the end of a file in the job's folder, which the launcher reads as it grows. Nothing is decided
-by it.
+Each note is a line of JSON at the end of a file in the job's folder, which the launcher reads as it grows. No decision
+depends on notes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ CHECKPOINT, LOG, NONFINITE, UNWRITTEN = "checkpoint", "log", "nonfinite", "unwri
 
 
 def unwritten(rank: int, why: str) -> str:
-    """Say that a rank's log can't be written any more."""
+    """Return the message that a rank's log can't be written any more."""
     return f"rank {rank}'s log can't be written any more, the run goes on: {why}"
 
 
 def tell(kind: str, **facts: str | int) -> None:
-    """Leave a note, with the moment on the monotonic clock, which all processes of a machine share. Where no launcher
-    of ours listens, nothing is done."""
+    """Leave a note with its time on the monotonic clock, which all processes of a machine share. Without a launcher of
+    ours, do nothing."""
     folder = knobs.job_dir()
     if folder is None:
         return
     line = json.dumps({"is": kind, "at": time.monotonic(), **facts}).encode() + b"\n"
-    # A full disk, or a launcher that is gone with its folder, ends what is kept of a run and not the run.
+    # A full disk, or a launcher that is gone with its folder, costs the run its record but must not end it.
     with contextlib.suppress(OSError):
         fd = os.open(JobFiles(folder).notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
@@ -45,7 +45,7 @@ def tell(kind: str, **facts: str | int) -> None:
 
 
 class Notes:
-    """The launcher's end: reads what the ranks of one start have told.
+    """The launcher's reader of the notes that the ranks of one start leave.
 
     Args:
         folder: the job's private folder of this start.
@@ -56,9 +56,9 @@ class Notes:
         self._read = 0
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the notes since the last call; what is not whole yet comes with the next one.
+        """Return the notes since the last call; a line that is still incomplete is returned by the next one.
 
-        A line that is no note is left out: where the disk was full, half of one has the next one behind it.
+        Invalid lines are left out: after a full disk, half a note and the next one share a line.
         """
         try:
             with open(self._path, "rb") as file:

@@ -57,7 +57,7 @@ class Progress:
     seconds: tuple[float, ...]
     #: Samples in these steps; 0: they are not counted.
     samples: int = 0
-    #: Seconds that other ranks waited while this one worked: summed over those that waited, split among those that worked.
+    #: Seconds that others waited while this rank worked: the sum over ranks that waited, shared by those that worked.
     held: float = 0.0
     #: Resident bytes at the last look; 0: unknown.
     memory: int = 0

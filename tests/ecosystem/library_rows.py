@@ -123,7 +123,7 @@ def write_shards(folder: Path) -> str:
 
 
 def stream(backend: str | None, shards: str, splitter: str) -> Arrays:
-    """webdataset through lockstep.shard: every rank reads the stream and keeps its slice of each batch."""
+    """webdataset through lockstep.shard: every rank reads the stream and keeps its share of each batch."""
     import webdataset
 
     join(backend)

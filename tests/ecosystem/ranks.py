@@ -42,7 +42,7 @@ def batches(steps: int = 6, samples: int = 12) -> list[Batch]:
 
 
 def part(batch: Batch, rank: int, size: int) -> Batch:
-    """This rank's slice."""
+    """This rank's share."""
     inputs, targets = batch
     return inputs.tensor_split(size)[rank], targets.tensor_split(size)[rank]
 

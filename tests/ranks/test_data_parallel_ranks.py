@@ -26,7 +26,7 @@ def _batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def _trained(net: nn.Module, model: nn.Module, counts: list[int] | None, with_criterion: bool) -> list[list[float]]:
-    """Parameters after a few steps; on each rank its slice of the batch, or all of it where there are no ranks."""
+    """Parameters after a few steps; on each rank its share of the batch, or all of it where there are no ranks."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
     for step in range(4):
         x, y = _batch(step)

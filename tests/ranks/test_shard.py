@@ -84,7 +84,7 @@ def _passes(world_sizes_args: dict[str, Any], epochs: int) -> list[list[tuple[li
 
 
 def _joined(ranks: list[list[Any]], epoch: int) -> list[list[int]]:
-    """Global batches: the ranks' slices behind each other."""
+    """Global batches: the ranks' shares behind each other."""
     return [
         [number for slice_ in step for number in slice_[0]] for step in zip(*[r[epoch] for r in ranks], strict=True)
     ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 import lockstep
-from lockstep.data.order import slice_bounds
+from lockstep.data.order import share_bounds
 from tests.backends import EACH_BACKEND
 from tests.harness import collect_outcomes, run_ranks
 
@@ -48,7 +48,7 @@ def _seen(kind: str, length: int, batch_size: int, shares: list[float] | None) -
         mine = (batch if kind == "stream" else batch[0]).tolist()
         share = world.share
         assert share is not None
-        start, stop = slice_bounds(
+        start, stop = share_bounds(
             int(share.global_samples),
             rank=world.rank,
             world_size=world.world_size,
@@ -62,7 +62,7 @@ def _seen(kind: str, length: int, batch_size: int, shares: list[float] | None) -
 
 
 def _joined(ranks: list[list[list[int]]]) -> list[list[int]]:
-    """Global batches: the ranks' slices behind each other."""
+    """Global batches: the ranks' shares behind each other."""
     return [[*itertools.chain.from_iterable(parts)] for parts in zip(*ranks, strict=True)]
 
 

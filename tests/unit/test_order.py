@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.order import batch_count, epoch_order, global_batches, mix, slice_bounds
+from lockstep.data.order import batch_count, epoch_order, global_batches, mix, share_bounds
 
 _sizes = st.integers(0, 300)
 
 
 @given(count=_sizes, world_size=st.integers(1, 17))
 def test_slices_are_contiguous_complete_and_larger_ones_first(count: int, world_size: int) -> None:
-    bounds = [slice_bounds(count, rank=rank, world_size=world_size) for rank in range(world_size)]
+    bounds = [share_bounds(count, rank=rank, world_size=world_size) for rank in range(world_size)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == count
     assert all(left[1] == right[0] for left, right in pairwise(bounds))
@@ -36,7 +36,7 @@ _shares = st.lists(
 @given(count=_sizes, shares=_shares)
 def test_slices_in_proportion_are_contiguous_complete_and_nearly_exact(count: int, shares: tuple[float, ...]) -> None:
     world_size = len(shares)
-    bounds = [slice_bounds(count, rank=rank, world_size=world_size, shares=shares) for rank in range(world_size)]
+    bounds = [share_bounds(count, rank=rank, world_size=world_size, shares=shares) for rank in range(world_size)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == count
     assert all(left[1] == right[0] for left, right in pairwise(bounds))
@@ -47,8 +47,8 @@ def test_slices_in_proportion_are_contiguous_complete_and_nearly_exact(count: in
 @given(count=_sizes, world_size=st.integers(1, 17), share=st.floats(1e-3, 1e3))
 def test_equal_shares_cut_as_none_do(count: int, world_size: int, share: float) -> None:
     for rank in range(world_size):
-        cut = slice_bounds(count, rank=rank, world_size=world_size, shares=(share,) * world_size)
-        assert cut == slice_bounds(count, rank=rank, world_size=world_size)
+        cut = share_bounds(count, rank=rank, world_size=world_size, shares=(share,) * world_size)
+        assert cut == share_bounds(count, rank=rank, world_size=world_size)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_equal_shares_cut_as_none_do(count: int, world_size: int, share: float) 
     ids=str,
 )
 def test_slices_in_proportion(count: int, shares: tuple[float, ...], sizes: list[int]) -> None:
-    bounds = [slice_bounds(count, rank=rank, world_size=len(shares), shares=shares) for rank in range(len(shares))]
+    bounds = [share_bounds(count, rank=rank, world_size=len(shares), shares=shares) for rank in range(len(shares))]
     assert [stop - start for start, stop in bounds] == sizes
 
 

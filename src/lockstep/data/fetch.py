@@ -26,7 +26,7 @@ from lockstep import knobs
 from lockstep.comm.world import World
 from lockstep.data.contents import fingerprint
 from lockstep.data.cursor import Cursor
-from lockstep.data.order import global_batches, mix, slice_bounds
+from lockstep.data.order import global_batches, mix, share_bounds
 from lockstep.data.seeding import preserved_generators, seed_generators
 from lockstep.data.slicing import Slicing
 from lockstep.data.source import Shardable
@@ -75,7 +75,7 @@ class StepKey(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """One slice, fetched and collated; or a rank's slices of a global batch."""
+    """A rank's share of a global batch, fetched and collated, as one batch or as a list of slices."""
 
     batch: Any
     samples: int
@@ -86,8 +86,8 @@ class Fetched(NamedTuple):
     fingerprint: str | None = None
 
 
-class SliceDataset(Dataset[Fetched]):
-    """A map-style dataset of slices, so that collating and seeding happen where the samples are fetched."""
+class FetchingDataset(Dataset[Fetched]):
+    """A map-style dataset of shares, so that collating and seeding happen where the samples are fetched."""
 
     def __init__(self, dataset: Any, collate: Collate, *, seeded: bool) -> None:
         self.dataset = dataset
@@ -135,7 +135,7 @@ class SliceDataset(Dataset[Fetched]):
 
 
 class StreamDataset(IterableDataset[Fetched]):
-    """This rank's slices of a stream of samples; see Note [Streams]."""
+    """This rank's share of a stream of samples; see Note [Streams]."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class StreamDataset(IterableDataset[Fetched]):
         print_ = fingerprint(samples) if first else None
         if self._sliced is not None:
             return self._cut_in_slices(samples, print_, seed=seed, sliced=self._sliced)
-        start, stop = slice_bounds(len(samples), rank=self._rank, world_size=self._world_size, shares=self._shares)
+        start, stop = share_bounds(len(samples), rank=self._rank, world_size=self._world_size, shares=self._shares)
         mine = samples[start:stop] or samples[:1]
         batch = collated(mine, self._collate, empty=start == stop, seed=seed if self._seeded else None)
         return Fetched(batch, stop - start, len(samples), fingerprint=print_)
@@ -223,8 +223,8 @@ class StreamDataset(IterableDataset[Fetched]):
         return Fetched(batches, count, len(samples), numbers, print_)
 
 
-class TimedSlices(SliceDataset):
-    """As :class:`SliceDataset`, in a job whose steps are traced: a worker writes down when it made which batch."""
+class TimedDataset(FetchingDataset):
+    """As :class:`FetchingDataset`, in a job whose steps are traced: a worker writes down when it made which batch."""
 
     times: BatchTimes | None = None
 
@@ -238,7 +238,7 @@ class TimedSlices(SliceDataset):
 
 
 class TimedStream(StreamDataset):
-    """As :class:`StreamDataset`, and see :class:`TimedSlices`."""
+    """As :class:`StreamDataset`, and see :class:`TimedDataset`."""
 
     times: BatchTimes | None = None
 
@@ -272,12 +272,12 @@ class WorkerStart:
     def __call__(self, worker_id: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         info = get_worker_info()
-        if info is not None and isinstance(info.dataset, (SliceDataset, StreamDataset)):
+        if info is not None and isinstance(info.dataset, (FetchingDataset, StreamDataset)):
             folder = knobs.job_dir()
             if folder is not None:
                 name = f"{self._loader}-{worker_id}"
                 info.dataset.at_work = AtWork(folder, rank=self._rank, name=name)
-                if isinstance(info.dataset, (TimedSlices, TimedStream)):
+                if isinstance(info.dataset, (TimedDataset, TimedStream)):
                     info.dataset.times = BatchTimes(folder, rank=self._rank, name=name)
             # torch's documentation tells users to split a stream through worker_info.dataset, which is a frozen record.
             object.__setattr__(info, "dataset", info.dataset.dataset)
@@ -380,13 +380,13 @@ class Keys(Sampler[SliceKey | StepKey]):
         return iter(self.keys)
 
 
-def slice_keys(
+def share_keys(
     order: torch.Tensor, source: Shardable, *, start: int, rank: int, world_size: int, epoch_key: int
 ) -> Iterator[SliceKey]:
     """Return one rank's keys from global sample ``start`` on: as many on every rank."""
     batches = global_batches(order.numel(), batch_size=source.batch_size, drop_last=source.drop_last, start=start)
     for begin, end in batches:
-        first, last = slice_bounds(end - begin, rank=rank, world_size=world_size, shares=source.shares)
+        first, last = share_bounds(end - begin, rank=rank, world_size=world_size, shares=source.shares)
         samples = last - first
         position = begin + first if samples else begin
         indices = order[position : position + max(1, samples)].tolist()
@@ -451,7 +451,7 @@ def inner_loader(
     With ``sliced``, it is all slices that this rank has of a global batch.
     """
     given, traced = source.loader, knobs.trace() is not None
-    dataset: SliceDataset | StreamDataset
+    dataset: FetchingDataset | StreamDataset
     if source.order == "stream":
         dataset = (TimedStream if traced else StreamDataset)(
             given.dataset,  # type: ignore[arg-type]  # an IterableDataset, or the order would be another
@@ -466,7 +466,7 @@ def inner_loader(
         )
         workers = given.num_workers
     else:
-        dataset = (TimedSlices if traced else SliceDataset)(given.dataset, given.collate_fn, seeded=seeded)
+        dataset = (TimedDataset if traced else FetchingDataset)(given.dataset, given.collate_fn, seeded=seeded)
         workers = max(1, given.num_workers // world.local_world_size) if given.num_workers else 0
     return _InnerLoader(
         dataset,

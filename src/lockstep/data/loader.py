@@ -1,9 +1,9 @@
-"""shard(): a DataLoader whose batch size is that of all ranks together, and each rank's slices of its batches.
+"""shard(): a DataLoader whose batch size is that of all ranks together, and each rank's share of every batch.
 
 Note [Streams]
 ~~~~~~~~~~~~~~
-An iterable dataset can't be indexed, so every rank reads the whole stream and keeps its contiguous slice of each
-global batch: exact, at the price of reading everything on each rank (only the slice is collated and sent on). With
+An iterable dataset can't be indexed, so every rank reads the whole stream and keeps its contiguous share of each
+global batch: exact, at the price of reading everything on each rank (only the share is collated and sent on). With
 worker processes torch gives each worker a copy of the dataset, which the dataset splits by ``get_worker_info()``; the
 number of workers then decides which samples meet in a batch. So it is not divided among the ranks: W workers on each
 rank take the same batches as W workers in one process. The ranks compare their first global batch, because a stream
@@ -36,17 +36,17 @@ from lockstep.data.cursor import Cursor, LoaderState
 from lockstep.data.device import on_device
 from lockstep.data.fetch import (
     Fetched,
+    FetchingDataset,
     Keys,
-    SliceDataset,
     StreamDataset,
     inner_loader,
     naming_dead_workers,
+    share_keys,
     size_unlike,
-    slice_keys,
     step_key,
     step_keys,
 )
-from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order, mix, slice_bounds
+from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order, mix, share_bounds
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.slicing import SliceOptions, Slices, sizes_in
 from lockstep.data.source import REMEDIES, Shardable, read_source
@@ -74,13 +74,13 @@ def shard(
     slices: int | Literal["auto"] | Slices | None = None,
     shares: Sequence[float] | None = None,
 ) -> ShardedLoader:
-    """**Collective.** Return a loader that gives this rank its slice of each batch of ``loader``.
+    """**Collective.** Return a loader that gives this rank its share of each batch of ``loader``.
 
     The DataLoader's ``batch_size`` becomes the *global* batch size: that of all ranks together. Each global batch is
-    cut into contiguous slices, sizes differing by at most one. Every sample comes exactly once per epoch, the last
+    cut into contiguous shares, sizes differing by at most one. Every sample comes exactly once per epoch, the last
     small batch included (unless ``drop_last``); nothing is padded or repeated. The order is the same for every world
     size and is shuffled anew for each epoch by itself; ``set_epoch`` does nothing. While your loop holds a batch,
-    ``world.share`` says how many of the global batch's samples are this rank's, which makes means over unequal slices
+    ``world.share`` says how many of the global batch's samples are this rank's, which makes means over unequal shares
     exact. Where the last global batch has fewer samples than there are ranks, some ranks get a batch of zero samples
     (of the right dtypes and trailing shapes), so that every rank takes every step.
 
@@ -197,7 +197,7 @@ class OrderedHere(Sampler[Any]):
 
 
 class ShardedLoader:
-    """This rank's slices of a DataLoader's batches. Made by :func:`shard`; iterates, counts and resumes.
+    """This rank's share of a DataLoader's batches. Made by :func:`shard`; iterates, counts and resumes.
 
     Each ``iter()`` is a pass over the next epoch. Leaving the loop early ends the pass, and the next one is over
     the next epoch; a state saved *before* leaving the loop continues inside the epoch.
@@ -251,7 +251,7 @@ class ShardedLoader:
             seeded=seeded,
             sliced=self._slicing,
         )
-        #: Whether a batch may have other numbers of samples than its slice: torch's own collate_fn drops none.
+        #: True if a batch may have fewer samples than this rank's share: torch's own collate_fn drops none.
         self._may_drop = source.loader.collate_fn is not default_collate
         self._say_who_is_left_out()
 
@@ -345,7 +345,7 @@ class ShardedLoader:
         if not last or self.drop_last:
             return 0
         ranks, shares = self._world.world_size, self._source.shares
-        cuts = [slice_bounds(last, rank=rank, world_size=ranks, shares=shares) for rank in range(ranks)]
+        cuts = [share_bounds(last, rank=rank, world_size=ranks, shares=shares) for rank in range(ranks)]
         return sum(start == stop for start, stop in cuts)
 
     @property
@@ -523,7 +523,7 @@ class ShardedLoader:
         slicing, dataset, order = self._slicing, self._inner.dataset, self._order_now
         # A stream, which has neither, is not cut again; see SliceOptions.
         assert slicing is not None
-        assert isinstance(dataset, SliceDataset)
+        assert isinstance(dataset, FetchingDataset)
         assert order is not None
         largest = max(sizes_in(slicing.cut(end - begin)))
         while max(sizes_in(slicing.cut(end - begin))) == largest > 1:  # else it would only fail again
@@ -607,17 +607,17 @@ class ShardedLoader:
             self._cursor = Cursor(self._cursor.epoch + 1)
 
     def _fetch(self) -> Iterable[Fetched]:
-        """Return this rank's slices from the cursor to the end of its epoch."""
+        """Return this rank's share of the batches from the cursor to the end of its epoch."""
         epoch_key = mix(self.seed, self._cursor.epoch)
         self._generator.manual_seed(mix(epoch_key, self._world.rank))
         stream = self._inner.dataset
         if isinstance(stream, StreamDataset):
             stream.begin(epoch_key)
-            slices: Iterable[Fetched] = self._compared(self._inner, skip=self._cursor.batches)
+            batches: Iterable[Fetched] = self._compared(self._inner, skip=self._cursor.batches)
         else:
             order = self._order_now = self._order()
             if self._slicing is None:
-                self._keys.keys = slice_keys(
+                self._keys.keys = share_keys(
                     order,
                     self._source,
                     start=self._cursor.samples,
@@ -634,8 +634,8 @@ class ShardedLoader:
                     epoch_key=epoch_key,
                     sliced=self._slicing,
                 )
-            slices = self._inner
-        return slices if self._device is None else on_device(slices, self._device)
+            batches = self._inner
+        return batches if self._device is None else on_device(batches, self._device)
 
     def _order(self) -> torch.Tensor:
         """Return the order of the cursor's epoch."""

@@ -3,7 +3,7 @@
 Note [Global order]
 ~~~~~~~~~~~~~~~~~~~
 An epoch has one order of samples, made from (seed, epoch, length). The order is cut into global batches, and each
-global batch into one contiguous slice per rank. Nothing above the last cut knows how many ranks there are, so a job
+global batch into one contiguous share per rank. Nothing above the last cut knows how many ranks there are, so a job
 takes the same batches with 1 rank or 64, and a position in the order means the same after the world has changed size.
 """
 
@@ -51,16 +51,16 @@ def epoch_order(length: int, *, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(length, generator=generator)
 
 
-def slice_bounds(count: int, *, rank: int, world_size: int, shares: tuple[float, ...] | None = None) -> tuple[int, int]:
-    """Return where a rank's slice of ``count`` samples begins and ends.
+def share_bounds(count: int, *, rank: int, world_size: int, shares: tuple[float, ...] | None = None) -> tuple[int, int]:
+    """Return where a rank's share of ``count`` samples begins and ends.
 
-    The slices are contiguous and in order of rank. Without ``shares`` they differ in size by at most one, larger ones
+    The shares are contiguous and in order of rank. Without ``shares`` they differ in size by at most one, larger ones
     first.
 
     Args:
         count: samples of the global batch.
-        rank: whose slice.
-        world_size: how many slices.
+        rank: whose share.
+        world_size: the number of shares.
         shares: one positive number for each rank. The sizes are then in their proportion, each less than one sample
             from the exact part: rounded down, and what is left goes to those that lost most by it, the lower rank
             first. Equal shares cut as none do.
@@ -111,7 +111,7 @@ def cut_in_slices(count: int, slices: int, *, least: int = 1) -> tuple[tuple[int
     for number in range(slices):
         begin = end
         if number in numbers:
-            begin, end = slice_bounds(count, rank=numbers[number], world_size=filled)
+            begin, end = share_bounds(count, rank=numbers[number], world_size=filled)
         bounds.append((begin, end))
     return tuple(bounds)
 

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep.data.order import cut_in_slices, read_shares, slice_bounds
+from lockstep.data.order import cut_in_slices, read_shares, share_bounds
 from lockstep.data.source import Shardable
 from lockstep.step import deterministic
 
@@ -225,7 +225,7 @@ def sizes_in(bounds: Sequence[tuple[int, int]]) -> list[int]:
 def runs(slices: int, shares: Sequence[float]) -> Runs:
     """Return for each rank its first slice, and the one after its last, in proportion to ``shares``."""
     ranks = len(shares)
-    return tuple(slice_bounds(slices, rank=rank, world_size=ranks, shares=tuple(shares)) for rank in range(ranks))
+    return tuple(share_bounds(slices, rank=rank, world_size=ranks, shares=tuple(shares)) for rank in range(ranks))
 
 
 def counts_for(slices: int, paces: Sequence[float]) -> list[int]:

@@ -16,7 +16,7 @@ from torch.utils.data import (
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from lockstep.data.contents import contents_of
-from lockstep.data.order import read_shares, slice_bounds
+from lockstep.data.order import read_shares, share_bounds
 
 #: The remedy for each fact that differs between ranks; "" for what the dataset holds.
 REMEDIES = {
@@ -102,7 +102,7 @@ def read_source(
 
     Raises:
         TypeError: it is not a DataLoader, or its dataset has no length.
-        ValueError: it asks for something that can't be cut into slices; the message says what to do instead.
+        ValueError: it asks for something that can't be shared out; the message says what to do instead.
     """
     if not isinstance(loader, DataLoader):
         raise TypeError(
@@ -146,7 +146,7 @@ def _read_shares(given: object, batch_size: int, world_size: int) -> tuple[float
         return None
     shares = read_shares(given, world_size=world_size)
     for rank in range(world_size):
-        start, stop = slice_bounds(batch_size, rank=rank, world_size=world_size, shares=shares)
+        start, stop = share_bounds(batch_size, rank=rank, world_size=world_size, shares=shares)
         if start == stop:
             raise ValueError(
                 f"shares={list(shares)} of batch_size={batch_size} leave rank {rank} without a sample in every batch: "
@@ -172,7 +172,7 @@ def _refuse_what_cannot_be_cut(loader: DataLoader[Any]) -> None:
         )
     if settings.batch_size is None:
         raise ValueError(
-            "this DataLoader has batch_size=None (no batching), so there is nothing to cut into slices: pass "
+            "this DataLoader has batch_size=None (no batching), so there is nothing to share out: pass "
             "batch_size= (of all ranks together)"
         )
     if isinstance(settings.sampler, TorchDistributedSampler):
@@ -183,7 +183,7 @@ def _refuse_what_cannot_be_cut(loader: DataLoader[Any]) -> None:
         )
     if not getattr(loader, "in_order", True):
         raise ValueError(
-            "this DataLoader has in_order=False: the ranks would hold slices of different global batches; "
+            "this DataLoader has in_order=False: the ranks would hold shares of different global batches; "
             "leave in_order at True"
         )
 

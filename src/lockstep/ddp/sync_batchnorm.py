@@ -19,7 +19,7 @@ gradient is
 
 A rank has the gradient g of its own loss, and G = w_r g / W with the weight w_r of Note [Exact mean], by which the
 replica multiplies later whatever comes out of this rank's backward. So the sums are taken of w_r g over all
-ranks, and this rank's part is divided by w_r again. With equal slices w_r = 1. The replica takes the gradients of scale
+ranks, and this rank's part is divided by w_r again. With equal shares w_r = 1. The replica takes the gradients of scale
 and offset as it takes every other parameter's: they stay this rank's own sums.
 """
 
@@ -52,7 +52,7 @@ class SyncBatchNorm(_BatchNorm):
     **Collective** in training: one exchange of 2 C + 1 float64 numbers in forward and one of 2 C in backward, for C
     channels. Sends nothing in evaluation, and where no process group is open. Takes inputs [batch, C, ...] of any
     floating dtype, statistics in float32 or better. N ranks train the same model as one process with
-    ``torch.nn.BatchNorm2d`` and the global batch, also when the ranks' slices are unequal or empty (Note [Synchronised
+    ``torch.nn.BatchNorm2d`` and the global batch, also when the ranks' shares are unequal or empty (Note [Synchronised
     statistics]), and the running statistics come out the same on every rank.
 
     The names in its ``state_dict`` are those of torch's batch norms. Second derivatives are refused.

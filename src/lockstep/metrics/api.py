@@ -38,7 +38,7 @@ class Log:
 
     A call waits for no device and sends nothing: what is on a GPU stays there until a line is due. Then the ranks put
     all together: each number of a line is the mean over all samples of all ranks since the line before, in float64,
-    weighted as :meth:`World.mean <lockstep.World.mean>` does it, so that unequal and empty slices are exact. Rank 0
+    weighted as :meth:`World.mean <lockstep.World.mean>` does it, so that unequal and empty shares are exact. Rank 0
     writes the line to ``metrics.jsonl`` and hands it to the sinks. See docs/metrics.md.
 
     A line is due every so many steps or seconds (at the same call on every rank), before each save of the Checkpointer

@@ -1,15 +1,15 @@
-"""A rank's share of a global batch: what makes a mean over unequal slices exact.
+"""A rank's share of a global batch: what makes a mean over unequal shares exact.
 
 Note [Exact mean]
 ~~~~~~~~~~~~~~~~~
-A global batch of n samples is cut into W slices; rank r has n_r of them and takes the mean of its own losses. The
+A global batch of n samples is cut into W shares; rank r has n_r samples and takes the mean of its own losses. The
 gradient of the global mean is then
 
     sum over r of (n_r / n) * g_r   =   mean over r of  w_r * g_r,      w_r = n_r * W / n.
 
-So a plain average over ranks is exact when every rank first scales its gradient by its weight ``w_r``. Equal slices
+So a plain average over ranks is exact when every rank first scales its gradient by its weight ``w_r``. Equal shares
 have w_r = 1 and cost nothing. The weights of all ranks sum to W, so a term that every rank adds in full (a penalty on
-the parameters, say) comes out unchanged. A rank with an empty slice has weight 0, and what it holds is discarded
+the parameters, say) comes out unchanged. A rank with an empty share has weight 0, and what it holds is discarded
 rather than multiplied: the mean over no samples is NaN, and 0 * NaN is NaN.
 
 Note [Counted items]
@@ -65,7 +65,7 @@ MOST_ITEMS = 2**48
 class BatchShare:
     """How much of the current global batch this rank has: samples, or what else makes the mean (docs/weights.md)."""
 
-    #: Samples in this rank's slice.
+    #: Samples in this rank's share.
     local_samples: float
     #: Samples in the global batch.
     global_samples: float
@@ -86,7 +86,7 @@ class BatchShare:
         return self.local_samples * world_size / self.global_samples
 
     def exact_parts(self, world_size: int) -> list[Fraction]:
-        """Return by rank which part of the global batch its slice is before it is rounded to samples."""
+        """Return by rank which part of the global batch its share is before it is rounded to samples."""
         proportions = [*map(Fraction, self.proportions or (1,) * world_size)]
         return [each / sum(proportions) for each in proportions]
 

@@ -262,7 +262,7 @@ class Plan:
         return samples if self.setting.scaling == "strong" else samples * ranks / self.recorded.ranks
 
     def _part(self, ranks: int) -> float:
-        """Return the largest slice of the batch, as a multiple of what a rank had."""
+        """Return the largest share of the batch, as a multiple of what a rank had."""
         if self.setting.scaling == "weak":
             return 1.0
         samples, recorded = self.recorded.samples, self.recorded.ranks
@@ -340,7 +340,7 @@ class Plan:
             batch = f" of {recorded.samples:,} samples" if recorded.samples else ""
             said.append(
                 f"strong scaling: the global batch{batch} is cut among the ranks, and what a rank computes shrinks as "
-                "its slice does, but for the optimizer's step"
+                "its share does, but for the optimizer's step"
             )
         else:
             said.append("weak scaling: every rank has as many samples as it had, so the global batch grows")

@@ -50,7 +50,7 @@ from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order,
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.slicing import SliceOptions, Slices, sizes_in
 from lockstep.data.source import REMEDIES, Shardable, read_source
-from lockstep.data.steps import Batches, Place, Step, Steps
+from lockstep.data.steps import Batches, Step, StepKey, Steps
 from lockstep.errors import CheckpointMismatch, LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
@@ -496,7 +496,7 @@ class ShardedLoader:
         slicing = self._slicing
         assert slicing is not None  # begin_steps is for these
         cursor = self._cursor
-        place = Place(self.seed, cursor.epoch, cursor.batches)
+        key = StepKey(self.seed, cursor.epoch, cursor.batches)
         cut = Cut(
             sizes_in(slicing.cut(fetched.global_samples)),
             slicing.runs_at(cursor.batches),
@@ -505,17 +505,17 @@ class ShardedLoader:
         chooses = self._options is not None and self._options.chooses
         recut = partial(self._recut, cursor.samples, cursor.samples + fetched.global_samples) if chooses else None
         batches = [*zip(fetched.numbers, fetched.batch, strict=True)]
-        step = Step(self, self._world, place=place, cut=cut, batches=batches, recut=recut, measures=slicing.balances)
+        step = Step(self, self._world, key=key, cut=cut, batches=batches, recut=recut, measures=slicing.balances)
         self._world.in_hand.hand_out(self, cut.share_of(self._world.rank))
         self._advance(fetched)
         flight.current.batch += fetched.samples
         yield step
         if not step.is_done:
             raise LockstepError(
-                f"rank {self._world.rank} of {self._world.world_size}: the loop has left batch {place.batch} of epoch "
-                f"{place.epoch} before its last slice, so nothing was averaged: go through all slices of each step"
+                f"rank {self._world.rank} of {self._world.world_size}: the loop has left batch {key.batch} of epoch "
+                f"{key.epoch} before its last slice, so nothing was averaged: go through all slices of each step"
             )
-        slicing.note(place.batch, step.seconds, [end - first for first, end in slicing.runs_at(place.batch)])
+        slicing.note(key.batch, step.seconds, [end - first for first, end in slicing.runs_at(key.batch)])
 
     def _recut(self, begin: int, end: int) -> tuple[Cut, Batches]:
         """**Collective** in that all ranks do so. Cut the batch at these positions, and all that follow, into twice as

@@ -60,8 +60,8 @@ Batches = Sequence[tuple[int, Any]]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which global batch it is."""
+class StepKey:
+    """The global batch of a step: the loader's seed, the epoch, and the batch's number in it."""
 
     seed: int
     epoch: int
@@ -81,7 +81,7 @@ class Step:
         loader: object,
         world: World,
         *,
-        place: Place,
+        key: StepKey,
         cut: Cut,
         batches: Batches,
         recut: Callable[[], tuple[Cut, Batches]] | None,
@@ -92,13 +92,13 @@ class Step:
         Args:
             loader: whose batch it is.
             world: the ranks.
-            place: which batch.
+            key: the batch.
             cut: its slices.
             batches: those of this rank.
             recut: cuts it into twice as many slices; None: the number stays.
             measures: as for :class:`~lockstep.step.slicing.SlicedStep`.
         """
-        self._loader, self._world, self._place = loader, world, place
+        self._loader, self._world, self._key = loader, world, key
         self._cut, self._batches, self._recut = cut, batches, recut
         self._measures = measures
         self._sliced: SlicedStep | None = None
@@ -125,7 +125,7 @@ class Step:
     @property
     def number(self) -> int:
         """Which global batch of its epoch this is, from 0."""
-        return self._place.batch
+        return self._key.batch
 
     @property
     def loss(self) -> float:
@@ -158,7 +158,7 @@ class Step:
         return len(self._batches)
 
     def __repr__(self) -> str:
-        return f"<step {self._place.batch} of epoch {self._place.epoch}: {len(self)} of {self.slices} slices>"
+        return f"<step {self._key.batch} of epoch {self._key.epoch}: {len(self)} of {self.slices} slices>"
 
     def weigh(self, items: int) -> None:
         """Say, before ``backward()``, that the slice's loss is a mean over so many items: tokens, say.
@@ -224,7 +224,7 @@ class Step:
                 step = self._sliced = SlicedStep(
                     self._world,
                     self._gather,
-                    place=(self._place.epoch, self._place.batch, number),
+                    key=(self._key.epoch, self._key.batch, number),
                     cut=self._cut,
                     measures=self._measures,
                     may_fail=self._recut is not None,
@@ -271,8 +271,8 @@ class Step:
 
     def _seed(self, number: int) -> None:
         passes = self._passes - 1
-        place = self._place.seed, self._place.epoch, self._place.batch, number, _SLICE
-        seed = mix(*place, passes) if passes else mix(*place)
+        key = self._key.seed, self._key.epoch, self._key.batch, number, _SLICE
+        seed = mix(*key, passes) if passes else mix(*key)
         streams.current.set_aside(self._loader)
         seed_generators(seed)
         if self._world.device.type == "cuda":
@@ -302,8 +302,8 @@ class Step:
         self._cut, self._batches = self._recut()
 
     def _whoami(self) -> str:
-        world, place = self._world, self._place
-        return f"rank {world.rank} of {world.world_size}, epoch {place.epoch}, batch {place.batch}"
+        world, key = self._world, self._key
+        return f"rank {world.rank} of {world.world_size}, epoch {key.epoch}, batch {key.batch}"
 
 
 class Source(Protocol):

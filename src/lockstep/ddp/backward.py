@@ -51,7 +51,7 @@ from lockstep.ddp.left_out import LABELS, count_left_out
 from lockstep.ddp.rider import Rider
 from lockstep.ddp.sparse import SparseSlot, SparseTransfer
 from lockstep.errors import LockstepError
-from lockstep.step.share import Place
+from lockstep.step.share import BatchId
 
 _grad, _version, _packed = attrgetter("grad"), attrgetter("_version"), attrgetter("packed")
 
@@ -90,7 +90,7 @@ class Averaging:
         self.sends = self.world_size > 1
         #: For each bucket, the riders that have flags in it, each with its index in ``bucket.flags``.
         self.riding = [
-            [(rider, place) for place, rider in enumerate(self.riders) if len(bucket.flags[place])]
+            [(rider, slot) for slot, rider in enumerate(self.riders) if len(bucket.flags[slot])]
             for bucket in self.buckets
         ]
         #: The lists, one per bucket and per sparse parameter, of positions whose gradient has come.
@@ -157,8 +157,8 @@ class Backward:
         self.factor, self._divisor, self._kept = factor, divisor, kept
         #: Positions, within the buckets issued so far, of the parameters that got no gradient on this rank.
         self.missing: list[int] = []
-        self.left_out = self.place = 0
-        self.batch: Place | None = None
+        self.left_out = self.progress = 0
+        self.batch: BatchId | None = None
         self.skipped = False
         #: The error that riders ask to raise at the end, on all ranks.
         self.found: LockstepError | None = None
@@ -226,8 +226,8 @@ class Backward:
             self._fill(bucket)
         if bucket.missing:
             self.missing += map(bucket.positions.__getitem__, bucket.missing)
-        for rider, place in riding:
-            rider.write(bucket, bucket.flags[place], self)
+        for rider, slot in riding:
+            rider.write(bucket, bucket.flags[slot], self)
         if not self._all.sends:
             return
         if self._all.comm_hook is not None:
@@ -300,8 +300,8 @@ class Backward:
         for transfer in sparse:
             transfer.hear()
         for bucket, riding in zip(self._all.buckets, self._all.riding, strict=True):
-            for rider, place in riding:
-                self.found = rider.read(bucket, bucket.flags[place], self) or self.found
+            for rider, slot in riding:
+                self.found = rider.read(bucket, bucket.flags[slot], self) or self.found
         if not self._all.buckets:
             for rider in self._all.riders:
                 self.found = rider.alone(self) or self.found

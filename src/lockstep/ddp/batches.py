@@ -36,7 +36,7 @@ from lockstep.comm.exchange import all_gather_records
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.rider import BackwardState
 from lockstep.errors import CollectiveMismatch
-from lockstep.step.share import Place
+from lockstep.step.share import BatchId
 
 #: Bits of a digest.
 _BITS = 12
@@ -95,25 +95,25 @@ def _rows(dtype: torch.dtype) -> Tensor:
     return torch.stack([bits, 1 - bits], dim=2).view(-1, _FLAGS).to(dtype)
 
 
-def _digest(place: Place) -> int:
-    """Return a number of _BITS bits that equal places share on all ranks, whatever their machines and Pythons."""
-    if not place:
+def _digest(identity: BatchId) -> int:
+    """Return a number of _BITS bits for a batch, the same on all ranks, whatever their machines and Pythons."""
+    if not identity:
         return 0
-    loader, epoch, batch = place
+    loader, epoch, batch = identity
     number = (1 + batch + epoch * _OF_EPOCHS + loader * _OF_LOADERS) * _GOLDEN
     return (number & 0xFFFFFFFFFFFFFFFF) >> (64 - _BITS)
 
 
 def _words(told: Sequence[Sequence[int] | None]) -> str:
-    several = len({place[0] for place in told if place}) > 1
+    several = len({each[0] for each in told if each}) > 1
     words = []
-    for rank, place in enumerate(told):
-        if place is None:
+    for rank, identity in enumerate(told):
+        if identity is None:
             said = "can't tell"
-        elif not place:
+        elif not identity:
             said = "no batch in hand"
         else:
-            loader, epoch, batch = place
+            loader, epoch, batch = identity
             said = f"epoch {epoch}, batch {batch}" + (f" of sharded loader {loader}" if several else "")
         words.append(f"rank {rank}: {said}")
     return "; ".join(words) + (" (loaders in the order in which they were made)" if several else "")

@@ -111,21 +111,21 @@ def _find_element(holdings: Holdings, item: int, one: int, other: int, group: di
     left = broadcast_tensor(own if rank == one else None, one, group).cpu()
     right = broadcast_tensor(own if rank == other else None, other, group).cpu()
     bits = (left.view(torch.uint8) ^ right.view(torch.uint8)).view(len(left), -1)
-    places = bits.any(dim=1).nonzero().view(-1).tolist()
-    flipped = sum(int(byte).bit_count() for byte in bits[places[0]].tolist())
+    offsets = bits.any(dim=1).nonzero().view(-1).tolist()
+    flipped = sum(int(byte).bit_count() for byte in bits[offsets[0]].tolist())
     apart = f"{counted(flipped, 'bit')} apart"
-    values = f"{left[places[0]].item()!r} on rank {one} and {right[places[0]].item()!r} on rank {other}"
+    values = f"{left[offsets[0]].item()!r} on rank {one} and {right[offsets[0]].item()!r} on rank {other}"
     if value.numel() == 1:
         return f"It is {values}.", flipped == 1
-    words = f"Element {_index(first + places[0], value)} is {values}, {apart}"
-    is_alone = len(places) == len(differing) == 1
+    words = f"Element {_index(first + offsets[0], value)} is {values}, {apart}"
+    is_alone = len(offsets) == len(differing) == 1
     return f"{words}{', and the only one of it that differs' if is_alone else ''}.", is_alone
 
 
-def _index(place: int, value: Tensor) -> str:
+def _index(offset: int, value: Tensor) -> str:
     if not value.is_contiguous():
-        return f"{place} (in the order of memory)"
-    return str([int(each) for each in torch.unravel_index(torch.tensor(place), value.shape)])
+        return f"{offset} (in the order of memory)"
+    return str([int(each) for each in torch.unravel_index(torch.tensor(offset), value.shape)])
 
 
 def describe(difference: Difference, holdings: Holdings) -> str:

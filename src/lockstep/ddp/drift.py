@@ -235,11 +235,11 @@ class DriftCheck:
         wanted = self._costs.wanted()
         votes = [int(power == wanted) for power in range(_LEAST, _MOST + 1)]
         if isinstance(digest, Tensor):
-            bits = (digest >> _places(flags.device)) & 1
+            bits = (digest >> _bit_positions(flags.device)) & 1
             vote = torch.tensor(votes, dtype=flags.dtype).to(flags.device, non_blocking=True)
             flags.copy_(torch.cat([bits.to(flags.dtype), (1 - bits).to(flags.dtype), vote]))
         else:
-            ones = [(digest >> place) & 1 for place in range(BITS)]
+            ones = [(digest >> bit) & 1 for bit in range(BITS)]
             own = torch.tensor([*ones, *[1 - one for one in ones], *votes], dtype=flags.dtype)
             flags.copy_(own, non_blocking=True)
         clock.stop()
@@ -274,7 +274,7 @@ class DriftCheck:
         sums = unread.read()
         ones, zeros, votes = sums[:BITS], sums[BITS : 2 * BITS], sums[2 * BITS :]
         if any(votes):
-            self._schedule.exponent = max(place for place, vote in enumerate(votes) if vote) + _LEAST
+            self._schedule.exponent = max(power for power, vote in enumerate(votes) if vote) + _LEAST
         differs = any(one and zero for one, zero in zip(ones, zeros, strict=True))
         if differs:
             return self._settle(unread)
@@ -414,7 +414,7 @@ def _combine(first: int | Tensor, second: int | Tensor, device: torch.device) ->
     return (tensors[0] * 31 + tensors[1]) & ((1 << BITS) - 1)
 
 
-def _places(device: torch.device) -> Tensor:
+def _bit_positions(device: torch.device) -> Tensor:
     return torch.arange(BITS, device=device)
 
 

@@ -61,7 +61,7 @@ from torch.nn import Parameter
 
 from lockstep import _torch
 from lockstep.errors import LockstepError
-from lockstep.step.share import Items, Place
+from lockstep.step.share import BatchId, Items
 
 _queue_callback = _torch.queue_callback()
 _will_execute = _torch.will_execute()
@@ -87,10 +87,10 @@ class Forward(NamedTuple):
     number: int = 0
     #: The items counted for its batch; see Note [Counted items].
     items: Items | None = None
-    #: The slice that it was in: the place of its step, then its number.
+    #: The slice that it was in: the key of its step, then its number.
     slice: tuple[int, ...] | None = None
     #: The batch that it is of; see Note [Batches compared].
-    batch: Place | None = None
+    batch: BatchId | None = None
 
 
 class BackwardListener(Protocol):

@@ -39,7 +39,7 @@ class LeftOut:
 
     def write(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:  # noqa: ARG002
         """See :class:`~lockstep.ddp.rider.Rider`."""
-        flags.copy_(self._rows[sending.place % _FLAGS])
+        flags.copy_(self._rows[sending.progress % _FLAGS])
 
     def read(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:  # noqa: ARG002
         """See :class:`~lockstep.ddp.rider.Rider`.

@@ -2,24 +2,24 @@
 
 Note [What was replaced]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A parameter that comes after ``replicate`` has no place in the buckets: every rank would train its own. A look at all
+A parameter that comes after ``replicate`` is not in the buckets: every rank would train its own. A look at all
 of them in every step would cost more than the step of a small model, and in the middle of a forward it would be wrong:
-``torch.func.functional_call`` and ``torch.export`` put other tensors in the parameters' places and take them back. So
+``torch.func.functional_call`` and ``torch.export`` put other tensors in the parameters' slots and take them back. So
 
 - torch's hooks report when a module of ours registers a parameter or a module (assignment does). If it is still there
   at the next forward that records a graph, it is found, on every rank that did the same;
 - a tensor put into a module's dictionaries behind torch's back takes the place of a parameter, which gets no gradient
-  from then on. So all places are looked at, some 70 nanoseconds each, where a backward reaches the outputs and none of
-  the parameters, and where an averaged one leaves some out. A tensor in a new place is not found, nor one in a frozen
-  parameter's place while all others get gradients;
+  from then on. So all slots (entries of these dictionaries) are looked at, some 70 nanoseconds each, where a backward
+  reaches the outputs and none of the parameters, and where an averaged one leaves some out. A tensor in a new slot is
+  not found, nor one in a frozen parameter's slot while all others get gradients;
 - a parameter that was converted or moved (``module.half()``) stays the same object, and its ``grad``, which may be a
   view of its bucket, is converted with it and silently stops being a view. So dtypes and devices are compared when a
   backward begins, some 80 nanoseconds for each parameter.
 
 Note [Stand-ins]
 ~~~~~~~~~~~~~~~~
-Stand-ins, which ``torch.func.functional_call`` puts in the parameters' places, are there during the forward only. Until
-the first averaged backward has ended all places are looked at after a forward; from then on the first, the last and
+Stand-ins, which ``torch.func.functional_call`` puts in the parameters' slots, are there during the forward only. Until
+the first averaged backward has ended all slots are looked at after a forward; from then on the first, the last and
 those of parameters that some averaged backward has left out, since a parameter with a stand-in gets no gradient. So
 stand-ins for a few parameters that come later are found at their second forward.
 """
@@ -48,7 +48,7 @@ from lockstep.errors import LockstepError
 _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 
 #: (dictionary of a module, name in it, object that is expected there).
-_Place = tuple[dict[str, Any], str, object]
+_Slot = tuple[dict[str, Any], str, object]
 
 #: Module within a replica -> the replica's parameters.
 _owners: weakref.WeakKeyDictionary[nn.Module, OwnParameters] = weakref.WeakKeyDictionary()
@@ -63,18 +63,18 @@ class OwnParameters:
         self._params = [param for _, param in parameters_of(module)]
         self._known = {id(param): (param.dtype, param.device) for param in self._params}
         self._dtypes = [*map(_dtype, self._params)]
-        #: Id of a parameter -> its places; then all places, and the modules within.
-        self._slots = _find_places(module, self._known)
-        self._all_places = _Places(place for places in self._slots.values() for place in places)
+        #: Id of a parameter -> its slots; then all slots, and the modules within.
+        self._slots = _find_slots(module, self._known)
+        self._all_slots = _Slots(slot for slots in self._slots.values() for slot in slots)
         self._tree = Tree(module)
         trained = [id(param) for param in self._params if param.requires_grad and id(param) in self._slots]
         self._ends = [*trained[:1], *trained[-1:]]
         self._first_and_last = [param for param in self._params if id(param) in self._ends]
         self._devices = [*map(_device, self._first_and_last)]
         #: Places where stand-ins are looked for, and their parameters' ids (None: all); see Note [Stand-ins].
-        self._watched = _Places(place for key in trained for place in self._slots[key])
+        self._watched = _Slots(slot for key in trained for slot in self._slots[key])
         self._watched_ids: set[int] | None = None
-        #: True if all places are looked at after a forward.
+        #: True if all slots are looked at after a forward.
         self.watches_all = True
         #: (owner, name, value) of foreign parameters and modules registered since, for :meth:`find_registered`.
         self.registered: list[tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module | Tensor]]] = []
@@ -93,7 +93,7 @@ class OwnParameters:
         self._slots.clear()
         self._ends.clear()
         self._first_and_last.clear()
-        self._all_places = self._watched = _Places([])
+        self._all_slots = self._watched = _Slots([])
         self.registered.clear()
 
     def _adopt(self, module: nn.Module) -> None:
@@ -129,11 +129,11 @@ class OwnParameters:
         if not self._told and (self._watched_ids is None or not self._watched_ids >= ids):
             self.watches_all = False
             self._watched_ids = {*self._ends, *ids, *(self._watched_ids or ())}
-            self._watched = _Places(place for key in self._watched_ids for place in self._slots.get(key, ()))
+            self._watched = _Slots(slot for key in self._watched_ids for slot in self._slots.get(key, ()))
         return None if not ids or self._are_in_place() else self._look()
 
     def _are_in_place(self) -> bool:
-        return self._all_places.are_kept() and self._tree.parts() is not None
+        return self._all_slots.are_kept() and self._tree.parts() is not None
 
     def _look(self) -> LockstepError | None:
         module = self._module()
@@ -176,7 +176,7 @@ class OwnParameters:
             )
 
     def stand_ins(self) -> StandIns | None:
-        """Return the tensors in the parameters' places during this forward, if they can get gradients themselves.
+        """Return the tensors in the parameters' slots during this forward, if they can get gradients themselves.
 
         See Note [Stand-ins].
         """
@@ -188,23 +188,23 @@ class OwnParameters:
         return StandIns([get_gradient_edge(leaf).node for leaf in leaves], self) if leaves else None
 
 
-class _Places:
+class _Slots:
     """Places in modules' dictionaries."""
 
-    def __init__(self, places: Iterable[_Place]) -> None:
-        listed = [*places]
+    def __init__(self, slots: Iterable[_Slot]) -> None:
+        listed = [*slots]
         self._dicts = [held for held, _, _ in listed]
         self._names = [name for _, name, _ in listed]
         self._things = [thing for _, _, thing in listed]
 
     def are_kept(self) -> bool:
-        """Return whether each place still holds its object."""
+        """Return whether each slot still holds its object."""
         return all(map(operator.is_, map(dict.get, self._dicts, self._names), self._things))
 
 
-def _find_places(module: nn.Module, known: Container[int]) -> dict[int, list[_Place]]:
-    """Return the places of the parameters of the ids ``known``, by id."""
-    slots: dict[int, list[_Place]] = {}
+def _find_slots(module: nn.Module, known: Container[int]) -> dict[int, list[_Slot]]:
+    """Return the slots of the parameters of the ids ``known``, by id."""
+    slots: dict[int, list[_Slot]] = {}
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
             continue  # it makes its dictionaries anew at each look, and nothing can be put into them

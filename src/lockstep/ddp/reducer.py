@@ -72,7 +72,7 @@ from lockstep.ddp.left_out import explain_left_out
 from lockstep.ddp.rider import Rider
 from lockstep.ddp.sparse import SparseSlot
 from lockstep.errors import CollectiveMismatch, LockstepError
-from lockstep.step.share import MOST_ITEMS, Place
+from lockstep.step.share import MOST_ITEMS, BatchId
 
 #: Most bytes of all parameters together, and least bytes of each, that are compared at the end of a job.
 _MOST_DIGESTED, _LEAST_DIGESTED = 1 << 22, 256
@@ -285,7 +285,7 @@ class Reducer:
 
         return on_large_gradient
 
-    def finish(self, *, left_out: int = 0, batch: Place | None = None) -> BackwardOutcome:
+    def finish(self, *, left_out: int = 0, batch: BatchId | None = None) -> BackwardOutcome:
         """**Collective** if the backward is synchronised. End the backward: send the rest, write the averages.
 
         Args:
@@ -306,7 +306,7 @@ class Reducer:
                 self._all.pending.update(backward.arrivals())
                 return BackwardOutcome(mistake)
             self._left_out += left_out
-            backward.left_out, backward.place = left_out, self._begun + self._left_out
+            backward.left_out, backward.progress = left_out, self._begun + self._left_out
             backward.batch = batch
             unused = backward.average_rest(write=True)
             if backward.skipped:
@@ -335,7 +335,7 @@ class Reducer:
         self._drain()
         self._open(sync=True, factor=0.0, divisor=divisor, kept={}, discards=True)
         backward = self._present()
-        backward.place = self._begun + self._left_out
+        backward.progress = self._begun + self._left_out
         try:
             backward.average_rest(write=False)
         finally:

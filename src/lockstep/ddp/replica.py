@@ -34,7 +34,7 @@ from lockstep.errors import LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
 from lockstep.step import slicing, streams
-from lockstep.step.share import BatchesInHand, Items, Place
+from lockstep.step.share import BatchesInHand, BatchId, Items
 
 #: Returns whether a forward is part of a function that torch.func transforms, and so of no training step.
 _transformed = _torch.transforms_active()
@@ -71,7 +71,7 @@ class Replica(Joinable, BackwardListener):
         #: The items that weigh the backward under way, if they are counted.
         self._items: Items | None = None
         #: The batch of the backward under way; see Note [Batches compared].
-        self._batch: Place | None = None
+        self._batch: BatchId | None = None
         if _torch.traces_backward():
             raise refusals.traces_backward()
         self._compare(module, unfit=unfit)

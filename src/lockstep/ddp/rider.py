@@ -1,6 +1,6 @@
 """Riders, which travel with the gradients: objects that each own a few flags in the buckets.
 
-A rider that is off is in no list, so a step without it costs nothing. The place of its flags in a bucket is laid out
+A rider that is off is in no list, so a step without it costs nothing. The slot of its flags in a bucket is laid out
 once, behind the flags of used parameters; see Note [Bucket layout] in ``bucket.py``.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.ddp.bucket import Bucket
 from lockstep.errors import LockstepError
-from lockstep.step.share import Place
+from lockstep.step.share import BatchId
 
 
 class BackwardState(Protocol):
@@ -22,10 +22,10 @@ class BackwardState(Protocol):
     number: int
     #: Number of forwards since the last averaged backward that had none; see Note [Left-out backwards].
     left_out: int
-    #: This rank's progress: ``number``, plus the sum of all ``left_out`` so far.
-    place: int
+    #: ``number``, plus the sum of all ``left_out`` so far.
+    progress: int
     #: The batch that the gradients are of; see Note [Batches compared].
-    batch: Place | None
+    batch: BatchId | None
     #: True if a comm hook reduces the gradients instead of the backend.
     is_hooked: bool
     #: True if all ranks leave this step out. A rider may set it, on all ranks.

@@ -189,14 +189,14 @@ class Unmoved:
     def __init__(self, named: Sequence[tuple[str, Parameter]], *, probes: bool) -> None:
         self._named = named
         self._versions = [param._version for _, param in named]
-        self._places = [param.data_ptr() for _, param in named]
+        self._addresses = [param.data_ptr() for _, param in named]
         self._probed = self._probe() if probes else None
 
     def find_moved(self) -> str | None:
         """Return the name of a parameter that has changed since, or None."""
-        versions, places = self._versions, self._places
-        for (name, param), version, place in zip(self._named, versions, places, strict=True):
-            if param._version != version or param.data_ptr() != place:
+        versions, addresses = self._versions, self._addresses
+        for (name, param), version, address in zip(self._named, versions, addresses, strict=True):
+            if param._version != version or param.data_ptr() != address:
                 return name
         if self._probed is not None:
             for (name, _), one, two in zip(self._named, self._probed, self._probe(), strict=True):
@@ -481,8 +481,8 @@ class SlicedGradients:
             sizes = [tensors[at].numel() for at in (*grads, *buffers)]
             width = sum(sizes) + len(grads)
             rows = Rows(self._group, width=width, count=max(count, 1), dtype=dtype, device=device)
-            places = [*accumulate([*sizes[: len(grads)], len(grads), *sizes[len(grads) :]], initial=0)]
-            starts = [*places[: len(grads)], *places[len(grads) + 1 : -1]]
+            offsets = [*accumulate([*sizes[: len(grads)], len(grads), *sizes[len(grads) :]], initial=0)]
+            starts = [*offsets[: len(grads)], *offsets[len(grads) + 1 : -1]]
             views = [
                 [
                     shaped(row[start : start + size], tensors[at])
@@ -490,7 +490,7 @@ class SlicedGradients:
                 ]
                 for row in rows.rows
             ]
-            flags = [row[places[len(grads)] : places[len(grads)] + len(grads)] for row in rows.rows]
+            flags = [row[offsets[len(grads)] : offsets[len(grads)] + len(grads)] for row in rows.rows]
             self._layouts.append(_Layout(grads, buffers, sizes, rows, views, flags))
         self._laid_out_for = key
         return self._layouts

@@ -285,8 +285,8 @@ def _rows_moved(now: Tensor, then: Tensor) -> bool:
     for dim in {0, now.dim() - 1} if now.dim() > 1 else ():
         new, old = (each.movedim(dim, 0).flatten(1) for each in (now, then))
         for moved, stayed in ((new, old), (old, new)):
-            places = (moved == stayed[0]).all(1).nonzero().flatten().tolist()
-            if any(place and torch.equal(moved[place:], stayed[:-place]) for place in places[:3]):
+            offsets = (moved == stayed[0]).all(1).nonzero().flatten().tolist()
+            if any(each and torch.equal(moved[each:], stayed[:-each]) for each in offsets[:3]):
                 return True
     return False
 

@@ -54,8 +54,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from lockstep.errors import LockstepError
 
-#: Which batch: the number of its loader, its epoch, and its number in it, from 0; empty: none.
-Place = tuple[int, ...]
+#: The number of a loader, the epoch, and the number of the batch in it, from 0; empty: no batch.
+BatchId = tuple[int, ...]
 
 #: Items that the ranks' counts can say exactly are fewer.
 MOST_ITEMS = 2**48
@@ -126,19 +126,19 @@ class Taken(NamedTuple):
     weight: float
     #: What was counted for it, if no earlier backward took that; see Note [Counted items].
     items: Items | None
-    #: Which batch it is, empty if none is in hand; None: another thread has got it.
-    place: Place | None
+    #: The batch in hand, empty if there is none; None: another thread has it.
+    batch: BatchId | None
 
 
 class _Pass:
     """A pass over a loader: its batch in hand, and what became of that since the last backward."""
 
-    __slots__ = ("came", "evaluated", "loader", "place", "read", "share", "thread")
+    __slots__ = ("batch", "came", "evaluated", "loader", "read", "share", "thread")
 
     def __init__(self, loader: object) -> None:
         self.loader = loader
         self.share: BatchShare | None = None
-        self.place: Place | None = None
+        self.batch: BatchId | None = None
         #: To which thread the batch was handed out.
         self.thread = 0
         #: Whether a batch has come, and whether a forward without gradients has had it.
@@ -230,7 +230,7 @@ class BatchesInHand:
         others = {each.loader for each in self._passes if each.loader is not loader}
         self._around[loader] = others - set(self._beside.get(loader, ()))
 
-    def hand_out(self, loader: object, share: BatchShare, place: Place | None = None) -> None:
+    def hand_out(self, loader: object, share: BatchShare, batch: BatchId | None = None) -> None:
         """Note that ``loader`` hands out a batch: which one, if that is to be the same on all ranks."""
         passes = self._passes
         mine = passes[0] if len(passes) == 1 and passes[0].loader is loader else self._come_forward(loader)
@@ -238,7 +238,7 @@ class BatchesInHand:
             before = mine.share
             awaited = self._awaits_backward and isinstance(before, Items) and not before.is_taken
             self._left_over = before if awaited and isinstance(before, Items) else None
-        mine.share, mine.place, mine.thread = share, place, get_ident()
+        mine.share, mine.batch, mine.thread = share, batch, get_ident()
         mine.came, mine.evaluated = True, False
 
     def _come_forward(self, loader: object) -> _Pass:
@@ -267,9 +267,9 @@ class BatchesInHand:
             ValueError: no rank has any sample.
         """
         mine = self._passes[-1] if self._passes else None
-        share, place = (self._base, ()) if mine is None else (mine.share, mine.place)
+        share, batch = (self._base, ()) if mine is None else (mine.share, mine.batch)
         if mine is not None and mine.thread != get_ident():
-            place = None
+            batch = None
         items = self.items if self._counts else None
         if for_backward:
             for each in self._passes:
@@ -286,7 +286,7 @@ class BatchesInHand:
             if items is not None:
                 items.is_taken, items = True, None
         weight = 1.0 if share is None or isinstance(share, Items) else share.weight(self._world_size)
-        return Taken(weight, items, place)
+        return Taken(weight, items, batch)
 
     @property
     def weight(self) -> float:

@@ -138,7 +138,7 @@ def in_slice() -> bool:
 
 def here() -> tuple[int, ...] | None:
     """Return the slice in hand: of which step, and its number; None outside of slices."""
-    return None if current is None or current.number is None else (*current.place, current.number)
+    return None if current is None or current.number is None else (*current.key, current.number)
 
 
 def refuse_in_slice(what: str, world: Ranks) -> None:
@@ -160,7 +160,7 @@ class SlicedStep:
     Args:
         world: the ranks.
         gather: how they tell each other how their slices went.
-        place: what this step is, the same on all ranks: epoch, number of the batch, and which pass over it.
+        key: identifies the step on all ranks: the epoch, the number of the batch, and of the pass over it.
         cut: its slices.
         measures: count how long a GPU is at the slices, and not how long it takes to launch them; it is waited for.
         may_fail: memory may run out, and the step be taken again: what its end needs is to be there at its beginning.
@@ -171,12 +171,12 @@ class SlicedStep:
         world: Ranks,
         gather: Gather,
         *,
-        place: Sequence[int],
+        key: Sequence[int],
         cut: Cut,
         measures: bool = False,
         may_fail: bool = False,
     ) -> None:
-        self.world, self.place, self.cut, self.may_fail = world, tuple(place), cut, may_fail
+        self.world, self.key, self.cut, self.may_fail = world, tuple(key), cut, may_fail
         self._gather = gather
         #: The slice in hand.
         self.number: int | None = None
@@ -323,7 +323,7 @@ class SlicedStep:
     def _tell(self, failure: str | None) -> list[list[Any]]:
         losses = {number: float(loss) for number, loss in self._losses.items()} if failure is None else {}
         said = dict(self.said)
-        mine = [self.place, failure, self.items, said, self._spent, _made, self._mistake, losses]
+        mine = [self.key, failure, self.items, said, self._spent, _made, self._mistake, losses]
         if self.world.world_size == 1:
             return [mine]
         told = self._gather(mine, "the end of a step in slices")
@@ -334,8 +334,8 @@ class SlicedStep:
                 "lockstep.Log and call each lockstep.replicate on every rank, in the same order"
             )
         if any(each[0] != told[0][0] for each in told):
-            places = ", ".join(f"rank {rank}: {_words_of(each[0])}" for rank, each in enumerate(told))
-            raise CollectiveMismatch(f"{self.whoami()}: the ranks are at the end of different steps ({places})")
+            steps = ", ".join(f"rank {rank}: {_words_of(each[0])}" for rank, each in enumerate(told))
+            raise CollectiveMismatch(f"{self.whoami()}: the ranks are at the end of different steps ({steps})")
         return told
 
     def _take_weights(self, items: Sequence[dict[int, int]]) -> None:
@@ -379,11 +379,11 @@ class SlicedStep:
 
     def whoami(self) -> str:
         """Say which rank this is, and in which step."""
-        return f"rank {self.world.rank} of {self.world.world_size}, {_words_of(self.place)}"
+        return f"rank {self.world.rank} of {self.world.world_size}, {_words_of(self.key)}"
 
 
-def _words_of(place: Sequence[int]) -> str:
-    epoch, batch, *passes = place
+def _words_of(key: Sequence[int]) -> str:
+    epoch, batch, *passes = key
     again = f", pass {passes[0] + 1}" if passes and passes[0] else ""
     return f"epoch {epoch}, batch {batch}{again}"
 

@@ -248,7 +248,7 @@ class Checkpointer:
     def _note_end_of_pass(self) -> None:
         self._end_of_pass = EndOfPass.note(self._run, self._position, self._world.device)
 
-    def add_follower(self, follower: Follower) -> None:
+    def _add_follower(self, follower: Follower) -> None:
         """Let ``follower`` be told where the run is from now on, on every rank in the same order; it is kept."""
         self._followers.append(follower)
         if self._resumed_from is not None:

@@ -47,7 +47,7 @@ class World:
         #: Seconds a collective may wait.
         self.timeout = timeout
         #: What sharded loaders have handed out; see Note [Batches in hand].
-        self.in_hand = BatchesInHand(rank=identity.rank, world_size=identity.world_size)
+        self._in_hand = BatchesInHand(rank=identity.rank, world_size=identity.world_size)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -76,11 +76,11 @@ class World:
         counts for everything until the loader hands out its next batch, or outside of a loader's loop until you set it
         again. docs/weights.md shows how. After :meth:`weigh` its ``global_samples`` is NaN: not known yet.
         """
-        return self.in_hand.share
+        return self._in_hand.share
 
     @share.setter
     def share(self, share: BatchShare | None) -> None:
-        self.in_hand.say(share)
+        self._in_hand.say(share)
 
     def weigh(self, items: int) -> None:
         """Say before ``backward()`` that this rank's loss is the mean over ``items`` items: tokens, say.
@@ -114,7 +114,7 @@ class World:
         step = slicing.current
         if step is not None:
             step.weigh(count)
-        self.in_hand.say(Items(count))
+        self._in_hand.say(Items(count))
 
     @property
     def rank(self) -> int:
@@ -260,7 +260,7 @@ class World:
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
         if samples is None:
-            self.in_hand.refuse_contested("World.mean() without samples=")
+            self._in_hand.refuse_contested("World.mean() without samples=")
         count = samples if samples is not None else 1 if self.share is None else self.share.local_samples
         if count < 0:
             raise ValueError(f"samples={count}: expected 0 or more")

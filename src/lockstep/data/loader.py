@@ -218,7 +218,7 @@ class ShardedLoader:
         self._has_told_of_epochs = False
         self._source = source
         self._world = world
-        self._number = world.in_hand.number_loader()
+        self._number = world._in_hand.number_loader()
         self._device = device
         #: The seed of the order and of the samples.
         self.seed = source.seed
@@ -451,7 +451,7 @@ class ShardedLoader:
                 f"rank {self._world.rank}: this loader was sharded with slices={self.slices}, so its loop is over "
                 "steps: for step in loader.steps(): for batch in step: …"
             )
-        self._world.in_hand.begin_pass(self)
+        self._world._in_hand.begin_pass(self)
         return self._run_pass(self._hand_out)
 
     def steps(self) -> Steps:
@@ -477,15 +477,15 @@ class ShardedLoader:
             )
         return Steps(self)
 
-    def begin_steps(self) -> Iterator[Step]:
+    def _begin_steps(self) -> Iterator[Step]:
         """Begin a pass in steps, for :class:`Steps`."""
-        self._world.in_hand.begin_pass(self)
+        self._world._in_hand.begin_pass(self)
         return self._run_pass(self._hand_out_step)
 
     def _hand_out(self, fetched: Fetched) -> Iterator[Any]:
         """Yield one batch, and have it in hand meanwhile."""
         world, share = self._world, BatchShare(fetched.samples, fetched.global_samples, self._source.shares or ())
-        world.in_hand.hand_out(self, share, (self._number, self._cursor.epoch, self._cursor.batches))
+        world._in_hand.hand_out(self, share, (self._number, self._cursor.epoch, self._cursor.batches))
         self._advance(fetched)
         flight.current.batch += fetched.samples
         yield fetched.batch
@@ -494,7 +494,7 @@ class ShardedLoader:
 
     def _hand_out_step(self, fetched: Fetched) -> Iterator[Step]:
         slicing = self._slicing
-        assert slicing is not None  # begin_steps is for these
+        assert slicing is not None  # _begin_steps is for these
         cursor = self._cursor
         key = StepKey(self.seed, cursor.epoch, cursor.batches)
         cut = Cut(
@@ -506,7 +506,7 @@ class ShardedLoader:
         recut = partial(self._recut, cursor.samples, cursor.samples + fetched.global_samples) if chooses else None
         batches = [*zip(fetched.numbers, fetched.batch, strict=True)]
         step = Step(self, self._world, key=key, cut=cut, batches=batches, recut=recut, measures=slicing.balances)
-        self._world.in_hand.hand_out(self, cut.share_of(self._world.rank))
+        self._world._in_hand.hand_out(self, cut.share_of(self._world.rank))
         self._advance(fetched)
         flight.current.batch += fetched.samples
         yield step
@@ -577,7 +577,7 @@ class ShardedLoader:
         finally:
             if self._pass is mine or self._pass is None:  # else a newer pass has the batch in hand
                 rank_stream.finish(self)
-                world.in_hand.take_back(self)
+                world._in_hand.take_back(self)
 
     def _ask(self, rank_stream: streams.RandomStreams) -> None:
         """Begin to ask for a batch."""

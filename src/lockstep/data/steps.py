@@ -241,7 +241,7 @@ class Step:
                 if failure is None:
                     break
                 self._cut_again(failure)
-            self._world.in_hand.hand_out(self._loader, self._cut.share_of(self._world.rank))
+            self._world._in_hand.hand_out(self._loader, self._cut.share_of(self._world.rank))
             before = self.seconds or [0.0] * len(step.seconds)
             self.seconds = [one + two for one, two in zip(before, step.seconds, strict=True)]
             self.is_done = True
@@ -257,7 +257,7 @@ class Step:
         sizes, total = self._cut.sizes, self.samples
         for number, batch in self._batches:
             self._seed(number)
-            self._world.in_hand.hand_out(self._loader, BatchShare(sizes[number], total))
+            self._world._in_hand.hand_out(self._loader, BatchShare(sizes[number], total))
             try:
                 with step.slice(number):
                     yield batch
@@ -311,7 +311,7 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def begin_steps(self) -> Iterator[Step]:
+    def _begin_steps(self) -> Iterator[Step]:
         """Begin a pass."""
         ...
 
@@ -328,7 +328,7 @@ class Steps:
 
     def __iter__(self) -> Iterator[Step]:
         """Begin a pass over the next epoch, or the rest of a loaded one."""
-        return self._source.begin_steps()
+        return self._source._begin_steps()
 
 
 class _Generators:

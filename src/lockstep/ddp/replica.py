@@ -259,12 +259,12 @@ class Replica(Joinable, BackwardListener):
     def in_hand(self) -> BatchesInHand | None:
         """Return the batches that sharded loaders have handed out; None if they are not for this group."""
         world = current_world()
-        return None if world is None or world.world_size != self._world_size else world.in_hand
+        return None if world is None or world.world_size != self._world_size else world._in_hand
 
     def items_of(self, forward: Forward) -> Items | None:
         """Return the items counted for ``forward``, if any were."""
         world = current_world()
-        return None if world is None or slicing.current is not None else world.in_hand.items_for(forward.items)
+        return None if world is None or slicing.current is not None else world._in_hand.items_for(forward.items)
 
     # Backward -------------------------------------------------------------------------------------------------------
 

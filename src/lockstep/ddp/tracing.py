@@ -190,7 +190,7 @@ def _why_not(replica: Replica) -> str:
 def _samples() -> dict[str, float]:
     """Return the numbers of samples of this rank and of all ranks in the step, if they are counted."""
     world = current_world()
-    share = None if world is None else world.in_hand.share
+    share = None if world is None else world._in_hand.share
     if share is None or isinstance(share, Items):
         return {}
     return {"local_samples": float(share.local_samples), "global_samples": float(share.global_samples)}

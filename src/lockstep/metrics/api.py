@@ -28,7 +28,7 @@ class LoggedRun(Protocol):
     folder: Path
     step: int
 
-    def add_follower(self, follower: Any) -> None: ...
+    def _add_follower(self, follower: Any) -> None: ...
 
     def _refuse_foreign_folder(self) -> None: ...
 
@@ -95,7 +95,7 @@ class Log:
         if isinstance(run, (str, PathLike)):
             path = local_path(run, "run").absolute()
             path = path if path.suffix == ".jsonl" else path / NAME
-        elif hasattr(run, "add_follower"):
+        elif hasattr(run, "_add_follower"):
             if after is not None:
                 raise ValueError(f"after={after}: the Checkpointer knows which step the run resumes from")
             self._run, path = run, run.folder / NAME
@@ -108,7 +108,7 @@ class Log:
         self.path = path
         self._lines = Lines(world, Target(path, every, seconds, tuple(sinks), check), after=after)
         if self._run is not None:
-            self._run.add_follower(self._lines)
+            self._run._add_follower(self._lines)
         # What a Checkpointer writes lines for lives as long as it does: the ranks' collectors may find a log that is
         # gone at different times.
         weakref.finalize(self._run or self, self._lines.leave)
@@ -162,9 +162,9 @@ class Log:
             lines.find_wrong(TypeError(f"step={step!r}: expected an int"), lines.step)
             step = lines.step
         if samples is None:
-            counted = world.in_hand.samples()
+            counted = world._in_hand.samples()
             if counted is None:
-                world.in_hand.refuse_contested("lockstep.Log without samples=")
+                world._in_hand.refuse_contested("lockstep.Log without samples=")
                 counted = 1.0 if world.share is None else world.share.local_samples
             weight = counted
         elif isinstance(samples, (int, float)) and 0 <= samples < math.inf:

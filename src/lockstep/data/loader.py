@@ -308,7 +308,7 @@ class ShardedLoader:
         raise AttributeError(f"a loader from lockstep.shard has no {name!r}{hint}", name=name, obj=self)
 
     def __len__(self) -> int:
-        """Return the number of batches of a full epoch, the same on all ranks; an estimate for a stream."""
+        """Return the number of batches of a full epoch, the same on all ranks; an estimate if a stream has a length."""
         length = self._source.length
         if length is None:
             raise TypeError(f"a stream of {type(self.dataset).__name__} has no length")

@@ -62,8 +62,7 @@ def words(code: CodeType, line: int) -> str:
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line of the user's own program.
 
-    A thread of autograd or of lockstep has no such line: the warning then points to the caller of this function, or
-    under ``python -c`` to that program.
+    Without such a line (threads of autograd or lockstep) it points to the caller; under ``python -c``, to that program.
     """
     caller = sys._getframe(1)
     frame, away = user_frame_and_depth(caller)

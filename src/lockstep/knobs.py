@@ -82,8 +82,7 @@ DEFAULT_TIMEOUT = 600.0
 #: Default number of steps that a rank takes before the traced ones.
 DEFAULT_TRACE_FROM = 10
 
-#: STEPS and FROM for a run without a requested trace: 21 averages enclose the 20 steps that ``lockstep runs plan``
-#: needs.
+#: STEPS and FROM for a run without a requested trace: ``lockstep runs plan`` needs the 20 steps between 21 averages.
 TRACED_ANYWAY = 21, DEFAULT_TRACE_FROM
 
 #: The most steps that can be traced: no viewer opens a larger file.

@@ -1,7 +1,7 @@
 """The pauses and limits, in seconds, of waits that only time can end, and the reasons for their lengths.
 
-A time is here if a test of the product would have to sit through it, or if it must be longer or shorter than one
-that is. Other times stay where they are used, as do sizes and counts; users choose theirs by options or variables.
+A time is here if a test of the product would have to sit through it, or if it must be longer or shorter than one that
+is. Other times stay where they are used, as do sizes and counts; users choose some by options or variables.
 
 Note [Pauses and limits]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -35,8 +35,7 @@ class Times:
     #: The time that a rank may hold up the others before the launcher reports it: longer than a checkpoint of a small
     #: model, shorter than a user's patience. Users set it with ``LOCKSTEP_LATE``.
     late: float = _pause(5.0)
-    #: The interval between two comparisons of the ranks, and between two checks for a rank that left a failure record
-    #: but has not ended.
+    #: The interval between two comparisons of the ranks, and between two checks for ranks that failed but do not end.
     heartbeat: float = _pause(1.0)
     #: The time without a sign of life after which a process is looked up in /proc, which costs more than its page.
     unmoved: float = _pause(1.0)

@@ -180,7 +180,7 @@ def entries(
     Args:
         root: the run's folder.
         good, damaged: names of the folders that are known to be so. One without a manifest is damaged.
-        enough: once so many steps of finite ones have been seen, newest first, read no manifest that a rule by steps
+        enough: once this many steps of finite ones have been seen, newest first, read no manifest that a rule by steps
             alone can do without; None: read them all. One that can't be read is damaged.
         on: the file system.
     """

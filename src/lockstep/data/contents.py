@@ -181,7 +181,7 @@ def fingerprint(tree: Any) -> str:
 def can_be_random(dataset: object) -> bool:
     """Return False for a dataset that is known to give the same sample for the same index regardless of generators."""
     if is_hugging_face(dataset):
-        return bool(dataset.format["type"] == "custom")  # type: ignore[attr-defined]  # only "custom" has a transform
+        return bool(dataset.format["type"] == "custom")  # type: ignore[attr-defined]  # a transform; others convert only
     if type(dataset) in (TensorDataset, list, tuple, range, np.ndarray, torch.Tensor):
         return False
     if type(dataset) is Subset:

@@ -454,7 +454,7 @@ def inner_loader(
     dataset: SliceDataset | StreamDataset
     if source.order == "stream":
         dataset = (TimedStream if traced else StreamDataset)(
-            given.dataset,  # type: ignore[arg-type]  # an IterableDataset, as order says
+            given.dataset,  # type: ignore[arg-type]  # an IterableDataset, or the order would be another
             given.collate_fn,
             batch_size=source.batch_size,
             drop_last=source.drop_last,
@@ -473,7 +473,7 @@ def inner_loader(
         batch_size=None,
         sampler=None if isinstance(dataset, IterableDataset) else keys,
         num_workers=workers,
-        collate_fn=as_is,  # type: ignore[arg-type]  # without a batch size, it gets one item
+        collate_fn=as_is,  # type: ignore[arg-type]  # without a batch size it gets one item
         # Without an accelerator pinning is pointless, and torch would warn at each pass.
         pin_memory=pinned or (given.pin_memory and torch.accelerator.is_available()),
         timeout=given.timeout,

@@ -82,7 +82,7 @@ class SliceOptions:
         """
         if slices is None:
             return None
-        given = slices if isinstance(slices, Slices) else Slices(slices)  # type: ignore[arg-type]  # checked below
+        given = slices if isinstance(slices, Slices) else Slices(slices)  # type: ignore[arg-type]  # looked at below
         chooses = given.count == "auto"
         count = 1 << (world_size - 1).bit_length() if chooses else given.count
         if isinstance(count, bool) or not isinstance(count, int):

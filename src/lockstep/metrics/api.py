@@ -37,7 +37,7 @@ class Log:
     """The numbers of a run, one line of JSON every few steps: ``log(loss=loss, acc=acc)`` inside the loop.
 
     A call waits for no device and sends nothing: numbers on a GPU stay there until a line is due. Then the ranks
-    combine theirs: each number of a line is the mean over all samples of all ranks since the line before, in float64,
+    combine them: each number of a line is the mean over all samples of all ranks since the line before, in float64,
     weighted as :meth:`World.mean <lockstep.World.mean>` does, so that unequal and empty slices are exact. Rank 0 writes
     the line to ``metrics.jsonl`` and hands it to the sinks. See docs/metrics.md.
 

@@ -312,7 +312,7 @@ class Lines:
         for key, series in self._numbers.items():
             try:
                 told.numbers[key] = series.take().to_json()
-            except Exception as error:  # noqa: BLE001  (the other ranks wait and must get any failure)
+            except Exception as error:  # noqa: BLE001  (the other ranks wait: they must get any failure)
                 told.wrong.append(["LockstepError", f"{key} can't be read: {type(error).__name__}: {error}"])
                 del told.kinds[key]
         self._numbers, self._texts, self._wrong = {}, {}, []

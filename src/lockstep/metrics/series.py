@@ -133,7 +133,7 @@ class Numbers:
         """
         kind = type(value)
         if kind is torch.Tensor:
-            tensor: torch.Tensor = value  # type: ignore[assignment]  # checked by kind
+            tensor: torch.Tensor = value  # type: ignore[assignment]  # its type says so
             if not (tensor.is_cpu and tensor.dtype in _FLOATS and tensor.layout is _STRIDED and _READS_AT_HAND):
                 return False
             if tensor.dim() and tensor.numel() != 1:

@@ -1,7 +1,7 @@
 """lockstep: data-parallel training for PyTorch.
 
 The public names are loaded when first used (PEP 562), so that the launcher and ``lockstep --help`` never load torch.
-Which these are, and where they are defined, stands in ``__init__.pyi``, for type checkers and for this module.
+``__init__.pyi`` lists them and the modules that define them, for type checkers and for this module.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def __dir__() -> list[str]:
 
 
 def _register_backend() -> None:
-    """Make torch know the backend "shm", if torch is there; an installed lockstep torch finds by itself."""
+    """Register the backend "shm" if torch is imported already; else torch finds an installed lockstep by itself."""
     if "torch" in sys.modules:
         importlib.import_module("lockstep.comm.group.register").register()
 

@@ -6,17 +6,17 @@ import os
 import signal
 from typing import NoReturn
 
-#: What a shell reports for a process that SIGINT ended.
+#: The exit code that a shell reports for a process that SIGINT ended.
 _INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
     """Run the command.
 
-    While its modules are imported there is nothing to undo, and a KeyboardInterrupt would show where in their files it
-    came. ``lockstep run`` stays so until the launcher reads signals itself; the other commands are interrupted as ever.
+    While modules are imported there is nothing to undo, so SIGINT ends the process at once: a KeyboardInterrupt would
+    show a traceback into their files. ``lockstep run`` keeps this handler until the launcher reads signals itself.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the shell has it ignored (``&``)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise the shell has it ignored (``&``)
         signal.signal(signal.SIGINT, _leave)
     from lockstep.cli import main as command
 

@@ -1,4 +1,4 @@
-"""Paths that users give; files that are written completely or not at all, and why one could not be written."""
+"""Paths that users give; files that are written completely or not at all; explanations of file errors."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _ADVICE = {
 }
 
 
-#: How a URL begins, also after pathlib has made one slash of two, and a path of Windows (C:\\).
+#: Matches the beginning of a URL, also after pathlib has merged its two slashes, or of a Windows path (C:\\).
 _NO_PATH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/|[A-Za-z]:\\")
 
 
 class NoLocalPath(LockstepError, ValueError):
-    """A URL, or a path of Windows, was given where files are read or written."""
+    """A URL or a Windows path was given where a local path is needed."""
 
 
 def local_path(given: str | os.PathLike[str], what: str) -> Path:
-    """Return a path that a user gave; every one of them comes through here.
+    """Return a path that a user gave; all such paths are checked here.
 
-    ``s3://bucket/run`` is a valid name for a folder below the current one, which is never meant: what was saved there
+    ``s3://bucket/run`` is a valid name for a folder below the current one, but is never meant so: files saved there
     would be lost with the machine.
 
     Args:
         given: the path.
-        what: which argument or option it is, for the message.
+        what: the name of the argument or option, for the message.
 
     Raises:
-        NoLocalPath: it is a URL or a path of Windows.
+        NoLocalPath: it is a URL or a Windows path.
     """
     text = os.fspath(given)
     found = _NO_PATH.match(text)
@@ -60,17 +60,17 @@ def local_path(given: str | os.PathLike[str], what: str) -> Path:
 
 
 def write_whole(path: str | Path, data: str | bytes) -> None:
-    """Write a small file (0600) so that whoever opens it, at any moment, finds all of it or what was there before.
+    """Write a small file (0600) atomically: a reader sees either the previous content or all of the new one.
 
-    Its bytes are not forced to the disk: this is for processes that read each other's files, not for what has to
-    survive a loss of power.
+    The bytes are not forced to the disk: this is for processes that read each other's files, not for data that must
+    survive a power loss.
     """
     content = data.encode(errors="backslashreplace") if isinstance(data, str) else data
     temporary = f"{path}.tmp-{os.getpid()}"
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        error.filename = os.fspath(path)  # nobody has named the other one
+        error.filename = os.fspath(path)  # the user does not know the temporary name
         raise
     try:
         with os.fdopen(fd, "wb") as file:
@@ -83,7 +83,7 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
 
 
 def describe(error: Exception) -> str:
-    """Say what went wrong with a file and what to do about it; of another error, what it is."""
+    """Return a message for an error: for a file error what went wrong and what to do, otherwise its type and text."""
     if isinstance(error, OSError) and error.errno is not None:
         advice = _ADVICE.get(error.errno)
         where = f"{os.fspath(error.filename)}: " if isinstance(error.filename, (str, os.PathLike)) else ""

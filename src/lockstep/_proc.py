@@ -1,4 +1,4 @@
-"""What the kernel says of a process, its threads and its children, from /proc."""
+"""The state of a process, its threads and its children, as the kernel reports it in /proc."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Stat:
-    """One moment of a process, from ``/proc/<pid>/stat``."""
+    """A snapshot of a process, from ``/proc/<pid>/stat``."""
 
-    #: One letter: R running, S asleep, D asleep where no signal reaches it, T stopped, t traced, Z and X dead.
+    #: One letter: R running, S sleeping, D in uninterruptible sleep, T stopped, t traced, Z and X dead.
     state: str
-    #: Processor time of all of its threads so far, in seconds.
+    #: Processor time of all its threads so far, in seconds.
     processor: float
-    #: When it started, in clock ticks since boot.
+    #: The time at which the process started, in clock ticks since boot.
     started: int
-    #: The process that it is a child of.
+    #: The process id of its parent.
     parent: int
 
     @property
     def is_dead(self) -> bool:
-        """Whether only its exit code is left."""
+        """True if the process has ended, and only its exit code is left."""
         return self.state in ("Z", "X")
 
 
 def text(path: str | Path) -> str:
-    """Return what a small file of the kernel's says; empty if it can't be read."""
+    """Return the content of a small kernel file; empty if it can't be read."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:
@@ -40,29 +40,30 @@ def text(path: str | Path) -> str:
 
 
 def read(pid: int, name: str) -> str:
-    """Read a file of ``/proc/<pid>``; empty if the process is gone or may not be asked."""
+    """Return the content of a file of ``/proc/<pid>``; empty if the process is gone or access is denied."""
     return text(f"/proc/{pid}/{name}")
 
 
 def counter(path: str | Path, name: str) -> int | None:
-    """Return the number behind ``name`` in a file with a line for each; None: there is no such line. Sizes with a unit
-    of kB, as in ``/proc/meminfo``, are returned in bytes."""
+    """Return the number after ``name`` in a file with one name per line, or None if there is no such line.
+
+    Sizes in kB, as in ``/proc/meminfo``, are returned in bytes."""
     found = re.search(rf"^{name}:?\s+(\d+)( kB)?$", text(path), re.MULTILINE)
     return int(found[1]) * (1024 if found[2] else 1) if found else None
 
 
 def stat(pid: int) -> Stat | None:
-    """Return what a process is doing, or None if there is none of this number."""
+    """Return a snapshot of a process, or None if there is no process with this id."""
     return _parse(read(pid, "stat"))
 
 
 def started(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it is gone or a zombie.
+    """Return the time at which a process started, in clock ticks since boot; None if it is gone or a zombie.
 
-    A process id is used again; the pair of it and this number is not.
+    The kernel reuses process ids, but not the pair of a process id and this number.
 
     Raises:
-        OSError: it can't be told, for want of a descriptor.
+        OSError: the file can't be opened, because this process is out of descriptors.
     """
     try:
         found = _parse(Path(f"/proc/{pid}/stat").read_text(errors="replace"))
@@ -72,12 +73,12 @@ def started(pid: int) -> int | None:
 
 
 def boot_id() -> str:
-    """Return what tells one start of this machine from another; empty if the kernel does not say."""
+    """Return an id that is unique to this boot of the machine; empty if the kernel does not tell."""
     return text("/proc/sys/kernel/random/boot_id").strip()
 
 
 def pid_namespace() -> str:
-    """Return which set of process ids this process sees, as ``pid:[4026531836]``; empty if the kernel does not say."""
+    """Return this process's pid namespace, as ``pid:[4026531836]``; empty if the kernel does not tell."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -85,7 +86,7 @@ def pid_namespace() -> str:
 
 
 def threads(pid: int) -> list[int]:
-    """Return the threads of a process; none if it is gone."""
+    """Return the thread ids of a process; empty if it is gone."""
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
@@ -108,7 +109,7 @@ def children(pid: int) -> list[int]:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Return whether a process has its own handler for a signal; one that has none may be ended by it."""
+    """Return whether a process has its own handler for a signal; without a handler, the signal may end it."""
     for line in read(pid, "status").splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
@@ -131,13 +132,13 @@ def is_frozen(pid: int) -> bool:
 
 
 def resident(pid: int | None) -> int:
-    """Return a process's resident bytes; 0: it has ended, or there is none."""
+    """Return a process's resident memory in bytes; 0 if it has ended, or ``pid`` is None."""
     fields = read(pid, "statm").split() if pid is not None else []
     return int(fields[1]) * _PAGE if len(fields) > 1 else 0
 
 
 def _parse(text: str) -> Stat | None:
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    fields = text.rpartition(")")[2].split()  # the process name before it may contain anything
     if len(fields) < 20:
         return None
     return Stat(fields[0], (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[19]), int(fields[1]))

@@ -1,11 +1,11 @@
-"""Every private name of torch that lockstep uses: one function each, with why there is no public way.
+"""Every private name of torch that lockstep uses: one function each, with the reason why no public name will do.
 
 torch changes private names without notice, so each is looked up here and nowhere else, and ``tests/unit/test_torch.py``
-has one test for each. Nothing here imports torch when this module is imported: the launcher reads it as well.
+has one test for each. Importing this module does not import torch: the launcher imports it as well.
 A function whose caller is in a hot path returns torch's own function, for the caller to bind once.
 
-Two kinds of names a function would only hide, so they stand in tables: attributes that the code reads from torch's
-objects (:data:`ATTRIBUTES`), and private methods of torch's that our subclasses define since torch calls them
+Two kinds of names are listed in tables, since a function would only hide them: attributes that the code reads from
+torch's objects (:data:`ATTRIBUTES`), and private methods that our subclasses define because torch calls them
 (:data:`OVERRIDDEN`).
 """
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 #: Private attributes of torch's objects that lockstep reads where it needs them, by class.
 ATTRIBUTES = {
-    # What hangs in a module, in the module's order and with repetitions, which the public iterators leave out.
+    # A module's members in its own order and with repetitions, which the public iterators leave out.
     "torch.nn.Module": (
         "_parameters",
         "_buffers",
         "_modules",
         "_forward_pre_hooks",  # there is no public way to see a module's hooks
-        "_replicate_for_data_parallel",  # modules with a say in what their replica gets define it, RNNs for one
-        "_is_replica",  # set by it
-        "_call_impl",  # what compile() compiles, and where it puts the result
+        "_replicate_for_data_parallel",  # defined by modules that customise their replicas, such as RNNs
+        "_is_replica",  # set by _replicate_for_data_parallel
+        "_call_impl",  # compile() compiles this, and stores the result in the next one
         "_compiled_call_impl",
     ),
     "torch.Tensor": (
         "_version",  # the only way to learn that a tensor was changed in place
-        "_indices",  # the public ones refuse a sparse tensor that is not coalesced
+        "_indices",  # the public methods refuse a sparse tensor that is not coalesced
         "_values",
     ),
 }
@@ -57,9 +57,9 @@ OVERRIDDEN = {
 
 
 def profiler_enabled() -> Callable[[], bool]:
-    """Return the function that says whether a profiler records.
+    """Return the function that tells whether a profiler is recording.
 
-    The one cheap way to ask: ``record_function`` costs microseconds also when nobody records.
+    This is the only cheap check: ``record_function`` costs microseconds even if no profiler is recording.
     """
     import torch
 
@@ -69,9 +69,9 @@ def profiler_enabled() -> Callable[[], bool]:
 
 @contextmanager
 def recorded(name: str, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Show what runs inside to the profiler as ``name``, with the sizes of ``inputs``.
+    """Record the block in the profiler as ``name``, with the sizes of ``inputs``.
 
-    ``record_function`` has no place for tensors; torch's own backends record themselves in C++.
+    ``record_function`` takes no tensors; torch's own backends record themselves in C++.
     """
     import torch
 
@@ -83,9 +83,9 @@ def recorded(name: str, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def queue_callback() -> Callable[[Callable[[], None]], None]:
-    """Return the function that lets autograd call something when the backward under way has ended.
+    """Return the function that has autograd call a callback when the backward under way has ended.
 
-    The only way to run code at the end of a backward; FSDP2 ends its backward with it as well.
+    This is the only way to run code at the end of a backward; FSDP2 ends its backward with it as well.
     """
     from torch.autograd import Variable
 
@@ -94,9 +94,9 @@ def queue_callback() -> Callable[[Callable[[], None]], None]:
 
 
 def will_execute() -> Callable[[Any], bool]:
-    """Return the function that says whether the backward under way will execute a node of the graph.
+    """Return the function that tells whether the backward under way will execute a node of the graph.
 
-    The only way to ask; ``torch.autograd.graph.register_multi_grad_hook`` rests on it.
+    There is no public way; ``torch.autograd.graph.register_multi_grad_hook`` uses it too.
     """
     import torch
 
@@ -105,11 +105,11 @@ def will_execute() -> Callable[[Any], bool]:
 
 
 def runs_plainly() -> Callable[[], bool]:
-    """Return the function that says whether operations are carried out as they are written.
+    """Return the function that tells whether operations are executed as they are written.
 
-    Not so inside torch.func's transforms (vmap refuses to draw), in a trace, or under the modes that make fake tensors,
-    write down a graph or take out changes in place (torch.export). Other dispatch modes, which count operations or
-    keep their results, carry them out. Only tracing has a public name.
+    They are not inside torch.func's transforms (vmap refuses to draw), in a trace, or under the modes that make fake
+    tensors, record a graph or remove in-place changes (torch.export). Other dispatch modes, which count operations or
+    keep their results, do execute them. Only tracing has a public name.
     """
     import torch
 
@@ -129,7 +129,7 @@ def runs_plainly() -> Callable[[], bool]:
 
 
 def outside_dispatch_modes() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context in which no dispatch mode sees what is done; torch's own modes rest on it, and it has no public
+    """Return a context in which no dispatch mode sees any operation; torch's own modes use it, and it has no public
     name."""
     import torch
 
@@ -138,7 +138,7 @@ def outside_dispatch_modes() -> Callable[[], AbstractContextManager[None]]:
 
 
 def gradient_hooks(param: torch.Tensor) -> int:
-    """Count the hooks on ``param`` that see its accumulated gradient; there is no other way to ask."""
+    """Count the hooks on ``param`` that see its accumulated gradient; there is no public way to count them."""
     hooks = param._post_accumulate_grad_hooks
     return 0 if hooks is None else len(hooks)
 
@@ -146,8 +146,8 @@ def gradient_hooks(param: torch.Tensor) -> int:
 def foreach_copy() -> Callable[[Any, Any], object]:
     """Return the function that copies a list of tensors into another one.
 
-    FSDP2 and the optimizers rest on it, and it is four times faster than a Python loop over small tensors. The public
-    ways (``cat``, ``stack``) need as many views.
+    FSDP2 and the optimizers use it too, and it is four times faster than a Python loop over small tensors. The public
+    alternatives (``cat``, ``stack``) need as many views.
     """
     import torch
 
@@ -181,12 +181,12 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def device_types(group: dist.ProcessGroup) -> list[str]:
-    """Return the kinds of device that ``group`` serves ("cpu", "cuda"); the only way to ask, FSDP2 does it as well."""
+    """Return the kinds of device that ``group`` serves ("cpu", "cuda"); there is no public way, FSDP2 does the same."""
     return [device.type for device in group._device_types]
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend of ``group`` for tensors of ``device``: the only way to what a backend alone offers.
+    """Return the backend of ``group`` for tensors of ``device``: the only access to methods that only a backend has.
 
     Raises:
         RuntimeError: the group serves no tensors of this device.
@@ -195,21 +195,21 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def default_store() -> Any:
-    """Return the store of the default group; torch keeps it to itself, also where the user's code opened the group."""
+    """Return the store of the default group, which torch keeps private even if the user's code opened the group."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
 
 
 def all_gather_options() -> Any:
-    """Return the class of an all-gather's options: torch.distributed exports all others but not this one."""
+    """Return the class of an all-gather's options: torch.distributed exports all other option classes."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d.AllgatherOptions  # type: ignore[attr-defined]
 
 
 def batch_norm() -> type[nn.Module]:
-    """Return the class that all of torch's batch norms derive from, and that other libraries look for.
+    """Return the base class of all of torch's batch norms, which other libraries check for.
 
     The public classes, BatchNorm1d, 2d and 3d, each refuse inputs of other dimensions.
     """
@@ -219,13 +219,13 @@ def batch_norm() -> type[nn.Module]:
 
 
 def norm_base() -> type[nn.Module]:
-    """Return the class that torch's batch norms and instance norms derive from: those with running statistics."""
+    """Return the base class of torch's batch norms and instance norms: the layers with running statistics."""
     from torch.nn.modules import batchnorm
 
     return batchnorm._NormBase
 
 
-#: What ``torch.compile(module)`` puts before every name in a state dict.
+#: The prefix that ``torch.compile(module)`` puts before every name in a state dict.
 COMPILED_PREFIX = "_orig_mod."
 
 
@@ -238,15 +238,15 @@ def original_of(module: nn.Module) -> nn.Module | None:
 
 
 def compile_callbacks() -> Any:
-    """Return the module where torch.compile announces that it begins and ends, or None if nobody imported it yet.
+    """Return the module where torch.compile announces that it begins and ends, or None if it is not imported yet.
 
-    ``torch.compiler`` has no such announcement. Looked up, not imported: importing the compiler takes a second.
+    ``torch.compiler`` has no such announcement. The module is looked up only: importing the compiler takes a second.
     """
     return sys.modules.get("torch._dynamo.callback")
 
 
 def hook_name(hook: object) -> str:
-    """Return the name of the tensor that a hook of torch.nn.utils.prune computes; weight norm's has it in public."""
+    """Return the name of the tensor that a hook of torch.nn.utils.prune computes; weight norm's is public."""
     return str(getattr(hook, "_tensor_name", ""))
 
 
@@ -255,20 +255,20 @@ Class = TypeVar("Class", bound=type)
 
 
 def mark_untraced(function: Function) -> Function:
-    """Keep torch.compile from tracing ``function`` and what it calls: compiled code breaks off and calls it as it is.
+    """Keep torch.compile from tracing ``function`` and its callees: compiled code breaks the graph and calls it.
 
-    For what belongs to each call and not into a graph: collectives, hooks, what autograd calls at a backward's end.
-    torch.compiler.disable does that with a wrapper, which costs a microsecond a call and, where nobody compiles, the
-    import of the compiler, a second for every process. The mark that it leaves on a function keeps the compiler from
-    tracing a call of it; what the interpreter is told of its code, which costs nothing, keeps it from compiling it by
-    itself when autograd's engine calls it, and its callees.
+    This is for code that must run at each call and not in a graph: collectives, hooks, callbacks at a backward's end.
+    torch.compiler.disable does that with a wrapper, which costs a microsecond a call and imports the compiler, a second
+    for every process even if nothing is compiled. The mark on the function keeps the compiler from tracing a call of
+    it. The strategy set on its code, which costs nothing, keeps the compiler from compiling the function by itself when
+    autograd's engine calls it, and its callees.
     """
     from torch._C._dynamo import eval_frame
 
     marked, skip = cast(Any, function), eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(marked.__code__, eval_frame._FrameExecStrategy(skip, skip))
     marked._torchdynamo_disable = True
-    #: What fullgraph=True shows as the reason of the break that it does not allow.
+    #: The reason that fullgraph=True shows for the graph break that it forbids.
     marked._torchdynamo_disable_msg = (
         "lockstep does this anew in each step, outside of graphs. With fullgraph=True compile the model first: "
         "lockstep.replicate(torch.compile(model, fullgraph=True))"
@@ -277,11 +277,11 @@ def mark_untraced(function: Function) -> Function:
 
 
 def untraced(cls: Class) -> Class:
-    """Decorate a class whose methods and properties of ours are all as :func:`mark_untraced` says."""
+    """Decorate a class: apply :func:`mark_untraced` to all its methods and properties that lockstep defines."""
     for each in cls.__mro__:
         for member in vars(each).values():
             function: Any = member.fget if isinstance(member, property) else member
-            # (What a decorator has made shares its code with whatever else the decorator made.)
+            # (A decorated function shares its code with all others of that decorator, so it is left out.)
             plain = inspect.isfunction(function) and not hasattr(function, "__wrapped__")
             if plain and function.__module__.startswith("lockstep."):
                 mark_untraced(function)
@@ -289,9 +289,9 @@ def untraced(cls: Class) -> Class:
 
 
 def collectives_issued(group: Any, device: Any) -> int | None:
-    """Return how many collectives ``group`` has issued for tensors on ``device``, by torch's own count.
+    """Return the number of collectives that ``group`` has issued for tensors on ``device``, by torch's own count.
 
-    Ranks count alike, and no public function tells. None: the backend does not count.
+    It is the same on all ranks, and no public function returns it. None: the backend does not count.
     """
     try:
         return int(group._get_backend(device)._get_sequence_number_for_group())
@@ -302,7 +302,7 @@ def collectives_issued(group: Any, device: Any) -> int | None:
 def leave_out_of_flight_recorder(backend: str) -> None:
     """Tell torch, from 2.15 on, not to attach its flight recorder to groups of ``backend``.
 
-    The recorder needs a backend in C++, which a group written in Python has not; torch would fail to open the group.
+    The recorder needs a C++ backend, and a group written in Python has none: torch would fail to open the group.
     """
     from torch.distributed import distributed_c10d
 
@@ -314,8 +314,8 @@ def leave_out_of_flight_recorder(backend: str) -> None:
 def storage_use_count(storage: torch.UntypedStorage) -> Callable[[], int]:
     """Return the function that counts the tensors, and other owners, of ``storage``, which must outlive it.
 
-    The only way to learn that an alias of a tensor (a slice, ``detach()``, a NumPy array) is still in use; torch's own
-    trees of CUDA graphs rest on it. It takes the address of the storage, ``storage._cdata``.
+    This is the only way to learn that an alias of a tensor (a slice, ``detach()``, a NumPy array) is still in use;
+    torch's CUDA graph trees use it too. It takes the address of the storage, ``storage._cdata``.
     """
     import torch
 
@@ -325,7 +325,7 @@ def storage_use_count(storage: torch.UntypedStorage) -> Callable[[], int]:
 def tensor_use_count() -> Callable[[Any], int]:
     """Return the function that counts the owners of a tensor in C++, such as graphs; its Python object is one.
 
-    The only way to learn that a graph or another library holds a tensor that no Python object refers to.
+    This is the only way to learn that a graph or another library holds a tensor that no Python object refers to.
     """
     import torch
 
@@ -336,7 +336,7 @@ def tensor_use_count() -> Callable[[Any], int]:
 def is_made_of_tensors(tensor: Any) -> bool:
     """Return whether ``tensor`` has no memory of its own but wraps other tensors (a DTensor, a quantised weight).
 
-    The only way to ask; FSDP2 and torch.compile rest on it.
+    There is no public way; FSDP2 and torch.compile use it too.
     """
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -349,29 +349,29 @@ IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
 
 def compiled_autograd() -> tuple[Callable[[], object], Callable[[Any], bool]]:
-    """Return the function that returns compiled autograd, if that is imported, and the one that says of it whether it
-    runs the backward under way.
+    """Return two functions: one returns compiled autograd's module if it is imported, the other takes that module and
+    tells whether it runs the backward under way.
 
-    It drops what :func:`queue_callback` was given without a call, and torch has no public way to ask. (Asked in each
-    backward, so no Python is called for it.)
+    Compiled autograd drops callbacks of :func:`queue_callback` without calling them, and torch has no public way to
+    detect it. (This is checked in each backward, so neither function is written in Python.)
     """
     imported = partial(sys.modules.get, "torch._dynamo.compiled_autograd")
     return imported, attrgetter("in_compiled_autograd_region")
 
 
 def traces_backward() -> bool:
-    """Say whether torch.compile was told to trace backwards within what it compiles.
+    """Return whether torch.compile was told to trace backwards within compiled code.
 
-    ``torch._dynamo.config`` is documented, this experimental switch of it is not, and torch before 2.12 lacks it.
+    ``torch._dynamo.config`` is documented, but its experimental switch is not, and torch before 2.12 lacks it.
     """
     config = sys.modules.get("torch._dynamo.config")
     return config is not None and bool(getattr(config, "trace_autograd_ops", False))
 
 
 def transforms_active() -> Callable[[], bool]:
-    """Return the function that says whether a torch.func transform (grad, vmap, jvp, ...) is under way.
+    """Return the function that tells whether a torch.func transform (grad, vmap, jvp, ...) is under way.
 
-    Tensors are wrapped then, and no public function tells.
+    Tensors are wrapped then, and no public function detects it.
     """
     import torch
 
@@ -379,15 +379,15 @@ def transforms_active() -> Callable[[], bool]:
     return active
 
 
-#: What torch.nn.DataParallel marks the copies with that it makes of a module; they have no other mark.
+#: The attribute with which torch.nn.DataParallel marks its copies of a module; they have no other mark.
 COPY_BY_DATA_PARALLEL = "_is_replica"
 
 
 def ddp_in_forward() -> Callable[[], nn.Module | None]:
     """Return the function that returns torch's DistributedDataParallel whose forward is under way, if there is one.
 
-    No class of torch's tells a module that it is wrapped. DDP keeps the instance whose forward is under way for
-    torch.compile. (Asked in each forward, so no Python is called for it.)
+    A module can't tell that torch has wrapped it. DDP keeps the instance whose forward is under way for
+    torch.compile. (This is checked in each forward, so the function is not written in Python.)
     """
     from torch.nn.parallel import DistributedDataParallel
 

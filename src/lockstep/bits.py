@@ -1,13 +1,12 @@
-"""What tensors hold, bit by bit: their bytes, whether two are the same, and one number for many of them.
+"""The content of tensors, bit by bit: their bytes, whether two are the same, and one digest for many of them.
 
 Note [Two digests]
 ~~~~~~~~~~~~~~~~~~
-On a CPU it is XXH3, as fast as the memory is read. On a GPU it is a sum of products: each word of 4 bytes times an odd
-number of 64 bits that depends on its place, modulo 2⁶⁴. Integers add up to the same whatever the order, so it is the
-same on every rank although threads add in the order in which they come; and one changed word always changes it, since
-an odd factor loses no bit. (In 32 bits the highest bit of a word, the sign of a float, would reach only the highest bit
-of the product, and tensors whose signs differ would often have the same sum.) It stays on the device: nothing waits for
-it.
+On a CPU the digest is XXH3, as fast as the memory is read. On a GPU it is a sum of products: each 4-byte word times an
+odd 64-bit factor that depends on its place, modulo 2⁶⁴. Integer sums do not depend on the order, so the digest is the
+same on every rank although threads add in any order; and one changed word always changes it, since an odd factor loses
+no bit. (In 32 bits the highest bit of a word, the sign of a float, would reach only the highest bit of the product, and
+tensors whose signs differ would often have the same sum.) The digest stays on the device: nothing waits for it.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-#: Words of 4 bytes that are summed at once on a device; each has a factor in a table.
+#: The number of 4-byte words that are summed at once on a device; each has a factor in a table.
 GROUP = 4 * 2**20
-#: Factors of the places on a GPU: splitmix64's.
+#: splitmix64's constants, from which the factors of the places on a GPU are made.
 _GOLDEN, _MIX = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 _MASK = (1 << 64) - 1
 
@@ -36,7 +35,7 @@ def octets(tensor: Tensor, like: Tensor) -> Tensor:
     """Return the elements of ``tensor`` in the order in which ``like`` is stored, as bytes: uint8, 1-D."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     order = sorted(range(like.dim()), key=like.stride, reverse=True)
-    return tensor.permute(order).contiguous().view(-1).view(torch.uint8)  # copied only if it has gaps
+    return tensor.permute(order).contiguous().view(-1).view(torch.uint8)  # copied only if the tensor has gaps
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -60,12 +59,12 @@ def on_cpu(found: Iterable[tuple[Tensor, int, int]], salt: int) -> int:
     """Return the digest of bytes on CPUs: 64 bits, unsigned; see Note [Two digests].
 
     Args:
-        found: tensors without gaps, and the first of their bytes and the one after the last.
+        found: tensors without gaps, each with its first byte and the one after the last.
         salt: makes digests of equal bytes differ.
     """
     state = xxhash.xxh3_64(seed=salt)
     for value, start, stop in found:
-        # (Through NumPy it takes four times as long. The tensor is alive, of this size, and without gaps.)
+        # (NumPy takes four times as long. The tensor is alive, has this size and has no gaps.)
         state.update(_chars(stop - start).from_address(value.data_ptr() + start))
     return state.intdigest()
 
@@ -74,15 +73,15 @@ def on_device(found: Iterable[tuple[Tensor, int, int]], salt: int, device: torch
     """Return the digest of bytes on ``device`` (0-dim, int64), and leave it there; see Note [Two digests].
 
     Args:
-        found: tensors without gaps, and the first of their bytes and the one after the last.
+        found: tensors without gaps, each with its first byte and the one after the last.
         salt: makes digests of equal bytes differ.
-        device: where it is computed.
+        device: the device that computes the digest.
     """
     words = [_words(*each) for each in found]
     total = torch.full((), struct.unpack("<q", struct.pack("<Q", salt & _MASK))[0], device=device, dtype=torch.int64)
     if not words:
         return total
-    flat = words[0] if len(words) == 1 else torch.cat(words)  # a large tensor is alone, and read where it is
+    flat = words[0] if len(words) == 1 else torch.cat(words)  # a large tensor comes alone, and is not copied
     for index, chunk in enumerate(flat.split(GROUP)):
         factors = _factors(device, _at_least(chunk.numel()))[: chunk.numel()]
         total = total + (2 * index + 1) * (chunk * factors).sum()
@@ -95,10 +94,10 @@ def unsigned(digest: Tensor) -> int:
 
 
 def packed(sizes: Sequence[int]) -> list[list[int]]:
-    """Return the positions of neighbours that a digest on a device covers together: as many as fill :data:`GROUP`.
+    """Return the positions of neighbours that share a digest on a device: as many as fill :data:`GROUP`.
 
     Args:
-        sizes: of tensors, in words.
+        sizes: the sizes of the tensors, in words.
     """
     groups: list[list[int]] = []
     filled = GROUP
@@ -118,7 +117,7 @@ def _chars(count: int) -> type[ctypes.Array[ctypes.c_char]]:
 
 @torch.no_grad()
 def _words(value: Tensor, start: int, stop: int) -> Tensor:
-    """Return bytes of a tensor without gaps as int32, 1-D: words of four bytes, or where they don't fit single ones."""
+    """Return bytes of a tensor without gaps as int32, 1-D: 4-byte words, or single bytes if they don't fit."""
     flat = value.detach().resolve_conj().as_strided((value.numel(),), (1,), value.storage_offset())
     data = flat.view(torch.uint8)[start:stop]
     if len(data) % 4:
@@ -128,7 +127,7 @@ def _words(value: Tensor, start: int, stop: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _factors(device: torch.device, count: int) -> Tensor:
-    """Return odd numbers, one for each place: int64 [count]."""
+    """Return the odd factors, one for each place: int64 [count]."""
     numbers = (torch.arange(count, device=device, dtype=torch.int64) + 1) * _GOLDEN
     numbers = (numbers ^ (numbers >> 30)) * _MIX
     return (numbers ^ (numbers >> 27)) | 1

@@ -1,6 +1,6 @@
 """The line of the user's own program that is running: the innermost frame outside Python, torch and lockstep.
 
-Warnings point there, however many of lockstep's and torch's frames lie in between.
+Warnings point there, however many frames of lockstep and torch lie in between.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import sys
 import warnings
 from types import CodeType, FrameType
 
-#: Characters of a path that are shown: its end is what a reader needs.
+#: The most characters of a path that are shown, from its end.
 _PATH = 120
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-#: Whether a file is none of the user's. (By name: a code object's hash takes a microsecond.)
+#: File name -> True if it belongs to a library. (By name: a code object's hash takes a microsecond.)
 _ours: dict[str, bool] = {}
 
 
 def _library() -> tuple[str, ...]:
-    """Frames of files that begin so are not the user's program."""
+    """Return the path prefixes of files that do not belong to the user's program."""
     found = [_HERE, "<frozen", "<string>"]
     for name in ("torch", "typing_extensions", "contextlib", "multiprocessing", "threading"):
         module = sys.modules.get(name)
@@ -30,19 +30,19 @@ def _library() -> tuple[str, ...]:
 
 
 def is_library(path: str) -> bool:
-    """Return whether code in this file is Python's, torch's or lockstep's own."""
+    """Return whether a file belongs to Python, torch or lockstep."""
     if path not in _ours:
         _ours[path] = path.startswith(_library())
     return _ours[path]
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost of ``frame`` and its callers that is the user's, or None."""
+    """Return the innermost frame of the user's code among ``frame`` and its callers, or None."""
     return user_frame_and_depth(frame)[0]
 
 
 def user_frame_and_depth(frame: FrameType | None) -> tuple[FrameType | None, int]:
-    """Return what :func:`user_frame` returns, and how many callers it is away."""
+    """Return the result of :func:`user_frame`, and its distance from ``frame`` in callers."""
     depth = 0
     while frame is not None:
         path = frame.f_code.co_filename
@@ -53,7 +53,7 @@ def user_frame_and_depth(frame: FrameType | None) -> tuple[FrameType | None, int
 
 
 def words(code: CodeType, line: int) -> str:
-    """Say where a line is: ``train.py:30 in step``."""
+    """Return the place of a line in words: ``train.py:30 in step``."""
     path = code.co_filename
     short = path if len(path) <= _PATH else "…" + path[1 - _PATH :]
     return f"{short}:{line} in {code.co_name}"
@@ -62,7 +62,7 @@ def words(code: CodeType, line: int) -> str:
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line of the user's own program.
 
-    A thread of autograd's or of our own has none: then it is our caller's; under ``python -c`` it is that program's.
+    Without such a line (threads of autograd or lockstep) it points to the caller; under ``python -c``, to that program.
     """
     caller = sys._getframe(1)
     frame, away = user_frame_and_depth(caller)

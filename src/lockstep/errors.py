@@ -23,7 +23,7 @@ from __future__ import annotations
 
 
 class LockstepError(RuntimeError):
-    """Anything lockstep itself reports."""
+    """The base class of all errors that lockstep itself reports."""
 
 
 class EnvironmentMismatch(LockstepError):
@@ -64,7 +64,7 @@ class RankFailed(LaunchError):
     def __init__(self, message: str, *, rank: int, exit_code: int, traceback: str | None = None) -> None:
         super().__init__(message)
         self.rank = rank
-        #: As a shell reports it: the exit code, or 128 + the signal's number.
+        #: The exit code as a shell reports it: for a signal, 128 + its number.
         self.exit_code = exit_code
         #: The rank's own traceback, or None if it ended without a Python exception.
         self.traceback = traceback
@@ -85,7 +85,7 @@ class CheckpointMismatch(CheckpointError):
 def said(thing: object) -> str:
     """Return ``str(thing)``, in the words of Python's own tracebacks if that fails.
 
-    An exception's ``__str__`` is code of the program's; whatever it raises, the exception is the one to tell.
+    An exception's ``__str__`` is code of the user's program; whatever it raises must not hide the exception itself.
     """
     try:
         return str(thing)
@@ -94,9 +94,9 @@ def said(thing: object) -> str:
 
 
 def named(error: BaseException) -> str:
-    """Return an error's type and what it says: ``ValueError: bad batch``."""
+    """Return an error's type and message: ``ValueError: bad batch``."""
     return f"{type(error).__name__}: {said(error)}"
 
 
 for _error in [each for each in vars().values() if isinstance(each, type) and issubclass(each, LockstepError)]:
-    _error.__module__ = "lockstep"  # the name that users import it by, in every traceback
+    _error.__module__ = "lockstep"  # tracebacks show the name that users import

@@ -1,10 +1,10 @@
-"""Who am I: the place of this process in its job, read from the launcher's environment.
+"""The place of this process in its job, read from the launcher's environment.
 
 lockstep's own launcher, torchrun and ``torch.distributed.launch`` describe a rank with the same variables:
 ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK`` (torchrun's word for the node rank),
 ``MASTER_ADDR`` and ``MASTER_PORT``. Where these are not set, the variables of MPI's launchers and of Slurm are read
-(``schedulers/place.py``), so that ``mpirun -n 4 python train.py`` is one job of four and not four jobs of one. With
-none of them, the process is alone.
+(``schedulers/place.py``), so that ``mpirun -n 4 python train.py`` is one job of four ranks and not four jobs of one.
+Without any of these variables, the process is alone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Identity:
         """Read this process's place from ``env``.
 
         Raises:
-            EnvironmentMismatch: only some of the variables are there, or they contradict each other.
+            EnvironmentMismatch: some of the variables are missing, or they contradict each other.
         """
         if _is_undescribed(env):
             env = {**env, **rank_variables(env)}
@@ -76,7 +76,7 @@ class Identity:
                 f"RANK={rank} and LOCAL_RANK={local_rank} differ, so there are several machines, but LOCAL_WORLD_SIZE "
                 "is not set: set it to the number of ranks on each machine (torchrun and lockstep do)"
             )
-        # torch.distributed.launch before torchrun did not set LOCAL_WORLD_SIZE; equal ranks mean one machine.
+        # torch.distributed.launch, before torchrun, did not set LOCAL_WORLD_SIZE; equal ranks mean one machine.
         local_world_size = _integer(env, "LOCAL_WORLD_SIZE", world_size)
         node_rank = _integer(env, "GROUP_RANK", (rank - local_rank) // max(1, local_world_size))
         return cls(rank, world_size, local_rank, local_world_size, node_rank, launched=True)
@@ -93,30 +93,30 @@ class Identity:
 
 
 def place(env: Mapping[str, str] = os.environ) -> str:
-    """Return what tells this rank of this job from any other; the ranks that it starts in its turn have others."""
+    """Return an identifier of this rank in this job; ranks that this process itself starts get others."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", knobs.STORE)
     return " ".join(env.get(name, "-") for name in names)
 
 
 def adopt(env: MutableMapping[str, str] = os.environ) -> None:
-    """Write the place that a scheduler gives this rank into ``env``, in our words: torch, other libraries and what this
-    process starts read it there. Does nothing where a launcher has done so.
+    """Write the place that MPI or Slurm gives this rank into ``env``, as the variables of a launcher: torch, other
+    libraries and child processes read them there. Do nothing if a launcher has described the rank.
 
     Raises:
-        EnvironmentMismatch: the scheduler's variables are incomplete or contradict each other.
+        EnvironmentMismatch: the variables of MPI or Slurm are incomplete or contradict each other.
     """
     if _is_undescribed(env):
         env.update(rank_variables(env))
 
 
 def _is_undescribed(env: Mapping[str, str]) -> bool:
-    """Return whether a scheduler's variables count: not where a launcher has described a rank, nor for what a rank
-    starts on its own, without ``RANK``."""
+    """Return whether the variables of MPI or Slurm count: not if a launcher has described the rank, and not in
+    processes that a rank starts without ``RANK``."""
     return not {"RANK", "WORLD_SIZE", knobs.JOB_DIR, knobs.JOINED} & env.keys()
 
 
 def _refuse_leftovers(env: Mapping[str, str], rank: int, world_size: int) -> None:
-    """Refuse a place that a task of srun has from somewhere else, where it can't be that of all tasks together."""
+    """Refuse leftover variables in a task of srun if they can't describe one job of all its tasks."""
     if {knobs.JOB_DIR, knobs.JOINED, "TORCHELASTIC_RUN_ID"} & env.keys():
         return  # a launcher below srun has described the ranks
     task = slurm.read(env)

@@ -4,17 +4,17 @@
 ``LOCKSTEP_STORE``     path of the rendezvous file; set by the launcher on one host, so that no
                        port is opened. Absent: ``MASTER_ADDR`` and ``MASTER_PORT`` are used.
 ``LOCKSTEP_JOB_DIR``   the job's private folder (0700), where a rank leaves its failure record.
-``LOCKSTEP_RANK_PROCESS`` the process that the launcher started as this rank, and the rank's place; inherited by what
-                       that process starts.
+``LOCKSTEP_RANK_PROCESS`` the process that the launcher started as this rank, and the rank's place; inherited by
+                       its child processes.
 ``LOCKSTEP_JOINED``    the process that has joined the world as this rank, and the rank's place: set by
-                       ``lockstep.init()`` for what that process starts, which can't be this rank as well.
-``LOCKSTEP_RESTART``   how often the launcher has restarted the ranks of this job: 0 the first time.
+                       ``lockstep.init()`` for its child processes, which can't be this rank as well.
+``LOCKSTEP_RESTART``   the number of times that the launcher has restarted the ranks of this job.
 ``LOCKSTEP_ROUND``     the job, and the number of its round, where several machines have met; set by the launcher.
 ``LOCKSTEP_PRELOAD``   modules, with commas between, that the launcher imports once before it forks
                        the ranks, in place of torch and lockstep; for programs that always need
                        more (``torch,torchvision``), or less. Empty: none.
-``LOCKSTEP_BACKEND``   the backend for a ``lockstep.init()`` that does not name one, in place of what
-                       the machine suggests.
+``LOCKSTEP_BACKEND``   the backend for a ``lockstep.init()`` that does not name one, in place of the
+                       one that fits the machine.
 ``LOCKSTEP_TIMEOUT``   seconds a collective may wait; overrides the default of ``lockstep.init``
                        (an explicit ``timeout=`` argument wins).
 ``LOCKSTEP_KEEP_MEMORY`` 0: leave the C library's allocator alone. By default a rank that trains on
@@ -27,14 +27,14 @@
                        pause, ``silent=1.5`` is one time by its name.
 ``LOCKSTEP_QUIET``     1: leave out the summary at the end of ``lockstep.spawn``, and of ``lockstep run``, which
                        also has ``--quiet``.
-``LOCKSTEP_TRACE``     STEPS or STEPS:FROM, e.g. 20:100: write down what the ranks do in so many steps, after
-                       FROM (10) steps of a start, as ``lockstep run --trace`` does; for ``lockstep.spawn``.
+``LOCKSTEP_TRACE``     STEPS or STEPS:FROM, e.g. 20:100: trace the ranks for STEPS steps, after FROM (10) steps
+                       of a start, as ``lockstep run --trace`` does; for ``lockstep.spawn``.
 ``LOCKSTEP_KEY``       32 random bytes as hexadecimal digits, or the path of a file (0600) that holds them: machines
                        that meet by ``--rdzv`` prove to each other that they know it.
 ``LOCKSTEP_SSH``       the ssh client for ``lockstep run --hosts``, with options if need be (``ssh -F FILE``). By
                        default ssh.
 ``LOCKSTEP_TRACEBACK`` full: the traceback of a rank's error has the frames of lockstep and torch
-                       too, and the errors it came from. By default the user's own.
+                       too, and its chained errors. By default only the user's own.
 ====================== ==========================================================================
 """
 
@@ -68,39 +68,38 @@ KEY = "LOCKSTEP_KEY"
 SSH = "LOCKSTEP_SSH"
 TRACEBACK = "LOCKSTEP_TRACEBACK"
 
-#: Those that the user sets and that mean the same on every machine.
+#: The variables that the user sets and that mean the same on every machine.
 PASSED_ON = (PRELOAD, BACKEND, TIMEOUT, KEEP_MEMORY, SHM_CHUNK, LATE, TIMES, QUIET, TRACE, TRACEBACK)
 
-#: Those that the launcher sets for its ranks, and a rank for what it starts; nobody else has a use for them.
+#: The variables that the launcher sets for its ranks, and a rank for its child processes.
 OF_A_RANK = (STORE, JOB_DIR, RANK_PROCESS, JOINED, RESTART, ROUND)
 
 _DIGITS = re.compile("[0-9a-fA-F]{64}")
 
-#: Seconds a collective may wait before it is an error, unless the user says otherwise.
+#: Default of the seconds that a collective may wait before it is an error.
 DEFAULT_TIMEOUT = 600.0
 
-#: Steps that a rank takes before the traced ones, unless the user says otherwise.
+#: Default number of steps that a rank takes before the traced ones.
 DEFAULT_TRACE_FROM = 10
 
-#: What is traced of a run for which nobody asks for a trace, STEPS and FROM: between 21 averages there are the 20 steps
-#: with which ``lockstep runs plan`` reckons.
+#: STEPS and FROM for a run without a requested trace: ``lockstep runs plan`` needs the 20 steps between 21 averages.
 TRACED_ANYWAY = 21, DEFAULT_TRACE_FROM
 
-#: More would be a file that no viewer opens.
+#: The most steps that can be traced: no viewer opens a larger file.
 MOST_TRACED = 10_000
 
-#: Bytes of a stage of the backend "shm": three per rank stay in the L2 cache of common machines.
+#: Default bytes of a stage of the backend "shm": three per rank fit into the L2 cache of common machines.
 DEFAULT_SHM_CHUNK = 512 * 1024
 
 
 def names() -> frozenset[str]:
-    """Return the name of every variable of this file."""
+    """Return the names of all variables in this file."""
     prefix = "LOCKSTEP_"
     return frozenset(value for value in globals().values() if isinstance(value, str) and value.startswith(prefix))
 
 
 def bad_values(env: Mapping[str, str] = os.environ) -> list[str]:
-    """Return what is wrong with values that are set, a sentence for each."""
+    """Return a sentence for each variable that has an invalid value."""
     found = []
     for read in (keep_memory, timeout, times, late, trace, key, ssh, shm_chunk):
         try:
@@ -111,7 +110,7 @@ def bad_values(env: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def chosen(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return those that the user has set and that decide what a job does, with their values; none is a secret."""
+    """Return the variables that the user has set and that affect a job, with their values; none is a secret."""
     return {name: env[name] for name in PASSED_ON if name in env}
 
 
@@ -131,7 +130,7 @@ def rank_process(env: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
 
 
 def joined(env: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """Return the process that is this rank in a world, and its identity there; None: no process is."""
+    """Return the process that has joined a world as this rank, and its identity there; None if none has."""
     return _process(env, JOINED)
 
 
@@ -141,13 +140,13 @@ def _process(env: Mapping[str, str], name: str) -> tuple[int, str] | None:
 
 
 def round_(env: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
-    """Return the job, and the number of its round, where several machines have met; None: they have not."""
+    """Return the job and the number of its round if several machines have met, otherwise None."""
     job, _, number = env.get(ROUND, "").partition(" ")
     return (job, int(number)) if number.isdecimal() else None
 
 
 def preload(env: Mapping[str, str] = os.environ) -> tuple[str, ...] | None:
-    """Return what the launcher imports before it forks, or None if the user did not say."""
+    """Return the modules that the launcher imports before it forks, or None if the user has not set them."""
     text = env.get(PRELOAD)
     return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -179,19 +178,19 @@ def timeout(env: Mapping[str, str] = os.environ) -> float:
 
 
 def late(env: Mapping[str, str] = os.environ) -> float:
-    """Return the seconds that a rank may hold up the others before the launcher says so.
+    """Return the seconds that a rank may hold up the others before the launcher reports it.
 
     Raises:
-        EnvironmentMismatch: ``LOCKSTEP_LATE`` is not a positive number, or ``LOCKSTEP_TIMES`` makes no sense.
+        EnvironmentMismatch: ``LOCKSTEP_LATE`` is not a positive number, or ``LOCKSTEP_TIMES`` is invalid.
     """
     return _seconds(env, LATE, times(env).late)
 
 
 def times(env: Mapping[str, str] = os.environ) -> Times:
-    """Return how long to wait for what. A read costs a microsecond, so it is for whoever is about to wait.
+    """Return the product's pauses and limits. A call costs a microsecond: make it where the process is about to wait.
 
     Raises:
-        EnvironmentMismatch: ``LOCKSTEP_TIMES`` does not say it.
+        EnvironmentMismatch: ``LOCKSTEP_TIMES`` is invalid.
     """
     return _times(env.get(TIMES, ""))
 
@@ -205,15 +204,15 @@ def _times(text: str) -> Times:
 
 
 def quiet(env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the summary at the end is to be left out: ``LOCKSTEP_QUIET`` is neither empty nor 0."""
+    """Return whether to leave out the summary at the end: ``LOCKSTEP_QUIET`` is neither empty nor 0."""
     return env.get(QUIET, "") not in ("", "0")
 
 
 def trace(env: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """Return how many steps are to be traced, and how many come before them; None: none are.
+    """Return the number of steps to trace and the number of steps before them; None if there is no trace.
 
     Raises:
-        EnvironmentMismatch: ``LOCKSTEP_TRACE`` does not say it.
+        EnvironmentMismatch: ``LOCKSTEP_TRACE`` is invalid.
     """
     text = env.get(TRACE, "")
     try:
@@ -223,10 +222,10 @@ def trace(env: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
 
 
 def parse_trace(text: str) -> tuple[int, int]:
-    """Return how many steps ``STEPS[:FROM]`` asks for, and how many come before them.
+    """Return the number of steps that ``STEPS[:FROM]`` asks for, and the number of steps before them.
 
     Raises:
-        ValueError: it is not of this form; the message says what is expected.
+        ValueError: ``text`` is not of this form; the message says what is expected.
     """
     steps, colon, first = text.partition(":")
     if not (steps.isdecimal() and (first.isdecimal() or not colon) and 0 < int(steps) <= MOST_TRACED):
@@ -241,8 +240,8 @@ def key(env: Mapping[str, str] = os.environ) -> str:
     """Return the job's key as hexadecimal digits; empty if there is none.
 
     Raises:
-        EnvironmentMismatch: ``LOCKSTEP_KEY`` is neither 64 hexadecimal digits nor a file of them that only its owner
-            can read.
+        EnvironmentMismatch: ``LOCKSTEP_KEY`` is neither 64 hexadecimal digits nor a file that holds them and that
+            only its owner can read.
     """
     text = env.get(KEY, "")
     if not text or _DIGITS.fullmatch(text):
@@ -263,10 +262,10 @@ def key(env: Mapping[str, str] = os.environ) -> str:
 
 
 def ssh(env: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the command line of the ssh client, up to where options may follow.
+    """Return the command line of the ssh client, to which options may be appended.
 
     Raises:
-        EnvironmentMismatch: ``LOCKSTEP_SSH`` has a quote without its other half.
+        EnvironmentMismatch: ``LOCKSTEP_SSH`` has an unclosed quote.
     """
     try:
         return shlex.split(env.get(SSH, "")) or ["ssh"]

@@ -1,4 +1,4 @@
-"""What this machine offers to a process: cores and GPUs, counted without torch, and its processor's name."""
+"""The cores and GPUs that this machine offers to a process, counted without torch, and its processor's name."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _CGROUP_V1_PERIOD = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
 
 
 def cores() -> int:
-    """Count the CPU cores this process may use: its affinity mask, cut by a container's CPU quota."""
+    """Count the CPU cores this process may use: its affinity mask, limited by a container's CPU quota."""
     allowed = visible_cores()
     quota = cpu_quota()
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
 
 
 def visible_cores() -> int:
-    """Count the CPU cores that libraries count: this process's affinity mask, whatever a quota leaves of them."""
+    """Count the CPU cores as libraries do: this process's affinity mask, regardless of a quota."""
     return len(os.sched_getaffinity(0))
 
 
 def share_of_cores(ranks: int) -> int:
-    """Return the threads for each of ``ranks`` processes of this machine: equal parts, at least one.
+    """Return the number of threads for each of ``ranks`` processes of this machine: equal parts, at least one.
 
-    What is left of an uneven division stays free: ranks in step are as fast as the slowest.
+    The remainder of an uneven division stays free: ranks in step are as fast as the slowest.
     """
     return max(1, cores() // ranks)
 
@@ -39,7 +39,7 @@ def share_of_cores(ranks: int) -> int:
 def gpus(env: Mapping[str, str] = os.environ) -> int:
     """Count the NVIDIA GPUs this process may use, from the driver's device files and ``CUDA_VISIBLE_DEVICES``.
 
-    Counted without opening the driver, so that it costs nothing in the launcher.
+    The driver is not opened, so counting costs nothing in the launcher.
     """
     present = len([name for name in _listdir("/dev") if re.fullmatch(r"nvidia\d+", name)])
     visible = env.get("CUDA_VISIBLE_DEVICES")
@@ -55,7 +55,7 @@ def gpus(env: Mapping[str, str] = os.environ) -> int:
 
 
 def processor() -> str:
-    """Return what the processor calls itself."""
+    """Return the processor's model name, or the machine's architecture if it has none."""
     found = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", _proc.text(_CPUS), re.MULTILINE)
     return found[1] if found else os.uname().machine
 
@@ -82,5 +82,5 @@ def _listdir(folder: str) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` can only be this machine, whatever the network."""
+    """Return whether ``host`` is this machine in any network."""
     return host in ("localhost", "::1") or host.startswith("127.")

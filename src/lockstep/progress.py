@@ -15,21 +15,21 @@ from lockstep.step.share import Items
 
 Item = TypeVar("Item")
 
-#: Seconds between two redraws of the bar on a terminal, and between two lines where there is none.
+#: Seconds between two redraws of the bar on a terminal, and between two plain lines elsewhere.
 _REDRAW_EVERY = 0.1
 _LINE_EVERY = 10.0
 
 
 def track(iterable: Iterable[Item], description: str = "", *, file: TextIO | None = None) -> Track[Item]:
-    """Iterate over ``iterable`` and show how far it is: a bar on a terminal, plain lines elsewhere.
+    """Iterate over ``iterable`` and show the progress: a bar on a terminal, plain lines elsewhere.
 
     Only rank 0 shows anything. The rate is in samples per second over all ranks if ``iterable`` is a sharded loader,
-    else in items per second.
+    otherwise in items per second.
 
     Args:
-        iterable: anything to iterate over; a bar needs its ``len()``, without one the count alone is shown.
-        description: stands before the bar.
-        file: where to write; standard error if None.
+        iterable: anything to iterate over; without a ``len()``, only the count is shown.
+        description: the text before the bar.
+        file: the file to write to; standard error if None.
 
     Returns:
         An iterable over the same items. Its :meth:`Track.show` puts numbers beside the bar.
@@ -47,7 +47,7 @@ class Track(Generic[Item]):
         self._numbers: dict[str, SupportsFloat] = {}
 
     def show(self, **numbers: SupportsFloat) -> None:
-        """Put numbers (a loss, a learning rate) beside the bar; shown on rank 0, as they are there.
+        """Put numbers (a loss, a learning rate) beside the bar; rank 0 shows its own values.
 
         A tensor is read only when the display is drawn anew, so that passing one at every step does not make the
         CPU wait for a GPU.
@@ -55,7 +55,7 @@ class Track(Generic[Item]):
         self._numbers.update(numbers)
 
     def __len__(self) -> int:
-        """Return the items in all.
+        """Return the total number of items.
 
         Raises:
             TypeError: the iterable has no length.
@@ -123,7 +123,7 @@ class _Bar:
 
 
 class _Lines:
-    """Plain lines for a file or a pipe: one every ten seconds, and one at the end."""
+    """Progress in plain lines, for a file or a pipe: one every ten seconds, and one at the end."""
 
     every = _LINE_EVERY
 

@@ -1,7 +1,7 @@
-"""Figures and lists as people read them: sizes, times, counts, ranks, names.
+"""Figures and lists formatted for people: sizes, times, counts, ranks, names.
 
-One place, so that one thing looks the same wherever it is told. Sizes of memory and files are in binary units and
-called so (MiB); rates of a network are in decimal units, as its vendors and tools give them (Gbit/s).
+One place for all keeps them alike everywhere. Sizes of memory and files are in binary units and labelled so (MiB);
+rates of a network are in decimal units, as its vendors and tools give them (Gbit/s).
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-#: A size has at most three digits before its unit.
+#: The limit from which a size takes the next unit: at most three digits stand before the unit.
 _DIGITS = 999.5
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
 
 
 def as_size(count: float) -> str:
-    """Return a number of bytes in binary units, three digits of it: ``376 MiB``, ``23.5 GiB``, ``512 bytes``."""
+    """Return a number of bytes in binary units, to three digits: ``376 MiB``, ``23.5 GiB``, ``512 bytes``."""
     value, unit = float(count), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < _DIGITS:
@@ -29,20 +29,20 @@ def as_size(count: float) -> str:
 
 
 def as_rate(rate: float) -> str:
-    """Return a network's bytes a second in bits, decimal: ``25 Gbit/s``, ``100 Mbit/s``."""
+    """Return a network's rate, given in bytes a second, as bits in decimal units: ``25 Gbit/s``, ``100 Mbit/s``."""
     bits = rate * 8
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
 def as_duration(seconds: float) -> str:
-    """Return how long a step, a phase or a message takes: ``1.25 s``, ``4.91 ms``, ``20 µs``."""
+    """Return the duration of a step, a phase or a message: ``1.25 s``, ``4.91 ms``, ``20 µs``."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.3g} µs"
 
 
 def as_clock(seconds: float) -> str:
-    """Return a moment of a run, or how long it took: ``1:23``, ``2:03:04``."""
+    """Return a moment of a run, or its duration: ``1:23``, ``2:03:04``."""
     minutes, rest = divmod(math.floor(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -52,7 +52,7 @@ def parse_latency(given: str) -> float:
     """Return the seconds of ``20us``, ``0.5ms``.
 
     Raises:
-        ValueError: it is no duration, or has no unit.
+        ValueError: it is not a duration, or has no unit.
     """
     found = re.fullmatch(r"([\d.]+) *(ns|us|µs|μs|ms|s)", given.strip())
     value = _number(found[1]) if found else None
@@ -65,11 +65,11 @@ def parse_bandwidth(given: str) -> float:
     """Return the bytes a second of ``25Gbit``, ``100Mbit/s`` or ``3GB/s``.
 
     Raises:
-        ValueError: it is no rate, has no unit, or is 0.
+        ValueError: it is not a rate, has no unit, or is 0.
     """
     found = re.fullmatch(r"([\d.]+) *([kmgt]?|[kmg]i)(bit|b)(?:/?s|ps)?", given.strip(), re.IGNORECASE)
     value = _number(found[1]) if found else None
-    # Kb and KB mean two things, and many write one for the other: so bits are written out.
+    # Kb and KB mean different things and are often confused, so bits must be written out.
     if found is None or not value or found[3] == "b":
         raise ValueError(
             f"bandwidth {given!r}: expected a number and its unit, a second: 25Gbit or 100Mbit for bits, 3GB for bytes"
@@ -97,18 +97,18 @@ def joined(items: Iterable[object], last: str = "and") -> str:
 
 
 def listed(items: Sequence[str], *, most: int = 8, between: str = ", ") -> str:
-    """Join ``items`` for a message: the first ``most`` of them, and how many more there are."""
+    """Join ``items`` for a message: the first ``most`` of them, and the number of the others."""
     shown = between.join(items[:most])
     return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
 
 
 def numbered(noun: str, numbers: Iterable[int], *, most: int = 16) -> str:
-    """Return ``rank 3``, or ``ranks 0 to 3 and 7``: three numbers and more that follow each other are a run.
+    """Return ``rank 3``, or ``ranks 0 to 3 and 7``: three or more consecutive numbers are a run.
 
     Args:
-        noun: what has these numbers.
-        numbers: in any order.
-        most: so many numbers and runs are written out; then comes how many more numbers there are.
+        noun: the kind of thing that is numbered.
+        numbers: the numbers, in any order.
+        most: the most numbers and runs to write out; the others are only counted.
     """
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
@@ -129,8 +129,8 @@ def which_ranks(ranks: Iterable[int], *, most: int = 16) -> str:
 
 
 def in_columns(rows: Sequence[Sequence[str]], *, left: int = 0) -> list[str]:
-    """Return a line for each row, with the cells of a column as wide as its widest: the first ``left`` columns aligned
-    to the left, the others to the right."""
+    """Return a line for each row, with the cells of a column padded to its widest: the first ``left`` columns are
+    aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -141,10 +141,10 @@ def in_columns(rows: Sequence[Sequence[str]], *, left: int = 0) -> list[str]:
 
 
 def sentence(words: str) -> str:
-    """Return ``words`` with a full stop at their end, unless they end a sentence already."""
+    """Return ``words`` with a full stop, unless they end like a sentence already."""
     return words if words.endswith((".", "!", "?")) else f"{words}."
 
 
 def last_lines(words: str, most: int) -> list[str]:
-    """Return the last ``most`` lines of ``words`` that are not blank, without the blanks at their ends."""
+    """Return the last ``most`` lines of ``words`` that are not blank, without trailing blanks."""
     return [line.rstrip() for line in words.splitlines() if line.strip()][-most:]

@@ -1,15 +1,15 @@
-"""How long the product waits where only time can tell: these times, in seconds, and why they are so long.
+"""The pauses and limits, in seconds, of waits that only time can end, and the reasons for their lengths.
 
-A time is here if somebody who tests the product would have to sit through it, or if it stands in an order with one that
-is. Others stay where they are used, as do sizes and counts; those that users choose are options or variables.
+A time is here if a test of the product would have to sit through it, or if it must be longer or shorter than one that
+is. Other times stay where they are used, as do sizes and counts; users choose some by options or variables.
 
 Note [Pauses and limits]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A *pause* passes before something is looked at again, said, or taken as settled. A shorter one costs processor time, or
-says what was not worth it, and breaks nothing. After a *limit* something is given up. With a shorter one a machine that
-is only busy is taken for one that is lost. Therefore ``LOCKSTEP_TIMES``, which is for tests, begins with a number if it
-is to multiply all pauses, and names each limit that it changes: ``0.2``, ``silent=1.5``, ``0.2,silent=1.5,cut_off=2``.
-Every process of a job reads it from its environment, which a launcher hands down to its ranks and ``--hosts`` to the
+A *pause* passes before something is checked again, reported, or taken as settled. A shorter pause costs processor time
+or reports trifles, and breaks nothing. After a *limit* something is given up. With a shorter limit a machine that is
+only busy is taken for lost. Therefore ``LOCKSTEP_TIMES``, which is for tests, may begin with a factor for all
+pauses, and names each limit that it changes: ``0.2``, ``silent=1.5``, ``0.2,silent=1.5,cut_off=2``.
+Every process of a job reads it from its environment, which the launcher passes on to its ranks and ``--hosts`` to the
 other hosts.
 """
 
@@ -29,51 +29,52 @@ def _limit(seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Times:
-    """All of them, in seconds. See Note [Pauses and limits]."""
+    """All pauses and limits, in seconds. See Note [Pauses and limits]."""
 
     # Ranks on a machine.
-    #: A rank may hold up the others for so long before the launcher says so: longer than a checkpoint of a small model,
-    #: shorter than the patience of who looks on. ``LOCKSTEP_LATE`` is the user's.
+    #: The time that a rank may hold up the others before the launcher reports it: longer than a checkpoint of a small
+    #: model, shorter than a user's patience. Users set it with ``LOCKSTEP_LATE``.
     late: float = _pause(5.0)
-    #: Between two comparisons of the ranks, and two looks for one that left a failure record but does not end.
+    #: The interval between two comparisons of the ranks, and between two checks for ranks that failed but do not end.
     heartbeat: float = _pause(1.0)
-    #: A process without a sign of life for so long is looked at in /proc, which costs more than its page.
+    #: The time without a sign of life after which a process is looked up in /proc, which costs more than its page.
     unmoved: float = _pause(1.0)
-    #: Between two rows of a run's series, at first. (A comparison of the ranks brings one, if it is time.)
+    #: The initial interval between two rows of a run's series. (A comparison of the ranks adds a row if one is due.)
     row: float = _pause(1.0)
-    #: Ranks that are asked to save mostly come to a step within this time; then it is said that one has not.
+    #: The time within which ranks that are asked to save mostly reach a step; then a late one is reported.
     to_a_step: float = _pause(2.0)
 
     # Machines that meet.
-    #: Between two signs of life, and between two looks at those of the others.
+    #: The interval between two signs of life, and between two checks of the other machines' signs.
     beat: float = _pause(0.5)
-    #: A failure that reads like an echo waits so long for the real one, at least: more than a sign of life takes.
+    #: The least time that a failure which may be an echo waits for its cause: longer than a sign of life takes.
     echo: float = _pause(1.0)
-    #: More machines are waited for once there are enough.
+    #: The wait for more machines once there are enough.
     last_call: float = _pause(2.0)
-    #: A machine looks for the others, and a rank for rank 0, before it says so: they are rarely started at one moment.
+    #: The time that a machine searches for the others, and a rank for rank 0, before it says so: they rarely start at
+    #: the same moment.
     searching: float = _pause(5.0)
 
-    #: A machine without a sign of life for so long is lost: some of them may be late on a network that is busy.
+    #: The time without a sign of life after which a machine is lost: a few signs may be late on a busy network.
     silent: float = _limit(4.0)
-    #: A client in a round that has not said a word for so long counts as cut off: a little more than ``silent``, so
-    #: that the others say first that this machine is lost.
+    #: The silence after which a client in a round counts as cut off: a little more than ``silent``, so that the other
+    #: machines report first that this one is lost.
     cut_off: float = _limit(5.0)
-    #: The same while it looks for the store and the others: an operation of a store that has gone may take long.
+    #: The same for a client that searches for the store and the others: an operation on a lost store may take long.
     stuck: float = _limit(15.0)
-    #: A launcher whose loop did not turn for so long stood still, and gives others the time that it has missed. Less
-    #: than ``cut_off``, which would else be over.
+    #: The time without a turn of its loop after which a launcher counts as suspended, and grants others the time that
+    #: it has missed. Less than ``cut_off``, which would otherwise be over.
     still: float = _limit(2.0)
-    #: What another machine has told of its ranks counts for so long: some signs of life.
+    #: The validity of another machine's report on its ranks: a few signs of life.
     heard: float = _limit(3.0)
-    #: A whole try to reach the store: a client of torch's store waits for the first answer of whatever listens at the
-    #: port without a limit of its own.
+    #: The time for one attempt to reach the store: torch's client sets no limit of its own to its wait for the first
+    #: answer at the port.
     answer: float = _limit(8.0)
-    #: The machines of an attempt have so long to make a round of it, where all give signs of life.
+    #: The time that the machines of an attempt have to form a round, as long as all give signs of life.
     forming: float = _limit(30.0)
-    #: The machine with the store waits so long for the others to leave, at the job's end.
+    #: The time that the machine with the store waits at the job's end for the others to leave.
     farewell: float = _limit(5.0)
-    #: A client that was told to leave has so long: more than ``farewell``.
+    #: The time that a client has to leave once told to: more than ``farewell``.
     leaving: float = _limit(7.0)
 
     @classmethod
@@ -81,7 +82,7 @@ class Times:
         """Return the times that ``[FACTOR][,NAME=SECONDS…]`` asks for.
 
         Raises:
-            ValueError: it is not of this form; the message says what is expected.
+            ValueError: ``text`` is not of this form; the message says what is expected.
         """
         times = cls()
         names = [each.name for each in fields(cls)]
@@ -94,7 +95,7 @@ class Times:
         return times
 
     def scaled(self, factor: float) -> Times:
-        """Return the same limits, and all pauses times ``factor``."""
+        """Return a copy with all pauses multiplied by ``factor``; the limits stay the same."""
         pauses = [each.name for each in fields(self) if each.metadata["pause"]]
         return replace(self, **{name: factor * getattr(self, name) for name in pauses})
 
@@ -103,7 +104,7 @@ def positive(text: str) -> float:
     """Return a positive number of seconds, or a positive factor.
 
     Raises:
-        ValueError: it is none.
+        ValueError: ``text`` is neither.
     """
     try:
         value = float(text)

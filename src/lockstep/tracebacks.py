@@ -1,7 +1,7 @@
 """Uncaught errors as users want to read them: their own frames, and every message once.
 
-A frame of lockstep's or torch's says how the error came about, which is rarely the question, and what lies below it in
-the user's own code is what to look at. ``LOCKSTEP_TRACEBACK=full`` leaves everything as it is.
+The frames of lockstep and torch rarely matter to a user: the error mostly lies in the user's own code.
+``LOCKSTEP_TRACEBACK=full`` leaves everything as it is.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from types import TracebackType
 from lockstep import callsite, knobs
 from lockstep.errors import LockstepError, named
 
-#: Rooms that know more of an error that is not theirs append a function: it returns what is to be done, or None.
+#: Functions of rooms that can explain an error of another room: each returns the remedy, or None.
 explainers: list[Callable[[BaseException], str | None]] = []
 
 
 def explain(error: BaseException) -> None:
-    """Add to the message of an uncaught error what a room above knows of it. The error is changed in place."""
+    """Add the hints of :data:`explainers` to the message of an uncaught error. The error is changed in place."""
     hints = [hint for each in explainers if (hint := each(error)) is not None]
     if hints and error.args and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}: {'; '.join(hints)}", *error.args[1:])
 
 
 def fold(error: BaseException) -> None:
-    """Explain ``error``, and take from its traceback, and from those it came from, the frames that are not the user's.
+    """Explain ``error``, and remove all frames but the user's from its traceback and from those of its causes.
 
-    An error of lockstep's own repeats what it knows of its cause, so that cause goes, unless the user's code raised it.
-    A traceback without any frame of the user's stays whole. The error is changed in place.
+    An error of lockstep's own says all that matters about its cause, so the cause goes, unless the user's code raised
+    it. A traceback without any of the user's frames stays whole. The error is changed in place.
     """
     explain(error)
     if knobs.full_traceback():
@@ -54,9 +54,9 @@ def fold(error: BaseException) -> None:
 
 
 def text(error: BaseException) -> str:
-    """Return what Python prints of an uncaught error; where not even that can be put together, what there is of it.
+    """Return the text that Python prints for an uncaught error, or as much of it as can be formatted.
 
-    To put it together takes code of the program's: an exception's ``__str__``, its notes, a SyntaxError's fields.
+    Formatting runs code of the user's program: an exception's ``__str__``, its notes, a SyntaxError's fields.
     """
     try:
         return _formatted(error)
@@ -70,7 +70,7 @@ def text(error: BaseException) -> str:
 def _formatted(error: BaseException) -> str:
     if sys.version_info >= (3, 12):
         return "".join(traceback.format_exception(error))
-    # Until 3.12 only the interpreter's own display has "Did you mean", and it knows no other stream.
+    # Before 3.12 only the interpreter's own display has "Did you mean", and it always writes to stderr.
     written = io.StringIO()
     with contextlib.redirect_stderr(written):
         sys.__excepthook__(type(error), error, error.__traceback__)
@@ -78,7 +78,7 @@ def _formatted(error: BaseException) -> str:
 
 
 def _members(error: BaseException) -> list[BaseException]:
-    """Return the errors of a group; Python 3.10 has none, and libraries bring their own."""
+    """Return the errors of an exception group; Python 3.10 has no such class, and libraries bring their own."""
     members = getattr(error, "exceptions", ())
     if not isinstance(members, (tuple, list)):
         return []
@@ -86,7 +86,7 @@ def _members(error: BaseException) -> list[BaseException]:
 
 
 def _is_users(tb: TracebackType | None) -> bool:
-    """Return whether the innermost frame is the user's."""
+    """Return whether the innermost frame belongs to the user's code."""
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
     return tb is not None and not callsite.is_library(tb.tb_frame.f_code.co_filename)
@@ -101,7 +101,7 @@ def _users(tb: TracebackType | None) -> TracebackType | None:
         each = each.tb_next
     folded: TracebackType | None = None
     for each in reversed(frames):
-        # An instruction may belong to no line (one that a tool has generated); -1 has Python look for it again.
+        # A generated instruction may have no line; -1 makes Python look it up again.
         line = -1 if each.tb_lineno is None else each.tb_lineno
         folded = TracebackType(folded, each.tb_frame, each.tb_lasti, line)
     return folded or tb

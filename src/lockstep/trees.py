@@ -1,6 +1,6 @@
-"""Batches, inputs and outputs are trees: leaves in tuples, lists, dicts, named tuples and dataclasses.
+"""Operations on batches, inputs and outputs as trees: take them apart, rebuild them, move their tensors.
 
-Take them apart, rebuild them, move their tensors.
+Their leaves are held in tuples, lists, dicts, named tuples and dataclasses.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def rebuilt(tree: Any, parts: dict[Any, Any]) -> Any:
         return type(tree)(parts.values())
     clone = copy.copy(tree)
     for name, value in parts.items():
-        object.__setattr__(clone, name, value)  # a frozen dataclass as well; fields that __init__ does not take too
+        object.__setattr__(clone, name, value)  # also for a frozen dataclass, and fields that __init__ does not take
     return clone
 
 
 def _copied_mapping(tree: MutableMapping[Any, Any], parts: dict[Any, Any]) -> MutableMapping[Any, Any]:
-    """Copy a mapping with what a subclass carries beside its items, and with its items' attributes, if it has such."""
+    """Copy a mapping with all that a subclass holds besides its items, and keep attributes that mirror items."""
     clone = copy.copy(tree)
     for key, value in parts.items():
         clone[key] = value  # not update(), which some classes of outputs refuse
@@ -69,7 +69,7 @@ def _copied_mapping(tree: MutableMapping[Any, Any], parts: dict[Any, Any]) -> Mu
 
 
 def map_leaves(tree: Any, fn: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Return ``tree`` with ``fn`` applied to everything that is not a container, container types kept."""
+    """Return ``tree`` with ``fn`` applied to every leaf; container types are kept."""
     parts = None if is_leaf is not None and is_leaf(tree) else parts_of(tree)
     if parts is None:
         return fn(tree)
@@ -77,7 +77,7 @@ def map_leaves(tree: Any, fn: Callable[[Any], Any], is_leaf: Callable[[Any], boo
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Yield everything in ``tree`` that is not a container."""
+    """Yield the leaves of ``tree``: everything that is not a container."""
     parts = parts_of(tree)
     if parts is None:
         yield tree
@@ -92,9 +92,9 @@ def is_packed(value: Any) -> bool:
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """Return ``tree`` with its tensors on ``device``; to a GPU without waiting where the memory is pinned.
+    """Return ``tree`` with its tensors on ``device``; copies from pinned memory to a GPU are asynchronous.
 
-    Objects that know how to move themselves (``.to``: a packed sequence, a graph batch) are asked to; modules stay.
+    Objects with a ``.to`` of their own (a packed sequence, a graph batch) are moved by it; modules stay.
     """
     return map_leaves(
         tree,
@@ -108,5 +108,5 @@ def _moves(node: Any) -> bool:
 
 
 def path_text(path: tuple[Any, ...]) -> str:
-    """Return where a leaf is, as one would write it: ``[0]['mask']``."""
+    """Return the path of a leaf as it is written in Python: ``[0]['mask']``."""
     return "".join(f"[{key!r}]" for key in path)

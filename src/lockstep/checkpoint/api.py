@@ -41,7 +41,7 @@ from lockstep.step.local_training import LocalTraining
 
 
 class Follower(Protocol):
-    """What is told where a run is, on every rank in the same order; a log of its numbers, for instance."""
+    """An object that is told the run's position, on every rank in the same order; for instance a log."""
 
     def resumed(self, step: int | None) -> None:
         """**Collective.** The run resumes from ``step``; None: there is nothing to resume from."""
@@ -64,15 +64,15 @@ class Checkpointer:
     All ranks share the writing, and all read, so they must see the same folder.
 
     Args:
-        folder: where the checkpoints are; made (0700) if it is not there.
+        folder: the folder of the checkpoints; made (0700) if it is missing.
         model: the model; a wrapper around it (DistributedDataParallel, torch.compile) leaves no trace in the names.
         optimizer: its steps are counted: :attr:`step`.
         scheduler: a learning-rate scheduler.
         loader: the training loader, whose position is saved. :func:`lockstep.shard` makes one that resumes in
             mid-epoch; anything with ``state_dict`` and ``load_state_dict`` is taken.
         extra: more objects with a state, by name: ``{"scaler": scaler, "ema": ema}``. The same on all ranks.
-        keep: how many checkpoints to keep; None keeps all. A :class:`lockstep.Retention` says more: every n-th, the
-            best. Checkpoints that someone is reading are left for the next save to remove.
+        keep: the number of checkpoints to keep; None keeps all. A :class:`lockstep.Retention` has more rules: every
+            n-th, the best. Checkpoints that are being read are left for the next save to remove.
 
     The folder belongs to this job until its ranks have ended, or rank 0 has dropped every Checkpointer of the folder:
     another job that makes a Checkpointer of it is refused. See Note [Run lock] in ``checkpoint/locks.py``.
@@ -80,12 +80,12 @@ class Checkpointer:
     Raises:
         CheckpointError: the folder can't be written, or belongs to another job, which is named; or the model or the
             optimizer is of a kind that can't be saved here (FSDP, tensor parallelism, the stages of a pipeline, ZeRO,
-            sparse buffers): the error says what can. On every rank.
+            sparse buffers): the error names a remedy. On every rank.
         LockstepError: ``lockstep.init()`` has not been called.
         TypeError, ValueError: an argument is invalid; a URL is no folder.
     """
 
-    #: Where the operations on files go; tests put others in its place.
+    #: The file system; tests replace it.
     _storage: Storage = POSIX
 
     def __init__(
@@ -106,32 +106,32 @@ class Checkpointer:
         if world is None:
             raise LockstepError("lockstep.Checkpointer: no world yet; call lockstep.init() first")
         self._world = world
-        #: Where the checkpoints are.
+        #: The absolute path of the checkpoints' folder.
         self.folder = root.absolute()
         self._position = Position()
         self._said_apart = False
-        #: True once this run owns the folder: it has resumed what is there, or has saved.
+        #: True once this run owns the folder: it has resumed from it, found it empty, or has saved.
         self._owns_folder = False
         #: The names of checkpoints that restore() found damaged.
         self._damaged: set[str] = set()
-        #: Which tensors need not be finite; see Note [Finite] in ``finite.py``.
+        #: The tensors that need not be finite; see Note [Finite] in ``finite.py``.
         self._meant = NOTHING_MEANT
-        #: What is told where the run is, and the step of the checkpoint that it resumed from.
+        #: The followers to tell the run's position, and the step of the checkpoint that it resumed from.
         self._followers: list[Follower] = []
         self._resumed_from: int | None = None
-        #: Whether a run can resume from what was saved last.
+        #: True if the last saved checkpoint is finite, so that a run resumes from it.
         self._last_is_finite = True
         _, shorts = together(world, self._refuse_unsavable, lambda short: short)
         refuse_parts(shorts)
         (self._lock, _), owners = together(world, self._claim_folder, lambda claimed: claimed[1])
-        #: The users whose checkpoints are read: this one, and the owner that the file system gives to its files.
+        #: The user ids whose checkpoints are read: this user's, and the owner that the file system gives to its files.
         self._owners = (os.geteuid(), int(owners[0]))
         self._background = Background(world)
         if optimizer is not None:
             self._position.count(optimizer)
         self._boundary = StepBoundary(self, world, counts_steps=optimizer is not None)
         self._boundary.watch(loader)
-        #: Where the last pass over the loader has ended, and at which step the epoch under way began.
+        #: The end of the last pass over the loader, and the step at which the epoch under way began.
         self._end_of_pass: EndOfPass | None = None
         self._began_at = 0
         register = getattr(loader, "register_end_of_pass_hook", None)
@@ -143,7 +143,7 @@ class Checkpointer:
     def step(self) -> int:
         """Optimizer steps taken, which name the checkpoints.
 
-        Without an optimizer it is yours to count up; a save at the step of the last one then counts one up by itself.
+        Without an optimizer your code counts it up; a save at the step of the last save then adds one by itself.
         """
         return self._position.step
 
@@ -156,27 +156,27 @@ class Checkpointer:
         return self._run.local_training
 
     def _refuse_unsavable(self) -> tuple[str, str]:
-        """Refuse what can't be saved, and note what need not be finite. Return the model's parameters in short."""
+        """Refuse unsavable objects, and note tensors that need not be finite. Return the parameters in short."""
         self._run.refuse_unsavable()
         self._meant = self._run.meant()
         return parameters_in_short(self._run.model)
 
     def _claim_folder(self) -> tuple[RunLock | None, int]:
-        """Make the folder on rank 0 and take it for this job. Return the lock and the owner of new files."""
+        """Make the folder on rank 0 and lock it for this job. Return the lock and the owner of new files."""
         if not self._world.is_main:
             return None, os.geteuid()
         owner = folders.prepare_root(self.folder, on=self._storage)
         return RunLock(self.folder), owner
 
     def epochs(self, count: int, *, resume: bool = True) -> Iterator[int]:
-        """**Collective.** Yield the epochs still to do out of ``count``: ``for epoch in saved.epochs(10)``.
+        """**Collective.** Yield the remaining epochs out of ``count``: ``for epoch in saved.epochs(10)``.
 
         Restores the newest checkpoint first, unless :meth:`restore` or :meth:`save` was called before. An interrupted
         epoch (saved within the loader's loop) is repeated from where it stopped; one that was saved after the loader's
         loop counts as done.
 
         Args:
-            count: epochs of the entire run, those before the interruption included.
+            count: the number of epochs of the entire run, including those before an interruption.
             resume: False: begin anew, in a folder that must hold no checkpoints.
 
         Raises:
@@ -205,12 +205,12 @@ class Checkpointer:
             self._boundary.close()
 
     def between_steps(self, *, evaluating: bool | None = None) -> None:
-        """Say that this is a moment between two steps, where a run that is asked to stop can be left.
+        """Mark a moment between two steps, at which a run that is asked to stop can be left.
 
         **Collective** in training, though nothing is sent unless a rank was asked. Only needed in loops over other
-        loaders than that of :func:`lockstep.shard`, which says so itself: call it once in each turn, before the step or
-        after it. Costs about a microsecond. A run that is left in the middle of an epoch begins that epoch again,
-        unless the loader's state knows better.
+        loaders than that of :func:`lockstep.shard`, which marks it itself: call it once in each iteration, before the
+        step or after it. Costs about a microsecond. A run that is left in the middle of an epoch begins that epoch
+        again, unless the loader's state holds its position.
 
         Not collective in an evaluation: call it in each turn of a loop that evaluates longer than ``--grace``, on all
         ranks or on some, in loops of any lengths. When all ranks are in such a loop they save and leave. While one is
@@ -234,7 +234,7 @@ class Checkpointer:
         self._boundary.between_steps(epoch_done=False if self._position.in_body and not loader_knows else None)
 
     def _go_back(self) -> bool | None:
-        """**Collective.** Be where the run resumes that is stopped in an evaluation. Return ``epoch_done``."""
+        """**Collective.** Restore the position to which a run left in an evaluation returns. Return ``epoch_done``."""
         position, end = self._position, self._end_of_pass
         if getattr(self._run.loader, "in_epoch", False):
             return None  # in the middle of a pass
@@ -249,7 +249,7 @@ class Checkpointer:
         self._end_of_pass = EndOfPass.note(self._run, self._position, self._world.device)
 
     def _add_follower(self, follower: Follower) -> None:
-        """Let ``follower`` be told where the run is from now on, on every rank in the same order; it is kept."""
+        """Tell ``follower`` the run's position from now on, on every rank in the same order; it is kept alive."""
         self._followers.append(follower)
         if self._resumed_from is not None:
             follower.resumed(self._resumed_from)
@@ -267,7 +267,7 @@ class Checkpointer:
 
         Args:
             metric: a number by which the best checkpoints are kept, if ``keep`` says so; the same on all ranks
-                (rank 0's counts). NaN and infinities never are the best.
+                (rank 0's counts). NaN and infinities are never the best.
             epoch_done: within :meth:`epochs`: whether a resumed run begins with the next epoch, or resumes in this one.
                 None: with the next one, unless the loader is in the middle of its pass. What your loop does *after*
                 a save that follows the loader's loop is not done again.
@@ -299,7 +299,7 @@ class Checkpointer:
         CUDA rank), from the first call on until the Checkpointer goes. See Note [Saving in the background] in
         ``checkpoint/background.py``.
 
-        A failure is said on rank 0's standard error when it happens, and raised on all ranks by the next of these:
+        A failure is printed on rank 0's standard error when it happens, and raised on all ranks by the next of these:
         ``async_save`` (which then begins no save; call it again), :meth:`wait`, the end of :meth:`epochs`. A process
         that ends waits for the save, and if that failed and was not raised, ends with exit code 1. A following
         :meth:`save` that succeeds makes it a warning.
@@ -344,7 +344,7 @@ class Checkpointer:
         return saved.folder
 
     def _prepare(self, metric: float | None, epoch_done: bool | None) -> tuple[WritePlan, Moment]:
-        """**Collective.** Decide what this rank writes, copied nowhere yet, and say where the run is."""
+        """**Collective.** Return the plan of this rank's writes, with nothing copied yet, and the run's position."""
         run, position = self._run, self._position
         if self._local_training is not None:
             self._local_training.finish_round()
@@ -368,7 +368,7 @@ class Checkpointer:
         return plan, replace(moment, hosts=self._world.hosts, conditions=conditions(self._world.device))
 
     def _refuse_foreign_folder(self) -> None:
-        """Refuse, on rank 0, checkpoints that this run has nothing to do with."""
+        """Refuse, on rank 0, a folder with checkpoints that this run has not resumed."""
         if self._owns_folder or not self._world.is_main:
             return
         there = folders.checkpoints(self.folder, on=self._storage)
@@ -433,7 +433,7 @@ class Checkpointer:
 
 
 def _through_weak(saved: Checkpointer, method: Callable[[Checkpointer], None]) -> Callable[[], None]:
-    """Return a hook that does not keep ``saved`` alive, which holds the folder."""
+    """Return a hook that does not keep ``saved`` alive, since ``saved`` holds the folder's lock."""
     weak = weakref.ref(saved)
 
     def hook() -> None:

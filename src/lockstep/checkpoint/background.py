@@ -1,17 +1,17 @@
-"""Saving beside training: one copy of the state in memory, written by a thread.
+"""Saving in the background: one copy of the state in memory, written by a thread.
 
 Note [Saving in the background]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-What all ranks must agree on (the step, who writes which bytes) is agreed on before training continues, by the
-training's process group; so is the copy made. From there on everything is the thread's: the copy, the records that the
-ranks exchange (over the store: Note [Records in the background]), the files. The state may change meanwhile.
+Before training continues, the ranks agree on the step and on the bytes that each writes, over the training's process
+group, and make the copy. From there on the thread owns everything: the copy, the records that the ranks exchange (over
+the store: Note [Records in the background]), the files. The state may change meanwhile.
 
 Each rank copies only what it writes, so the ranks together hold the state once more, whatever their number. The buffer
 is kept for the next save: fresh memory costs more than the copy itself, in page faults.
 
-At most one save is under way. All ranks get the same failure, for they write together; a rank raises it when it
-is asked for the next save, or waits. The thread is not a daemon: a process that ends waits for it, and if it failed and
-nobody was told, ends with exit code 1.
+At most one save is under way. All ranks get the same failure, since they write together; a rank raises it at the next
+save or wait. The thread is not a daemon: a process that ends waits for it, and ends with exit code 1 if it failed and
+the error was not raised.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
 from lockstep.job import flight
 
-#: Carries out a plan with these peers, and returns the checkpoint's folder.
+#: A function that carries out a plan with these peers and returns the checkpoint's folder.
 Writer = Callable[[WritePlan, Peers], Path]
 
-#: Conversations begun in this process, the same number on every rank.
+#: The number of conversations begun in this process, the same on every rank.
 _conversations = 0
 _all: weakref.WeakSet[Background] = weakref.WeakSet()
 #: The process that has ``_at_exit`` registered.
@@ -48,7 +48,7 @@ _registered_in: int | None = None
 class Background:
     """One rank's saves in the background, of which one at most is under way. See Note [Saving in the background]."""
 
-    #: uint8, CPU, one dimension; pinned on a CUDA rank. Ours; grows to the largest plan so far.
+    #: The copy's memory: uint8, CPU, one dimension; pinned on a CUDA rank. It grows to the largest plan so far.
     _buffer: torch.Tensor
 
     def __init__(self, world: World) -> None:
@@ -62,9 +62,9 @@ class Background:
         self._pid = os.getpid()
 
     def begin(self, plan: WritePlan, *, step: int, write: Writer) -> None:
-        """**Collective.** Copy what this rank is to write, and begin to write the copy.
+        """**Collective.** Copy the state that this rank is to write, and start the thread that writes the copy.
 
-        Nothing may be under way: :meth:`wait` first. Training may continue when this returns.
+        No save may be under way: call :meth:`wait` first. Training may continue when this returns.
         """
         peers = self._peers = self._new_peers()
         try:
@@ -126,14 +126,14 @@ class Background:
             self._folder = task()
         except BaseException as error:  # noqa: BLE001  (raised in the thread that trains, at its next call)
             self._error = error
-            if self._world.is_main:  # now, because that call may be hours away
+            if self._world.is_main:  # printed now, because that call may be hours away
                 print(f"lockstep: saving step {self._step} in the background failed: {error}", file=sys.stderr)
         finally:
             flight.current.end()
             peers.leave()
 
     def failed_unheard(self) -> bool:
-        """Wait. Return whether the last save failed and the error was raised nowhere."""
+        """Wait for the last save. Return whether it failed and the error was not raised."""
         if self._pid != os.getpid() or self._thread is None:
             return False
         self._thread.join()
@@ -162,7 +162,7 @@ def _watch_exit(background: Background) -> None:
 
 
 def _at_exit() -> None:
-    """Let no run whose last save failed look like one that ended well."""
+    """End the process with exit code 1 if its last save failed, so that it does not look successful."""
     failed = [each.failed_unheard() for each in _all]
     if any(failed) and getattr(sys, "last_value", None) is None:
         print("lockstep: the last save failed, so this process ends with exit code 1", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Bytes in files, the blocks that they are cut into, and which rank writes which. No I/O.
+"""The blocks into which the bytes of files are cut, and the ranks that write them. No I/O.
 
 A checkpoint's bytes are cut into blocks: each tensor by itself, a large one every :data:`BLOCK` bytes. The cuts do not
 depend on the number of ranks, and each block has a digest of its own, so that the folder is byte for byte the same
@@ -16,16 +16,16 @@ BLOCK = 4 * 2**20
 
 @dataclass(frozen=True)
 class TensorPart:
-    """One tensor's bytes in a file, or a header's, or a whole file's that has no tensors."""
+    """The bytes of a tensor or a header in a file, or of a whole file without tensors."""
 
-    #: The tensor's name; empty if it is none.
+    #: The tensor's name; empty for a header or a whole file.
     name: str
-    #: The first byte in the file, and the one after the last.
+    #: The position of the first byte in the file, and of the one after the last.
     start: int
     stop: int
-    #: One for each block, in order, once it has been written.
+    #: The digest of each block, in order, once it has been written.
     digests: tuple[str, ...] = ()
-    #: In a plan, the rank that writes each block, in order; empty until that is decided. A manifest does not say.
+    #: The rank that writes each block, in order, in a plan; empty until that is decided, and in a manifest.
     writers: tuple[int, ...] = ()
 
     def written_by(self, rank: int) -> TensorPart:
@@ -34,7 +34,7 @@ class TensorPart:
         return TensorPart(self.name, self.start, self.stop, self.digests, writers)
 
     def run_of(self, rank: int) -> tuple[int, int]:
-        """Return the bounds of the blocks that a rank writes, which follow each other; empty if there are none."""
+        """Return the bounds of the consecutive blocks that a rank writes; empty if there are none."""
         count = self.writers.count(rank)
         start = self.start + BLOCK * self.writers.index(rank) if count else self.stop
         return start, min(start + BLOCK * count, self.stop)
@@ -51,12 +51,12 @@ def count_blocks(start: int, stop: int) -> int:
 
 
 def divide(parts: Iterable[TensorPart], *, world_size: int, extra: int = 0) -> list[TensorPart]:
-    """Decide who writes each block: every rank one run of them, and all ranks about the same number of bytes.
+    """Decide which rank writes each block: each rank a run of them, and all ranks about the same number of bytes.
 
     Args:
-        parts: those without writers are divided; they are the same on every rank.
-        world_size: how many ranks share the work.
-        extra: bytes that rank 0 writes besides; it gets so much less of these.
+        parts: the parts, the same on every rank; those without writers are divided.
+        world_size: the number of ranks that share the work.
+        extra: the number of other bytes that rank 0 writes; it gets that much less of these.
 
     Returns:
         The same parts, all with their writers.

@@ -2,11 +2,11 @@
 
 Note [Stopping between steps]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A run that is to end bit for bit as if it had never been interrupted can only be left between two steps, where
-everything that a step changes has been changed. Two such moments are known without asking the user: when the training
-loop asks the loader for its next batch, and when it asks :meth:`Checkpointer.epochs` for its next epoch. A third is
-:meth:`Checkpointer.between_steps`, for loops over other loaders, and for those that evaluate: they have places of their
-own, see Note [Meeting in an evaluation] in meeting.py. Signals only leave a request, which is handled there.
+A run that is to end bit for bit as if it had never been interrupted can only be left between two steps, where all
+changes of a step are complete. Two such moments are known without the user's help: when the training loop asks the
+loader for its next batch, and when it asks :meth:`Checkpointer.epochs` for its next epoch. A third is
+:meth:`Checkpointer.between_steps`, for loops over other loaders, and for evaluation loops, which have their own rules:
+see Note [Meeting in an evaluation] in meeting.py. Signals only leave a request, which is handled there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lockstep.step.local_training import LocalTraining, trained_apart
 
 
 class Saver(Protocol):
-    """The Checkpointer whose run it is."""
+    """The part of a Checkpointer that a boundary needs."""
 
     step: int
     _last_is_finite: bool
@@ -42,23 +42,23 @@ class Saver(Protocol):
 
 
 class StepBoundary:
-    """The requests to one rank, and what the ranks make of them together. See Note [Stopping between steps]."""
+    """The signals' requests to one rank, and how the ranks fulfil them together. See Note [Stopping between steps]."""
 
     def __init__(self, saver: Saver, world: World, *, counts_steps: bool) -> None:
-        # The loader keeps this boundary, and must not keep the Checkpointer alive with it, which holds the folder.
+        # The loader keeps this boundary alive, and must not keep the Checkpointer, which holds the folder's lock.
         self._saver = weakref.ref(saver)
         self._world = world
         self._requests = Requests()
         self._agreement: Agreement | None = None
         self._meeting: Meeting | None = None
-        #: Whether ``saver.step`` is counted up by an optimizer; else boundaries are counted here.
+        #: True if an optimizer counts ``saver.step`` up; otherwise boundaries are counted here.
         self._counts_steps = counts_steps
         self._boundaries = 0
-        #: Whether a loop says when it is between two steps.
+        #: True if a loop tells when it is between two steps.
         self._watched = False
 
     def watch(self, loader: object) -> None:
-        """Be told by ``loader`` when it is asked for its next batch, if it can tell."""
+        """Register with ``loader`` to be called before its next batch, if it has such a hook."""
         register: Callable[[Callable[[], object]], object] | None
         register = getattr(loader, "register_step_boundary_hook", None)
         if register is not None:
@@ -121,10 +121,10 @@ class StepBoundary:
             self._save_and_leave(saver, epoch_done)
 
     def in_evaluation(self, go_back: Callable[[], bool | None]) -> None:
-        """Note a moment in an evaluation, which other ranks need not come to: see Note [Meeting in an evaluation].
+        """Note a moment in an evaluation, which other ranks need not reach: see Note [Meeting in an evaluation].
 
         Args:
-            go_back: **Collective.** Puts the run where it is to resume, and returns ``epoch_done`` as for ``save``.
+            go_back: **Collective.** Restores the position to resume from, and returns ``epoch_done`` as for ``save``.
 
         Raises:
             SystemExit, CheckpointError: as for :meth:`reached`, if all ranks are in the evaluation.
@@ -154,7 +154,7 @@ class StepBoundary:
         return self._agreement
 
     def _due_at_last(self) -> Action | None:
-        """Find the most urgent request to any rank, by asking all."""
+        """Return the most urgent request to any rank, after asking all ranks."""
         assert self._agreement is not None, "made at the first boundary"
         wishes = [wish for wish in (self._requests.wanted, self._agreement.pending()) if wish is not None]
         wanted = [int(wish) for wish in wishes]
@@ -193,14 +193,14 @@ class StepBoundary:
 
 
 def _waiting() -> list[int]:
-    """Return the ranks that say in their pages that they wait for others."""
+    """Return the ranks whose pages say that they wait for others."""
     pages = flight.current.pages
     marks = [] if pages is None else pages.all(Cell.MARK)
     return [rank for rank, mark in enumerate(marks) if Mark.of(mark).waiting]
 
 
 def _board(world: World) -> Board:
-    """Return a board in shared memory where one launcher of ours started all ranks, else in the group's store."""
+    """Return a board in shared memory if one launcher of lockstep started all ranks, else in the group's store."""
     pages = flight.current.pages
     if pages is not None and knobs.store() is not None:
         return PageBoard(pages, rank=world.rank)

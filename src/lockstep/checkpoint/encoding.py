@@ -1,12 +1,13 @@
-"""Trees of plain values as JSON, exactly: what goes in comes out with the same types and the same bits. And digests.
+"""Exact JSON for trees of plain values, which come back with the same types and bits; digests.
 
-JSON has no tuples, no keys but strings, no infinities and no tensors. A value that JSON would bend is written as an
+JSON has no tuples, no keys but strings, no infinities and no tensors. A value that JSON would distort is written as an
 object with the key ``"$"``, which names its type; tensors are put aside under a name and written by
-:mod:`lockstep.checkpoint.safetensors`. Nothing is ever pickled: what can't be said is an error that names the place.
+:mod:`lockstep.checkpoint.safetensors`. Nothing is ever pickled: a value that can't be encoded is an error that names
+the place.
 
-The digest is XXH3 with 128 bits: it finds every fault of disks, memory and networks that a file of this size will
-ever see, at the speed of memory. It does not prove who wrote a file; nothing in a checkpoint is ever run, so nobody
-gains by forging one.
+The digest is XXH3 with 128 bits: it finds every fault of disks, memory and networks that a file of this size will ever
+see, at the speed of memory. It does not prove a file's origin; nothing in a checkpoint is ever executed, so forging one
+gains nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import xxhash
 
 from lockstep.errors import CheckpointCorrupt, CheckpointError
 
-#: What a digest looks like.
+#: Matches a digest.
 DIGEST = re.compile(r"[0-9a-f]{32}")
-#: Bytes hashed and then written, or read and then hashed, at a time: they are still in the cache the second time.
+#: Bytes that are hashed and written, or read and hashed, at a time: few enough to stay in the cache in between.
 PIECE = 2**18
-#: Deeper trees are refused: they are circular, or an attack on the parser.
+#: The greatest depth of a tree: deeper ones are circular, or an attack on the parser.
 _MAX_DEPTH = 64
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -46,7 +47,7 @@ def encode(tree: Any, tensors: dict[str, torch.Tensor] | None, *, where: str) ->
     Args:
         tree: dicts, lists, tuples, None, bool, int, float, str, bytes, NumPy arrays and scalars, and tensors.
         tensors: receives the tensors by name. None: they are written into the JSON itself, for small ones.
-        where: the tree's name, the beginning of the path that an error or a tensor's name says.
+        where: the tree's name, with which paths in errors and names of tensors begin.
 
     Raises:
         CheckpointError: something in the tree is of another type.
@@ -156,7 +157,7 @@ def _inline_tensor(data: dict[str, Any]) -> torch.Tensor:
 
 
 def new_digest() -> xxhash.xxh3_128:
-    """Begin a digest, which is then fed."""
+    """Begin a digest, to be updated with bytes."""
     return xxhash.xxh3_128()
 
 
@@ -166,15 +167,15 @@ def digest_of(data: bytes | memoryview) -> str:
 
 
 def digest_of_digests(digests: Iterable[str]) -> str:
-    """Make one digest of many, in their order."""
+    """Return one digest of many, in their order."""
     return digest_of("".join(digests).encode())
 
 
 def strict_json(content: bytes) -> Any:
-    """Read JSON that says one thing only: no key twice in an object, no NaN, no infinity.
+    """Parse unambiguous JSON: no key twice in an object, no NaN, no infinity.
 
     Raises:
-        ValueError: it is not such JSON.
+        ValueError: ``content`` is not such JSON.
     """
     try:
         return json.loads(content, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)

@@ -1,19 +1,19 @@
-"""Whether what a checkpoint holds is finite, told by the bytes on their way to the disk.
+"""Detect values in a checkpoint that are not finite, in the bytes on their way to the disk.
 
 Note [Finite]
 ~~~~~~~~~~~~~
 A parameter that is NaN stays NaN, so a run whose parameters became NaN saves a model that is lost, and would go on
-doing so until retention has removed the last sound checkpoint. So each rank looks at the blocks that it writes, while
+doing so until retention has removed the last sound checkpoint. So each rank checks the blocks that it writes, while
 they are in the processor's cache for their digest, and the manifest names the tensors that are not finite.
 
-Judged is what training can't recover from: the parameters of the model and of modules in ``extra``, the state of the
-optimizers, and what LocalSteps keeps. Not judged are buffers, which hold infinities on purpose (masks for attention)
-and statistics that the next batches replace, and whatever else is in ``extra``.
+The check covers values from which training can't recover: the parameters of the model and of modules in ``extra``, the
+state of the optimizers, and that of LocalSteps. It leaves out buffers, which hold infinities on purpose (masks for
+attention) and statistics that the next batches replace, and all else in ``extra``.
 
-Two kinds of infinities are meant, and only NaN counts there: those of a parameter that had some when the Checkpointer
-was made or when it restored the run (logits that forbid a transition), and those of single numbers in an optimizer's
-state ("the smallest loss so far"). And a frozen parameter that held NaN when the Checkpointer was made (a table with a
-row that is never read) is not judged as long as it is frozen: no training has made it so.
+Two kinds of infinities are intended, and only NaN counts there: those of a parameter that had some when the
+Checkpointer was made or when it restored the run (logits that forbid a transition), and those of single numbers in an
+optimizer's state ("the smallest loss so far"). And a frozen parameter that held NaN when the Checkpointer was made (a
+table with a row that is never read) is not checked as long as it is frozen: training has not caused the NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import nn
 
 from lockstep.text import listed
 
-#: The bits of plus infinity. What has larger ones, without its sign, is NaN.
+#: The bits of plus infinity. A value whose bits without the sign are larger is NaN.
 _INFINITY: dict[torch.dtype, int] = {
     torch.float64: 0x7FF0_0000_0000_0000,
     torch.float32: 0x7F80_0000,
@@ -42,7 +42,7 @@ _LARGEST: dict[torch.dtype, int] = {torch.float8_e4m3fn: 0x7E}
 
 @dataclass(frozen=True)
 class Bound:
-    """How large the bits of a tensor's elements may be, without their sign."""
+    """The largest allowed bits, without the sign, of a tensor's elements."""
 
     #: Bytes of an element.
     width: int
@@ -50,7 +50,7 @@ class Bound:
 
     @classmethod
     def of(cls, dtype: torch.dtype, *, infinities: bool = False) -> Bound | None:
-        """Return the bound of finite values, or, with ``infinities``, of all but NaN; None: there are no others."""
+        """Return the bound of finite values, or, with ``infinities``, of all but NaN; None if there are no others."""
         if dtype in _LARGEST:
             return cls(dtype.itemsize, _LARGEST[dtype])
         if dtype not in _INFINITY:
@@ -64,22 +64,22 @@ class Bound:
             content: the bytes of some elements, at least one.
         """
         bits = np.frombuffer(content, dtype=f"u{self.width}")
-        # Two maxima, which need no memory: the signed one is of positive elements, the unsigned one of negative ones.
+        # Two maxima need no memory: the signed one covers positive elements, the unsigned one negative ones.
         sign = 1 << (8 * self.width - 1)
         return int(bits.view(f"i{self.width}").max()) <= self.largest and int(bits.max()) <= self.largest + sign
 
 
 @dataclass(frozen=True)
 class Meant:
-    """Which tensors need not be finite, by their names in their files."""
+    """The tensors that need not be finite, by their names in their files."""
 
-    #: They hold infinities on purpose: only NaN counts there.
+    #: Names of tensors that hold infinities on purpose: only NaN counts there.
     infinite: frozenset[str] = frozenset()
-    #: They are frozen, and held NaN before there was any training: nothing counts there.
+    #: Names of frozen tensors that held NaN before any training: nothing counts there.
     nan: frozenset[str] = frozenset()
 
     def bounds(self, names: Iterable[str]) -> dict[str, bool]:
-        """Return the names that are judged, and whether infinities are meant there."""
+        """Return the names to check, each with True if its infinities are intended."""
         return {name: name in self.infinite for name in names if name not in self.nan}
 
 
@@ -88,12 +88,12 @@ NOTHING_MEANT = Meant()
 
 
 def infinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> frozenset[str]:
-    """Name the tensors that hold an infinity. One copy from each device."""
+    """Return the names of tensors that hold an infinity, with one copy from each device."""
     return _with_any(torch.isinf, tensors)
 
 
 def frozen_nan(tensors: Iterable[tuple[str, torch.Tensor]]) -> frozenset[str]:
-    """Name the tensors that take no gradient and hold NaN. One copy from each device."""
+    """Return the names of tensors that take no gradient and hold NaN, with one copy from each device."""
     return _with_any(torch.isnan, ((name, tensor) for name, tensor in tensors if not tensor.requires_grad))
 
 
@@ -105,7 +105,7 @@ def _with_any(
         if nn.parameter.is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
         real = tensor.detach()
-        if real.dtype.itemsize == 1:  # torch can't tell for all of these
+        if real.dtype.itemsize == 1:  # torch can't test all of these dtypes
             real = real.half()
         asked.setdefault(tensor.device, []).append((name, test(real).any()))
     return frozenset(
@@ -117,11 +117,11 @@ def _with_any(
 
 
 def in_words(not_finite: Mapping[str, Any], *, most: int = 6) -> str:
-    """Name tensors that are not finite.
+    """Return the names of non-finite tensors as a list in words.
 
     Args:
-        not_finite: their names by that of their file, as a manifest has them.
-        most: so many are named, the model's first.
+        not_finite: file name -> names of its tensors, as a manifest has them.
+        most: the most names to list, the model's first.
     """
     names = [
         name for file in sorted(not_finite, key=lambda file: file != "model.safetensors") for name in not_finite[file]

@@ -1,4 +1,4 @@
-"""The folder of a run, and the checkpoints in it: names, order, which are complete, leftovers."""
+"""The folder of a run, and the checkpoints in it: names, order, drafts, removal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep.checkpoint.storage import POSIX, Storage
 
-#: The file that says what else is in a checkpoint.
+#: The name of the file that lists all others in a checkpoint.
 MANIFEST = "manifest.json"
 
 _COMPLETE = re.compile(r"step-(\d{8,18})(?:-r(\d{1,9}))?")
@@ -17,12 +17,12 @@ _DRAFT = re.compile(_COMPLETE.pattern + r"\.tmp-[0-9a-f]{16}")
 
 
 def prepare_root(root: Path, *, on: Storage = POSIX) -> int:
-    """Make the folder of a run, and prove that it can be written; return the user that owns new files there.
+    """Make the folder of a run, and test that it is writable; return the user id that owns new files there.
 
-    That may be another than this process's: a file server can map root, and every other user, to another one.
+    It may differ from this process's user: a file server can map root, and every other user, to another one.
 
     Raises:
-        OSError: it can't.
+        OSError: it is not writable.
     """
     for folder in [*reversed(root.parents), root]:
         if folder.is_dir():
@@ -32,7 +32,7 @@ def prepare_root(root: Path, *, on: Storage = POSIX) -> int:
         except FileExistsError:
             if not folder.is_dir():  # created concurrently by another process
                 raise
-        sync_folder(folder.parent, on=on)  # or a power cut takes the whole run
+        sync_folder(folder.parent, on=on)  # otherwise a power cut could lose the whole run
     probe = f".probe-{secrets.token_hex(8)}"
     opened = on.open_folder(root.resolve())
     try:
@@ -62,18 +62,18 @@ def step_in(name: str) -> int | None:
 
 
 def next_name(root: Path, step: int, *, on: Storage = POSIX) -> str:
-    """Make the name of a new checkpoint: never one that is taken."""
+    """Return an unused name for a new checkpoint."""
     taken = [age(folder)[1] for folder in checkpoints(root, on=on) if step_of(folder) == step]
     return f"step-{step:08d}" + (f"-r{max(taken) + 1}" if taken else "")
 
 
 def draft_name(name: str) -> str:
-    """Make the name of a new draft of the checkpoint ``name``, or of what is left of it."""
+    """Return a new name for a draft of the checkpoint ``name``, or for its leftover."""
     return f"{name}.tmp-{secrets.token_hex(8)}"
 
 
 def age(folder: Path) -> tuple[int, int]:
-    """Return the step in the name of a checkpoint's folder, and which save of that step it is, from 1."""
+    """Return the step in the name of a checkpoint's folder, and the number of the save at that step, from 1."""
     matched = _COMPLETE.fullmatch(folder.name)
     if matched is None:
         raise ValueError(f"{folder.name} is not the name of a checkpoint")
@@ -113,7 +113,7 @@ def drafts(root: Path) -> list[Path]:
 
 
 def sweep(root: Path, *, on: Storage = POSIX) -> None:
-    """Remove what dead saves left over: drafts of this user, in this folder, that nobody is writing."""
+    """Remove the leftovers of dead saves: this user's drafts in the folder that no process is writing."""
     for name in on.folders(root):
         if not _DRAFT.fullmatch(name):
             continue
@@ -127,7 +127,7 @@ def sweep(root: Path, *, on: Storage = POSIX) -> None:
 
 def sync_folder(path: Path, *, on: Storage = POSIX) -> None:
     """Return once the names in a folder are on the disk itself."""
-    opened = on.open_folder(path.resolve())  # the way to the run may lead over links; they are the user's own
+    opened = on.open_folder(path.resolve())  # the path may lead over links, which are the user's own
     try:
         on.sync(opened)
     finally:

@@ -1,6 +1,6 @@
-"""A run's checkpoints from outside: what there is, whether it is complete, what may go, a model as one file.
+"""Inspect a run's checkpoints from outside: list, verify, prune, and export a model as one file.
 
-What ``lockstep checkpoint`` does; needs no world.
+``lockstep checkpoint`` is made of these functions, which need no world.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Format = Literal["torch", "safetensors"]
 _SUFFIXES: dict[str, Format] = {
     ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch",
 }  # fmt: skip
-#: What torch.load(weights_only=True) takes beside tensors.
+#: The types that torch.load(weights_only=True) accepts besides tensors.
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """A checkpoint at first sight: its manifest, or what is wrong with that."""
+    """A checkpoint's manifest, or the damage to it."""
 
     folder: Path
     manifest: Manifest | None
@@ -51,21 +51,21 @@ class CheckpointSummary:
 
     @property
     def not_finite(self) -> str:
-        """Which of its values are not finite, in words; empty if its manifest names none."""
+        """A description of its non-finite values; empty if its manifest names none."""
         return "" if self.manifest is None else words_on_not_finite(self.folder, self.manifest)
 
     @property
     def size(self) -> int:
-        """Bytes of its files, by its manifest."""
+        """The total bytes of its files, from its manifest."""
         return 0 if self.manifest is None else sum(entry.size for entry in self.manifest.files.values())
 
 
 def find(path: Path, *, step: int | None = None) -> list[Path]:
-    """List the checkpoints that a path means, newest first: those of a run's folder, or the one that it is.
+    """List the checkpoints at a path, newest first: those in a run's folder, or the one whose folder it is.
 
     Args:
         path: the folder of a run or of one checkpoint.
-        step: only those of this step.
+        step: list only checkpoints of this step.
 
     Raises:
         CheckpointError: there are none.
@@ -101,23 +101,23 @@ def glance(folder: Path) -> CheckpointSummary:
 
 @dataclass(frozen=True)
 class PruningPlan:
-    """What a pruning is going to do."""
+    """The checkpoints that a pruning keeps and removes."""
 
     #: The newest checkpoint that is complete, and finite if one is, which stays whatever the rule says.
     newest: Path
-    #: Newer ones, which are damaged or not finite and stay as well: what is wrong with each.
+    #: Descriptions of newer checkpoints, which are damaged or not finite and stay as well.
     damaged: tuple[str, ...]
     not_finite: tuple[str, ...]
-    #: Those that the rule keeps besides.
+    #: The checkpoints that stay.
     kept: tuple[Entry, ...]
     superfluous: tuple[Entry, ...]
 
 
 def plan_pruning(root: Path, rule: Retention) -> PruningPlan:
-    """Plan what may go, once the newest complete checkpoint has been found by reading every byte of it.
+    """Plan a pruning, after finding the newest complete checkpoint by reading every byte of it.
 
     Raises:
-        CheckpointError: there are no checkpoints, or none is complete, so that nothing may go.
+        CheckpointError: there are no checkpoints, or none is complete, so that none may be removed.
     """
 
     def refuse_damage(folder: Path) -> None:
@@ -145,7 +145,7 @@ def plan_pruning(root: Path, rule: Retention) -> PruningPlan:
 
 
 def leftovers(root: Path) -> Iterator[Path]:
-    """List the drafts that a save is writing, or that a killed one left; the next save removes the latter."""
+    """List the drafts that a save is writing or a killed save has left; the next save removes the latter."""
     return (path for path in sorted(root.glob("step-*.tmp-*")) if path.is_dir())
 
 
@@ -162,9 +162,9 @@ class Exported:
     format: Format
     tensors: int
     size: int
-    #: Newer checkpoints that are damaged.
+    #: Descriptions of newer checkpoints that are damaged.
     skipped: tuple[str, ...] = ()
-    #: Newer checkpoints that are not finite; or the one that was asked for.
+    #: Descriptions of newer checkpoints that are not finite, or of the requested one if it is not.
     not_finite: tuple[str, ...] = ()
 
 
@@ -190,13 +190,13 @@ def export(
         path: the folder of a run or of one checkpoint.
         output: the file.
         format: ``"torch"``: a state dict that ``torch.load(…, weights_only=True)`` reads; ``"safetensors"``.
-        extra: the name of an object of ``Checkpointer(extra=…)`` whose state is meant, in place of the model's.
-        step: only checkpoints of this step are taken, finite or not.
-        overwrite: replace a file that is there.
+        extra: the name of an object of ``Checkpointer(extra=…)`` to export instead of the model.
+        step: export a checkpoint of this step, finite or not.
+        overwrite: replace an existing file.
 
     Raises:
         CheckpointCorrupt: none of them is complete.
-        CheckpointError: there are no checkpoints, or none that is finite; there is such a file; there is no such
+        CheckpointError: there are no checkpoints, or none that is finite; the file exists; there is no such
             object; or its state does not fit the format.
         OSError: the file can't be written.
     """

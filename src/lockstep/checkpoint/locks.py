@@ -9,7 +9,7 @@ forked processes: a DataLoader's worker that outlives a killed rank by a moment 
 process closes *any* descriptor of that file, so a process that holds a lock does not open the file again: a second
 Checkpointer of the same process shares the first one's lock.
 
-The file says who the owner is, for the job that is refused. It is removed when the lock is released, while it is still
+The file names the owner, for the job that is refused. It is removed when the lock is released, while it is still
 held; whoever opened it before that finds, once it has the lock, that the name leads elsewhere, and begins anew.
 
 Where the file system has no locks, the record itself is the lock: it counts until its owner is known to be gone, which
@@ -35,7 +35,7 @@ a reader looks once more whether the name still leads to the file that it holds,
 for a reader that dies.
 
 The manifest is locked and not the folder, because only files can be locked from several hosts over NFS, and because a
-folder's own lock says that somebody writes it (Note [Commit] in ``save.py``).
+folder's own lock says that a process writes it (Note [Commit] in ``save.py``).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ LOCK_FILE = "run.lock"
 _MAX_RECORD = 64 * 1024
 #: Seconds that an owner may take to write its record once it has the lock.
 _RECORD_LIMIT = 2.0
-#: Seconds that an earlier round of the same job has to let go of a folder before it is displaced: a launcher that is
+#: Seconds that an earlier round of the same job has to release a folder before it is displaced: a launcher that is
 #: cut off ends its ranks within this time.
 _SUCCESSION = 12.0
 #: Seconds after which of several jobs that took a folder at the same moment the last one is known.
@@ -81,7 +81,7 @@ class CheckpointGone(CheckpointError):
 
 
 def _is_named(fd: int, path: Path) -> bool:
-    """Say whether a path still leads to the file that is held."""
+    """Return whether a path still leads to the file that is held."""
     held = os.fstat(fd)
     try:
         named = path.lstat()
@@ -90,12 +90,12 @@ def _is_named(fd: int, path: Path) -> bool:
     return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
 
 
-# Readers of a checkpoint, and who removes one.
+# Readers of a checkpoint, and its removal.
 
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Hold a checkpoint, so that nobody removes it within the block. See Note [Readers and pruning].
+    """Hold a checkpoint, so that no process removes it within the block. See Note [Readers and pruning].
 
     One without a manifest that can be opened is damaged, and held by nothing: the reader will find that out.
 
@@ -118,7 +118,7 @@ def reading(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def taken(folder: Path) -> Iterator[bool]:
-    """Take a checkpoint for removal; yield whether it may be removed within the block, as nobody reads it then.
+    """Take a checkpoint for removal; yield whether it may be removed within the block, since no process reads it then.
 
     Raises:
         OSError: its manifest can't be opened for writing.
@@ -161,14 +161,14 @@ class Owner:
     user: str
     #: When the lock was taken, as ISO 8601 in UTC.
     since: str
-    #: The command line, shortened.
+    #: The shortened command line.
     command: str
-    #: What tells this process from others of the same number: the machine's boot, its process namespace, and the
+    #: What distinguishes the process from others with its id: the machine's boot id, the pid namespace, and the
     #: process's start in clock ticks after the boot.
     boot: str
     namespace: str
     start: int
-    #: The job and its round, where several machines have met; see Note [Rounds of a job].
+    #: The job and its round, if several machines have met; see Note [Rounds of a job].
     job: str = ""
     round: int = 0
 
@@ -204,13 +204,13 @@ class Owner:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether this process belongs to a later round of the same job."""
+        """True if this process belongs to a later round of the same job."""
         here = _round()
         return bool(self.job) and self.job == here.get("job") and self.round < here["round"]
 
     @property
     def is_gone(self) -> bool:
-        """Whether that process is known to have ended; False where this can't be known from here."""
+        """True if the owner is known to have ended; False if this can't be known from here."""
         if self.host != socket.gethostname():
             return False
         if self.boot != _proc.boot_id():
@@ -337,13 +337,13 @@ def _succeed(path: Path, fd: int) -> None:
 
 
 def _displacing(path: Path, fd: int | None) -> Owner | None:
-    """Return who has put a lock file of his own in the place of the one that this process holds."""
+    """Return the owner that has replaced this process's lock file with its own, or None."""
     if fd is not None and _is_named(fd, path):
         return None  # not opened again: that would lose the lock
     try:
         other = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return None  # somebody has removed it, and nobody else has come
+        return None  # it was removed, and has no new owner
     try:
         owner = _owner_in(other, wait=True)
     finally:
@@ -431,7 +431,7 @@ def _write_record(fd: int) -> Owner:
     return owner
 
 
-# What tells one process from all others.
+# The identity of a process.
 
 
 def _user_name() -> str:

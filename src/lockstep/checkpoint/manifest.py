@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it is, and the size and digests of every file and tensor in it. No I/O."""
+"""The manifest of a checkpoint: its position in the run, and the sizes and digests of its files and tensors. No I/O."""
 
 from __future__ import annotations
 
@@ -15,59 +15,59 @@ from lockstep.errors import CheckpointCorrupt
 
 MODEL = "model.safetensors"
 
-#: A manifest that is larger is neither read nor written: it would be of a checkpoint of 1 TB and more.
+#: The greatest size of a manifest that is read or written: a larger one would be of a checkpoint of 1 TB and more.
 MAX_BYTES = 64 * 2**20
 
 _FORMAT = 2
-#: What it says of a part.
+#: The fields of a part in a manifest.
 _PART = ("name", "start", "stop", "digests")
-# No separator, no leading dot: a name can't leave its folder.
+# Without a separator and a leading dot, a name can't leave its folder.
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file as it was written: parts that cover it without gaps, in order."""
+    """A written file: its size, its digest, and the parts that cover it without gaps, in order."""
 
     size: int
-    #: Of the digests of all blocks, in order.
+    #: The digest of the digests of all blocks, in order.
     digest: str
     parts: tuple[TensorPart, ...]
 
     @classmethod
     def of(cls, parts: Iterable[TensorPart]) -> FileEntry:
-        """Make the entry of a file that consists of ``parts``."""
+        """Return the entry of a file that consists of ``parts``."""
         parts = tuple(parts)
         return cls(parts[-1].stop if parts else 0, digest_of_digests(d for part in parts for d in part.digests), parts)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The description of a checkpoint that is stored in it."""
 
-    #: Optimizer steps taken.
+    #: The number of optimizer steps taken.
     step: int
-    #: The epoch to resume in, and whether some of it is done.
+    #: The epoch to resume in, and True if part of it is done.
     epoch: int
     in_epoch: bool
-    #: Ranks of the job that wrote it.
+    #: The number of ranks of the job that wrote it.
     world_size: int
-    #: When, as ISO 8601 in UTC.
+    #: The time of writing, as ISO 8601 in UTC.
     written: str
-    #: Of lockstep, torch and Python, and of the machine what the bits depend on (step/conditions.py). Here and not in a
-    #: field of its own, so that earlier versions read it.
+    #: The versions of lockstep, torch and Python, and the machine's properties on which the bits depend
+    #: (step/conditions.py), which have no field of their own so that earlier versions can read the manifest.
     versions: dict[str, str]
-    #: By name.
+    #: File name -> its entry.
     files: dict[str, FileEntry]
-    #: What it was saved with, for its run to keep the best; None: nothing, or no finite number.
+    #: The metric that it was saved with, for its run to keep the best; None: no metric, or not a finite number.
     metric: float | None = None
     #: The number of the job's round that wrote it, where several machines have met; see Note [Rounds of a job] in
     #: ``locks.py``.
     round: int | None = None
-    #: The ranks by host, where the sums of each host's were added (World.hosts): their bits depend on it; else None.
+    #: The ranks of each host (World.hosts) if sums are first added within hosts, since bits depend on it; else None.
     hosts: list[list[int]] | None = None
-    #: The tensors by file that hold NaN or infinities where finite values belong, if there are any (Note [Finite] in
-    #: ``finite.py``). None: there are none, or it was written before this was looked at.
+    #: File name -> names of tensors that hold NaN or infinities where finite values belong (Note [Finite] in
+    #: ``finite.py``). None: there are none, or a version without this check wrote it.
     not_finite: dict[str, list[str]] | None = None
 
     def to_json(self) -> bytes:
@@ -87,7 +87,7 @@ class Manifest:
         """Read back what :meth:`to_json` wrote.
 
         Raises:
-            CheckpointCorrupt: it is damaged, of another format, or names files outside its folder.
+            CheckpointCorrupt: the manifest is damaged, of another format, or names files outside its folder.
         """
         try:
             body = strict_json(content)

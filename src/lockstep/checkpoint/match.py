@@ -146,22 +146,22 @@ def under_plain_names(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str
 
 @dataclass(frozen=True)
 class Match:
-    """What a checkpoint and a model have in common, and what not."""
+    """The common entries of a checkpoint and a model, and their differences."""
 
-    #: What can be loaded, under the model's names.
+    #: The values that can be loaded, under the model's names.
     loadable: dict[str, Any]
     #: Names that the model has and the checkpoint lacks.
     missing: tuple[str, ...]
     #: Names that the checkpoint has and the model lacks.
     unexpected: tuple[str, ...]
-    #: "name: shape in the checkpoint, shape in the model", likewise dtypes where they must agree.
+    #: Texts "name: shape in the checkpoint, shape in the model"; likewise for dtypes where they must agree.
     mismatched: tuple[str, ...]
 
     def refuse_differences(self, source: object) -> None:
         """Refuse a checkpoint of another model.
 
         Raises:
-            CheckpointMismatch: there are any; it names the first of each kind.
+            CheckpointMismatch: there are differences; it names the first of each kind.
         """
         kinds = [
             ("the model has, the checkpoint lacks", self.missing),
@@ -232,7 +232,7 @@ def _memory(value: Any) -> tuple[object, ...] | None:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer must have in common with another one to take its state."""
+    """Return the properties in which two optimizers must agree for one to load the other's state."""
     shapes = [[list(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
     return {"class": type(optimizer).__name__, "shapes": shapes}
 

@@ -1,15 +1,15 @@
-"""Ranks that may or may not all come to the same kind of place agree to act there together.
+"""Let ranks act together at a kind of place that some of them may not reach.
 
 Note [Meeting in an evaluation]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-An evaluation has no steps to agree on, and ranks may have different numbers of turns in it, or none. So a rank that is
-to save and leave there says that it is here, and waits until all others are here as well, or one of them can't come:
-its page says that it waits in a collective, for this rank most likely. What comes of it is one key of the group's
-store, written by compare-and-set: "go" by whoever sees all ranks here, "off" by whoever gives up, and the first counts
-for all. After "off" the ranks go on as if nothing had been asked, and the next attempt has the next number. So no rank
-waits for one that waits for it, and no rank saves alone. An evaluation with a collective in each turn comes to "go"
-one turn later, when all ranks have left the collective; in one where some have finished, all go on to the next step and
-save there.
+An evaluation has no steps to agree on, and ranks may have different numbers of iterations in it, or none. So a rank
+that is to save and leave there announces itself, and waits until all others have done so too, or one of them can't
+come: its page says that it waits in a collective, most likely for this rank. The decision is one key of the group's
+store, written by compare-and-set: a rank that sees all ranks here writes "go", a rank that gives up writes "off", and
+the first counts for all. After "off" the ranks go on as if nothing had been asked, and the next attempt has the next
+number. So no rank waits for one that waits for it, and no rank saves alone. An evaluation with a collective in each
+turn comes to "go" one turn later, when all ranks have left the collective; in one where some have finished, all go on
+to the next step and save there.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from collections.abc import Callable, Iterable
 
 from lockstep.job.stop import KeyValueStore
 
-#: Seconds to wait for ranks that work, between two looks for them, and between two attempts that this rank begins.
+#: Seconds to wait for ranks that are busy, between two checks for them, and between two attempts of this rank.
 _PATIENCE, _NAP, _PAUSE = 5.0, 0.005, 0.2
 
 
 class Meeting:
-    """One rank's view of it. See Note [Meeting in an evaluation].
+    """One rank's view of a meeting. See Note [Meeting in an evaluation].
 
     Args:
-        store: the process group's.
-        waiting: returns the ranks that wait in a collective, as far as is known here.
+        store: the process group's store.
+        waiting: returns the ranks that wait in a collective, as far as this rank knows.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Meeting:
         self._not_before = 0.0
 
     def attend(self) -> bool:
-        """Return whether all ranks are here, and act together now; within some seconds."""
+        """Return, within some seconds, whether all ranks are here and act together now."""
         if time.monotonic() < self._not_before and not any(self._is_here(rank) for rank in self._ranks):
             return False
         self._store.compare_set(self._place(self._rank), "", "here")

@@ -1,4 +1,4 @@
-"""The end of a pass over the training data, to which a run that is stopped in the evaluation after it goes back."""
+"""The end of a pass over the training data, to which a run returns if it is stopped in the evaluation after it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lockstep.checkpoint.state import Position, RunState, capture_rng, restore_r
 
 @dataclass(frozen=True)
 class EndOfPass:
-    """What may change between the end of a pass and the next step; the model and what optimizers keep do not."""
+    """The state that may change between the end of a pass and the next step; models and optimizers' states do not."""
 
     epoch: int
     step: int
     loader: dict[str, Any]
     scheduler: dict[str, Any] | None
-    #: Of each parameter group what a scheduler may set.
+    #: The options of each parameter group, which a scheduler may set.
     groups: list[dict[str, Any]]
     generators: dict[str, Any]
 
     @classmethod
     def note(cls, run: RunState, position: Position, device: torch.device) -> EndOfPass:
-        """Copy it. To be called when the loader has given its last batch and is still in the pass."""
+        """Return a copy of the state; called when the loader has given its last batch and is still in the pass."""
         assert run.loader is not None, "it has called this"
         groups = [] if run.optimizer is None else run.optimizer.param_groups
         return cls(
@@ -38,11 +38,11 @@ class EndOfPass:
         )
 
     def is_current(self, position: Position) -> bool:
-        """Return whether no step was taken since then."""
+        """Return whether no step was taken since the end of the pass."""
         return (self.epoch, self.step) == (position.epoch, position.step)
 
     def go_back(self, run: RunState, device: torch.device) -> None:
-        """**Collective.** Put all of it back."""
+        """**Collective.** Restore the state."""
         assert run.loader is not None
         run.loader.load_state_dict(self.loader)
         if run.scheduler is not None and self.scheduler is not None:

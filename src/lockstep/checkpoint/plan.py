@@ -28,9 +28,9 @@ def is_of_an_optimizer(name: str) -> bool:
 class StateLayout:
     """The state of a run on this rank, laid out in files."""
 
-    #: On rank 0 all files of tensors; on the others those that all ranks have.
+    #: All files of tensors on rank 0; on other ranks, the files that all ranks have.
     files: tuple[TensorFile, ...]
-    #: JSON files by name; on rank 0 only.
+    #: Name of a JSON file -> its content; on rank 0 only.
     texts: Mapping[str, bytes]
 
     @classmethod
@@ -95,7 +95,7 @@ class StateLayout:
         return cls(tuple(files), texts)
 
     def outline(self) -> Outline:
-        """Say in short what is in the files, for the other ranks."""
+        """Return a short description of the files, for the other ranks."""
         alike = {file.name: file.size_alike for file in self.files}
         everything = sum(file.size for file in self.files)
         return Outline(
@@ -127,19 +127,19 @@ def _lay_out_ranks(own: Any, world_size: int, judged: Callable[[str], bool]) -> 
 
 
 def text(encoded: Any) -> bytes:
-    """Make a JSON file's content."""
+    """Return a JSON file's content."""
     return json.dumps(encoded, allow_nan=False).encode()
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What the ranks tell each other of their layouts before they divide the work."""
+    """The description of its layout that a rank sends to the others before they divide the work."""
 
-    #: By file: of what is in it, and how each of its tensors begins, as far as all ranks should hold them alike.
+    #: File name -> digest of its header and of the beginning of each tensor that all ranks should hold alike.
     fingerprints: dict[str, str]
-    #: Bytes by file that all ranks should hold alike.
+    #: File name -> number of bytes that all ranks should hold alike.
     alike: dict[str, int]
-    #: Bytes of everything else.
+    #: The number of all other bytes.
     alone: int
 
     def to_json(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Outline:
         return cls(**record)
 
     def differs_in(self, file: str, other: Outline) -> bool:
-        """Say whether two ranks hold different things in a file."""
+        """Return whether two ranks hold different contents of a file."""
         return self.fingerprints.get(file) != other.fingerprints.get(file)
 
 
@@ -165,9 +165,9 @@ class Write:
     stop: int
     #: A tensor of any strides on any device, or the bytes themselves.
     source: torch.Tensor | bytes
-    #: Where the first of these bytes is within the source.
+    #: The position of the first of these bytes within the source.
     offset: int
-    #: What its elements should be within; None: nothing in particular.
+    #: The bound within which the elements should be; None: there is none.
     bound: Bound | None = None
 
 
@@ -175,7 +175,7 @@ class Block(NamedTuple):
     """The content of one block."""
 
     file: str
-    #: Where it begins in the file.
+    #: The position of its first byte in the file.
     start: int
     content: memoryview
     #: As in :class:`Write`.
@@ -183,9 +183,9 @@ class Block(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What one rank has written; in JSON types."""
+    """The result of one rank's writes, in JSON types."""
 
-    #: One for each block, in order.
+    #: The digest of each block, in order.
     digests: list[str]
     #: The numbers of those blocks that are not within their bounds.
     beyond: list[int]
@@ -193,18 +193,18 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What one rank writes of a checkpoint."""
+    """The writes of one rank for a checkpoint."""
 
-    #: In the order of the files and of their bytes.
+    #: The writes in the order of the files and of their bytes.
     writes: tuple[Write, ...]
-    #: Files that rank 0 writes alone because other ranks hold something else there, and these ranks.
+    #: Name of a file that rank 0 writes alone -> the ranks that hold other contents of it.
     apart: Mapping[str, tuple[int, ...]]
-    #: On rank 0 all files, with what each rank writes of them; None on the others.
+    #: File name -> its parts with their writers, for all files, on rank 0; None on the others.
     files: Mapping[str, tuple[TensorPart, ...]] | None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensors that are to be written."""
+        """The number of bytes of tensors to write."""
         return sum(one.stop - one.start for one in self.writes if isinstance(one.source, torch.Tensor))
 
     def contents(self) -> Iterator[Block]:

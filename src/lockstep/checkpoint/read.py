@@ -1,6 +1,6 @@
-"""A checkpoint's folder becomes values again, each byte checked on the way from the disk to memory.
+"""Read checkpoints, and verify each byte on its way from the disk to memory.
 
-Whoever reads a checkpoint holds it (Note [Readers and pruning] in ``locks.py``).
+A reader holds the checkpoint's lock (Note [Readers and pruning] in ``locks.py``).
 
 Note [Read once]
 ~~~~~~~~~~~~~~~~
@@ -32,25 +32,25 @@ from lockstep.errors import CheckpointCorrupt, CheckpointError
 
 Result = TypeVar("Result")
 
-#: What is wrong with checkpoints, by folder, newest first.
+#: Folder of a checkpoint -> the damage to it, newest first.
 Damage = dict[Path, str]
 
 _DISAGREE = "its header and the manifest do not agree"
 #: Failures that say nothing of the checkpoint: skipping it for an older one would be wrong.
 _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-#: How often a run's folder is listed anew, while checkpoints in it are removed as fast as they are listed.
+#: The most listings of a run's folder, while checkpoints in it are removed as fast as they are listed.
 _LISTINGS = 10
 
 
 @dataclass(frozen=True)
 class Search(Generic[Result]):
-    """What was found among a run's checkpoints."""
+    """The result of a search among a run's checkpoints."""
 
-    #: The newest that can be taken, and what was read of it; None: there is none.
+    #: The newest usable checkpoint and the data read from it; None: there is none.
     found: tuple[Path, Result] | None
-    #: What is wrong with those that are damaged and newer than it, or with all, by folder, newest first.
+    #: The damaged checkpoints that are newer than the one found, or all if none was found.
     damaged: Damage
-    #: The same of those that were passed over because they are not finite.
+    #: Likewise, the checkpoints that were passed over because they are not finite.
     not_finite: Damage
 
     def nothing(self, root: Path, *, remedy: str) -> CheckpointError | None:
@@ -102,12 +102,12 @@ def read(
 
     Args:
         folder: the checkpoint's folder, which must not be a link.
-        owners: the users to whom the folder and its files may belong. None: anybody.
+        owners: the user ids that may own the folder and its files. None: any.
         only_finite: read no further than the manifest if that names values that are not finite.
         on: the file system.
 
     Raises:
-        NotFinite: it does, with ``only_finite``.
+        NotFinite: the manifest names such values, and ``only_finite`` is on.
         CheckpointCorrupt: a file is missing, is not a plain file, belongs to another user, or has another size or
             digest; the message names the file and the tensor, what was expected and what was found.
         CheckpointGone: it has just been removed.

@@ -25,7 +25,7 @@ class Restored:
     folder: Path
     #: Optimizer steps taken.
     step: int
-    #: The epoch to resume in, and whether some of it is done.
+    #: The epoch to resume in, and True if part of it is done.
     epoch: int
     in_epoch: bool
     #: Ranks of the job that wrote it.
@@ -37,7 +37,7 @@ class Restored:
 
 
 def restored(contents: Contents, search: Search[Contents]) -> Restored:
-    """Say what the user is told of a checkpoint."""
+    """Return the description of a restored checkpoint for the user."""
     manifest = contents.manifest
     return Restored(
         folder=contents.folder,
@@ -120,7 +120,7 @@ def load(contents: Contents, run: RunState, world: World) -> None:
 
 
 def load_generators(contents: Contents, world: World) -> None:
-    """Restore this rank's random number generators; of another number of ranks what they all had in common."""
+    """Restore this rank's random number generators; after a change of the world size, only those that were common."""
     states, world_size = contents.parts["rng"], contents.manifest.world_size
     if world_size == world.world_size:
         state.restore_rng(states[world.rank], world.device)
@@ -171,5 +171,5 @@ def words_on_differences(contents: Contents, search: Search[Contents], run: RunS
 
 
 def _spread(hosts: list[list[int]] | None) -> str:
-    """Which ranks were together: ``0 1 | 2 3``."""
+    """Return the ranks by host in words: ``0 1 | 2 3``."""
     return "all together" if hosts is None else " | ".join(" ".join(map(str, ranks)) for ranks in hosts)

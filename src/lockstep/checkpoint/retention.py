@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps: a rule over their steps and metrics, and how the others are removed.
+"""Choose the checkpoints that a run keeps, by a rule over their steps and metrics, and remove the others.
 
 The rule itself is pure (:func:`superfluous`); it is applied to a folder that others may be reading.
 """
@@ -24,7 +24,7 @@ from lockstep.errors import CheckpointCorrupt
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints a run keeps. A checkpoint stays if any one of these wants it.
+    """The rule for the checkpoints that a run keeps. A checkpoint stays if any of the fields asks for it.
 
     The newest one that is good always stays, whatever the rule says. A checkpoint that is not finite (Note [Finite] in
     ``checkpoint/finite.py``) takes no other's place: the rule chooses among the finite ones as if it were not there.
@@ -32,13 +32,13 @@ class Retention:
     older than the last finite ones.
     """
 
-    #: The checkpoints of the last so many steps. None: all of them; 0: none but the newest.
+    #: The number of latest saved steps whose checkpoints stay. None: all of them; 0: only the newest.
     last: int | None = 3
-    #: Those whose step is a multiple of this, for good. None: no such rule.
+    #: Checkpoints whose step is a multiple of this stay for good. None: no such rule.
     every: int | None = None
-    #: So many of the best by the metric that they were saved with (``save(metric=…)``), the newer one of two equals.
+    #: The number of best checkpoints that stay, by ``save(metric=…)``; of two equals the newer one counts as better.
     best: int = 0
-    #: Whether the best metric is the smallest ("min": a loss) or the largest ("max": an accuracy).
+    #: "min" if the smallest metric is the best (a loss), "max" if the largest is (an accuracy).
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
@@ -56,16 +56,16 @@ class Retention:
 class Entry:
     """One checkpoint, as the rule sees it."""
 
-    #: Its folder's name.
+    #: The name of its folder.
     name: str
     step: int
-    #: Which save of this step it is, from 1; the last one replaces the others.
+    #: The number of the save at this step, from 1; the last one replaces the others.
     revision: int = 1
-    #: What it was saved with. None, or a number that is not finite: it never is the best.
+    #: The metric that it was saved with. If this is None or not finite, the checkpoint is never the best.
     metric: float | None = None
-    #: Whether it is complete; None: not checked.
+    #: True if it is complete, False if it is damaged; None: not checked.
     good: bool | None = None
-    #: False: its manifest names tensors that are not finite.
+    #: False if its manifest names tensors that are not finite.
     finite: bool = True
 
 
@@ -158,12 +158,12 @@ def _oldest_of_the_last(candidates: list[Entry], rule: Retention) -> float:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What became of a run's superfluous checkpoints."""
+    """The result of removing a run's superfluous checkpoints."""
 
     removed: tuple[Path, ...] = ()
-    #: Those that someone is reading; the next pruning finds them again.
+    #: Checkpoints that are being read; the next pruning finds them again.
     being_read: tuple[Path, ...] = ()
-    #: Those that can't be removed, and why.
+    #: Checkpoints that can't be removed, each with the reason.
     failed: tuple[tuple[Path, str], ...] = ()
 
 
@@ -180,7 +180,7 @@ def entries(
     Args:
         root: the run's folder.
         good, damaged: names of the folders that are known to be so. One without a manifest is damaged.
-        enough: once so many steps of finite ones have been seen, newest first, read no manifest that a rule by steps
+        enough: once this many steps of finite ones have been seen, newest first, read no manifest that a rule by steps
             alone can do without; None: read them all. One that can't be read is damaged.
         on: the file system.
     """

@@ -1,4 +1,4 @@
-"""Tensors as safetensors files: where each one's bytes are, and what the header says of them. No I/O.
+"""The layout of tensors in safetensors files, and the headers of such files. No I/O.
 
 The format is simple enough to be written and read here, block by block: each rank writes its part of a file, every byte
 is copied once at most, and digests are taken while the bytes pass. Any tool that reads safetensors reads these files.
@@ -24,7 +24,7 @@ from lockstep.checkpoint.encoding import new_digest, strict_json
 from lockstep.checkpoint.finite import Bound
 from lockstep.errors import CheckpointError
 
-#: Bytes of a header's length, at the beginning of the file.
+#: The number of bytes that hold the header's length, at the beginning of the file.
 LENGTH = 8
 #: The format's own limit for the header.
 MAX_HEADER = 100_000_000
@@ -52,11 +52,11 @@ _NAMES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-#: What other tools write as well.
+#: Name of a dtype -> the dtype, including names that only other tools write.
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu}
 
 
-#: What to do about a model or an optimizer that is divided among the ranks.
+#: Advice for a model or an optimizer that is divided among the ranks.
 USE_DCP = (
     "a Checkpointer saves replicas, of which each rank holds all; save what is sharded with "
     "torch.distributed.checkpoint and the functions of torch.distributed.checkpoint.state_dict"
@@ -65,12 +65,12 @@ USE_DCP = (
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """Where a tensor lies in a file, as its header says it."""
+    """The place of a tensor in a file, from the file's header."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    #: Its bytes, counted from the beginning of the file.
+    #: The bounds of its bytes, from the beginning of the file.
     start: int
     stop: int
 
@@ -80,17 +80,17 @@ class TensorFile:
     """A safetensors file that is to be written."""
 
     name: str
-    #: Its length and the header itself.
+    #: The header with its length before it.
     header: bytes
-    #: In the order of their bytes, without gaps.
+    #: The tensors' places in the order of their bytes, without gaps.
     spans: tuple[TensorSpan, ...]
-    #: By name, in the same order. Any strides, any device; real.
+    #: Name -> real tensor of any strides on any device, in the same order.
     tensors: Mapping[str, torch.Tensor]
-    #: The names of those that every rank holds with the same bits.
+    #: The names of tensors that every rank holds with the same bits.
     alike: Collection[str]
-    #: By name, the rank that alone holds a tensor; such a tensor has the same shape and dtype on all ranks.
+    #: Name of a tensor that one rank alone holds -> that rank; its shape and dtype are the same on all ranks.
     owners: Mapping[str, int] = field(default_factory=dict)
-    #: By name, how far the values go of those that should be finite; see Note [Finite] in ``finite.py``.
+    #: Name of a tensor that should be finite -> the bound of its values; see Note [Finite] in ``finite.py``.
     bounds: Mapping[str, Bound] = field(default_factory=dict)
 
     @property
@@ -223,7 +223,7 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def unsavable(tensor: torch.Tensor) -> str | None:
-    """Say why a tensor has no bytes that could be saved, and what to do; None if it has."""
+    """Return why a tensor has no bytes to save, and a remedy; None if it has."""
     classes = [cls.__name__ for cls in type(tensor).__mro__]
     if "DTensor" in classes or "ShardedTensor" in classes:  # by name: their modules are slow to import
         return f"is a {classes[0]}, of which each rank holds a part: {USE_DCP}"
@@ -250,7 +250,7 @@ def unsavable(tensor: torch.Tensor) -> str | None:
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor has a class of its own, and no memory."""
+    """Return whether a tensor has a class of its own and no memory."""
     if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return False
     try:
@@ -270,7 +270,7 @@ def _refuse_what_has_no_bytes(name: str, tensor: torch.Tensor, where: str) -> No
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says is in it."""
+    """The parsed header of a safetensors file."""
 
     tensors: tuple[TensorSpan, ...]
     _aliases: dict[str, str]

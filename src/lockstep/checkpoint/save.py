@@ -1,4 +1,4 @@
-"""A run becomes a checkpoint: one folder that all ranks write into, and that is published in one rename.
+"""Save a run as a checkpoint: a folder that all ranks write into, and that one rename publishes.
 
 Note [Commit]
 ~~~~~~~~~~~~~
@@ -40,17 +40,17 @@ from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
 from lockstep.version import __version__
 
-# First all ranks agree on what there is to write, and on who writes it.
+# First all ranks agree on the content, and on the rank that writes each block.
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """What each rank tells the others before a save."""
+    """The record that each rank sends to the others before a save."""
 
     step: int
-    #: Its random number generators'.
+    #: The states of its random number generators.
     rng: dict[str, Any]
-    #: Its loader's state, encoded; None: it has none.
+    #: The encoded state of its loader; None: it has none.
     loader: Any
     outline: Outline
 
@@ -196,7 +196,7 @@ class Saved:
     """A checkpoint that has been written; the same on every rank."""
 
     folder: Path
-    #: As in its manifest.
+    #: File name -> names of non-finite tensors, as in the manifest.
     not_finite: dict[str, list[str]] | None
 
 
@@ -251,7 +251,7 @@ class Draft:
             on.remove_folder(self.path)
             raise
         try:
-            # A file system without locks: leftovers are then not told from living drafts, and none is removed.
+            # Without locks, leftovers can't be told from living drafts, and none is removed.
             on.lock(self._folder)
         except BaseException:
             self.discard()

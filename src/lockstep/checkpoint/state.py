@@ -1,4 +1,4 @@
-"""What a run consists of, as far as it is saved: its objects, where it is, and its random number generators.
+"""The state of a run that is saved: its objects, its position, and its random number generators.
 
 Each is taken apart here, compared with a checkpoint, and put together again. What can't be saved is refused before the
 first step, in words that say what can.
@@ -101,7 +101,7 @@ class RunState:
 
     @property
     def local_training(self) -> LocalTraining | None:
-        """How the ranks train the model apart between rounds; None if they average every gradient."""
+        """The local training of the model between rounds; None if the ranks average every gradient."""
         return _local_training_in(self.model)
 
     def common_trees(self) -> dict[str, Any]:
@@ -369,23 +369,23 @@ def _is_a(thing: object, name: str) -> bool:
     return any(cls.__name__ == name and cls.__module__.startswith("torch.") for cls in type(thing).__mro__)
 
 
-# Where a run is.
+# The position of a run.
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Where in a run a checkpoint is made."""
+    """The position of a checkpoint in its run."""
 
-    #: Optimizer steps taken.
+    #: The number of optimizer steps taken.
     step: int
-    #: The epoch to resume in, and whether some of it is done.
+    #: The epoch to resume in, and True if part of it is done.
     epoch: int
     in_epoch: bool
-    #: By which the best are kept.
+    #: The metric by which the best checkpoints are kept.
     metric: float | None = None
-    #: Which ranks share a host (World.hosts).
+    #: The ranks of each host (World.hosts).
     hosts: list[list[int]] | None = None
-    #: What the bits depend on where rank 0 computes; see step/conditions.py.
+    #: The conditions on rank 0 on which the bits depend; see step/conditions.py.
     conditions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -393,17 +393,17 @@ class Position:
     """A run's place in its training, as this rank counts it."""
 
     def __init__(self) -> None:
-        #: Optimizer steps taken.
+        #: The number of optimizer steps taken.
         self.step = 0
         #: The step of the newest checkpoint that this run has written or resumed from.
         self.last_saved: int | None = None
         #: The epoch to resume in, between epochs; within the body of epochs(), the one under way.
         self.epoch = 0
-        #: Whether the body of epochs() is running.
+        #: True while the body of epochs() is running.
         self.in_body = False
 
     def count(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the optimizer's steps, for as long as someone has this."""
+        """Count the optimizer's steps for as long as this object lives."""
         weak = weakref.ref(self)
 
         def took_step(*_: object) -> None:

@@ -15,7 +15,7 @@ import os
 import stat
 from pathlib import Path
 
-#: How a file system says that it has no locks.
+#: The error numbers of a file system without locks.
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -97,7 +97,7 @@ class Storage:
         os.fsync(opened)
 
     def lock(self, opened: int) -> bool:
-        """Lock a file or folder until it is closed; False if somebody else has it, or there are no locks here."""
+        """Lock a file or folder until it is closed; return False if another holds it, or there are no locks here."""
         return bool(try_flock(opened, fcntl.LOCK_EX))
 
     def close(self, opened: int) -> None:
@@ -117,7 +117,7 @@ class Storage:
         os.rmdir(path)
 
 
-#: The file system itself.
+#: The real file system.
 POSIX = Storage()
 
 
@@ -129,7 +129,7 @@ def try_flock(fd: int, how: int) -> bool | None:
         how: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
 
     Returns:
-        False if somebody else has it; None if the file system has no locks.
+        False if another process holds the lock; None if the file system has no locks.
     """
     try:
         fcntl.flock(fd, how | fcntl.LOCK_NB)

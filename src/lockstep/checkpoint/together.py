@@ -1,4 +1,4 @@
-"""Ranks succeed together or fail together, with the same words."""
+"""Let ranks succeed together or fail together, with the same message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def together(
     Args:
         peers: the ranks, and how they talk; a World's process group if it is a World.
         attempt: what this rank does.
-        tell: what the others are told of its result, in JSON types.
+        tell: returns the part of the result that the others are sent, in JSON types.
 
     Raises:
         CheckpointError: ``attempt`` failed on a rank: the error of the first such rank, of the same class on all.

@@ -33,19 +33,19 @@ from lockstep.checkpoint.state import refuse_unreplicated
 from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 from lockstep.text import listed
 
-#: Where training scripts put the state dict in the files they save.
+#: The keys under which training scripts save the state dict.
 _INNER_KEYS = ("model_state_dict", "state_dict", "model")
-#: What a folder's weights are called, the first to be taken first: as transformers chooses.
+#: The names of weights in a folder, in order of preference, which is that of transformers.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-#: Other names (diffusion_pytorch_model.safetensors, open_clip_model.safetensors), where there is one such file.
+#: Patterns of other names (diffusion_pytorch_model.safetensors, open_clip_model.safetensors), if one file matches.
 _OTHER_WEIGHTS = ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json")
-#: An index that is larger is not read. Those of the largest models have a few megabytes.
+#: The greatest size of an index that is read. Those of the largest models have a few megabytes.
 _MAX_INDEX = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What :func:`load_weights` loaded, and what it could not."""
+    """The result of :func:`load_weights`: the source, and the differences from the model."""
 
     #: The file or the checkpoint's folder.
     source: Path
@@ -53,7 +53,7 @@ class LoadedWeights:
     missing: tuple[str, ...]
     #: Names that the source has and the model lacks.
     unexpected: tuple[str, ...]
-    #: "name: shape in the checkpoint, shape in the model"; they keep their values.
+    #: Texts "name: shape in the checkpoint, shape in the model"; these tensors keep their values.
     mismatched: tuple[str, ...]
 
 

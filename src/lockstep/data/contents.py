@@ -1,23 +1,23 @@
-"""Describe what a dataset holds, briefly enough to compare between ranks, without fetching a sample.
+"""Describe the contents of a dataset, briefly enough to compare between ranks, without fetching a sample.
 
 Note [What ranks compare]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 Two ranks that split the same data at random, each in its own way, have datasets of the same length and different
-samples. ``shard`` would hand out some samples twice and others never. Samples themselves are not compared: to fetch one
-may be slow, may be random and may have effects. Compared is what decides them, wherever it can be read:
+samples. ``shard`` would hand out some samples twice and others never. Samples themselves are not compared: fetching
+one may be slow, random or have side effects. The ranks compare the data that determines them, wherever it can be read:
 
 - the indices of each Subset, all of them;
 - some elements of a TensorDataset's tensors, and of a list, array or tensor that is a dataset itself;
 - some rows of a Hugging Face dataset, as they are stored;
 - in a dataset of the user's own, every public attribute with one element for each sample: a list of plain values, an
-  array, a tensor, a table. A leading underscore says that an attribute is not part of the data;
-- all of that in the datasets within a dataset.
+  array, a tensor, a table. A leading underscore excludes an attribute from the data;
+- all of these in nested datasets.
 
-Of a path only the last part counts, since machines keep data in different folders; in a table, too, whose index and
-columns are all read. Positions are spread over the whole: two random splits differ nearly everywhere.
+Of a path only the last part counts, since machines keep data in different folders. This holds in tables too, of which
+the index and all columns are read. Positions are spread over the whole: two random splits differ nearly everywhere.
 
-A dataset without a length, which a sampler of its own may read, says nothing of how many elements belong to its
-samples: unless it is of a kind named above, nothing of it is compared.
+A dataset without a length, which a custom sampler may read, does not tell which attributes have one element for each
+sample: unless it is of a kind named above, nothing of it is compared.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 from lockstep.trees import leaves
 
-#: Elements of a sequence that are looked at.
+#: The most elements of a sequence that are compared.
 _LOOKED_AT = 64
-#: Of a Hugging Face dataset, each of which is a search in a table.
+#: The most rows of a Hugging Face dataset that are compared; each is a search in a table.
 _ROWS = 16
-#: Datasets within datasets.
+#: The greatest depth of nested datasets that are compared.
 _DEEPEST = 6
 _PLAIN = (str, bytes, int, float, bool, np.generic)
-#: Elements of tables whose words tell them apart.
+#: Types of table elements that are compared by their ``str()``.
 _WORDED = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)
 
 
 def contents_of(dataset: Any, name: str = "dataset", *, depth: int = 0) -> dict[str, str]:
-    """Return what decides the samples of ``dataset``, by the name of the part that does; see Note [What ranks
-    compare]."""
+    """Return a description of each part of ``dataset`` that determines its samples, by the part's name; see
+    Note [What ranks compare]."""
     if isinstance(dataset, Subset):
         return {f"{name}.indices": _indices(dataset.indices), **_within(dataset.dataset, f"{name}.dataset", depth)}
     if isinstance(dataset, TensorDataset):
@@ -98,7 +98,7 @@ def _is_column(value: Any, length: int) -> bool:
         return value.ndim > 0 and len(value) == length and value.dtype.kind in "biufcSUmM"
     if isinstance(value, (list, tuple)):
         return len(value) == length and all(_is_plain(value[position]) for position in _spread(length))
-    table = all(hasattr(value, name) for name in ("iloc", "index", "to_numpy"))  # pandas and its likes
+    table = all(hasattr(value, name) for name in ("iloc", "index", "to_numpy"))  # pandas and the like
     return table and len(value) == length
 
 
@@ -109,7 +109,7 @@ def _is_plain(element: Any) -> bool:
 
 
 def _spread(length: int, looks: int = _LOOKED_AT) -> list[int]:
-    """Return positions over the entire length, the first and the last among them."""
+    """Return positions spread over the entire length, including the first and the last."""
     if length <= looks:
         return list(range(length))
     return [position * (length - 1) // (looks - 1) for position in range(looks)]
@@ -154,7 +154,7 @@ def _indices(indices: Any) -> str:
 
 
 def _rows_of(dataset: Any) -> str:
-    # As they are stored: no image is decoded and no transform called.
+    # The stored form is read, so that no image is decoded and no transform called.
     stored = dataset.with_format("arrow")
     rows = [_comparable(stored[position].to_pydict()) for position in _spread(len(dataset), _ROWS)]
     return f"{len(dataset)} rows, digest {fingerprint(rows)[:8]}"
@@ -179,7 +179,7 @@ def fingerprint(tree: Any) -> str:
 
 
 def can_be_random(dataset: object) -> bool:
-    """Return False for datasets known to give the same sample for the same index whatever the generators say."""
+    """Return False for a dataset that is known to give the same sample for the same index regardless of generators."""
     if is_hugging_face(dataset):
         return bool(dataset.format["type"] == "custom")  # type: ignore[attr-defined]  # a transform; others convert only
     if type(dataset) in (TensorDataset, list, tuple, range, np.ndarray, torch.Tensor):

@@ -13,17 +13,17 @@ class Cursor:
     """A position in the sequence of all epochs."""
 
     epoch: int = 0
-    #: Samples of this epoch that the user's loop has been given, over all ranks.
+    #: The number of samples of this epoch that the user's loop has been given, over all ranks.
     samples: int = 0
-    #: Global batches of this epoch that the user's loop has been given.
+    #: The number of global batches of this epoch that the user's loop has been given.
     batches: int = 0
-    #: Whether a pass over this epoch is under way, even after its last batch; False between passes.
+    #: True while a pass over this epoch is under way, even after its last batch; False between passes.
     in_epoch: bool = False
 
 
 @dataclass(frozen=True)
 class LoaderState:
-    """The saved state: the cursor, and what must hold for it to mean the same again."""
+    """The saved state: the cursor, and the settings that must stay the same for it to mean the same position."""
 
     cursor: Cursor
     seed: int
@@ -32,15 +32,15 @@ class LoaderState:
     batch_size: int
     drop_last: bool
     num_workers: int | None
-    #: Digest of the order that the user's sampler drew for the epoch under way, or None.
+    #: The digest of the order that the user's sampler drew for the epoch under way, or None.
     drawn: str | None
-    #: Slices of each global batch and threads that compute them, None where the batches are not cut so: on these the
-    #: bits of a run depend.
+    #: The number of slices of each global batch and of threads that compute them, or None without slices; the bits of
+    #: a run depend on them.
     slices: int | None = None
     threads: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it in JSON types."""
+        """Return the state in JSON types."""
         state = {"format": 1, **asdict(self)}
         return state if self.slices is not None else {k: v for k, v in state.items() if k not in ("slices", "threads")}
 
@@ -67,7 +67,7 @@ class LoaderState:
         return restored
 
     def other_bits_than(self, mine: LoaderState) -> str:
-        """Return why a loader with the state ``mine`` goes on with other bits than this one; empty if it does not."""
+        """Return why a loader with the state ``mine`` computes other bits than this one; empty if it does not."""
         names = {"slices": "slices=", "threads": "threads="}
         differ = [
             f"{said}{getattr(self, name)} before, {said}{getattr(mine, name)} now"

@@ -1,4 +1,4 @@
-"""Batches on their way to the device: one copy ahead of the one in use."""
+"""Copy batches to the device, one batch ahead of the one in use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _receive(item: Fetched, copied: torch.cuda.Event, device: torch.device) -> F
     current.wait_event(copied)  # the event, not the stream: the next copy is already queued after it
     for leaf in leaves(item.batch):
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-            # The memory was taken on the copying stream; without this its allocator could hand it out again while the
-            # user's stream still reads it.
+            # The memory was allocated on the copying stream; without this the allocator could reuse it while the user's
+            # stream still reads it.
             leaf.record_stream(current)
     return item

@@ -1,4 +1,4 @@
-"""Fetch slices, in worker processes or the main one: a DataLoader asked by key, which gives this rank's batches."""
+"""Fetch slices in worker processes or the main one: a DataLoader that takes keys and returns this rank's batches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from lockstep.trees import parts_of, rebuilt
 
 Collate = Callable[[list[Any]], Any]
 
-# What mix() tells apart within one epoch, beside the positions of samples (0 and up).
+# Keys for mix() within one epoch, distinct from the positions of samples (0 and up).
 _COLLATE = 2**62
 _OPEN_STREAM = 2**62 + 1
 
@@ -45,31 +45,31 @@ _loaders = count()
 
 
 class SliceKey(NamedTuple):
-    """Everything a worker needs to know to fetch one slice. It travels with each request, since a worker that
-    persists over epochs holds a copy of the dataset as it was at its start."""
+    """All that a worker needs to fetch one slice. It is sent with each request, since a worker that persists over
+    epochs holds a copy of the dataset as it was at the worker's start."""
 
-    #: Indices of this rank's samples; if it has none, the index of the global batch's first sample, as a pattern.
+    #: The indices of this rank's samples; if it has none, the index of the global batch's first sample, as a pattern.
     indices: list[int]
-    #: The position of the first of them in the epoch's order.
+    #: The position of the first index in the epoch's order.
     position: int
-    #: How many of them are this rank's.
+    #: The number of this rank's samples.
     samples: int
-    #: How many the global batch has.
+    #: The number of samples in the global batch.
     global_samples: int
     #: mix(seed, epoch); see Note [Sample seeds].
     epoch_key: int
 
 
 class StepKey(NamedTuple):
-    """What a worker needs to know to fetch all that a rank has of a global batch that is cut into slices."""
+    """All that a worker needs to fetch a rank's slices of a global batch."""
 
-    #: Those that have samples.
+    #: The keys of the rank's slices that have samples.
     slices: list[SliceKey]
-    #: The number of each.
+    #: The number of each of these slices.
     numbers: list[int]
     #: The position of the batch's first sample in the epoch's order.
     position: int
-    #: How many samples are this rank's, and how many the global batch has.
+    #: The number of samples of this rank, and of the global batch.
     samples: int
     global_samples: int
 
@@ -80,9 +80,9 @@ class Fetched(NamedTuple):
     batch: Any
     samples: int
     global_samples: int
-    #: If the batch is a list of slices: their numbers.
+    #: The numbers of the slices, if the batch is a list of slices.
     numbers: Sequence[int] = ()
-    #: Of a stream's first global batch, to compare between ranks; otherwise None.
+    #: The fingerprint of a stream's first global batch, to compare between ranks; otherwise None.
     fingerprint: str | None = None
 
 
@@ -93,9 +93,9 @@ class FetchingDataset(Dataset[Fetched]):
         self.dataset = dataset
         self._collate = collate
         self._seeded = seeded
-        # The same batch that default_collate would stack sample by sample, bit for bit, at a fraction of the time.
+        # Indexing the tensors gives the same batch as default_collate, bit for bit, in a fraction of the time.
         self._at_once = type(dataset) is TensorDataset and collate is default_collate
-        #: In a worker of a job that lockstep started: told which sample is fetched.
+        #: Told which sample is fetched; set in the workers of a job that lockstep started.
         self.at_work: AtWork | None = None
 
     def __getitem__(self, key: SliceKey | StepKey) -> Fetched:
@@ -108,7 +108,7 @@ class FetchingDataset(Dataset[Fetched]):
         if self._at_once:
             rows = torch.tensor(key.indices[: key.samples], dtype=torch.int64)
             return [*map(itemgetter(rows), self.dataset.tensors)]
-        # In slices a collate_fn that draws (mixup) is seeded even where samples can't be random.
+        # For slices, a collate_fn that draws (mixup) is seeded even if samples can't be random.
         seeds_collate = self._seeded or (sliced and self._collate is not default_collate)
         with _own_generators(seeds_collate):
             return self._fetch(key, seeds_collate=seeds_collate)
@@ -157,14 +157,14 @@ class StreamDataset(IterableDataset[Fetched]):
         self._rank, self._world_size = rank, world_size
         self._shares, self._sliced = shares, sliced
         self._seeded = seeded
-        #: mix(seed, epoch), int64 of shape (1,), owned here and shared with the workers: a worker that persists is
-        #: told of a new epoch by nothing else.
+        #: mix(seed, epoch), int64 of shape (1,), shared with the workers: persistent workers learn of a new epoch only
+        #: from it.
         self._epoch_key = torch.zeros(1, dtype=torch.int64).share_memory_()
-        #: In a worker of a job that lockstep started: told which sample is read.
+        #: Told which sample is read; set in the workers of a job that lockstep started.
         self.at_work: AtWork | None = None
 
     def begin(self, epoch_key: int) -> None:
-        """Choose the epoch of the next pass; called in the main process before it begins."""
+        """Choose the epoch of the next pass; called in the main process before the pass begins."""
         self._epoch_key[0] = epoch_key >> 1  # 63 bits fit an int64
 
     def __iter__(self) -> Iterator[Fetched]:
@@ -188,7 +188,7 @@ class StreamDataset(IterableDataset[Fetched]):
             position += len(samples)
 
     def _seeding(self, stream: Iterator[Any], key: int, position: int) -> Iterator[Any]:
-        """Return the stream, with the generators seeded before each sample."""
+        """Yield the stream's samples, with the generators seeded before each."""
         while True:
             if self._seeded:
                 seed_generators(mix(key, position))
@@ -224,7 +224,7 @@ class StreamDataset(IterableDataset[Fetched]):
 
 
 class TimedDataset(FetchingDataset):
-    """As :class:`FetchingDataset`, in a job whose steps are traced: a worker writes down when it made which batch."""
+    """A :class:`FetchingDataset` for a traced job: a worker records the times at which it makes each batch."""
 
     times: BatchTimes | None = None
 
@@ -238,7 +238,7 @@ class TimedDataset(FetchingDataset):
 
 
 class TimedStream(StreamDataset):
-    """As :class:`StreamDataset`, and see :class:`TimedDataset`."""
+    """A :class:`StreamDataset` for a traced job; see :class:`TimedDataset`."""
 
     times: BatchTimes | None = None
 
@@ -259,14 +259,14 @@ class TimedStream(StreamDataset):
 class WorkerStart:
     """A worker_init_fn: the user's own, called with the user's own dataset in ``get_worker_info()``.
 
-    A Ctrl-C at the terminal reaches workers, too. It is not theirs: their rank decides what becomes of it, and may
-    need more batches to finish a step.
+    A Ctrl-C at the terminal reaches workers too, and they ignore it: their rank decides how to handle it, and may need
+    more batches to finish a step.
     """
 
     def __init__(self, then: Callable[[int], None] | None, *, rank: int) -> None:
         self._then = then
         self._rank = rank
-        #: Tells the workers of this loader from those of another one.
+        #: The loader's number in this process, which distinguishes its workers from those of other loaders.
         self._loader = next(_loaders)
 
     def __call__(self, worker_id: int) -> None:
@@ -286,12 +286,12 @@ class WorkerStart:
 
 
 def as_is(fetched: Fetched) -> Fetched:
-    """Return the collate_fn of the inner DataLoader: a slice comes collated."""
+    """Return ``fetched`` itself: the collate_fn of the inner DataLoader, whose slices are collated already."""
     return fetched
 
 
 def collated(samples: list[Any], collate: Collate, *, empty: bool, seed: int | None) -> Any:
-    """Return the samples as a batch; if ``empty``, the batch of no samples of their kind."""
+    """Return the samples as a batch; if ``empty``, a batch of zero samples of their kind."""
 
     def once(group: list[Any]) -> Any:
         if seed is not None:
@@ -304,16 +304,16 @@ def collated(samples: list[Any], collate: Collate, *, empty: bool, seed: int | N
 
 
 def _own_generators(seeded: bool) -> AbstractContextManager[None]:
-    """Preserve the main process's generators; a worker's serve nothing else."""
+    """Return a context that preserves the main process's generators; a worker's serve nothing else."""
     return preserved_generators() if seeded and get_worker_info() is None else nullcontext()
 
 
 def nothing_of(one: Any, two: Any) -> Any:
-    """Return the batch of no samples, from the batches of one sample and of that sample twice.
+    """Return the batch of zero samples, from the batches of one sample and of that sample twice.
 
-    What the number of samples changes is extended to none: a dimension that grew from n to n + k has size n - k, a
-    sequence of one element per sample is empty, a count of samples is 0. What it does not change stays. So any layout
-    that a ``collate_fn`` may choose comes out right, batch dimension first or not.
+    All that depends on the number of samples is extrapolated to zero: a dimension that grew from n to n + k has size
+    n - k, a sequence of one element per sample is empty, a count of samples is 0. The rest stays the same. So this is
+    right for any layout that a ``collate_fn`` may choose, batch dimension first or not.
     """
     if isinstance(one, torch.Tensor):
         return _empty_tensor(one, two)
@@ -339,9 +339,9 @@ def _empty_tensor(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
 
 
 def size_unlike(batch: Any, samples: int) -> int | None:
-    """Return the size of a batch that seems to have been made of fewer samples than ``samples``, or None.
+    """Return the size of a batch that seems to hold fewer samples than ``samples``, or None.
 
-    A layout is the ``collate_fn``'s own affair, so this can only be guessed: None if anything in the batch has
+    The ``collate_fn`` is free to choose a layout, so this is a guess: None if anything in the batch has
     ``samples`` elements, or each tensor has that many along its second dimension (time before batch), or all sizes are
     multiples of ``samples`` (several views of each sample), or nothing is smaller.
     """
@@ -371,7 +371,7 @@ def _leading_sizes(node: Any, arrays: list[Any], *, outermost: bool) -> list[int
 
 
 class Keys(Sampler[SliceKey | StepKey]):
-    """The sampler of the inner DataLoader: the keys of the pass that is about to begin."""
+    """The sampler of the inner DataLoader, which holds the keys of the next pass."""
 
     def __init__(self) -> None:
         self.keys: Iterable[SliceKey | StepKey] = ()
@@ -383,7 +383,7 @@ class Keys(Sampler[SliceKey | StepKey]):
 def share_keys(
     order: torch.Tensor, source: Shardable, *, start: int, rank: int, world_size: int, epoch_key: int
 ) -> Iterator[SliceKey]:
-    """Return one rank's keys from global sample ``start`` on: as many on every rank."""
+    """Return one rank's keys from global sample ``start`` on; every rank gets the same number."""
     batches = global_batches(order.numel(), batch_size=source.batch_size, drop_last=source.drop_last, start=start)
     for begin, end in batches:
         first, last = share_bounds(end - begin, rank=rank, world_size=world_size, shares=source.shares)
@@ -396,7 +396,7 @@ def share_keys(
 def step_keys(
     order: torch.Tensor, source: Shardable, *, cursor: Cursor, rank: int, epoch_key: int, sliced: Slicing
 ) -> Iterator[StepKey]:
-    """Return one rank's keys of the global batches from ``cursor`` on, in slices: as many on every rank."""
+    """Return one rank's keys of the sliced global batches from ``cursor`` on; every rank gets the same number."""
     batches = global_batches(
         order.numel(), batch_size=source.batch_size, drop_last=source.drop_last, start=cursor.samples
     )
@@ -414,9 +414,9 @@ def step_key(
     run: tuple[int, int],
     epoch_key: int,
 ) -> StepKey:
-    """Return the key of the global batch at positions ``begin`` to ``end``: of the slices in ``run``.
+    """Return the key of the slices in ``run``, of the global batch at positions ``begin`` to ``end``.
 
-    ``bounds`` says where in the batch each slice begins and ends.
+    ``bounds`` are the bounds of each slice within the batch.
     """
     key = StepKey([], [], begin, 0, end - begin)
     for number in range(*run):
@@ -429,7 +429,7 @@ def step_key(
 
 
 class _InnerLoader(DataLoader[Fetched]):
-    """A loader whose workers leave it to their rank what comes of a Ctrl-C, or of the end of the terminal."""
+    """A loader whose workers leave the handling of Ctrl-C, or of the terminal's end, to their rank."""
 
     def __iter__(self) -> Any:
         with stop.spared():
@@ -446,9 +446,9 @@ def inner_loader(
     seeded: bool,
     sliced: Slicing | None = None,
 ) -> DataLoader[Fetched]:
-    """Return a DataLoader over the same dataset, set up the same way, whose every item is one slice.
+    """Return a DataLoader over the same dataset, with the same settings, whose items are slices.
 
-    With ``sliced``, it is all slices that this rank has of a global batch.
+    With ``sliced``, an item is all slices that this rank has of a global batch.
     """
     given, traced = source.loader, knobs.trace() is not None
     dataset: FetchingDataset | StreamDataset
@@ -474,7 +474,7 @@ def inner_loader(
         sampler=None if isinstance(dataset, IterableDataset) else keys,
         num_workers=workers,
         collate_fn=as_is,  # type: ignore[arg-type]  # without a batch size it gets one item
-        # Without an accelerator there is nothing to pin for, and torch would warn at each pass.
+        # Without an accelerator pinning is pointless, and torch would warn at each pass.
         pin_memory=pinned or (given.pin_memory and torch.accelerator.is_available()),
         timeout=given.timeout,
         worker_init_fn=WorkerStart(given.worker_init_fn, rank=world.rank),
@@ -488,12 +488,12 @@ def inner_loader(
 def naming_dead_workers(slices: Iterable[Fetched]) -> Iterator[Fetched]:
     """Yield ``slices`` as they come.
 
-    A worker that dies while it hands over a batch is at first only a lost connection. torch's handler for
-    SIGCHLD says which worker it was and what killed it, a moment later.
+    The death of a worker that hands over a batch first appears as a lost connection. A moment later torch's handler
+    for SIGCHLD raises an error that says which worker it was and what killed it.
     """
     try:
         yield from slices
     except (ConnectionError, EOFError):
-        for _ in range(200):  # two seconds: on a machine that is busy the kernel is slow to take a process away
+        for _ in range(200):  # two seconds: on a busy machine the kernel is slow to end a process
             time.sleep(0.01)  # the handler raises in here
         raise

@@ -5,7 +5,7 @@ Note [Streams]
 An iterable dataset can't be indexed, so every rank reads the whole stream and keeps its contiguous share of each
 global batch: exact, at the price of reading everything on each rank (only the share is collated and sent on). With
 worker processes torch gives each worker a copy of the dataset, which the dataset splits by ``get_worker_info()``; the
-number of workers then decides which samples meet in a batch. So it is not divided among the ranks: W workers on each
+number of workers then decides which samples share a batch. So it is not divided among the ranks: W workers on each
 rank take the same batches as W workers in one process. The ranks compare their first global batch, because a stream
 that splits itself by rank as well (as some libraries do) would otherwise be split twice, silently.
 """
@@ -79,36 +79,36 @@ def shard(
     The DataLoader's ``batch_size`` becomes the *global* batch size: that of all ranks together. Each global batch is
     cut into contiguous shares, sizes differing by at most one. Every sample comes exactly once per epoch, the last
     small batch included (unless ``drop_last``); nothing is padded or repeated. The order is the same for every world
-    size and is shuffled anew for each epoch by itself; ``set_epoch`` does nothing. While your loop holds a batch,
-    ``world.share`` says how many of the global batch's samples are this rank's, which makes means over unequal shares
+    size and is shuffled anew for each epoch automatically; ``set_epoch`` does nothing. While your loop holds a batch,
+    ``world.share`` holds the number of the global batch's samples on this rank, which makes means over unequal slices
     exact. Where the last global batch has fewer samples than there are ranks, some ranks get a batch of zero samples
     (of the right dtypes and trailing shapes), so that every rank takes every step.
 
     The DataLoader itself is left as it was. Its workers are divided among the ranks of a machine (rounded down, at
     least one each if there were any), except for an iterable dataset: see Note [Streams] in ``data/loader.py``.
 
-    Samplers: ``shuffle=True`` and no shuffling are ordered by lockstep. Any other sampler is asked by rank 0 at the
-    beginning of each epoch, with its generator seeded from (seed, epoch), and all ranks get that order; beginning a
-    pass is then **Collective**. So is the first batch of a stream.
+    Samplers: ``shuffle=True`` and no shuffling are ordered by lockstep. With any other sampler rank 0 draws the order
+    at the beginning of each epoch, with its generator seeded from (seed, epoch), and all ranks get that order;
+    beginning a pass is then **Collective**. So is the first batch of a stream.
 
     Args:
         loader: the DataLoader to share among the ranks.
-        seed: of the shuffling and of the samples' seeds, the same on all ranks. None: the initial seed of the
+        seed: the seed of the order and of the samples' seeds, the same on all ranks. None: the initial seed of the
             ``generator=`` that the DataLoader was given, or else the world's seed.
         seed_samples: seed the generators of torch, Python and NumPy before each sample, so that random augmentation is
             the same at every world size and after a resume: Note [Sample seeds] in ``data/seeding.py``. Costs
             about 15 µs a sample; skipped for datasets that can't be random: TensorDataset, and Hugging Face's
             without a transform of your own. With it a dataset that can fetch a whole batch at once (``__getitems__``)
-            is asked sample by sample; turn it off where that is slow and nothing is random.
+            is asked sample by sample; turn this off where that is slow and nothing is random.
         to_device: on a CUDA rank, pin the memory and copy each batch to ``world.device`` while the one before it is in
             use. On a CPU rank batches are handed over as they are.
-        slices: cut every global batch into so many slices, whatever the world; a rank goes through several, one after
+        slices: cut every global batch into this many slices at any world size; a rank goes through several, one after
             the other, or through none. The loop is over :meth:`ShardedLoader.steps`, and trains to the same bits on
             any number of ranks: docs/exactness.md. Deterministic algorithms are switched on, and one thread computes.
-            ``"auto"`` and what else there is to say of them: :class:`lockstep.Slices`.
-        shares: how much of each global batch each rank has, in proportion, one positive number for each:
+            For ``"auto"`` and more options see :class:`lockstep.Slices`.
+        shares: each rank's proportion of each global batch, one positive number for each:
             ``[2, 1]`` for a rank that is twice as fast as the other. Contiguous and in order of rank as ever, each less
-            than one sample from its exact part, and means are exact as ever. With slices it is theirs to say:
+            than one sample from its exact part, and means are exact as ever. With slices, give it to them:
             ``slices=lockstep.Slices(8, shares=[2, 1])``.
 
     Raises:
@@ -117,9 +117,9 @@ def shard(
         ValueError: the batch is smaller than the world; ``shares`` has not one positive number for each rank, or leaves
             one without a sample; the DataLoader has a batch sampler (other than torch's plain ``BatchSampler``, whose
             sampler and batch size are taken), a DistributedSampler, no batching, or in_order=False; or the ranks
-            differ in batch size, seed, or what their datasets hold: Note [What ranks compare] in
+            differ in batch size, seed, or contents of their datasets: Note [What ranks compare] in
             ``data/contents.py``. On every rank.
-        LockstepError: the dataset or the DataLoader failed on another rank while it was looked at.
+        LockstepError: the dataset or the DataLoader failed on another rank while it was inspected.
     """
     world = current_world()
     if world is None:
@@ -149,7 +149,7 @@ def shard(
         OverGroup(world),
         "lockstep.shard",
         read,
-        # One rank has nobody to compare with.
+        # A single rank has no other to compare with.
         lambda found: found[0].facts(contents=world.world_size > 1) | (found[1].facts() if found[1] else {}),
         remedies=REMEDIES,
     )
@@ -159,7 +159,7 @@ def shard(
 
 
 _AS_GIVEN = "lockstep.shard has taken it from the DataLoader that it was given, which has it still"
-#: What torch's DataLoader has and a sharded one has not.
+#: Attribute of torch's DataLoader that a sharded one lacks -> the reason, or the replacement.
 _LOADERS = {
     "batch_sampler": "it cuts each global batch for this rank itself. The order is .sampler's, .batch_size is that of "
     "all ranks together, and loader.epoch and loader.batches_left say where it stands",
@@ -172,11 +172,11 @@ _LOADERS = {
 
 
 class OrderedHere(Sampler[Any]):
-    """A sampler as its DataLoader has it, for those who look at ``loader.sampler``: lockstep draws the order.
+    """A DataLoader's sampler for readers of ``loader.sampler``; lockstep draws the order.
 
     Args:
-        sampler: which.
-        set_epoch: called for the method of this name.
+        sampler: the DataLoader's sampler.
+        set_epoch: the function behind the method of this name.
     """
 
     def __init__(self, sampler: Any, set_epoch: Callable[[int], None]) -> None:
@@ -229,12 +229,12 @@ class ShardedLoader:
         self._drawn: str | None = None
         #: The pass under way; a newer one supersedes it.
         self._pass: object | None = None
-        #: Called between two steps; see register_step_boundary_hook.
+        #: Hooks to call between two steps; see register_step_boundary_hook.
         self._boundary_hooks: dict[int, Callable[[], object]] = OrderedDict()
-        #: Called after an epoch's last batch; see register_end_of_pass_hook.
+        #: Hooks to call after an epoch's last batch; see register_end_of_pass_hook.
         self._end_hooks: dict[int, Callable[[], object]] = OrderedDict()
         self._keys = Keys()
-        #: The order of the epoch under way, and whether its batches are to be asked for anew.
+        #: The order of the epoch under way, and True if its batches must be requested anew.
         self._order_now: torch.Tensor | None = None
         self._is_recut = False
         if options is not None:
@@ -264,9 +264,9 @@ class ShardedLoader:
 
     @property
     def sampler(self) -> Any:
-        """The DataLoader's sampler; lockstep orders the samples itself where it is torch's random or sequential one.
+        """The DataLoader's sampler; lockstep orders the samples itself if it is torch's random or sequential one.
 
-        Then it has a ``set_epoch`` as well, which does nothing but say so.
+        If it has no ``set_epoch``, one is added that only warns.
         """
         sampler = self._source.sampler
         return sampler if hasattr(sampler, "set_epoch") else OrderedHere(sampler, self.set_epoch)
@@ -278,23 +278,23 @@ class ShardedLoader:
 
     @property
     def batch_size(self) -> int:
-        """Samples of a global batch: of all ranks together."""
+        """The number of samples of a global batch: of all ranks together."""
         return self._source.batch_size
 
     @property
     def drop_last(self) -> bool:
-        """Whether a last global batch of fewer samples is dropped."""
+        """True if a last global batch of fewer samples is dropped."""
         return self._source.drop_last
 
     @property
     def num_workers(self) -> int:
-        """Worker processes of this rank."""
+        """The number of this rank's worker processes."""
         return self._inner.num_workers
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing but say so, once: every pass is over the next epoch by itself, also after a resume.
+        """Do nothing but warn of that, once: each pass moves to the next epoch by itself, also after a resume.
 
-        It is here because every script with a DistributedSampler calls it.
+        The method exists because every script with a DistributedSampler calls it.
         """
         if not self._has_told_of_epochs:
             self._has_told_of_epochs = True
@@ -304,12 +304,12 @@ class ShardedLoader:
             )
 
     def __getattr__(self, name: str) -> Any:
-        # (Only for names that are not found: torch's loader has more, and what follows from them is not the same.)
+        # (Called only for missing attributes: torch's loader has more, which mean nothing here.)
         hint = f": {_LOADERS[name]}" if name in _LOADERS else ""
         raise AttributeError(f"a loader from lockstep.shard has no {name!r}{hint}", name=name, obj=self)
 
     def __len__(self) -> int:
-        """Batches of a full epoch, the same on every rank. As in torch, an estimate for a stream with a length."""
+        """Return the number of batches of a full epoch, the same on all ranks; an estimate if a stream has a length."""
         length = self._source.length
         if length is None:
             raise TypeError(f"a stream of {type(self.dataset).__name__} has no length")
@@ -324,12 +324,12 @@ class ShardedLoader:
 
     @property
     def in_epoch(self) -> bool:
-        """Whether a pass is under way, or was when the state was saved that this loader continues from."""
+        """True if a pass is under way, or was when the loaded state was saved."""
         return self._cursor.in_epoch
 
     @property
     def batches_left(self) -> int:
-        """Batches that the pass under way, or the next one, still has to give."""
+        """The number of batches left in the pass under way, or in the next one."""
         length = self._source.length
         if length is None:
             raise TypeError(f"a stream of {type(self.dataset).__name__} has no length")
@@ -338,7 +338,7 @@ class ShardedLoader:
 
     @property
     def ranks_left_out(self) -> int:
-        """How many ranks get a batch of zero samples at the end of each epoch; 0 where the length is unknown."""
+        """The number of ranks with a batch of zero samples at the end of each epoch; 0 if the length is unknown."""
         last = (self._source.length or 0) % self.batch_size
         if self._slicing is not None:  # a rank may have no slices in any batch
             return 0
@@ -350,13 +350,13 @@ class ShardedLoader:
 
     @property
     def slices(self) -> int | None:
-        """Slices of each global batch; None if each rank has one part of it."""
+        """The number of slices of each global batch; None if each rank has one part of it."""
         return None if self._slicing is None else self._slicing.slices
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's position, in JSON types; the same on every rank, and good for any world size.
+        """Return the loop's position, in JSON types; the same on every rank, and valid for any world size.
 
-        The batch in your hands counts as done, batches fetched ahead do not. Between passes it is the beginning of
+        The batch in hand counts as done, batches fetched ahead do not. Between passes the position is the beginning of
         the next epoch.
         """
         return self._state().to_json()
@@ -365,7 +365,7 @@ class ShardedLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """**Collective.** Resume from a saved state: the next pass continues its epoch after its last batch.
 
-        The seed of the state is taken over. ``len()`` stays that of a full epoch; :attr:`batches_left` says what
+        The loader takes over the state's seed. ``len()`` stays that of a full epoch; :attr:`batches_left` counts what
         remains of this one. On an error this loader stays as it was.
 
         Raises:
@@ -387,26 +387,26 @@ class ShardedLoader:
         self._pass = None
 
     def register_step_boundary_hook(self, hook: Callable[[], object]) -> RemovableHandle:
-        """Have ``hook`` called between two steps: when the loop is done with a batch and asks for the next.
+        """Register ``hook`` to be called between two steps: when the loop is done with a batch and asks for the next.
 
-        Everything that belongs to the step is over then: the optimizer's step, the schedule, averages of weights. The
-        loader's state counts the batch as done. After an epoch's last batch the hook is called, too; when the loop is
-        left early it is not. What the hook raises ends the loop.
+        The whole step is over then: the optimizer's step, the schedule, averages of weights. The loader's state counts
+        the batch as done. The hook is also called after an epoch's last batch, but not when the loop is left early. An
+        error of the hook ends the loop.
 
         Returns:
-            a handle whose ``remove()`` undoes it.
+            a handle whose ``remove()`` removes the hook.
         """
         handle = RemovableHandle(self._boundary_hooks)
         self._boundary_hooks[handle.id] = hook
         return handle
 
     def register_end_of_pass_hook(self, hook: Callable[[], object]) -> RemovableHandle:
-        """Have ``hook`` called when the loop has had an epoch's last batch, before the loader's next epoch.
+        """Register ``hook`` to be called after an epoch's last batch, before the loader moves to the next epoch.
 
-        The loader's state is still that of the epoch, of which nothing remains. A loop that is left early is no end.
+        The loader's state is then still that of the finished epoch. The hook is not called if the loop is left early.
 
         Returns:
-            a handle whose ``remove()`` undoes it.
+            a handle whose ``remove()`` removes the hook.
         """
         handle = RemovableHandle(self._end_hooks)
         self._end_hooks[handle.id] = hook
@@ -427,7 +427,7 @@ class ShardedLoader:
         )
 
     def _take_slices(self, saved: LoaderState) -> None:
-        """Go on with the slices that the run had, where they may be chosen; else warn if they are others."""
+        """Continue with the run's number of slices if lockstep chooses it; otherwise warn if it differs."""
         slicing, options = self._slicing, self._options
         if slicing is not None and options is not None and options.chooses and saved.slices is not None:
             slicing.cut_into(saved.slices)
@@ -455,7 +455,7 @@ class ShardedLoader:
         return self._run_pass(self._hand_out)
 
     def steps(self) -> Steps:
-        """Return what a training loop goes through where the batches are cut into slices: one :class:`Step` for each.
+        """Return the steps for a training loop whose batches are cut into slices: one :class:`Step` for each batch.
 
         ::
 
@@ -465,7 +465,7 @@ class ShardedLoader:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        Gradients are averaged when the inner loop ends. Each ``iter()`` of it is a pass over the next epoch.
+        Gradients are averaged when the inner loop ends. Each ``iter()`` of the result is a pass over the next epoch.
 
         Raises:
             LockstepError: the loader was sharded without ``slices``.
@@ -483,7 +483,7 @@ class ShardedLoader:
         return self._run_pass(self._hand_out_step)
 
     def _hand_out(self, fetched: Fetched) -> Iterator[Any]:
-        """Yield one batch, and have it in hand meanwhile."""
+        """Yield one batch, which is in hand meanwhile."""
         world, share = self._world, BatchShare(fetched.samples, fetched.global_samples, self._source.shares or ())
         world._in_hand.hand_out(self, share, (self._number, self._cursor.epoch, self._cursor.batches))
         self._advance(fetched)
@@ -494,7 +494,7 @@ class ShardedLoader:
 
     def _hand_out_step(self, fetched: Fetched) -> Iterator[Step]:
         slicing = self._slicing
-        assert slicing is not None  # _begin_steps is for these
+        assert slicing is not None  # _begin_steps is only called with slices
         cursor = self._cursor
         key = StepKey(self.seed, cursor.epoch, cursor.batches)
         cut = Cut(
@@ -518,15 +518,15 @@ class ShardedLoader:
         slicing.note(key.batch, step.seconds, [end - first for first, end in slicing.runs_at(key.batch)])
 
     def _recut(self, begin: int, end: int) -> tuple[Cut, Batches]:
-        """**Collective** in that all ranks do so. Cut the batch at these positions, and all that follow, into twice as
+        """**Collective** in that all ranks do so. Cut the batch at these positions, and all later ones, into twice as
         many slices."""
         slicing, dataset, order = self._slicing, self._inner.dataset, self._order_now
-        # A stream, which has neither, is not cut again; see SliceOptions.
+        # A stream has neither a FetchingDataset nor an order, and is not cut again; see SliceOptions.
         assert slicing is not None
         assert isinstance(dataset, FetchingDataset)
         assert order is not None
         largest = max(sizes_in(slicing.cut(end - begin)))
-        while max(sizes_in(slicing.cut(end - begin))) == largest > 1:  # else it would only fail again
+        while max(sizes_in(slicing.cut(end - begin))) == largest > 1:  # otherwise the step would only fail again
             slicing.double()
         self._is_recut = True
         runs = slicing.runs_at(self._cursor.batches)
@@ -538,13 +538,13 @@ class ShardedLoader:
         return Cut(sizes_in(bounds), runs, 1), [*zip(fetched.numbers, fetched.batch, strict=True)]
 
     def _batches(self) -> Iterator[Fetched]:
-        """Yield what is left of the epoch, asked for anew when it is cut in another way."""
+        """Yield the rest of the epoch's batches, requested anew after they are cut into other slices."""
         draws_here = self._slicing is not None and not self._seeded and not self.num_workers
         while True:
             self._is_recut = False
             ahead = iter(naming_dead_workers(self._fetch()) if self.num_workers else self._fetch())
             while not self._is_recut:
-                # (A dataset that draws unseeded must not move the common random numbers by what this rank fetches.)
+                # (A dataset that draws unseeded must not advance the common generators by this rank's fetches.)
                 with preserved_generators() if draws_here else nullcontext():
                     fetched = next(ahead, None)
                 if fetched is None:
@@ -575,12 +575,12 @@ class ShardedLoader:
             self._end_pass(mine)
             raise
         finally:
-            if self._pass is mine or self._pass is None:  # else a newer pass has the batch in hand
+            if self._pass is mine or self._pass is None:  # otherwise a newer pass has the batch in hand
                 rank_stream.finish(self)
                 world._in_hand.take_back(self)
 
     def _ask(self, rank_stream: streams.RandomStreams) -> None:
-        """Begin to ask for a batch."""
+        """Mark the moment at which the loop asks for a batch."""
         if self._slicing is None:
             rank_stream.renew(self)
         flight.current.enter(_DATA)
@@ -658,7 +658,7 @@ class ShardedLoader:
         return torch.arange(length)
 
     def _compared(self, fetched: Iterable[Fetched], skip: int) -> Iterator[Fetched]:
-        """Yield a stream without its first ``skip`` batches, once the ranks have compared its first global batch."""
+        """Yield a stream without its first ``skip`` batches, after the ranks have compared its first global batch."""
         number = -1
         for number, item in enumerate(fetched):
             if number == 0:

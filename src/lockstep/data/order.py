@@ -59,11 +59,11 @@ def share_bounds(count: int, *, rank: int, world_size: int, shares: tuple[float,
 
     Args:
         count: samples of the global batch.
-        rank: whose share.
+        rank: the rank of the share.
         world_size: the number of shares.
         shares: one positive number for each rank. The sizes are then in their proportion, each less than one sample
-            from the exact part: rounded down, and what is left goes to those that lost most by it, the lower rank
-            first. Equal shares cut as none do.
+            from the exact part: they are rounded down, and the remaining samples go to the ranks that lost most by
+            it, lower ranks first. Equal shares cut like none.
     """
     if shares is not None:
         cuts = _cuts(count, shares)
@@ -74,11 +74,11 @@ def share_bounds(count: int, *, rank: int, world_size: int, shares: tuple[float,
 
 
 def read_shares(shares: object, *, world_size: int) -> tuple[float, ...]:
-    """Check what a user gave as shares.
+    """Return the shares that a user gave, checked.
 
     Raises:
-        TypeError: it is no sequence of numbers.
-        ValueError: there is not one for each rank, or one is not positive and finite.
+        TypeError: ``shares`` is not a sequence of numbers.
+        ValueError: there is not one share for each rank, or one is not positive and finite.
     """
     if isinstance(shares, (str, bytes)) or not isinstance(shares, Sequence):
         raise TypeError(f"shares={shares!r}: expected a list of numbers, one for each of the {world_size} ranks")
@@ -97,13 +97,13 @@ def read_shares(shares: object, *, world_size: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=256)
 def cut_in_slices(count: int, slices: int, *, least: int = 1) -> tuple[tuple[int, int], ...]:
-    """Return where each slice of a global batch begins and ends: contiguous, in order, sizes differing by at most one.
+    """Return the bounds of each slice of a global batch: contiguous, in order, sizes differing by at most one.
 
     Args:
         count: samples of the global batch; at least one.
-        slices: how many slices.
-        least: the fewest samples that a slice is to have. Where there are too few samples for that, some slices have
-            none, evenly among the others, so that the ranks still have about as much each.
+        slices: the number of slices.
+        least: the fewest samples that a slice may have. If there are too few samples for that, some slices, evenly
+            spread among the others, have none, so that the ranks still have about equal parts.
     """
     filled = min(slices, max(1, count // least))
     numbers = {each * slices // filled: each for each in range(filled)}
@@ -118,8 +118,8 @@ def cut_in_slices(count: int, slices: int, *, least: int = 1) -> tuple[tuple[int
 
 @lru_cache(maxsize=256)
 def _cuts(count: int, shares: tuple[float, ...]) -> tuple[int, ...]:
-    # In fractions, of which floats are some: every rank must come to the same bounds. (All batches but the last have
-    # the same size.)
+    # Fractions hold floats exactly, so every rank computes the same bounds. (All batches but the last have the same
+    # size, hence the cache.)
     whole = sum(map(Fraction, shares))
     exact = [count * Fraction(share) / whole for share in shares]
     sizes = [int(part) for part in exact]
@@ -145,12 +145,12 @@ def global_batches(length: int, *, batch_size: int, drop_last: bool, start: int 
 def draw_order(sampler: Any, world: World, *, seed: int, epoch: int) -> torch.Tensor:
     """**Collective.** Return the indices that ``sampler`` gives on rank 0, on every rank: int64, as many as its length.
 
-    A weighted or custom sampler draws at random, so ranks that each asked their own could disagree. Rank 0 draws with
+    A weighted or custom sampler draws at random, so the ranks' own samplers could disagree. Rank 0 draws with
     the generators (the global ones, and the sampler's ``generator`` if it has one) seeded from (seed, epoch), so that
-    an interrupted epoch is drawn again just so. A ``set_epoch`` of the sampler is called first.
+    an interrupted epoch is drawn the same again. A ``set_epoch`` of the sampler is called first.
 
     Raises:
-        LockstepError: the sampler failed, or gave something else than whole numbers; on every rank.
+        LockstepError: the sampler failed, or gave anything but whole numbers; on every rank.
     """
 
     def attempt() -> torch.Tensor | None:
@@ -173,7 +173,7 @@ def draw_order(sampler: Any, world: World, *, seed: int, epoch: int) -> torch.Te
 
 
 def digest_of(order: torch.Tensor) -> str:
-    """Return a short digest of an order, to notice that a sampler drew another one."""
+    """Return a short digest of an order, to detect that a sampler drew another one."""
     return hashlib.blake2b(order.numpy().data, digest_size=16).hexdigest()
 
 
@@ -186,7 +186,7 @@ def _draw(sampler: Any, *, seed: int, epoch: int) -> torch.Tensor:
     length = len(sampler)
     with preserved_generators():
         seed_generators(drawing_seed)
-        indices = list(islice(sampler, length))  # a sampler may be endless; its length says where an epoch ends
+        indices = list(islice(sampler, length))  # a sampler may be endless; its length defines the epoch
     if len(indices) < length:
         raise ValueError(f"it says it has {length} samples but gave {len(indices)}")
     for index in indices:

@@ -21,10 +21,10 @@ class DistributedSampler(TorchDistributedSampler[int]):
 
     Args:
         dataset: a dataset with a length.
-        num_replicas: ranks that share it. None: lockstep's world, or the open process group.
-        rank: this one's number among them. None: likewise.
+        num_replicas: the number of ranks that share it. None: that of lockstep's world or the open process group.
+        rank: this rank's number among them. None: likewise.
         shuffle: shuffle anew for each (seed, epoch).
-        seed: the same on all ranks.
+        seed: the seed of the order, the same on all ranks.
         drop_last: drop the tail that does not divide evenly, instead of repeating samples.
 
     Raises:
@@ -55,7 +55,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
             num_replicas = there if num_replicas is None else num_replicas
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self._position = 0
-        #: Where the next pass begins: 0 except after load_state_dict.
+        #: The position at which the next pass begins: 0 except after load_state_dict.
         self._resume_at = 0
 
     def __iter__(self) -> Iterator[int]:
@@ -69,7 +69,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
             yield index
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass. Another epoch than a loaded one begins at its beginning."""
+        """Choose the epoch of the next pass. An epoch other than the loaded one starts from its beginning."""
         if epoch != self.epoch:
             self._resume_at = 0
             self._position = 0

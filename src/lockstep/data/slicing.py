@@ -1,20 +1,20 @@
-"""How a loader's global batches are cut into slices, and which rank has which: fixed, by shares, or by pace.
+"""How a loader's global batches are cut into slices, and which rank has which slices: fixed, by shares, or by pace.
 
 Note [Slices by pace]
 ~~~~~~~~~~~~~~~~~~~~~
-With ``balance`` the ranks tell each other at the end of each step how many seconds they were at their slices, so all of
-them know the same paces, and each reckons by itself how many slices each is to have so that all are done at the same
-time. What the slices give is added up in an order that knows no ranks, so nothing else changes. Batches are fetched
-ahead by workers, each rank its own slices of them, so a change holds from a batch on that nobody has asked for yet.
-The pace is the median of a few steps: one slow step (a checkpoint, another process) moves nothing.
+With ``balance`` the ranks tell each other at the end of each step how many seconds their slices took. So all ranks know
+the same paces, and each computes the number of slices for every rank with which all finish at the same time. The
+results of slices are added up in an order that does not depend on ranks, so nothing else changes. Each rank's workers
+fetch its slices ahead, so a change takes effect at a batch that no rank has asked for yet. The pace is the median of a
+few steps: one slow step (a checkpoint, another process) moves nothing.
 
 Note [Small last batches]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 The last batch of an epoch may be so small that slices would have one sample, of which batch norm has no statistics: a
-run would end with torch's error after its first epoch. So a batch has no more slices with samples than give each two of
-them, if full batches do; the others have none. The batch alone decides that, not the ranks, and the tree stays as it
-is, so the bits are the same on any number of ranks. Where full batches have slices of one sample, that is what was
-asked for, and what is left is a last batch of a single sample: batch norm is warned of both before it meets them.
+run would end with torch's error after its first epoch. So a batch has only as many non-empty slices as get two samples
+each, if full batches have that many; the others are empty. This depends on the batch alone, not on the ranks, and the
+tree stays the same, so the bits are the same on any number of ranks. Slices of one sample remain if full batches have
+them, as the user asked, or if the last batch is a single sample: users of batch norm are warned of both in advance.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from lockstep.data.order import cut_in_slices, read_shares, share_bounds
 from lockstep.data.source import Shardable
 from lockstep.step import deterministic
 
-#: Steps whose paces count, and how many must be known before anything moves.
+#: The number of steps whose paces count, and the fewest that must be known before slices move.
 _STEPS, _FEWEST = 9, 3
-#: How much shorter the slowest rank must become, as a part, for slices to move.
+#: The least fraction by which the slowest rank's time must shrink for slices to move.
 _WORTH = 0.04
 
 Runs = tuple[tuple[int, int], ...]
@@ -41,19 +41,19 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Slices:
-    """Into how many slices global batches are cut, and which rank has which, for :func:`lockstep.shard`.
+    """The number of slices of global batches, and their division among ranks, for :func:`lockstep.shard`.
 
-    None of it but the number of slices and of threads changes a bit of what comes out: docs/exactness.md.
+    Only the numbers of slices and of threads affect the bits of the results: docs/exactness.md.
 
     Args:
-        count: slices of each global batch, whatever the world; ``"auto"``: as many as there are ranks, rounded up to a
-            power of two, and twice as many each time that memory runs out in
+        count: slices of each global batch, at every world size; ``"auto"``: as many as there are ranks, rounded up to
+            a power of two, and twice as many each time that memory runs out in
             :meth:`Step.attempt <lockstep.Step.attempt>`.
-        shares: how many of the slices each rank has, in proportion, one positive number for each: ``[2, 1]`` for a rank
-            that is twice as fast as the other.
-        balance: find that out: move slices from slow ranks to fast ones between steps.
-        threads: the threads that this process computes with from now on: sums that threads share have other bits with
-            another number of them.
+        shares: each rank's proportion of the slices, one positive number for each: ``[2, 1]`` for a rank that is twice
+            as fast as the other.
+        balance: measure the ranks, and move slices from slow ranks to fast ones between steps.
+        threads: the number of threads that this process computes with from now on: the bits of sums that threads share
+            depend on it.
     """
 
     count: int | Literal["auto"]
@@ -64,10 +64,10 @@ class Slices:
 
 @dataclass(frozen=True)
 class SliceOptions:
-    """What the user asked for, checked."""
+    """The user's choice of slices, checked."""
 
     slices: int
-    #: Whether lockstep may take more.
+    #: True if lockstep may choose a larger number.
     chooses: bool
     shares: tuple[float, ...]
     balance: bool
@@ -75,10 +75,10 @@ class SliceOptions:
 
     @classmethod
     def of(cls, slices: object, *, world_size: int) -> SliceOptions | None:
-        """Check what was given; None if the batches are not to be cut.
+        """Return the checked options; None if the batches are not to be sliced.
 
         Raises:
-            TypeError, ValueError: it makes no sense.
+            TypeError, ValueError: an option is invalid.
         """
         if slices is None:
             return None
@@ -99,10 +99,10 @@ class SliceOptions:
         return cls(count, chooses, shares, bool(given.balance), threads)
 
     def refuse_unfit(self, source: Shardable) -> None:
-        """Raise if ``source`` can't be cut so.
+        """Refuse a ``source`` that can't be cut in this way.
 
         Raises:
-            ValueError: it is a stream, and slices would have to move, or be fetched again.
+            ValueError: ``source`` is a stream, and slices would have to move or be fetched again.
         """
         if source.order == "stream" and (self.balance or self.chooses):
             what = "balance=True" if self.balance else 'slices="auto"'
@@ -112,7 +112,7 @@ class SliceOptions:
             )
 
     def facts(self) -> dict[str, Any]:
-        """Return what must be the same on every rank."""
+        """Return the options that must be the same on every rank."""
         return {
             "slices": "auto" if self.chooses else self.slices,
             "shares": list(self.shares),
@@ -121,9 +121,9 @@ class SliceOptions:
         }
 
     def switch_on(self) -> None:
-        """Have this process compute so that the same slice gives the same bits each time."""
+        """Make this process compute the same bits each time for the same slice."""
         torch.set_num_threads(self.threads)
-        # A script that has asked for warnings only is taken at its word.
+        # A script that has asked for warnings only keeps that setting.
         deterministic.switch_on(warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
 
     def slicing(self, source: Shardable) -> Slicing:
@@ -134,12 +134,12 @@ class SliceOptions:
 
 
 class Slicing:
-    """The slices of one loader's batches.
+    """The slices of one loader's batches, and their division among ranks.
 
     Args:
-        slices: of each global batch.
-        shares: for each rank how much of them it has, in proportion.
-        ahead: batches that any rank may have asked for beyond the one in hand.
+        slices: the number of slices of each global batch.
+        shares: each rank's proportion of the slices.
+        ahead: the most batches that any rank may have asked for beyond the one in hand.
         balance: move slices by pace.
         batch_size: samples of a full global batch; 0: any number of samples is cut into as many slices as can be.
     """
@@ -149,19 +149,19 @@ class Slicing:
     ) -> None:
         self.slices, self._shares, self._ahead, self.balances = slices, tuple(shares), ahead, balance
         self._batch_size = batch_size
-        #: From which batch on which ranks have which slices, in order of batches.
+        #: Pairs of a batch number and the ranks' slices from that batch on, in order of batches.
         self._changes: list[tuple[int, Runs]] = [(0, runs(slices, shares))]
         self._paces: list[deque[float]] = [deque(maxlen=_STEPS) for _ in shares]
 
     def cut(self, count: int) -> Sequence[tuple[int, int]]:
-        """Return where each slice of a batch of ``count`` samples begins and ends; Note [Small last batches]."""
+        """Return the bounds of each slice of a batch of ``count`` samples; see Note [Small last batches]."""
         return cut_in_slices(count, self.slices, least=max(1, min(2, self._batch_size // self.slices)))
 
     def smallest(self, length: int | None, *, drop_last: bool) -> int:
-        """Return the fewest samples that a slice of an epoch has; of a stream without a length, of a full batch.
+        """Return the size of the smallest non-empty slice in an epoch; without a length, in a full batch.
 
         Args:
-            length: samples of the epoch.
+            length: the number of samples of the epoch.
             drop_last: whether a last batch of fewer samples is dropped.
         """
         last = 0 if length is None or drop_last else length % self._batch_size
@@ -169,11 +169,11 @@ class Slicing:
         return min(size for count in counts for size in sizes_in(self.cut(count)) if size)
 
     def runs_at(self, batch: int) -> Runs:
-        """Return for each rank its first slice of a batch, and the one after its last."""
+        """Return the first slice of each rank in a batch, and the one after its last."""
         return next(found for begin, found in reversed(self._changes) if begin <= batch)
 
     def begin_epoch(self) -> None:
-        """Begin to count batches anew; the last cut stays."""
+        """Count batches from 0 again; the latest division stays."""
         self._changes = [(0, self._changes[-1][1])]
 
     def double(self) -> None:
@@ -184,19 +184,19 @@ class Slicing:
             paces.clear()
 
     def cut_into(self, slices: int) -> None:
-        """Cut the batches into so many slices from the next pass on, in proportion to the shares."""
+        """Cut the batches into ``slices`` slices from the next pass on, in proportion to the shares."""
         self.slices = slices
         self._changes = [(0, runs(slices, self._shares))]
         for paces in self._paces:
             paces.clear()
 
     def note(self, batch: int, seconds: Sequence[float], counts: Sequence[int]) -> None:
-        """Take how long the ranks were at a batch, and move slices if it is worth it. The same on all ranks.
+        """Record how long a batch took on each rank, and move slices if it is worth it. The same on all ranks.
 
         Args:
-            batch: its number.
-            seconds: for each rank, at its slices.
-            counts: for each rank, how many it had.
+            batch: the batch's number.
+            seconds: the seconds that each rank spent on its slices.
+            counts: the number of slices of each rank.
         """
         if not self.balances:
             return
@@ -218,23 +218,23 @@ class Slicing:
 
 
 def sizes_in(bounds: Sequence[tuple[int, int]]) -> list[int]:
-    """Return how many samples each slice has."""
+    """Return the number of samples of each slice."""
     return [end - begin for begin, end in bounds]
 
 
 def runs(slices: int, shares: Sequence[float]) -> Runs:
-    """Return for each rank its first slice, and the one after its last, in proportion to ``shares``."""
+    """Return the first slice of each rank, and the one after its last, in proportion to ``shares``."""
     ranks = len(shares)
     return tuple(share_bounds(slices, rank=rank, world_size=ranks, shares=tuple(shares)) for rank in range(ranks))
 
 
 def counts_for(slices: int, paces: Sequence[float]) -> list[int]:
-    """Return how many slices each rank is to have so that the slowest is done soonest; at least one where there are
-    enough, since a rank without any has no pace.
+    """Return the number of slices for each rank with which the slowest finishes soonest; at least one if there are
+    enough, since a rank without slices has no pace.
 
     Args:
-        slices: in all.
-        paces: seconds of a slice, by rank.
+        slices: the total number of slices.
+        paces: the seconds per slice, by rank.
     """
     counts = [1 if slices >= len(paces) else 0] * len(paces)
     for _ in range(slices - sum(counts)):

@@ -1,4 +1,4 @@
-"""Read a DataLoader's settings, and check them before anything is built from it."""
+"""Read a DataLoader's settings and check them before a sharded loader is built from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 from lockstep.data.contents import contents_of
 from lockstep.data.order import read_shares, share_bounds
 
-#: The remedy for each fact that differs between ranks; "" for what the dataset holds.
+#: Fact that differs between ranks -> the remedy; "" for all facts about the dataset's contents.
 REMEDIES = {
     **dict.fromkeys(("the kind of order", "the batch size", "drop_last", "the seed", "num_workers"), ""),
     **dict.fromkeys(("slices", "shares", "balance", "threads"), ""),
@@ -31,42 +31,42 @@ REMEDIES = {
     ),
 }
 
-#: How an epoch is ordered: by us, shuffled or not; by the user's sampler on rank 0; or by the stream itself.
+#: The source of an epoch's order: lockstep, shuffled or not; the user's sampler on rank 0; or the stream itself.
 Order = Literal["shuffled", "sequential", "sampler", "stream"]
 
 
 @dataclass(frozen=True)
 class Shardable:
-    """A DataLoader that can be sharded."""
+    """A DataLoader that can be sharded, with its settings."""
 
     loader: DataLoader[Any]
     order: Order
-    #: Samples of a global batch.
+    #: The number of samples of a global batch.
     batch_size: int
     seed: int
-    #: How much of each global batch each rank has, in proportion; None: all the same.
+    #: Each rank's proportion of each global batch; None: all are equal.
     shares: tuple[float, ...] | None = None
 
     @property
     def sampler(self) -> Any:
-        """The sampler of samples."""
+        """The sampler that orders the samples."""
         return _settings(self.loader).sampler
 
     @property
     def drop_last(self) -> bool:
-        """Whether a last batch of fewer samples is dropped."""
+        """True if a last batch of fewer samples is dropped."""
         return bool(_settings(self.loader).drop_last)
 
     @property
     def length(self) -> int | None:
-        """Samples of an epoch, or None if only the end of the stream tells."""
+        """The number of samples of an epoch, or None for a stream of unknown length."""
         counted = self.sampler if self.order == "sampler" else self.loader.dataset
         if self.order == "stream" and not hasattr(counted, "__len__"):
             return None
         return len(counted)  # type: ignore[arg-type]  # checked by read_source
 
     def facts(self, *, contents: bool) -> dict[str, Any]:
-        """Return what must be the same on every rank; with ``contents`` also what the dataset holds."""
+        """Return the facts that must be the same on all ranks; with ``contents``, also the dataset's contents."""
         settings = {
             "the kind of order": self.order,
             "the length of the dataset": self.length,
@@ -77,7 +77,7 @@ class Shardable:
             # A stream is split by its workers, so their number decides which samples make a batch.
             "num_workers": self.loader.num_workers if self.order == "stream" else None,
         }
-        # Of a stream the first global batch is compared; see Note [Streams].
+        # For a stream, the first global batch is compared instead; see Note [Streams].
         return settings | (contents_of(self.loader.dataset) if contents and self.order != "stream" else {})
 
 
@@ -90,19 +90,19 @@ def read_source(
     slices: int | None = None,
     shares: object = None,
 ) -> Shardable:
-    """Read ``loader``, if it can be sharded.
+    """Return ``loader`` with its settings, if it can be sharded.
 
     Args:
-        loader: what the user gave.
-        world_size: ranks.
-        default_seed: of the world.
-        seed: what the user gave.
-        slices: into how many slices its batches are cut, if they are; a rank may have none of them then.
-        shares: how much of each batch each rank is to have, if the user said so; not with ``slices``.
+        loader: the user's argument.
+        world_size: the number of ranks.
+        default_seed: the seed of the world.
+        seed: the user's argument.
+        slices: the number of slices of each batch, of which a rank may have none; None: batches are not sliced.
+        shares: the user's argument: each rank's proportion of each batch; not with ``slices``.
 
     Raises:
-        TypeError: it is not a DataLoader, or its dataset has no length.
-        ValueError: it asks for something that can't be shared out; the message says what to do instead.
+        TypeError: ``loader`` is not a DataLoader, or its dataset has no length.
+        ValueError: a setting of it can't be divided among ranks; the message says what to do instead.
     """
     if not isinstance(loader, DataLoader):
         raise TypeError(
@@ -133,9 +133,9 @@ def read_source(
 
 
 def _settings(loader: DataLoader[Any]) -> DataLoader[Any] | BatchSampler:
-    """Return what has the sampler, the batch size and drop_last: the loader, or a plain batch sampler given to it.
+    """Return the object with the sampler, the batch size and drop_last: the loader, or a plain batch sampler of it.
 
-    Such a one, and no class of its own derived from it, makes of its sampler what the loader itself would.
+    A plain batch sampler, unlike a subclass, cuts its sampler's order into batches as the loader itself would.
     """
     given = loader.batch_sampler
     return given if loader.batch_size is None and type(given) is BatchSampler else loader

@@ -1,29 +1,28 @@
-"""Steps in slices: the loop over a loader that was sharded with ``slices``, one optimizer step after the other.
+"""Steps in slices: the training loop over a loader that was sharded with ``slices``.
 
 Note [Random numbers of a slice]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-What a model draws in a slice must not depend on which rank has the slice, nor on which slices that rank had before. So
-before each slice the generators of torch (the CPU's and the rank's own GPU's), Python and NumPy are seeded from (seed,
-epoch, batch, slice), and after the last one they are put back to where they were before the step: what a script draws
-between steps is the same on all ranks as ever.
+A model's random numbers in a slice must depend neither on the rank that has the slice, nor on that rank's earlier
+slices. So before each slice the generators of torch (the CPU's and the rank's own GPU's), Python and NumPy are seeded
+from (seed, epoch, batch, slice), and after the last one they are restored to their states before the step: a script's
+random numbers between steps stay the same on all ranks.
 
 Note [Passes over a step]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-Some methods need a batch several times: a GAN's two players, the second gradient of SAM, each evaluation of LBFGS. To
-iterate over the step again is another pass over the same slices, with sums and an average of its own, and random
-numbers of its own (seeded from the pass as well), as one process has that goes through its batch again. What changes
-between the passes (parameters, by an optimizer or by hand) changes on all ranks alike. The batch counts once for
-the loader's position, and a rank's pace is that of all passes.
+Some methods need a batch several times: a GAN's two players, the second gradient of SAM, each evaluation of LBFGS.
+Iterating over the step again is another pass over the same slices, with its own sums, average and random numbers (which
+are seeded from the pass as well), as in a single process that goes through its batch again. Changes between the passes
+(of parameters, by an optimizer or by hand) are the same on all ranks. The batch counts once for the loader's position,
+and a rank's pace is that of all passes.
 
 Note [Memory for a retake]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-When memory has run out, what the ranks then do needs some: to tell each other, and to fetch the batch again in other
-slices. Where a step may be taken again, that is in hand before its first slice: the memory that the ranks share for its
-sums, which has its size whatever a batch is cut into (twice as many slices in the same order end in as many sums), and
-the first message of its kind. Besides, the block of :meth:`Step.attempt` begins with a reserve, which it lets go of
-where memory runs out (and not before the next block begins is there another: what the script holds still may be in the
-way). The slices that did not fit
-are dropped before their batch is fetched again.
+When memory has run out, the ranks need some more: to tell each other, and to fetch the batch again in other slices. If
+a step may be taken again, they allocate it before the first slice: the memory that they share for the step's sums,
+whose size does not depend on the cut (twice as many slices in the same order end in as many sums), and that of the
+first message of this kind. Besides, the block of :meth:`Step.attempt` begins with a reserve, which it frees when memory
+runs out (the next reserve is only made when the next block begins: until then the script may hold too much). The slices
+that did not fit are dropped before their batch is fetched again.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ from lockstep.step import streams
 from lockstep.step.share import BatchShare
 from lockstep.step.slicing import Cut, SlicedStep
 
-#: What mix() tells apart from the seeds of samples.
+#: The key that makes mix() give slices other seeds than samples.
 _SLICE = 2**62 + 2
-#: Bytes that are kept for a retake: message, stacks and what libraries take at once.
+#: Bytes that are reserved for a retake: the message, stacks and allocations of libraries.
 _RESERVE = 8 << 20
 
 
-#: Number and batch of each slice that a rank has and that has samples.
+#: The number and the batch of each non-empty slice of a rank.
 Batches = Sequence[tuple[int, Any]]
 
 
@@ -87,15 +86,15 @@ class Step:
         recut: Callable[[], tuple[Cut, Batches]] | None,
         measures: bool = False,
     ) -> None:
-        """Wrap what was fetched.
+        """Wrap the fetched slices of a batch.
 
         Args:
-            loader: whose batch it is.
+            loader: the loader of the batch.
             world: the ranks.
-            key: the batch.
+            key: identifies the batch.
             cut: its slices.
-            batches: those of this rank.
-            recut: cuts it into twice as many slices; None: the number stays.
+            batches: this rank's slices.
+            recut: cuts the batch into twice as many slices; None: the number stays.
             measures: as for :class:`~lockstep.step.slicing.SlicedStep`.
         """
         self._loader, self._world, self._key = loader, world, key
@@ -103,35 +102,36 @@ class Step:
         self._measures = measures
         self._sliced: SlicedStep | None = None
         self._failure: str | None = None
-        #: See Note [Memory for a retake].
+        #: The reserve of Note [Memory for a retake].
         self._reserve: torch.Tensor | None = None
-        #: Passes that have begun.
+        #: The number of passes that have begun.
         self._passes = 0
-        #: Whether the last pass that has begun went through all slices.
+        #: True if the latest pass went through all slices.
         self.is_done = False
-        #: Seconds that each rank was at its slices in all passes, known when it is done.
+        #: The seconds that each rank spent on its slices in all passes; known once the step is done.
         self.seconds: Sequence[float] = ()
 
     @property
     def samples(self) -> int:
-        """Samples of the global batch."""
+        """The number of samples of the global batch."""
         return self._cut.samples
 
     @property
     def slices(self) -> int:
-        """Slices of the global batch, over all ranks."""
+        """The number of slices of the global batch, over all ranks."""
         return self._cut.slices
 
     @property
     def number(self) -> int:
-        """Which global batch of its epoch this is, from 0."""
+        """The number of the global batch in its epoch, from 0."""
         return self._key.batch
 
     @property
     def loss(self) -> float:
-        """What :meth:`add_loss` was told in the last pass: the mean over all samples of all ranks.
+        """The mean over all samples of all ranks of the losses given to :meth:`add_loss` in the last pass.
 
-        It is added up in the order of the slices, so it has the same bits on every rank, and on any number of ranks.
+        The losses are added up in the order of the slices, so the mean has the same bits on every rank, and on any
+        number of ranks.
 
         Raises:
             LockstepError: the inner loop is not over, or nothing was added.
@@ -144,7 +144,7 @@ class Step:
         return self._sliced.loss
 
     def add_loss(self, loss: float | torch.Tensor) -> None:
-        """Add to the slice's loss, for :attr:`loss`: a mean over the slice's samples, or what :meth:`weigh` says.
+        """Add to the slice's loss, for :attr:`loss`: a mean over the slice's samples, or over :meth:`weigh`'s items.
 
         Raises:
             LockstepError: no slice of this step is in hand.
@@ -154,17 +154,17 @@ class Step:
         self._sliced.add_loss(loss)
 
     def __len__(self) -> int:
-        """Return how many slices this rank has; it may be none."""
+        """Return the number of this rank's non-empty slices; it may be 0."""
         return len(self._batches)
 
     def __repr__(self) -> str:
         return f"<step {self._key.batch} of epoch {self._key.epoch}: {len(self)} of {self.slices} slices>"
 
     def weigh(self, items: int) -> None:
-        """Say, before ``backward()``, that the slice's loss is a mean over so many items: tokens, say.
+        """Declare, before ``backward()``, that the slice's loss is a mean over ``items`` items, for instance tokens.
 
-        The average is exact then over all items of all slices and ranks. Say it in every slice of a step or in none. 0
-        discards what comes of the slice. (:meth:`World.weigh <lockstep.World.weigh>` does the same in here.)
+        The average is then exact over all items of all slices and ranks. Call it in every slice of a step or in none. 0
+        discards the slice's results. (:meth:`World.weigh <lockstep.World.weigh>` does the same in here.)
 
         Raises:
             TypeError, ValueError: as ``World.weigh``.
@@ -176,15 +176,15 @@ class Step:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Let what runs out of memory in here be tried again: ``with step.attempt(): loss(model(x), y).backward()``
+        """Retry the step if the block runs out of memory: ``with step.attempt(): loss(model(x), y).backward()``
 
-        Once a rank has run out of memory, all ranks throw away what they have of the step and take it again, cut into
-        twice as many slices, if the loader was sharded with ``slices="auto"``; the cut stays for the steps to come.
-        Everything that belongs to the slice goes into the block. An error that is not for memory passes through.
+        Once a rank has run out of memory, all ranks discard their results of the step and take it again, cut into twice
+        as many slices, if the loader was sharded with ``slices="auto"``; the cut stays for the steps to come. All work
+        on the slice belongs into the block. Errors other than for memory pass through.
 
         Raises:
-            LockstepError: at the end of the inner loop, on all ranks, if the number of slices is fixed, or there is a
-                slice for each sample already.
+            LockstepError: at the end of the inner loop, on all ranks, if the number of slices is fixed, or each sample
+                has its own slice already.
         """
         if self._recut is not None and self._reserve is None:
             self._reserve = _reserve()
@@ -201,14 +201,14 @@ class Step:
         self._failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def __iter__(self) -> Iterator[Any]:
-        """Go through this rank's slices. **Collective** at its end, where the ranks average what came of them.
+        """Go through this rank's slices. **Collective** at its end, where the ranks average the results.
 
-        It may be called again, on all ranks: Note [Passes over a step].
+        All ranks may iterate again: Note [Passes over a step].
 
         Raises:
-            LockstepError: the last pass was left early; some slices were weighed, and others not; or memory ran out,
+            LockstepError: the last pass was left early; only some slices were weighed; or memory ran out,
                 see :meth:`attempt`.
-            CollectiveTimeout, PeerLost, CollectiveMismatch: as a backward that averages.
+            CollectiveTimeout, PeerLost, CollectiveMismatch: as in a backward that averages.
         """
         if self._sliced is not None and not self.is_done:
             raise LockstepError(
@@ -262,7 +262,7 @@ class Step:
                 with step.slice(number):
                     yield batch
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-                # (Of what is done with a slice after its block; an error of the loop's body does not come here.)
+                # (Raised when the slice's context ends; an error of the loop's body does not come here.)
                 if self._recut is None or not is_out_of_memory(error):
                     raise
                 self._note_failure(error)
@@ -298,7 +298,7 @@ class Step:
         self._failure = None
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._batches = []  # they are in the way
+        self._batches = []  # frees the memory of the old slices
         self._cut, self._batches = self._recut()
 
     def _whoami(self) -> str:
@@ -307,7 +307,7 @@ class Step:
 
 
 class Source(Protocol):
-    """What :class:`Steps` goes through."""
+    """A loader that can begin passes in steps, for :class:`Steps`."""
 
     def __len__(self) -> int: ...
 
@@ -317,13 +317,13 @@ class Source(Protocol):
 
 
 class Steps:
-    """The steps of an epoch: what :meth:`ShardedLoader.steps` returns. Its length is the epoch's."""
+    """The steps of an epoch, as :meth:`ShardedLoader.steps` returns them; their number is the length."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
     def __len__(self) -> int:
-        """Return the steps of a full epoch."""
+        """Return the number of steps of a full epoch."""
         return len(self._source)
 
     def __iter__(self) -> Iterator[Step]:
@@ -332,7 +332,7 @@ class Steps:
 
 
 class _Generators:
-    """Where Python's, NumPy's and the GPU's generators stood before a step. (The CPU's of torch: step/streams.py.)"""
+    """The states of Python's, NumPy's and the GPU's generators before a step. (torch's on the CPU: step/streams.py.)"""
 
     def __init__(self, world: World) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()
@@ -347,7 +347,7 @@ class _Generators:
 
 
 def _reserve() -> torch.Tensor | None:
-    """Return memory to let go of later, if there is any: a step that is taken again may do with what is left."""
+    """Return memory to free later, or None if there is none: a retake may do with the memory that is left."""
     try:
         return torch.empty(_RESERVE, dtype=torch.uint8, device="cpu")
     except (MemoryError, RuntimeError) as error:
@@ -357,7 +357,7 @@ def _reserve() -> torch.Tensor | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out: of a GPU, or of this process."""
+    """Return whether an error means that a GPU or this process ran out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     # torch's allocator for the CPU raises a plain RuntimeError.

@@ -1,4 +1,4 @@
-"""Ray Train: its workers are the ranks of one job. Needs the extra ``ray``.
+"""Run the workers of Ray Train as the ranks of one job. Needs the extra ``ray``.
 
 ::
 
@@ -48,25 +48,25 @@ if TYPE_CHECKING:
 
     from lockstep.checkpoint.api import Checkpointer
 
-#: Steps between two looks at what Ray says of preemption; each look is a round trip of all workers to an actor.
+#: Steps between two checks for preemption; each check is a round trip of all workers to a Ray actor.
 _STEPS_BETWEEN_LOOKS = 10
 
 
 class _LockstepBackend(Backend):  # type: ignore[misc]  # (Any where ray is not installed)
-    """Tells each worker which rank it is and where the ranks meet; ``lockstep.init()`` does the rest."""
+    """Tells each worker its rank and the address where the ranks meet; ``lockstep.init()`` does the rest."""
 
-    #: Every worker sees the GPUs of all workers on its node, so that the local rank is the device, as elsewhere.
+    #: True: each worker sees the GPUs of all workers on its node, so that the local rank is the device, as elsewhere.
     share_cuda_visible_devices = True
 
     def on_training_start(self, worker_group: Any, backend_config: BackendConfig) -> None:  # noqa: ARG002
-        """Set the variables of all workers; Ray calls it each time that it has started them."""
+        """Set the variables of all workers; Ray calls this each time it has started them."""
         address, port = worker_group.execute_single(0, _meeting_place)
         worker_group.execute(_describe, address=address, port=port)
 
 
 @dataclass
 class LockstepConfig(BackendConfig):  # type: ignore[misc]
-    """The backend of a trainer of Ray whose workers call :func:`lockstep.init`.
+    """The backend of a Ray trainer whose workers call :func:`lockstep.init`.
 
     The process group is lockstep's: ``shm`` where all workers are on one machine, with its limits and errors.
     """
@@ -78,12 +78,12 @@ class LockstepConfig(BackendConfig):  # type: ignore[misc]
 
     @property
     def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return what each worker's training function runs in."""
+        """Return the context in which each worker runs its training function."""
         return _leaving
 
 
 class LockstepTrainer(DataParallelTrainer):  # type: ignore[misc]
-    """Ray's trainer, with the backend of this file. Takes the other arguments of Ray's ``DataParallelTrainer``."""
+    """Ray's ``DataParallelTrainer``, with its arguments and the backend of this file."""
 
     def __init__(
         self, train_loop_per_worker: Callable[..., Any], *, backend_config: LockstepConfig | None = None, **options: Any
@@ -92,15 +92,15 @@ class LockstepTrainer(DataParallelTrainer):  # type: ignore[misc]
 
 
 def report(metrics: Mapping[str, Any], folder: str | Path | None = None) -> None:
-    """**Collective.** Report metrics to Ray, with a checkpoint that stays where it is.
+    """**Collective.** Report metrics to Ray, with a checkpoint that stays in place.
 
-    Nothing is copied: Ray notes the folder, and ``Result.checkpoint`` leads to it. Ray takes no other folder than one
-    in its own for this run (``ray.train.get_context().get_storage().experiment_fs_path``). Leave ``CheckpointConfig``
+    Nothing is copied: Ray notes the folder, and ``Result.checkpoint`` leads to it. Ray accepts only folders within its
+    own for this run (``ray.train.get_context().get_storage().experiment_fs_path``). Leave ``CheckpointConfig``
     alone, and let the Checkpointer's ``keep`` decide what stays.
 
     Args:
-        metrics: what Ray shows and keeps; rank 0's count.
-        folder: what ``Checkpointer.save()`` returned, if it was called.
+        metrics: the values for Ray to show and keep; only rank 0's count.
+        folder: the result of ``Checkpointer.save()``, if it was called.
     """
     checkpoint = None
     if folder is not None and ray.train.get_context().get_world_rank() == 0:
@@ -112,13 +112,13 @@ def report(metrics: Mapping[str, Any], folder: str | Path | None = None) -> None
 def save_if_preempted(checkpointer: Checkpointer, *, metrics: Mapping[str, Any] | None = None) -> Path | None:
     """**Collective.** Save once when Ray says that a node is about to be taken away; call it after each step.
 
-    All ranks learn it at the same step: every tenth asks Ray, which tells all workers the same. Training continues
-    until the node is gone; Ray then starts all workers anew, where it has nodes for them, without counting it as a
+    All ranks learn of it at the same step: at every tenth they ask Ray, which tells all workers the same. Training
+    continues until the node is gone; Ray then restarts all workers if it has nodes for them, and does not count it as a
     failure (``FailureConfig.max_preemption_failures``).
 
     Args:
-        checkpointer: of the run.
-        metrics: reported with the checkpoint; where it is None, the step.
+        checkpointer: the run's Checkpointer.
+        metrics: the values to report with the checkpoint; None: the step.
 
     Returns:
         The checkpoint's folder if one was saved now.
@@ -133,13 +133,13 @@ def save_if_preempted(checkpointer: Checkpointer, *, metrics: Mapping[str, Any] 
     return folder
 
 
-#: Checkpointers of this worker that have saved because of a preemption. What follows it is another worker.
+#: Checkpointers of this worker that have saved because of a preemption. After it, Ray starts another worker.
 _SAVED: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 @contextmanager
 def _leaving() -> Iterator[None]:
-    """Leave the world when the training function returns; after an error the worker goes, and the others notice."""
+    """Leave the world when the training function returns; after an error the worker ends, and the others notice."""
     import lockstep
 
     yield
@@ -147,7 +147,7 @@ def _leaving() -> Iterator[None]:
 
 
 def _meeting_place() -> tuple[str, int]:
-    """Return rank 0's address and a port that is free there now."""
+    """Return this node's address and a port that is free there now; called on rank 0."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return ray.util.get_node_ip_address(), probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Log: numbers of the training loop, put together over the ranks without making the loop wait."""
+"""Log: numbers of the training loop, averaged over the ranks without making the loop wait."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lockstep.errors import LockstepError
 from lockstep.metrics.file import NAME
 from lockstep.metrics.lines import Lines, Target
 
-#: Steps between two lines, unless the user says otherwise.
+#: Default number of steps between two lines.
 _EVERY = 50
 
 
 class LoggedRun(Protocol):
-    """What a log needs of a Checkpointer."""
+    """The part of a Checkpointer that a log needs."""
 
     folder: Path
     step: int
@@ -34,29 +34,29 @@ class LoggedRun(Protocol):
 
 
 class Log:
-    """The numbers of a run, one line of JSON for every so many steps: ``log(loss=loss, acc=acc)`` inside the loop.
+    """The numbers of a run, one line of JSON every few steps: ``log(loss=loss, acc=acc)`` inside the loop.
 
-    A call waits for no device and sends nothing: what is on a GPU stays there until a line is due. Then the ranks put
-    all together: each number of a line is the mean over all samples of all ranks since the line before, in float64,
-    weighted as :meth:`World.mean <lockstep.World.mean>` does it, so that unequal and empty shares are exact. Rank 0
-    writes the line to ``metrics.jsonl`` and hands it to the sinks. See docs/metrics.md.
+    A call waits for no device and sends nothing: numbers on a GPU stay there until a line is due. Then the ranks
+    combine them: each number of a line is the mean over all samples of all ranks since the line before, in float64,
+    weighted as :meth:`World.mean <lockstep.World.mean>` does, so that unequal and empty shares are exact. Rank 0 writes
+    the line to ``metrics.jsonl`` and hands it to the sinks. See docs/metrics.md.
 
-    A line is due every so many steps or seconds (at the same call on every rank), before each save of the Checkpointer
-    and at the end of its ``epochs``, when :meth:`line` asks for it, and at :meth:`close`.
+    A line is due at a fixed interval of steps or seconds (at the same call on every rank), before each save of the
+    Checkpointer and at the end of its ``epochs``, when :meth:`line` asks for it, and at :meth:`close`.
 
     Args:
         run: a :class:`lockstep.Checkpointer`: the file is beside its checkpoints, since it is part of the same run, its
             steps are the Checkpointer's, and a run that resumes from a checkpoint cuts off the lines of later steps,
             which it takes again. Or a path: of a folder, or of the file itself if it ends with ``.jsonl``; each call is
-            then a step, unless it says which.
+            then a step, unless ``step=`` is given.
         every: steps between two lines; 50 if neither this nor ``seconds`` is given.
         seconds: seconds between two lines, by rank 0's clock.
-        sinks: what takes the lines as well, on rank 0 alone: objects or modules with ``log(dict, step=)`` (Weights &
+        sinks: further receivers of the lines, on rank 0 alone: objects or modules with ``log(dict, step=)`` (Weights &
             Biases, trackio), ``log_metrics(dict, step=)`` (MLflow, comet) or ``add_scalar(tag, value, step)``
             (TensorBoard's SummaryWriter); or functions without arguments that make one, which only rank 0 calls, at the
-            first call of the log. None is left out.
-        after: for a path, the step that the run resumes from: later lines are cut off. None: the run begins; a file
-            that is there is renamed (``metrics-1.jsonl``).
+            first call of the log. None in the list is skipped.
+        after: for a path, the step that the run resumes from: later lines are cut off. None: the run begins; an
+            existing file is renamed (``metrics-1.jsonl``).
 
     Raises:
         LockstepError: ``lockstep.init()`` has not been called.
@@ -104,18 +104,18 @@ class Log:
             raise TypeError(f"run={type(run).__name__}: expected a lockstep.Checkpointer or a path")
         if every is None and seconds is None:
             every = _EVERY
-        #: Where the lines are.
+        #: The path of the file with the lines.
         self.path = path
         self._lines = Lines(world, Target(path, every, seconds, tuple(sinks), check), after=after)
         if self._run is not None:
             self._run._add_follower(self._lines)
-        # What a Checkpointer writes lines for lives as long as it does: the ranks' collectors may find a log that is
-        # gone at different times.
+        # The lines of a Checkpointer live as long as it does: the ranks' garbage collectors may find an unused log at
+        # different times.
         weakref.finalize(self._run or self, self._lines.leave)
 
     @property
     def step(self) -> int:
-        """The step of the last call; before it, the one that the run resumes from, or 0."""
+        """The step of the last call; before any call, the step that the run resumes from, or 0."""
         return self._lines.step
 
     @_torch.mark_untraced
@@ -130,21 +130,21 @@ class Log:
     ) -> None:
         """**Collective**, though nothing is sent unless a line is due: call it on every rank equally often.
 
-        Log this rank's values; those of a batch of which it has no samples count for nothing, and may be NaN.
+        Log this rank's values; those of an empty batch do not count, and may be NaN.
 
         Args:
-            values: by name, for names that are no identifiers (``{"train/loss": loss}``).
-            step: the step that they belong to, the same on every rank; it may stay the same, but not go back. None: one
+            values: values by name, for names that are not identifiers (``{"train/loss": loss}``).
+            step: the step of the values, the same on every rank; it may stay the same, but not go back. None: one
                 more than the last. With a Checkpointer it is the Checkpointer's, and must not be given.
-            samples: how many samples the values are the means of on this rank. None: this rank's share of the batch
-                that the sharded loader handed out last, or 1 where there is none.
-            named: by name. Numbers of Python or NumPy and tensors with one element, of any real dtype and on any
+            samples: the number of this rank's samples that the values are means of. None: this rank's share of the
+                batch that the sharded loader handed out last, or 1 where there is none.
+            named: values by name. Numbers of Python or NumPy and tensors with one element, of any real dtype and on any
                 device: each is the mean over this rank's samples. Texts: a line has rank 0's last one.
 
         Raises:
-            TypeError, ValueError: on every rank when the next line is due (at the first call: at once), what some rank
-                was given that can't be logged: a tensor with several elements, another type, a text under a name that
-                was a number's, a name that other ranks did not log. Everything else is in the line.
+            TypeError, ValueError: on every rank when the next line is due (at the first call: at once), if some rank
+                was given a value that can't be logged: a tensor with several elements, another type, a text
+                under a name that was a number's, a name that other ranks did not log. Everything else is in the line.
             LockstepError: the log is closed; the file can't be written (on every rank, at the line after), or belongs
                 to another job or run; or several sharded loaders' batches are in hand, with different shares.
             CollectiveTimeout, PeerLost: another rank is late or gone, when a line is due.
@@ -177,7 +177,7 @@ class Log:
     @_torch.mark_untraced
     @of_all_ranks("Log.line()")
     def line(self) -> None:
-        """**Collective.** Write a line now, of what was logged since the last one: after an evaluation, say.
+        """**Collective.** Write a line now with the values since the last one, for instance after an evaluation.
 
         Raises:
             TypeError, ValueError, LockstepError, CollectiveTimeout, PeerLost: as a call at which a line is due.
@@ -187,10 +187,10 @@ class Log:
     @_torch.mark_untraced
     @of_all_ranks("Log.close()")
     def close(self) -> None:
-        """**Collective.** Write what was logged since the last line, force it to the disk, and close the file.
+        """**Collective.** Write the values since the last line, force the file to the disk, and close it.
 
-        A ``with`` statement does so at its end, unless it is left by an error, when the other ranks may not come. The
-        sinks are flushed and stay open. Once closed, it does nothing.
+        A ``with`` statement does so at its end, unless an error leaves it: then the other ranks may not get there. The
+        sinks are flushed and stay open. A second call does nothing.
 
         Raises:
             TypeError, ValueError, LockstepError, CollectiveTimeout, PeerLost: as a call at which a line is due.
@@ -204,14 +204,14 @@ class Log:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the log, unless an error is on its way."""
+        """Close the log, unless an error leaves the block."""
         del error, traceback
         if kind is None:
             self.close()
 
 
 def _check_of(run: LoggedRun) -> Callable[[], None]:
-    """Return what refuses a run that has checkpoints which it has not resumed; it keeps no Checkpointer alive."""
+    """Return a check that refuses a folder whose checkpoints ``run`` has not resumed, without keeping ``run`` alive."""
     weak = weakref.ref(run)
 
     def check() -> None:

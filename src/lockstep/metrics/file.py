@@ -1,16 +1,16 @@
-"""metrics.jsonl: one line of JSON for each line of the log, of which a resumed run keeps those up to its checkpoint.
+"""metrics.jsonl: one line of JSON for each line of the log; a resumed run keeps the lines up to its checkpoint.
 
 Note [Lines that are void]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-A run that resumes from a checkpoint at step c takes the steps after c again, so what an earlier life wrote of those is
-void. Every save first writes what has been logged since the last line and forces it to the disk, and the lines that
-become due by themselves have greater and greater steps. So when the checkpoint at step c is complete, all values up to
-then are in lines of a step of at most c, and what becomes due later has a greater one: cutting off the lines after c
-leaves each step once. (A line that the script asks for after the save, at the same step, stays: what a loop does after
-a save is not done again.) A line that a kill or a power cut has left incomplete is the last one, and is cut off too.
+A run that resumes from a checkpoint at step c takes the steps after c again, so earlier lines of those steps are
+invalid. Every save first writes the values since the last line and forces them to the disk, and the lines that become
+due by themselves have increasing steps. So when the checkpoint at step c is complete, all values up to then are in
+lines of a step of at most c, and later lines have greater steps: cutting off the lines after c leaves each step once.
+(A line that the script asks for after the save, at the same step, stays: a resumed run does not repeat it.) A line that
+a kill or a power cut has left incomplete is the last one, and is cut off too.
 
-A run that resumes from nothing starts a file of its own, and what is there is renamed: no line of a run is ever removed
-that the run itself does not write again.
+A run that does not resume starts a file of its own, and an existing file is renamed: a line of a run is removed only if
+the run itself writes it again.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from lockstep.errors import LockstepError
 
 NAME = "metrics.jsonl"
 
-#: The files of this process, which its own locks do not keep apart.
+#: The files that this process has open: a process's own locks do not exclude each other.
 _open: set[Path] = set()
 
 
 class LogFile:
-    """**Rank 0.** The open file. It belongs to this process until it is closed.
+    """**Rank 0.** The open file, which belongs to this process until it is closed.
 
     Args:
-        path: where it is; folders that are not there are made (0700), the file is 0600.
-        after: the step that the run resumes from; None: it begins.
+        path: the file's path; missing folders are made (0700), the file is 0600.
+        after: the step that the run resumes from; None: the run begins.
 
     Raises:
-        LockstepError: another process writes it, or it is none of lockstep's; nothing is changed then.
+        LockstepError: another log writes the file, or it is not one of lockstep's; nothing is changed then.
         OSError: it can't be opened.
     """
 
     def __init__(self, path: Path, *, after: int | None) -> None:
         self.path = path
-        #: What could not be written yet, and why, if something could not.
+        #: The bytes that could not be written yet, and the reason; None if none are left.
         self._waiting = b""
         self.failure: str | None = None
         _make_folders(path.parent)
@@ -58,7 +58,7 @@ class LogFile:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             _lock(self._fd, path)
-            #: Bytes of lines.
+            #: The length of the file in bytes, up to the end of the last line.
             self._size = 0 if after is None else _end_of(self._fd, path, after)
             os.ftruncate(self._fd, self._size)
         except BaseException:
@@ -67,12 +67,12 @@ class LogFile:
         _open.add(self._key)
 
     def append(self, line: dict[str, Any]) -> None:
-        """Write a line, after those that could not be written before; :attr:`failure` says if it can't be."""
+        """Write a line after those that could not be written before; :attr:`failure` tells if this fails."""
         self._waiting += json.dumps(line, allow_nan=False).encode() + b"\n"
         self.write()
 
     def write(self) -> None:
-        """Try again what could not be written."""
+        """Write the lines that could not be written before, if there are any."""
         try:
             while self._waiting:
                 written = os.pwrite(self._fd, self._waiting, self._size)
@@ -84,7 +84,7 @@ class LogFile:
             self.failure = _files.describe(error)
 
     def sync(self) -> None:
-        """Return once all lines are on the disk itself; :attr:`failure` says if they can't be."""
+        """Return once all lines are on the disk itself; :attr:`failure` tells if this fails."""
         self.write()
         if self.failure is None:
             try:
@@ -94,7 +94,7 @@ class LogFile:
                 self.failure = _files.describe(error)
 
     def close(self) -> None:
-        """Give the file up."""
+        """Close the file and let others have it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -104,7 +104,7 @@ class LogFile:
 def _make_folders(folder: Path) -> None:
     for each in [*reversed(folder.parents), folder]:
         if not each.is_dir():
-            with suppress(FileExistsError):  # opening the file says so if it is none
+            with suppress(FileExistsError):  # if it is a file, opening the log reports it
                 each.mkdir(0o700)
 
 
@@ -127,7 +127,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _lock(fd: int, path: Path) -> None:
-    """Take the file for this process alone: workers that it forks do not keep it when it is killed."""
+    """Lock the file for this process alone: forked workers do not keep the lock when the process is killed."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -147,7 +147,7 @@ def _taken(path: Path) -> LockstepError:
 def _end_of(fd: int, path: Path, after: int) -> int:
     """Return the bytes of the lines of a step of at most ``after``; see Note [Lines that are void]."""
     end = 0
-    with open(fd, "rb", closefd=False) as file:  # (to close another descriptor of the file would give up the lock)
+    with open(fd, "rb", closefd=False) as file:  # (closing another descriptor of the file would release the lock)
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break

@@ -1,24 +1,24 @@
-"""The lines of a log: when one is due, what the ranks say to each other then, and who writes it.
+"""The lines of a log: when one is due, the records that the ranks exchange then, and how rank 0 writes it.
 
 Note [When a line is due]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-A line needs all ranks, and none may ask the others in each step whether it is time. So it is due at a call that every
-rank knows by itself, and all ranks call the log equally often:
+A line needs all ranks, and no rank may ask the others in each step whether it is time. So a line is due at a call that
+every rank can tell by itself, and all ranks call the log equally often:
 
 - every k steps: at the first call whose step is beyond the next multiple of k. The ranks count the same steps.
-- every s seconds: clocks differ, and no rank may decide by its own. When the ranks meet they hear rank 0's clock, and
-  all compute from it at which call they meet next: as many calls on as fit into the seconds that are left at the rate
-  so far, but no more than twice as many as there were since the last line. If it is not time yet when they meet, they
-  only plan the next meeting. So a line comes at the end of its seconds where steps take as long as before, and later
-  where they have become slower, but never on some ranks alone.
+- every s seconds: clocks differ, and no rank may decide by its own. When the ranks meet, rank 0 sends its time, and all
+  compute from it the call at which they meet next: after as many calls as fit into the remaining seconds at the rate so
+  far, but no more than twice as many as there were since the last line. If it is not time yet when they meet, they only
+  plan the next meeting. So a line comes at the end of its seconds if steps take as long as before, and later if they
+  have become slower, but never on some ranks alone.
 - before a save, at the end of ``Checkpointer.epochs``, and when the script asks for one: all ranks are there together.
 
 Note [What is wrong waits for a line]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A rank that raised at once what only it finds wrong would leave the others waiting. So it keeps what is wrong, with the
-line of the script, until the ranks meet, and then every rank raises it. They meet at the first call too, before
-anything is due, so that what is wrong from the start is said at the start. What is right is written first: an error
-loses no number but the one that is wrong.
+A rank that raised its own error at once would leave the others waiting. So it keeps the error, with the line of the
+script, until the ranks meet, and then every rank raises it. They meet at the first call too, before anything is due, so
+that an error from the start is reported at the start. Valid values are written first: an error loses no number but the
+invalid one.
 """
 
 from __future__ import annotations
@@ -50,41 +50,41 @@ from lockstep.metrics.series import Numbers, SeriesSummary, merged, readable
 from lockstep.step import slicing
 from lockstep.text import counted, listed, which_ranks
 
-#: What a line says besides what was logged, and the words that the call has for itself.
+#: Names that can't be logged: keys that lines have already, and parameters of the call.
 RESERVED = ("step", "time", "nonfinite", "samples")
 _NUMBER, _TEXT = "a number", "a text"
-#: What collectives of ours carry, so that they are told from the others.
+#: The label of the log's collectives, which tells them from the others.
 _LABEL = "lockstep.Log"
 _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError, "LockstepError": LockstepError}
-#: Notes on numbers that are not finite which a log leaves at most.
+#: The most notes on non-finite numbers that a log leaves in the run's record.
 _NOTES = 100
-#: Seconds before the end of its time at which a line is due already, as a part of the whole time.
+#: A line is due this fraction of its interval early.
 _EARLY = 0.05
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a log was made with: where its lines go and how often."""
+    """The options of a log: where its lines go and how often."""
 
     path: Path
-    #: Steps, seconds; None: not by these.
+    #: The interval between two lines in steps and in seconds; None: lines are not due by it.
     every: int | None
     seconds: float | None
     sinks: Sequence[Any] = ()
-    #: Raises, on rank 0, if the run that the file belongs to is not this one.
+    #: Called on rank 0; raises if the file belongs to another run.
     check: Callable[[], None] = lambda: None
 
 
 @dataclass
 class _Told:
-    """What one rank tells the others when they meet."""
+    """The record that one rank sends to the others when they meet."""
 
     step: int
-    #: By key what it is, ``_NUMBER`` or ``_TEXT``, of all that were logged since the last line.
+    #: Key -> ``_NUMBER`` or ``_TEXT``, for the keys that were logged since the last line.
     kinds: dict[str, str]
     numbers: dict[str, list[float]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    #: Names of classes of errors, and their words.
+    #: Pairs of an error's class name and its message.
     wrong: list[list[str]] = field(default_factory=list)
 
 
@@ -96,46 +96,46 @@ class Lines:
         self._peers: Peers = OverGroup(world) if world.world_size > 1 else _Alone()
         self._process = os.getpid()
         self._target = target
-        #: The step that the run resumes from, None if it begins; and whether the file is open.
+        #: The step that the run resumes from, or None if it begins; and True once the ranks have opened the file.
         self._after = after
         self._begun = False
         self._closed = False
         self._file: LogFile | None = None
         self._sinks: list[to.Sink] | None = None
-        #: Of the last call.
+        #: The step of the last call.
         self.step = after or 0
-        #: What was logged in the slices of the step in hand (step/slicing.py), which may be thrown away again.
+        #: The numbers of the slices of the current step (step/slicing.py), which may still be discarded.
         self._in_step: dict[str, Numbers] = {}
         self.is_in_step = self._has_slices = False
         self._step_before = self.step
         self._member = slicing.join(self)
-        #: Since the last line.
+        #: The numbers, texts and errors since the last line.
         self._numbers: dict[str, Numbers] = {}
         self._texts: dict[str, str] = {}
         self._wrong: list[list[str]] = []
-        #: What the ranks have found wrong together, and did not raise yet.
+        #: The error that all ranks have agreed on and not raised yet.
         self._owed: Exception | None = None
-        #: Of the whole log.
+        #: Key -> ``_NUMBER`` or ``_TEXT``, for all keys of the log.
         self._kinds: dict[str, str] = {}
-        #: Of the keys that had numbers which were not finite: whether the last line had no others.
+        #: Key that had non-finite numbers -> True if it had no finite ones in the last line.
         self._nonfinite: dict[str, bool] = {}
-        #: Of those that the last line had: the step of the first of them in the lines that follow each other.
+        #: Key with non-finite numbers in the last line -> the first step of its current streak of such lines.
         self._streaks: dict[str, int] = {}
-        #: The step of the last line, and when it was written.
+        #: The step of the last line, and the time at which it was written.
         self._last_step = self.step
         self._last_time = time.monotonic()
-        #: Notes on numbers that are not finite which this log may leave still: they come and go in some runs.
+        #: The number of notes on non-finite numbers that this log may still leave: in some runs they come and go.
         self._notes_left = _NOTES
-        #: Calls so far, at the last line, and at the next meeting about time.
+        #: The number of calls so far, at the last line, and at the next meeting about time.
         self._calls = self._line_at = 0
         self._meets_at = 1
-        #: No call before this step, and before so many calls, has anything to do but add its values.
+        #: The step and the number of calls before which a call only adds its values.
         self._due_step = self._due_call = 0.0
 
     # What is logged --------------------------------------------------------------------------------------------------
 
     def add(self, values: Mapping[str, Any], step: int, weight: float) -> None:
-        """**Collective** when a line is due. Add what one call logs."""
+        """**Collective** when a line is due. Add the values of one call."""
         if self._closed:
             self._refuse_closed()
         if step < self.step:
@@ -162,7 +162,7 @@ class Lines:
         self._attend()
 
     def _attend(self) -> None:
-        """**Collective** when a line is due, and at the first call. Do what is due, and see when the next thing is."""
+        """**Collective** when a line is due, and at the first call. Do what is due, and find out when to come back."""
         if not self._begun:
             self._begin()
         every, seconds = self._target.every, self._target.seconds
@@ -181,7 +181,7 @@ class Lines:
             self._find_wrong(unfit, step, sys._getframe(1))
 
     def _add_one(self, key: str, value: Any, weight: float, step: int) -> None:
-        if type(value) is float:  # (to ask whether it is a Real takes ten times as long)
+        if type(value) is float:  # (isinstance(value, Real) takes ten times as long)
             self._series(key).add(value, weight, step)
         elif isinstance(value, torch.Tensor):
             if value.numel() != 1 or not readable(value):
@@ -201,7 +201,7 @@ class Lines:
             )
 
     def _series(self, key: str) -> Numbers:
-        """Return where the numbers of ``key`` go."""
+        """Return the series to which numbers of ``key`` are added."""
         numbers = self._in_step if slicing.in_slice() else self._numbers
         series = numbers.get(key)
         if series is None:
@@ -242,8 +242,8 @@ class Lines:
             step.touch(self._member, self.step)
 
     def step_ends(self, step: slicing.SlicedStep) -> None:
-        """See :class:`~lockstep.step.slicing.Member`. All the slices' calls are one."""
-        self.step = step.said[self._member]  # which a rank without slices has not been told
+        """See :class:`~lockstep.step.slicing.Member`. The calls in all slices count as one."""
+        self.step = step.said[self._member]  # a rank without slices has made no call that says it
         self._has_slices = True
         for key, numbers in self._in_step.items():
             self._numbers.setdefault(key, Numbers()).extend(numbers)
@@ -253,13 +253,13 @@ class Lines:
     def forget(self) -> None:
         """See :class:`~lockstep.step.slicing.Member`."""
         if self.is_in_step:
-            self.step = self._step_before  # it is taken again, and is no other step then
+            self.step = self._step_before  # the step is taken again, and is the same one then
         self._in_step, self.is_in_step = {}, False
 
     # Meetings --------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """**Collective.** Open the file on rank 0, and compare what the ranks log."""
+        """**Collective.** Open the file on rank 0, and compare the keys that the ranks log."""
         with labelled(_LABEL):
             _, told = together(self._peers, self._open, lambda _: vars(self._tell()), what="lockstep.Log")
         self._begun, self._last_time, self._wrong = True, time.monotonic(), []
@@ -293,17 +293,17 @@ class Lines:
 
     @of_all_ranks("a line of lockstep.Log")
     def line(self) -> None:
-        """**Collective.** Write what was logged since the last line, if anything was.
+        """**Collective.** Write the values since the last line, if there are any.
 
         Raises:
-            TypeError, ValueError, LockstepError: what some rank has found wrong since then; or rank 0 could not write
-                the line before this one, nor now. The same on every rank.
+            TypeError, ValueError, LockstepError: an error that a rank has kept since then, or rank 0 could write the
+                line before this one neither then nor now. The same on every rank.
         """
         self._write_line()
         self._raise_owed()
 
     def _write_line(self) -> None:
-        """**Collective.** As :meth:`line`, and owe what it would raise."""
+        """**Collective.** Do as :meth:`line`, but keep its error in ``_owed``."""
         if self._file is not None and self._file.failure is not None:
             self._file.write()
             if self._file.failure is not None:
@@ -325,13 +325,13 @@ class Lines:
         self._owed = self._wrong_with(everyones) or self._owed
 
     def line_now(self) -> None:
-        """**Collective.** As :meth:`line`, for a script that asks for it at any time."""
+        """**Collective.** Do as :meth:`line`, for a script that asks for it at any time."""
         self._refuse_closed()
         if self._begun:
             self.line()
 
     def line_on_disk(self) -> None:
-        """**Collective.** As :meth:`line`, and return once the lines are on the disk itself.
+        """**Collective.** Do as :meth:`line`, and return once the lines are on the disk itself.
 
         Raises:
             LockstepError: rank 0 can't write them; on every rank.
@@ -342,11 +342,11 @@ class Lines:
 
     @property
     def _is_open(self) -> bool:
-        """Whether anything was logged and can be written; the same on all ranks."""
+        """True if the log has begun and is not closed; the same on all ranks."""
         return self._begun and not self._closed
 
     def _sync(self) -> None:
-        """**Collective.** Write a line, and force all to the disk."""
+        """**Collective.** Write a line, and force the file to the disk."""
 
         def sync() -> None:
             if self._file is not None:
@@ -369,7 +369,7 @@ class Lines:
         return _Told(self.step, kinds, texts=self._texts, wrong=self._wrong)
 
     def _write(self, told: Sequence[_Told], file: LogFile) -> None:
-        """**Rank 0.** Put together what the ranks have told, and write it."""
+        """**Rank 0.** Combine the ranks' records into a line, and write it."""
         values: dict[str, to.Value] = {}
         known = set(self._nonfinite)
         nonfinite: dict[str, int] = {}
@@ -399,7 +399,7 @@ class Lines:
             )
 
     def _note_nonfinite(self, key: str, summary: SeriesSummary) -> None:
-        """**Rank 0.** Leave a note for the record of the run where numbers begin not to be finite, and where they are
+        """**Rank 0.** Leave a note for the run's record where numbers become non-finite, and where they are finite
         again."""
         alone = bool(summary.nonfinite) and summary.value is None
         if not summary.nonfinite:
@@ -417,7 +417,7 @@ class Lines:
             raise owed
 
     def _wrong_with(self, told: Sequence[_Told]) -> Exception | None:
-        """Return what is wrong with what the ranks have told, alike on every rank."""
+        """Return the error in the ranks' records, or None; the same on every rank."""
         wrong = [(kind, f"rank {rank}: {words}") for rank, each in enumerate(told) for kind, words in each.wrong]
         steps = [each.step for each in told]
         if any(step != steps[0] for step in steps):
@@ -448,7 +448,7 @@ class Lines:
     # Where the run is ------------------------------------------------------------------------------------------------
 
     def resumed(self, step: int | None) -> None:
-        """Note that the run resumes from ``step``; None: it begins. What was logged and is in no line is void."""
+        """Note that the run resumes from ``step``; None: it begins. Values that are in no line are dropped."""
         if step is None and self._begun:
             return
         self._begun, self._after, self._due_step = False, step, 0
@@ -456,22 +456,22 @@ class Lines:
         self._numbers, self._texts, self._wrong = {}, {}, []
 
     def before_save(self, step: int) -> None:
-        """**Collective.** Write what was logged up to the checkpoint at ``step``.
+        """**Collective.** Write the values up to the checkpoint at ``step``.
 
-        A value that can't be logged keeps no run from being saved: the next call says what was wrong with it.
+        A value that can't be logged does not prevent the save: the next call raises its error.
         """
         if self._is_open:
             self.step = max(self.step, step)
             self._sync()
 
     def at_end(self, step: int) -> None:
-        """**Collective.** Write what was logged since the last line: the training is over."""
+        """**Collective.** Write the values since the last line at the end of training."""
         if self._is_open:
             self.step = max(self.step, step)
             self.line_on_disk()
 
     def close(self) -> None:
-        """**Collective.** Write what was logged since the last line, and give the file up."""
+        """**Collective.** Write the values since the last line, and close the file."""
         if self._closed:
             return
         self.line_on_disk()
@@ -485,7 +485,7 @@ class Lines:
             sink.close()
 
     def leave(self) -> None:
-        """End without the other ranks: the log or the process is gone. A world of one has nobody to ask."""
+        """End without the other ranks, when the log or the process is gone. A world of one still writes its line."""
         if self._closed or os.getpid() != self._process:
             return
         if self._begun and self._world.world_size == 1:
@@ -509,7 +509,7 @@ def _summary(told: _Told, key: str) -> SeriesSummary:
 
 
 class _Alone:
-    """The peers of a world of one, also after the world was left."""
+    """The peers of a world of one, even after the world was left."""
 
     rank = 0
     world_size = 1
@@ -519,7 +519,7 @@ class _Alone:
 
 
 def _plain(value: Any) -> float:
-    """Return a number as Python's own int or float: NumPy's are none that JSON knows.
+    """Return a number as Python's own int or float: JSON does not know NumPy's.
 
     Raises:
         ValueError: it is too large for a float.

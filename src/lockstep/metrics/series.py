@@ -1,16 +1,16 @@
-"""What was logged under one key since the last line: numbers where they are, and what a rank tells the others of them.
+"""The numbers logged under one key since the last line, and the summary of them that a rank sends to the others.
 
 Note [Read at a line]
 ~~~~~~~~~~~~~~~~~~~~~
-A number on a GPU must not be read when it is logged: the CPU would wait until the GPU has come that far. So a tensor is
+A number on a GPU must not be read when it is logged: the CPU would wait until the GPU has computed it. So a tensor is
 copied on its device, one small kernel in the stream's order (the script may write to it again in the next step), and
 the copies are stacked there from time to time. They are read when a line is due, all of a key at once. Adding
 them up on the device instead would take three kernels for each number (its weight, whether it is finite, the sum), and
-add in the order and precision of the device. Read as they are, they are added in float64, rounded once
-(``math.fsum``), and those that are not finite are counted apart: one NaN in fifty steps takes nothing from the mean of
-the others.
+would use the order and precision of the device. Numbers that are read one by one are added in float64, rounded once
+(``math.fsum``), and those that are not finite are counted apart: one NaN in fifty steps does not spoil the mean of the
+others.
 
-A number in the CPU's own memory is there when the call that made it has returned. To read it waits for nothing, and
+A number in the CPU's own memory is there when the call that made it has returned. Reading it waits for nothing, and
 takes a tenth of the time of a copy.
 """
 
@@ -23,24 +23,24 @@ from typing import Any
 
 import torch
 
-#: Copies that are stacked at once: few objects, and a call of stack for many of them.
+#: The number of copies that are stacked at once, to keep few objects with few calls of stack.
 _STACKED = 256
-#: Greater products of a number and its weight might overflow when they are added.
+#: The greatest product of a number and its weight that counts as finite: sums of greater ones might overflow.
 _MOST = 1e280
-#: Dtypes whose values reach Python as they are; others (float8, booleans) are copied as float64, which holds theirs.
+#: Dtypes whose values are read unconverted; others (float8, booleans) are copied as float64, which holds them exactly.
 _READ_AS_IT_IS = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
 }
 _FLOATS, _STRIDED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}, torch.strided
-#: Of those that this torch has.
+#: The quantized dtypes that this version of torch has, and None.
 _QUANTIZED = {getattr(torch, name, None) for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")}
-#: Whether numbers in the CPU's memory are read at once; tests of what happens on other devices turn it off.
+#: True if numbers in the CPU's memory are read at once; tests turn it off to simulate other devices.
 _READS_AT_HAND = True
 
 
 def readable(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds real numbers, without looking at them. (Asked in each step.)"""
+    """Return whether a tensor holds real numbers, without reading them. (Called in each step.)"""
     dtype = tensor.dtype
     is_real = not dtype.is_complex and dtype not in _QUANTIZED
     return is_real and tensor.layout is torch.strided and not tensor.is_meta
@@ -48,17 +48,17 @@ def readable(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class SeriesSummary:
-    """The numbers of one key, of one rank or of all."""
+    """A summary of the numbers of one key, of one rank or of all."""
 
-    #: How much the finite numbers weigh together.
+    #: The sum of the weights of the finite numbers.
     weight: float
-    #: Their weighted sum, the least and the greatest of them; 0 where the weight is.
+    #: The weighted sum, the least and the greatest of the finite numbers; 0 if ``weight`` is 0.
     total: float
     least: float
     greatest: float
-    #: Numbers that were infinite or NaN, or too large to be added; they count in none of the others.
+    #: The number of values that were infinite, NaN or too large to be added; the other fields leave them out.
     nonfinite: int
-    #: The step of the first of them; None: there was none, or it is not known.
+    #: The step of the first such value; None if there was none, or the step is not known.
     since: int | None = None
 
     def to_json(self) -> list[float]:
@@ -72,9 +72,9 @@ class SeriesSummary:
 
     @property
     def value(self) -> float | None:
-        """What a line says: the mean; None if nothing finite counts.
+        """The value for a line: the mean, or None if no finite number counts.
 
-        Numbers that are all the same are that number, to the bit and of its type: the mean of learning rates of 0.1,
+        If all numbers are the same, it is that number, to the bit and of its type: the mean of learning rates of 0.1,
         weighted, is 0.1, and that of epochs an int.
         """
         if not self.weight:
@@ -83,9 +83,9 @@ class SeriesSummary:
 
 
 def summary_of(numbers: Iterable[tuple[float, float]]) -> SeriesSummary:
-    """Summarise pairs of a number and its weight. A number of weight 0 does not count, whatever it is."""
+    """Summarise pairs of a number and its weight. A number of weight 0 does not count, even if it is NaN."""
     counting = [(number, weight, number * weight) for number, weight in numbers if weight]
-    finite = [each for each in counting if abs(each[2]) <= _MOST]  # which NaN is not
+    finite = [each for each in counting if abs(each[2]) <= _MOST]  # NaN fails this comparison
     nonfinite = len(counting) - len(finite)
     if not finite:
         return SeriesSummary(0.0, 0.0, 0.0, 0.0, nonfinite)
@@ -94,7 +94,7 @@ def summary_of(numbers: Iterable[tuple[float, float]]) -> SeriesSummary:
 
 
 def merged(summaries: Iterable[SeriesSummary]) -> SeriesSummary:
-    """Summarise what several ranks have."""
+    """Merge the summaries of several ranks."""
     summaries = list(summaries)
     counting = [each for each in summaries if each.weight]
     nonfinite = sum(each.nonfinite for each in summaries)
@@ -115,10 +115,9 @@ class Numbers:
     """The numbers of one key since the last line. See Note [Read at a line]."""
 
     def __init__(self) -> None:
-        #: Numbers of the CPU's, their weights, and the steps that they are of.
+        #: Numbers from the CPU's memory, with their weights and steps.
         self._plain: list[tuple[float, float, int]] = []
-        #: Copies of tensors that are of one dtype on one device, and those that were stacked; and their weights and
-        #: steps.
+        #: Copies of tensors of one dtype on one device, the stacks of earlier copies, and the weights and steps of all.
         self._copies: list[torch.Tensor] = []
         self._stacks: list[torch.Tensor] = []
         self._weights: list[tuple[float, int]] = []
@@ -128,9 +127,9 @@ class Numbers:
         self._plain.append((number, weight, step))
 
     def add_at_hand(self, value: object, weight: float, step: int = 0) -> bool:
-        """Add a value of the usual kinds: a float, or a tensor of one in the CPU's memory. Return whether it is.
+        """Add a value of the usual kinds: a float, or a tensor of one in the CPU's memory. Return whether it was added.
 
-        (The rest of a step leaves nothing of a log in the caches, so what nearly every call is about is here together.)
+        (A step evicts the log from the caches, so this method does all that nearly every call needs.)
         """
         kind = type(value)
         if kind is torch.Tensor:
@@ -146,7 +145,7 @@ class Numbers:
         return True
 
     def add_tensor(self, tensor: torch.Tensor, weight: float, step: int = 0) -> None:
-        """Add the one element of ``tensor``, as it is now, without waiting for its device."""
+        """Add the current value of ``tensor``, which has one element, without waiting for its device."""
         if tensor.is_cpu and _READS_AT_HAND:
             number = tensor.item()
             self._plain.append((int(number) if number is True or number is False else number, weight, step))
@@ -160,7 +159,7 @@ class Numbers:
         self._weights.append((weight, step))
 
     def extend(self, other: Numbers) -> None:
-        """Add all that ``other`` has, which is done with."""
+        """Add all numbers of ``other``, which must not be used afterwards."""
         other._stack()
         self._stack()
         self._plain += other._plain
@@ -173,7 +172,7 @@ class Numbers:
             self._copies = []
 
     def take(self) -> SeriesSummary:
-        """Read all numbers, which waits for their devices, and begin anew."""
+        """Return a summary of all numbers, waiting for their devices, and begin anew."""
         self._stack()
         read = [number for stack in self._stacks for number in stack.tolist()]
         numbers = [*self._plain, *((number, *rest) for number, rest in zip(read, self._weights, strict=True))]

@@ -1,11 +1,11 @@
-"""Where lines go besides metrics.jsonl: Weights & Biases, trackio, comet, MLflow, TensorBoard and their like.
+"""The receivers of lines besides metrics.jsonl: Weights & Biases, trackio, comet, MLflow, TensorBoard and the like.
 
 Note [Sinks that fail]
 ~~~~~~~~~~~~~~~~~~~~~~
-A sink talks to a disk or a network that training has no need of, and only rank 0 talks to it: if it raised there, the
-other ranks would wait for a rank that is gone, or a night's training would end because a server was restarted. Every
-line is in metrics.jsonl whatever becomes of the sinks. So what a sink raises is a warning, once for each sink; it
-gets the next line all the same, and closing the log says how many it has missed.
+A sink uses a disk or a network that training does not need, and only rank 0 calls it: if its error were raised there,
+the other ranks would wait for a rank that is gone, or a night's training would end because a server was restarted.
+Every line is in metrics.jsonl whatever happens to the sinks. So an error of a sink is a warning, once for each sink;
+the sink still gets the next line, and closing the log reports how many lines it has missed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 from lockstep import callsite
 
-#: What a line holds under one name.
+#: The type of a value in a line.
 Value = float | str | None
 
 
 class Sink:
-    """**Rank 0.** One of what the user has given, or what it makes if it is a function without arguments.
+    """**Rank 0.** A sink of the user's, or the one that a user's function without arguments makes.
 
     Raises:
-        TypeError: it is nothing that a line can be given to.
+        TypeError: it has no method that takes a line.
     """
 
     def __init__(self, given: Any) -> None:
@@ -39,12 +39,12 @@ class Sink:
             )
         self._given, self._write = given, way
         self._name = _name(given)
-        #: Lines that it has not taken.
+        #: The number of lines at which the sink failed.
         self._missed = 0
         self._lines = 0
 
     def write(self, values: Mapping[str, Value], step: int) -> None:
-        """Hand it a line. See Note [Sinks that fail]."""
+        """Pass a line to the sink. See Note [Sinks that fail]."""
         self._lines += 1
         try:
             self._write({name: math.nan if value is None else value for name, value in values.items()}, step)
@@ -58,7 +58,7 @@ class Sink:
                 )
 
     def flush(self) -> None:
-        """Let it write what it holds back, if it has a way to."""
+        """Flush the sink, if it has such a method."""
         flush = getattr(self._given, "flush", None)
         try:
             if callable(flush):
@@ -69,7 +69,7 @@ class Sink:
             )
 
     def close(self) -> None:
-        """Flush it, and say what it has missed. It is the user's own, and stays open."""
+        """Flush the sink, and warn of lines that it has missed. It is the user's own, and stays open."""
         self.flush()
         if self._missed > 1:
             callsite.warn(
@@ -83,7 +83,7 @@ def _name(given: Any) -> str:
 
 
 def _way(given: Any) -> Callable[[dict[str, float | str], int], object] | None:
-    """Return how ``given`` takes a line, or None."""
+    """Return the function that passes a line to ``given``, or None if it takes none."""
     metrics, log, scalar = (getattr(given, name, None) for name in ("log_metrics", "log", "add_scalar"))
     if callable(metrics):  # MLflow's module, comet's Experiment, Lightning's loggers: numbers only
         return lambda values, step: metrics(_numbers(values), step=step)
@@ -108,5 +108,5 @@ def _numbers(values: Mapping[str, float | str]) -> dict[str, float]:
 
 
 def make(sinks: Sequence[Any]) -> list[Sink]:
-    """**Rank 0.** Return the sinks; None in the list is left out."""
+    """**Rank 0.** Return the sinks; None in the list is skipped."""
     return [Sink(each) for each in sinks if each is not None]

@@ -29,9 +29,9 @@ class Fork:
     """Fork a rank. Three descriptors for its standard streams may come along, and more for its job."""
 
     rank: int
-    #: Changes to the environment; None unsets.
+    #: Variable -> its value; None unsets it.
     env: dict[str, str | None]
-    #: What the rank is to run; see rank.py.
+    #: The program of the rank; see rank.py.
     job: dict[str, Any]
 
 
@@ -80,11 +80,11 @@ class Exited:
     """A rank ended."""
 
     rank: int
-    #: Negative for a signal.
+    #: The exit code; negative for a signal.
     code: int
-    #: When, on the monotonic clock.
+    #: The time of the end, in seconds on the monotonic clock.
     at: float
-    #: The most memory it had, in bytes.
+    #: Peak memory, in bytes.
     peak: int
 
 
@@ -101,9 +101,9 @@ Answer = Ready | Broken | Started | Exited | Cleared
 #: The number of the rendezvous client among the zygote's children; the others are ranks.
 CLIENT = -1
 
-#: What every rank needs; named, not imported, because the launcher never loads torch.
+#: The modules that every rank needs; named, not imported, because the launcher never loads torch.
 _PRELOAD = ("torch", "torch.distributed", "numpy.random", "lockstep.comm.init")
-#: What training needs soon after: a second and more, most of it for what the first optimizer of a process imports. It
+#: The modules that training needs soon after: a second and more, mostly for imports of a process's first optimizer. It
 #: pays off where ranks are forked again, or where so many share the cores that they would import it in turn.
 _TRAINING = (
     "torch._dynamo",

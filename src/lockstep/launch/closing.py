@@ -13,11 +13,11 @@ from lockstep.rendezvous.messages import EndKind
 class LastWord(enum.Enum):
     """What a launcher says last."""
 
-    #: All is well.
+    #: Nothing needs to be said.
     NOTHING = enum.auto()
-    #: What the ranks need could not be imported.
+    #: The modules that ranks need could not be imported.
     NOT_STARTED = enum.auto()
-    #: The machines could not meet, or not go on together.
+    #: The machines could not meet, or could not continue together.
     REFUSED = enum.auto()
     #: The ranks were asked to stop, and have saved.
     SAVED = enum.auto()
@@ -28,7 +28,7 @@ class LastWord(enum.Enum):
     VERDICT = enum.auto()
     #: The zygote has ended, and with it all ranks of this machine.
     ZYGOTE_LOST = enum.auto()
-    #: Both: first the verdict, which is that the connection to the other machines was lost.
+    #: First the verdict, which is that the connection to the other machines was lost, then the zygote's end.
     VERDICT_AND_ZYGOTE_LOST = enum.auto()
 
 
@@ -37,7 +37,7 @@ class Closing:
     """How a job ends."""
 
     word: LastWord
-    #: None: it follows from how the zygote has ended.
+    #: The job's exit code; None: it follows from the zygote's end.
     exit_code: int | None
 
 
@@ -45,21 +45,21 @@ class Closing:
 class JobEnd:
     """What is known of a job that is over, on one machine."""
 
-    #: Why the last attempt is over; None: that is not known, since the zygote has ended before.
+    #: The reason why the last attempt is over; None: unknown, since the zygote ended before.
     kind: EndKind | None = None
-    #: Of the first rank that failed, here or on the machine whose verdict it is.
+    #: The exit code of the first rank that failed, here or on the machine whose verdict it is.
     failed_with: int = 1
-    #: The signal that was to stop the job.
+    #: The signal that stopped the job; None: no signal did.
     stopped_by: Signals | None = None
-    #: Whether that signal reached ranks that save and leave by themselves.
+    #: True if that signal reached ranks that save and leave by themselves.
     asked_listeners: bool = False
-    #: Whether a rank of this machine failed before anybody wanted the job to end.
+    #: True if a rank of this machine failed before the job was asked to end.
     failing: bool = False
     #: Whether all ranks of this machine have saved and left since they were asked to; left with exit code 0; ended.
     saved: bool = False
     completed: bool = False
     done: bool = False
-    #: Whether the launchers waited for each other.
+    #: True while the launchers wait for each other.
     meeting: bool = False
     #: Whether the zygote could not import what ranks need; with what a refusal to meet ends the job.
     broken: bool = False

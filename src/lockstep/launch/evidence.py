@@ -28,7 +28,7 @@ _STATES = {
     "X": "dead",
     "I": "idle",
 }
-#: The calls that programs get stuck in, by number; the rest is shown as a number.
+#: Architecture -> number -> name of the system calls that programs get stuck in; others are shown as a number.
 _CALLS = {
     "x86_64": {
         0: "read", 1: "write", 7: "poll", 17: "pread64", 18: "pwrite64", 19: "readv", 20: "writev", 23: "select",
@@ -45,7 +45,7 @@ _CALLS = {
         267: "syncfs",
     },
 }  # fmt: skip
-#: Those whose first argument is a descriptor.
+#: The system calls whose first argument is a descriptor.
 _ON_A_FILE = frozenset([
     "read", "write", "pread64", "pwrite64", "readv", "writev", "fsync", "fdatasync", "ftruncate", "flock", "fcntl",
     "connect", "accept", "accept4", "sendto", "recvfrom", "sendmsg", "recvmsg", "sync_file_range", "syncfs",
@@ -56,15 +56,15 @@ _ON_A_FILE = frozenset([
 class ProcessFacts:
     """A process's main thread, as the kernel sees it at a moment."""
 
-    #: One letter, as in /proc/<pid>/stat.
+    #: The state's letter in /proc/<pid>/stat.
     state: str
-    #: The processor time of all of its threads so far, in seconds.
+    #: Processor seconds of all its threads so far.
     processor: float
-    #: The system call it is in, its file included where it has one; empty: in none, or not to be known.
+    #: The system call that it is in, with its file if it has one; empty: none, or unknown.
     call: str
-    #: The kernel's function it sleeps in; empty: not known.
+    #: The kernel function that it sleeps in; empty: unknown.
     function: str
-    #: Why it can't continue, if that is known to last.
+    #: The lasting reason why it can't continue; None: none is known.
     standstill: Standstill | None = None
 
     @property
@@ -123,7 +123,7 @@ _SECONDS = {
     Standstill.STARVED: 3.0,
 }
 _IDLE = {kind: 0.005 if kind is Standstill.STARVED else 0.02 for kind in Standstill}
-#: Of the operation of a futex call (linux/futex.h).
+#: The operations and the flag in the second argument of a futex call (linux/futex.h).
 _FUTEX_WAIT, _FUTEX_WAIT_BITSET, _FUTEX_PRIVATE, _FUTEX_COMMAND = 0, 9, 128, 127
 
 
@@ -207,9 +207,9 @@ def _sleep(pid: int, thread: int) -> _Sleep:
 # Its Python stack, as faulthandler writes it into the job's folder when asked by a signal ----------------------------
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
-#: What faulthandler says above the frames while the garbage collector runs.
+#: The line that faulthandler writes above the frames while the garbage collector runs.
 _COLLECTS = "  Garbage-collecting"
-#: Frames of the launcher, in which every rank's program runs, and the start of the zygote.
+#: Files of the launcher's frames below every rank's program, and of the zygote's start.
 _RUNNERS = tuple(f"/lockstep/launch/{name}.py" for name in ("rank", "zygote"))
 #: Where a rank waits for others, if the frames of its stack end there. (The engine runs a backward, which is mostly
 #: work; a rank that sleeps in it waits for what its hooks have asked of other ranks.)
@@ -234,7 +234,7 @@ class Stack:
     """The main thread's frames, the innermost first, without the launcher's own."""
 
     frames: tuple[Frame, ...]
-    #: Whether Python's garbage collector is at work in the innermost frame.
+    #: True if Python's garbage collector runs in the innermost frame.
     collects: bool = False
 
     @property
@@ -311,7 +311,7 @@ def parse_stack(text: str) -> Stack | None:
 # How often the kernel killed because memory was out, by the counters of a memory cgroup (version 1 or 2) -------------
 
 _PROC = Path("/proc")
-#: What version 1 says for "no limit" is a little under this.
+#: Version 1 reports "no limit" as a number a little below this.
 _UNLIMITED = 1 << 62
 
 
@@ -320,7 +320,7 @@ class MemoryGroup:
     """The memory cgroup of a process."""
 
     folder: Path
-    #: Where its hierarchy is mounted; an ancestor's limit holds, too.
+    #: The mount point of its hierarchy; an ancestor's limit holds as well.
     mount: Path
     version: int
 
@@ -391,16 +391,16 @@ def _mount(line: str) -> tuple[str, list[str], str, Path]:
 class MachineFacts:
     """What the machine says about the time of a failure."""
 
-    #: Processes that the kernel killed because memory was out since the ranks were started; None: it does not say.
+    #: Processes that the kernel killed for lack of memory since the ranks were started; None: the kernel does not tell.
     memory_kills: int | None
-    #: Bytes that the job may use; None: all that the machine has.
+    #: The job's memory limit in bytes; None: all of the machine's memory.
     memory_limit: int | None
     machine: int | None
-    #: Bytes of /dev/shm, and of them free; None: there is none.
+    #: Size and free bytes of /dev/shm; None: there is none.
     shared: tuple[int, int] | None
-    #: Descriptors that a process may have open.
+    #: The limit on a process's open descriptors.
     files: int
-    #: What a worker with this process id was doing.
+    #: Returns the last activity of the DataLoader worker with a process id; None: unknown.
     worker: Callable[[int], Fetching | None]
 
     @classmethod

@@ -38,7 +38,7 @@ from lockstep.launch.report import Known
 
 #: Processor seconds per second above which a rank in a backward works rather than waits.
 _WORKS = 0.2
-#: What the launchers tell each other of a rank's page.
+#: The cells of a rank's page that launchers send each other.
 _COUNTS = (
     Cell.STEPS, Cell.SAMPLES, Cell.RUN_STEPS, Cell.DEVICE_MEMORY, Cell.DEVICE_SIZE, Cell.COLLECTED, Cell.COLLECTIONS,
 )  # fmt: skip
@@ -52,7 +52,7 @@ class _Suspicion:
 
     verdict: HangVerdict
     at: float
-    #: Of each rank, where its new stack begins in its file, and what the kernel said then.
+    #: Rank -> the offset of its new stack in its file; then rank -> the kernel's facts at that moment.
     begins: dict[int, int]
     facts: dict[int, ProcessFacts | None]
 
@@ -63,10 +63,10 @@ class _Heard:
 
     look: Look
     progress: Progress
-    #: Since when it is so, and when that was heard, on the monotonic clock.
+    #: The times since which the page is unchanged, and at which that was heard, in seconds on the monotonic clock.
     moved: float
     at: float
-    #: Why it can't continue, as its launcher has found out.
+    #: The reason why the rank can't continue, found by its launcher; None: none is known.
     standstill: Standstill | None
 
 
@@ -93,14 +93,14 @@ class HangWatch:
         self._times = StepTimes()
         self._ledger = Ledger()
         self._asked: _Suspicion | None = None
-        #: When to ask again, where the answers were that nobody is late.
+        #: Kind -> the time of the next question, after answers that no rank is late.
         self._quiet_until: dict[HangKind, float] = {}
         self._verdict: HangVerdict | None = None
         #: The ranks' marks when they were reported.
         self._reported: dict[int, Mark] = {}
-        #: What was said of the ranks that hold up the others now; empty: nobody does.
+        #: The words about the ranks that hold up the others now; empty: no rank does.
         self.text = ""
-        #: The ranks of other machines, as their launchers tell.
+        #: Rank -> the last report of its launcher, for ranks of other machines.
         self._others: dict[int, _Heard] = {}
         self._memory = dict.fromkeys(ranks, 0)
 

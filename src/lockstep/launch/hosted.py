@@ -25,13 +25,13 @@ from lockstep.launch.ports import free_port
 from lockstep.launch.processes import SAVE, STOPPING, SignalQueue
 from lockstep.remote.frames import BEAT, SILENT, FrameKind, frame, greet
 
-#: Seconds that an order may take: the other hosts are waited for.
+#: Seconds that an order may take, including the wait for the other hosts.
 _ORDER = 120.0
 #: Seconds that a launcher has beyond --grace before it is killed, once the connection is gone.
 _PATIENCE = 20.0
-#: Seconds for the last output once the launcher has ended, and for those who read it.
+#: Seconds for the last output once the launcher has ended, and for its reader.
 _DRAIN, _READER = 5.0, 600.0
-#: Bytes that wait for a slow connection before the ranks have to wait as well.
+#: Bytes that may wait for a slow connection before the ranks have to wait as well.
 _FULL = 1 << 20
 _CHUNK = 65536
 
@@ -46,15 +46,15 @@ class Order:
     #: The job's key, as hexadecimal digits.
     key: str
     nnodes: int
-    #: Where the launchers meet.
+    #: The address at which the launchers meet.
     endpoint: str
-    #: Tells this job from others.
+    #: The identity of the job.
     job: str
-    #: Whether standard output and error are shown in one place, and so have to stay in order.
+    #: True if standard output and error are shown in one place, so that they have to stay in order.
     one_stream: bool
     #: Rows and columns of the terminal that shows them; None: there is none.
     terminal: tuple[int, int] | None
-    #: Seconds, as after --grace.
+    #: The seconds of --grace.
     grace: float
 
     def encode(self) -> bytes:
@@ -136,7 +136,7 @@ class _Guard:
         self._heard = self._beat = time.monotonic()
         self._kill_at = float("inf")
         self._outgoing = bytearray()
-        #: Messages that wait for output, and whether the machines have met.
+        #: Messages that wait for output; True if the machines have met.
         self._messages: list[bytes] = []
         self._has_met = False
         for fd in (0, 1, *readers):

@@ -69,7 +69,7 @@ def refuse_with_hosts(text: str, others: Mapping[str, object]) -> None:
 class Line:
     """What each host's launcher is told in its command line."""
 
-    #: As after -n, for hosts that have no number of their own; None: not given.
+    #: The value of -n, for hosts that have no number of their own; None: not given.
     ranks: str | None
     #: The other options, as the user has given them, the program and its arguments.
     rest: tuple[str, ...]
@@ -154,15 +154,15 @@ class _Job:
             self._sinks[FrameKind.ERROR] = self._sinks[FrameKind.OUTPUT]
         self._unfinished: dict[tuple[int, FrameKind], _Unfinished] = {}
         self._shown: Counter[str] = Counter()
-        #: Messages that wait for a better one: until when, the how manieth of its name, the name, the text.
+        #: Messages that wait for a better one: the time limit, the count of messages of this name, the name, the text.
         self._later: list[tuple[float, int, str, str]] = []
         #: The signal that is to end the job.
         self._stopped_by: signal.Signals | None = None
-        #: Exit codes, in the order of the ends; those that were made to end here don't count.
+        #: Exit codes of hosts, in the order of their ends, without those that were ended from here.
         self._codes: list[int] = []
         self._lost = False
         self._ended: set[str] = set()
-        #: When the hosts that are left are pressed further, and how often they were.
+        #: The time at which the remaining hosts are pressed further, and the number of times they were.
         self._press_at, self._pressed = float("inf"), 0
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ class Attempt:
         self._trace = trace
         self.number = number
         self.began = time.monotonic()
-        #: Private to this attempt, so that it meets no rendezvous and no record of an earlier one.
+        #: The attempt's private folder, which has no rendezvous and no record of an earlier attempt.
         self.folder = Path(home) / str(number)
         try:
             self.folder.mkdir(mode=0o700)
@@ -65,7 +65,7 @@ class Attempt:
             self._pages = Pages(self.folder, round_.world_size)
         except OSError as error:
             raise LaunchError(f"the job's files can't be written in {home}: {describe(error)}") from error
-        #: Says which rank holds up the others.
+        #: Finds the rank that holds up the others.
         self.hangs = HangWatch(
             self._files, self._pages, round_.local_ranks, world_size=round_.world_size, shortest=knobs.late()
         )
@@ -164,11 +164,11 @@ class Launcher:
         self._home = home
         self.attempt = Attempt(round_, home=home, number=0, grace=spec.grace, trace=spec.trace)
         self._tracer: Tracer | None = None
-        #: The traceback of the zygote's imports, if they failed.
+        #: The traceback of the zygote's failed imports; None: they have not failed.
         self.broken: str | None = None
         self.selector = selectors.PollSelector()  # epoll refuses regular files, which standard output may be
         self._next_look = 0.0
-        #: What the starts before this one took, and the most memory that each rank of this machine had in them.
+        #: The summaries of earlier starts, and the peak memory in them of each rank of this machine.
         self._summaries: list[Summary] = []
         self._peaks: dict[int, int | None] = {}
         self._told_of_loss = False

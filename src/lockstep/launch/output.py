@@ -42,7 +42,7 @@ class Streams:
         self._logs = logs
         self._relay = relay
         self._pty: int | None = None
-        #: The ranks of this machine, by their local ranks, in the attempt that was started last.
+        #: Local rank -> rank, in the attempt that was started last.
         self._ranks: dict[int, int] = {}
 
     def open(self, local_rank: int, rank: int) -> list[int]:
@@ -220,13 +220,13 @@ class OutputSource:
     fd: int
     rank: int
     sink: OutputSink
-    #: Where every byte also goes, or None.
+    #: The descriptor of the log that gets every byte; None: there is none.
     log: int | None
-    #: The ranks whose logs can't be written any more, as the relay's sources have said: a rank has two of them.
+    #: The ranks whose logs can't be written any more, shared by the relay's sources: a rank has two.
     unwritten: set[int]
-    #: What each of its lines on the terminal begins with; empty: bytes are passed on as they come.
+    #: The prefix of each of its lines on the terminal; empty: bytes are passed on as they come.
     prefix: bytes = b""
-    #: Output that was not handed to the sink yet, and since when.
+    #: Output that was not handed to the sink yet, and the time since which it waits.
     held: bytearray = field(default_factory=bytearray)
     since: float = 0.0
 
@@ -362,7 +362,7 @@ def _readable(fd: int) -> bool:
 
 # The logs ------------------------------------------------------------------------------------------------------------
 
-#: Jobs whose logs stay in the default folder.
+#: The number of jobs whose logs stay in the default folder.
 KEPT = 20
 _OURS = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}")
 
@@ -379,14 +379,14 @@ class LogFolder:
     def __init__(self, given: Path | None, *, program: str, env: Mapping[str, str] = os.environ) -> None:
         self._given = given
         self._env = env
-        #: Why the logs are not in the default place, for the user; None: they are.
+        #: The reason, for the user, why the logs are not in the default folder; None: they are.
         self.moved: str | None = None
         self._program = program
         self._lock: int | None = None
         self.path: Path | None = None
         #: Restarts of the job so far; the ranks' logs after a restart are in a folder of their own.
         self.restart = 0
-        #: The logs, with their ranks.
+        #: Log -> its rank.
         self._opened: dict[Path, int] = {}
 
     def open(self, rank: int) -> int:

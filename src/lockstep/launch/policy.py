@@ -53,12 +53,12 @@ class RankState:
 
     rank: int
     pid: int | None = None
-    #: None while it lives; negative for a signal.
+    #: The exit code, negative for a signal; None while the rank runs.
     exit_code: int | None = None
-    #: When it ended and when it was told to stop, on the monotonic clock; None: not.
+    #: The times at which it ended and was told to stop, in seconds on the monotonic clock; None: it was not.
     ended_at: float | None = None
     stopped_at: float | None = None
-    #: The most memory it ever had, in bytes; None: not known yet.
+    #: Peak memory in bytes; None: not known yet.
     peak: int | None = None
 
 
@@ -71,9 +71,9 @@ class Policy:
     states: dict[int, RankState] = field(init=False)
     #: The signal that ended the job, if one did.
     stopped_by: signal.Signals | None = None
-    #: Whether a rank failed before anybody wanted the job to end.
+    #: True if a rank failed before the job was asked to end.
     failing: bool = False
-    #: When the next tick is due, or None.
+    #: The time of the next tick; None: none is due.
     deadline: float | None = None
     #: True when ranks did not even die of SIGKILL.
     gave_up: bool = False
@@ -223,11 +223,11 @@ class Ending:
 
     state: RankState
     record: FailureRecord | None
-    #: Its log, or None if its output went elsewhere.
+    #: The rank's log; None: its output went elsewhere.
     log: Path | None = None
-    #: Whether what it wrote to standard error was seen by the user.
+    #: True if the user saw the rank's standard error.
     shown: bool = False
-    #: The collective in which it waited for other ranks at the end, and the line of the program; empty: in none.
+    #: The collective in which the rank waited at the end, with the line of the program; empty: it did not wait.
     waited_in: str = ""
 
     @property
@@ -290,7 +290,7 @@ def first_failure(endings: Iterable[Ending]) -> Ending | None:
 
 # Whether to start again ----------------------------------------------------------------------------------------------
 
-#: Signals that somebody sends; the others a process causes itself.
+#: Signals that come from another process; the process itself causes the others.
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -301,11 +301,11 @@ class Failure:
     rank: int
     #: The error's type and message with its numbers left out, the exit code or the signal.
     cause: str
-    #: Whether the rank ended by an exception or an exit code of its own.
+    #: True if the rank ended by an exception or an exit code of its own.
     by_itself: bool
-    #: Whether it came from outside, or from another rank's end.
+    #: True if the cause came from outside, or from another rank's end.
     from_outside: bool
-    #: Optimizer steps of the whole run, and those since this start; None where nobody counted.
+    #: Optimizer steps of the whole run, and since this start; None: not counted.
     step: int | None
     taken: int | None
 

@@ -27,11 +27,11 @@ from typing import Any
 
 from lockstep import knobs, machine
 
-#: From which variables torch and OpenBLAS take the number of threads: the first that is set counts.
+#: The variables from which torch and OpenBLAS take the number of threads: the first that is set counts.
 _OF_TORCH = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 _OF_OPENBLAS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 
-#: What compiled libraries read once, when they are loaded with a module (seen by listening to getenv).
+#: Module -> variables that its compiled libraries read once, when they are loaded (found by tracing getenv).
 _READ_WHEN_LOADED: dict[str, tuple[str, ...]] = {
     "torch": (
         "GOMP_CPU_AFFINITY", "GOMP_DEBUG", "GOMP_SPINCOUNT", "GOMP_STACKSIZE",
@@ -44,7 +44,7 @@ _READ_WHEN_LOADED: dict[str, tuple[str, ...]] = {
     ),
     "numpy": ("NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES", "OPENBLAS_CORETYPE", "OPENBLAS_VERBOSE"),
 }  # fmt: skip
-#: Read at import, and again whenever it is needed.
+#: Variables that are read at import, and again whenever they are needed.
 _READ_AGAIN = frozenset(["TORCHINDUCTOR_CACHE_DIR"])
 
 #: The files of the frames between a program's ``os.environ[…] = …`` or ``os.getenv(…)`` and this one.
@@ -52,7 +52,7 @@ _BETWEEN = (os.getenv.__code__.co_filename, Mapping.get.__code__.co_filename)
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
-#: Variables that an import in this process has read, and the module that did.
+#: Variable -> the module whose import in this process has read it.
 _read: dict[str, str] = {}
 
 
@@ -101,10 +101,10 @@ class _Listener:
 
     def __init__(self, putenv: Callable[[Any, Any], None]) -> None:
         self._putenv = putenv
-        #: A process that the program forks has its own mind.
+        #: The process that is watched; processes that the program forks are not.
         self._process = os.getpid()
         torch = sys.modules.get("torch")
-        #: torch's number of threads, as long as the program has not said torch.set_num_threads(); None: no torch here.
+        #: torch's number of threads, until the program calls torch.set_num_threads(); None: torch is not loaded.
         self._threads: int | None = None if torch is None else torch.get_num_threads()
 
     def __call__(self, key: Any, value: Any, /) -> None:

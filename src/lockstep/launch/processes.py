@@ -108,9 +108,9 @@ class Dead:
     """A child that ended."""
 
     pid: int
-    #: Its exit code; negative for a signal.
+    #: The exit code; negative for a signal.
     code: int
-    #: The most physical memory it ever had, in bytes, what it shared with others included.
+    #: Peak physical memory in bytes, including memory shared with other processes.
     peak: int
 
 

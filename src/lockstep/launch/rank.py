@@ -33,7 +33,7 @@ from lockstep.job.stop import interrupt_once
 from lockstep.launch import preload, processes
 from lockstep.launch.processes import SAVE, STOPPING
 
-#: What a shell reports for a process that SIGINT ended.
+#: The exit code that a shell reports for a process that SIGINT ended.
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -42,12 +42,12 @@ class Task:
     """What one forked process is to be."""
 
     rank: int
-    #: Changes to the environment; None unsets.
+    #: Variable -> its value; None unsets it.
     env: dict[str, str | None]
     #: ``{"kind": "script" | "module", "target": …, "args": […]}``, ``{"kind": "call", …}`` or ``{"kind": "rendezvous",
     #: "options": …}``. ``"logged": True``: files among ``fds`` are the rank's log.
     job: dict[str, Any]
-    #: None, or standard input, output and error, and then what the job needs.
+    #: Standard input, output and error, then the descriptors that the job needs; None: they stay as they are.
     fds: list[int]
     #: The stopping signals that the user's shell had ignored when it started the job.
     shielded: frozenset[signal.Signals]
@@ -112,7 +112,7 @@ def _take_page() -> None:
     tracing.arm(folder, rank=identity.rank, steps=steps, first=first, on_demand=asked is not None)
 
 
-#: Characters that a socket's path can have, and those that multiprocessing adds to its folder's.
+#: The most characters of a socket's path, and the characters that multiprocessing adds to its folder's path.
 _SOCKET_PATH, _LISTENER = 107, len("/listener-12345678")
 
 
@@ -262,7 +262,7 @@ def _new_main(**attributes: Any) -> dict[str, Any]:
 
 # The function of lockstep.spawn --------------------------------------------------------------------------------------
 
-#: The descriptors that travelled beside the pickled arguments, by their place there.
+#: The descriptors that came beside the pickled arguments, in the order of their references.
 _received: list[int] = []
 
 

@@ -23,11 +23,11 @@ from lockstep.launch.processes import name
 from lockstep.rendezvous.messages import Round
 from lockstep.text import as_size, counted, last_lines, which_ranks
 
-#: Ranks that are listed one by one.
+#: The most ranks that are listed one by one.
 _RANKS = 16
 #: Characters of an error's first line that a report repeats where its traceback was shown.
 _BRIEF = 200
-#: Lines and bytes of what a rank wrote last that are told where nobody saw it and nothing else says why it ended.
+#: Lines and bytes of a rank's last output that are repeated if it was not shown and nothing else explains the end.
 _LAST_LINES, _LAST_BYTES = 8, 2000
 #: Stands for the rank that an error begins with.
 _ANY_RANK = "rank #"
@@ -41,11 +41,11 @@ class Screen(Protocol):
         ...
 
 
-#: The message that says nothing but that the launchers have found each other.
+#: The message that only says that the launchers have found each other.
 MET = b'{"met": true}'
-#: Where messages go as lines of JSON, to be shown elsewhere; None: to standard error.
+#: The descriptor to which messages are written as JSON lines, to be shown elsewhere; None: standard error is used.
 _reader: int | None = None
-#: Shows messages while ranks write; None: there are none.
+#: The screen that shows messages while ranks write; None: there are no ranks.
 _screen: Screen | None = None
 
 
@@ -118,11 +118,11 @@ class Outcome:
 
     endings: tuple[Ending, ...]
     facts: MachineFacts
-    #: Ranks of the job, those of other machines included.
+    #: The number of ranks of the job, including those of other machines.
     world_size: int
-    #: What was said of ranks that hold up the others, if they still do.
+    #: The report of ranks that hold up the others, if they still do.
     late: str = ""
-    #: Where the run continues, if its ranks were asked to stop and have saved.
+    #: The checkpoint from which the run continues, if its ranks were asked to stop and have saved.
     note: StopNote | None = None
 
     @property
@@ -184,7 +184,7 @@ def stopped(outcome: Outcome, signum: signal.Signals, *, at_once: bool = False) 
     return "; ".join(words)
 
 
-#: Where a rank that was asked to save may stay for long without coming to a step.
+#: Phases in which a rank that was asked to save may stay for long without coming to a step.
 _OUTSIDE = (Phase.EVALUATE, Phase.OWN, Phase.COMPILE, Phase.RESTORE)
 
 
@@ -388,7 +388,7 @@ _WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pid>\d+)[^)]*\) "
     r"(?:is killed by signal: (?P<signal>[\w ]+)|exited unexpectedly(?: with exit code (?P<code>\d+))?)"
 )
-#: What a process causes itself, mostly in compiled code.
+#: Signals that a process causes itself, mostly in compiled code -> their meaning.
 _CRASHES = {
     signal.SIGSEGV: "it accessed memory that is not mapped, or not its own",
     signal.SIGABRT: "compiled code called abort(), perhaps after printing why",
@@ -396,7 +396,7 @@ _CRASHES = {
     signal.SIGFPE: "compiled code divided an integer by zero",
     signal.SIGSYS: "it made a system call that this container forbids",
 }
-#: The path for which there was no room, as Python writes it; compiled code and multiprocessing say none.
+#: The path for which there was no room, as Python writes it; compiled code and multiprocessing name none.
 _NAMED = re.compile(r"No space left on device: '")
 #: Bytes without which nothing can be made in /dev/shm.
 _SMALLEST = 65536

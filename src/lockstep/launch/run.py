@@ -50,12 +50,12 @@ from lockstep.rendezvous.messages import (
 )
 from lockstep.runs.record import Recorder
 
-#: Open files that a rank needs here while it starts, and that everything else does.
+#: Open files that each starting rank needs in the launcher, and that everything else needs.
 _DESCRIPTORS_PER_RANK = 7
 _DESCRIPTORS_BESIDE = 32
-#: Seconds that a reader may take for the last output once every process has ended.
+#: Seconds that a reader may take for the last output after every process has ended.
 _DRAIN = 600.0
-#: Clients that may be lost, one after the other, before the machines count as unable to meet.
+#: Rendezvous clients that may be lost in a row before the machines count as unable to meet.
 _CLIENTS = 3
 #: Seconds that processes which outlived the zygote have to leave by themselves.
 _PATIENCE = 0.3
@@ -147,14 +147,14 @@ def _open_standard_streams() -> None:
 class _Stage(enum.Enum):
     """Where a run is."""
 
-    #: The zygote imports what the ranks need, and none is forked yet.
+    #: The zygote imports the ranks' modules; no rank is forked yet.
     IMPORTING = enum.auto()
     #: The launchers of several machines wait for each other; there are no ranks.
     MEETING = enum.auto()
     RUNNING = enum.auto()
-    #: This machine's ranks have ended, and what comes of it is not known yet: it depends on the other machines.
+    #: This machine's ranks have ended; the consequence depends on the other machines and is not known yet.
     ENDED = enum.auto()
-    #: An attempt is over, and the next one waits until nothing of it is left.
+    #: An attempt is over; the next one waits until nothing of it is left.
     CLEARING = enum.auto()
     #: The rendezvous client was told to leave; the machine that serves the others waits for them.
     LEAVING = enum.auto()
@@ -183,11 +183,11 @@ class _Run:
         self._signals = signals
         self._restarts = Restarts(self._spec.max_restarts)
         self._stage = _Stage.IMPORTING
-        #: Why this attempt is over, for all machines; None: it is not.
+        #: The verdict on this attempt, common to all machines; None: it is not over.
         self._verdict: Verdict | None = None
-        #: Whether the signal that ends the job reached ranks that save and leave by themselves.
+        #: True if the signal that ends the job reached ranks that save and leave by themselves.
         self._asked_listeners = False
-        #: When to look whether ranks that were asked to save have come to a step, on the monotonic clock; None: done.
+        #: The monotonic time at which ranks that were asked to save should have come to a step; None: this is done.
         self._warn_at: float | None = None
         self._steps_when_asked: dict[int, int | None] = {}
         self._relay = Relay(launcher.selector)
@@ -195,21 +195,21 @@ class _Run:
         self._screen = RunScreen(launcher, self._streams, self._relay)
         report.say_on(self._screen)
         self._others = None if self._spec.rendezvous is None else Rendezvous(self._spec.meeting())
-        #: When the search for the other machines ends, on the monotonic clock; None: it has not begun.
+        #: The monotonic time at which the search for the other machines ends; None: it has not begun.
         self._meet_by: float | None = None
         #: The number of the last round, and what tells this job from others; why this machine could not go on with it;
         #: why there will be none.
         self._last_round, self._job = -1, ""
         self._lost = ""
         self._refused, self._refused_with = "", 1
-        #: Clients that were lost since the machines have met last.
+        #: Rendezvous clients that were lost since the machines last met.
         self._lost_clients = 0
-        #: When a client that was told to leave has had enough time, on the monotonic clock.
+        #: The monotonic time by which a client that was told to leave must have left; None: none was told.
         self._patience: float | None = None
         self._told_of_waiting = False
-        #: When the last turn of the loop began to act, on the monotonic clock.
+        #: The monotonic time at which the last turn of the loop began to act.
         self._turned = time.monotonic()
-        #: What was said of the machines that have met, and what the user should know of them.
+        #: The warnings about the machines that were shown already.
         self._warned: set[str] = set()
         self._told_of_machines = ""
         launcher.selector.register(signals, selectors.EVENT_READ)

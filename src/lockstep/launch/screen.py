@@ -10,7 +10,7 @@ from lockstep.launch.launcher import Launcher
 from lockstep.launch.output import Relay, Streams, error_sink
 from lockstep.launch.report import show
 
-#: Stands for the launcher among those whose lines are shown.
+#: The number of the launcher among the writers of shown lines.
 _LAUNCHER = -1
 
 
@@ -26,7 +26,7 @@ class RunScreen:
 
     def __init__(self, launcher: Launcher, streams: Streams, relay: Relay) -> None:
         self._launcher, self._streams, self._relay = launcher, streams, relay
-        #: What ranks had noted of their lines when the launcher wrote last, by start and rank.
+        #: (Start, rank) -> the rank's note on its lines when the launcher last wrote.
         self._ended: dict[tuple[int, int], int] = {}
 
     def show(self, text: str) -> None:

@@ -24,7 +24,7 @@ from lockstep.rendezvous.messages import Options, Round
 from lockstep.schedulers.place import node as scheduler_node
 from lockstep.text import counted, joined
 
-#: torch.distributed.launch's default, which the nodes of a job must agree on without talking to each other.
+#: torch.distributed.launch's default port, which the nodes of a job must agree on without communication.
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_GRACE = 10.0
 DEFAULT_JOIN_TIMEOUT = 600.0
@@ -34,11 +34,11 @@ DEFAULT_REGROUP_AFTER = 60.0
 class Output(enum.Enum):
     """Whose output is on the terminal."""
 
-    #: The first rank's, plain; the others' goes to their logs.
+    #: Show the first rank's output, unchanged; the other ranks' output goes to their logs.
     FIRST = "first"
-    #: Everybody's, line by line, the others' with a prefix; and to the logs.
+    #: Show all ranks' output, line by line, with a prefix except for the first rank; and write the logs.
     ALL = "all"
-    #: Everybody's, plain, as torch.distributed.launch has it; no logs unless a folder is given.
+    #: Show all ranks' output, unchanged, as torch.distributed.launch does; no logs unless a folder is given.
     SHARED = "shared"
 
 
@@ -49,7 +49,7 @@ class Program:
     target: str
     args: tuple[str, ...] = ()
     is_module: bool = False
-    #: The script's text where it is in no file that the ranks could read: see :meth:`read`.
+    #: The script's text, if no file that the ranks can read has it; see :meth:`read`.
     text: bytes | None = None
 
     @classmethod
@@ -89,22 +89,22 @@ class JobSpec:
     master_port: int | None = None
     #: The option that passes the local rank as the first argument, as torch.distributed.launch does, or None.
     local_rank_option: str | None = None
-    #: Where the user wants the logs; None: a folder of our own.
+    #: The user's folder for the logs; None: the default folder.
     log_dir: Path | None = None
     output: Output = Output.FIRST
     #: Seconds between asking the ranks to stop and killing them.
     grace: float = DEFAULT_GRACE
-    #: Whether to leave out the summary at the end.
+    #: True if the summary at the end is left out.
     quiet: bool = field(default_factory=knobs.quiet)
-    #: How many steps are traced, and how many come before them; None: none are.
+    #: The number of traced steps, and of the steps before them; None: no step is traced.
     trace: tuple[int, int] | None = field(default_factory=knobs.trace)
-    #: How often all ranks are started again after one failed.
+    #: The limit on restarts of all ranks after one failed.
     max_restarts: int = 0
-    #: Where this launcher meets those of other machines; None: it does not, the machines are known beforehand.
+    #: The rendezvous with other machines' launchers; None: the machines are known beforehand.
     rendezvous: Options | None = None
-    #: Seconds that a round lasts at least before machines that want to join may end it.
+    #: The minimum seconds of a round before machines that want to join may end it.
     regroup_after: float = DEFAULT_REGROUP_AFTER
-    #: Whether what the launchers of all machines show is shown in one place, where the job has one first rank.
+    #: True if the output of all machines' launchers is shown in one place, so that the job has one first rank.
     one_terminal: bool = False
 
     def __post_init__(self) -> None:
@@ -246,7 +246,7 @@ class NodeOptions:
     node_rank: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
-    #: The user has said that it is one machine.
+    #: True if the user has said that the job has one machine.
     standalone: bool = False
     rdzv: str | None = None
     rdzv_id: str | None = None
@@ -262,11 +262,11 @@ class NodePlace:
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int | None = None
-    #: Ranks on each machine, as after ``-n``, where the scheduler says so.
+    #: Ranks on each machine, as for ``-n``, if the scheduler tells.
     ranks: str | None = None
-    #: Where the machines find each other, its number of ranks still to be filled in; None: they are known beforehand.
+    #: The machines' rendezvous, without its number of ranks; None: the machines are known beforehand.
     rendezvous: Options | None = None
-    #: How often all ranks are started again after one failed, where the scheduler says so.
+    #: The limit on restarts of all ranks after one failed, if the scheduler tells.
     restarts: int | None = None
 
 
@@ -372,7 +372,7 @@ def _meeting_of_pods(options: NodeOptions, env: Mapping[str, str]) -> NodePlace:
     return replace(place, ranks=env.get("PET_NPROC_PER_NODE"), restarts=int(restarts) if restarts.isdecimal() else None)
 
 
-#: A name or an address, in brackets where it has colons, and perhaps a port.
+#: A name or an address (in brackets if it has colons), with an optional port.
 _ENDPOINT = re.compile(r"([^\s:\[\]]+|\[[0-9a-fA-F:.%\w]+\])(:\d{1,5})?")
 
 
@@ -411,7 +411,7 @@ def local_rank_option(sources: Iterable[str]) -> str:
 
 # Whether a program can be run at all, and what it says, without running a line of it ---------------------------------
 
-#: Files around a program that are looked through, and folders: beside a program there may be its data.
+#: The most files and folders around a program that are searched: its data may lie beside it.
 _MOST_FILES, _MOST_FOLDERS = 300, 100
 
 
@@ -443,9 +443,9 @@ def sources_of(program: Program) -> Iterator[str]:
     yield from _texts(itertools.islice(_beside(path), _MOST_FILES))
 
 
-#: Names of a descriptor of whoever opens them: in a rank they are other files, or none.
+#: Names that mean a descriptor of the process that opens them: in a rank, another file or none.
 _DESCRIPTOR = re.compile(r"/dev/(stdin|fd/\d+)|/proc/(self|thread-self|\d+)/(task/\d+/)?fd/\d+")
-#: Bytes of a program that is read from a pipe.
+#: The most bytes of a program that is read from a pipe.
 _LONGEST = 1 << 26
 
 

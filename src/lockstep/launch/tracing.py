@@ -34,10 +34,10 @@ class Tracer:
     def __init__(self, folder: Callable[[], Path], *, home: Path, round_: Round, asked: tuple[int, int] | None) -> None:
         self._folder, self._home, self._round = folder, home, round_
         self._on_demand, self._asked = asked is not None, asked or knobs.TRACED_ANYWAY
-        #: The name of the file, once it is written.
+        #: The name of the trace's file; None: it is not written yet.
         self.written: str | None = None
         self._thread: threading.Thread | None = None
-        #: What the thread has to say, and the profiles that were there when it began.
+        #: Messages of the thread; the profiles that existed when it began.
         self._said: list[str] = []
         self._profiles = -1
         self._began = time.time()

@@ -63,13 +63,13 @@ WARMING_UP = 60.0
 LONG = 300.0
 #: Steps that a rank has taken before its time to start is over.
 WARM = 2
-#: How many steps' times the median is of.
+#: The number of step times from which the median is taken.
 _REMEMBERED = 101
-#: Seconds between two looks: this part of the time that has passed, within these bounds.
+#: Seconds between two looks: this fraction of the time that has passed, within these bounds.
 _LOOKS, _SHORTEST_PAUSE, _LONGEST_PAUSE = 300, 0.016, 0.03
-#: Seconds between two looks after which the launcher itself did not run in between: a Ctrl-Z, most likely.
+#: Seconds between two looks that show that the launcher itself did not run in between: a Ctrl-Z, most likely.
 ASLEEP = 4.0
-#: What the time of a mark goes to, as a number, by its last bits.
+#: The last bits of a mark -> the phase, as a number, that its time counts for.
 _SPENDS = [int(Phase.WAIT) if mark & WAITS else min(mark % ENTERED, int(Phase.WAIT)) for mark in range(SERIAL)]
 
 
@@ -129,18 +129,18 @@ class Looker:
 
     def __init__(self, ranks: int, now: float) -> None:
         self.shares = Shares(ranks)
-        #: How often it has looked.
+        #: The number of looks so far.
         self.looks = 0
-        #: Of each rank, its mark at the last look, and when that was first found (or, after a break in which this
-        #: process did not look, when it looked again: what came before does not count).
+        #: For each rank, its mark at the last look, and the time at which that was first found (after a break in which
+        #: this process did not look, the time of the first look after it).
         self.marks = [0] * ranks
         self.moved = [now] * ranks
-        #: The places of ranks that the kernel lets do nothing: they do not wait, whatever their marks say.
+        #: Indices of ranks that the kernel keeps from running: they do not wait, whatever their marks say.
         self.still: frozenset[int] = frozenset()
-        #: When the next look is due.
+        #: The time at which the next look is due.
         self.due = now
         self._looked = now
-        #: When a rank was first seen to do anything.
+        #: The time at which a rank was first seen to do anything.
         self._begun: float | None = None
         self._draw = random.Random(0)
 
@@ -183,17 +183,17 @@ class Standstill(enum.Enum):
     DEAD = "dead"
     #: Its cgroup is frozen.
     FROZEN = "frozen"
-    #: It sleeps where no signal reaches it, and has for seconds.
+    #: It has slept for seconds in the kernel, where no signal reaches it.
     UNREACHABLE = "unreachable"
-    #: All of its threads wait for each other: each sleeps on a lock that only a thread of the process itself unlocks.
+    #: Its threads wait for each other: each sleeps on a lock that only another thread of the process can release.
     LOCKED = "locked"
     #: A debugger holds it.
     TRACED = "traced"
-    #: It is ready to run, and others have the processor.
+    #: It is ready to run, but other processes have the processor.
     STARVED = "starved"
 
 
-#: What lasts until somebody acts; the other two pass when a debugger, or other work, lets go of the process.
+#: The kinds that last until a person acts; the other two end when a debugger, or other work, releases the process.
 HALTS = frozenset(Standstill) - {Standstill.TRACED, Standstill.STARVED}
 
 
@@ -202,11 +202,11 @@ class Seen:
     """One rank as the launcher has seen it."""
 
     rank: int
-    #: Its page.
+    #: The rank's page.
     look: Look
-    #: When its mark changed last, or when the launcher began to look without a break, if that was later.
+    #: The later of the last change of its mark and the beginning of the launcher's uninterrupted looks.
     moved: float
-    #: How it ended, or None while it lives.
+    #: The exit code; None while the rank runs.
     exit_code: int | None = None
     standstill: Standstill | None = None
 
@@ -227,10 +227,10 @@ class HangVerdict:
     """Which ranks hold up which."""
 
     kind: HangKind
-    #: The ranks to look at, and those that wait for them.
+    #: The late ranks, then the ranks that wait for them.
     late: tuple[int, ...]
     waiting: tuple[int, ...]
-    #: Since when the ranks that wait have all been there.
+    #: The time since which all waiting ranks have waited.
     since: float
 
 
@@ -350,7 +350,7 @@ def settle(verdict: HangVerdict, doing: Mapping[int, Doing]) -> HangVerdict | No
     return HangVerdict(HangKind.LATE if late else HangKind.APART, late, waiting, verdict.since)
 
 
-#: How far into a step a rank is by the last phase that it entered; the optimizer's is over when the step is counted.
+#: Phases in the order in which a rank enters them in a step; the optimizer's is over when the step is counted.
 _ORDER = (Phase.OPTIMIZER, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE)
 
 

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from lockstep.job.files import JobFiles
 
-#: Asks a rank for its Python stacks. Not SIGUSR1 or SIGUSR2, which are the user's; far from the ends of the range,
-#: which libraries take first.
+#: The signal that asks a rank for its Python stacks. Not SIGUSR1 or SIGUSR2, which are the user's; far from both ends
+#: of the range, which libraries take first.
 STACK_SIGNAL = signal.SIGRTMIN + 11
 #: Bytes of a rank's page.
 PAGE = 2048
@@ -44,7 +44,7 @@ class Phase(enum.IntEnum):
     #: From a replica's forward in training on, until its backward begins: the loss as well.
     FORWARD = 2
     BACKWARD = 3
-    #: Sending gradients, and waiting for the other ranks' ones.
+    #: Sending gradients, and waiting for those of the other ranks.
     REDUCE = 4
     OPTIMIZER = 5
     SAVE = 6
@@ -53,15 +53,15 @@ class Phase(enum.IntEnum):
     COMPILE = 8
     #: A replica's forward in eval mode, and what follows it.
     EVALUATE = 9
-    #: Between the others: the user's own code.
+    #: The user's own code, between the other phases.
     OWN = 10
     #: The program is over, and the interpreter is being taken down.
     LEAVING = 11
-    #: Waiting for other ranks in a collective, whatever the phase around it. In no page, only among shares of time.
+    #: Waiting for other ranks in a collective, in any phase. It is in no page, only among fractions of time.
     WAIT = 12
 
 
-#: How a phase is called in messages.
+#: Phase -> its name in messages.
 NAMES = {
     Phase.START: "start",
     Phase.DATA: "data",
@@ -86,44 +86,44 @@ class Cell(enum.IntEnum):
     other ranks read it at every step. Behind the texts lie the launcher's, and those that are written rarely.
     """
 
-    #: See Note [One writer a page], and :class:`Mark`.
+    #: The rank's mark; see Note [One writer a page] and :class:`Mark`.
     MARK = 0
-    #: Optimizer steps that this process has taken, plus one; 0: nobody counts them.
+    #: Optimizer steps that this process has taken, plus one; 0: they are not counted.
     STEPS = 1
-    #: Samples that these steps were taken with, as the sharded loaders have handed them out; 0: nobody counts them.
+    #: Samples that the sharded loaders have handed out for these steps; 0: they are not counted.
     SAMPLES = 2
     #: Optimizer steps of the whole run by a Checkpointer's count, those before a restart included, plus one; 0: no
     #: Checkpointer counts.
     RUN_STEPS = 8
     #: 1 while the rank saves and leaves by itself when it is asked to stop.
     LISTENS = 9
-    #: What this rank proposes to do together, and when; see stop.py. 0: nothing.
+    #: This rank's proposal of a common act and its step; see stop.py. 0: none.
     PROPOSAL = 10
-    #: What the launcher has seen or heard, about once a second: resident bytes.
+    #: Resident bytes, which the launcher notes about once a second.
     MEMORY = 192
-    #: Milliseconds that went to the first phase since the rank was started; those of the other phases follow.
+    #: Milliseconds spent in the first phase since the rank was started; those of the other phases follow.
     SPENT = 193
-    #: The most bytes that this rank ever had of its GPU, and how many the GPU has; 0: there is none, or not known yet.
+    #: Peak bytes of this rank on its GPU, then the GPU's capacity; 0: there is no GPU, or they are not known yet.
     DEVICE_MEMORY = 208
     DEVICE_SIZE = 209
-    #: Microseconds of the GPU's time that went to the first phase, in the steps that were timed (see device.py); those
+    #: Microseconds of GPU time spent in the first phase, in the steps that were timed (see device.py); those
     #: of the other phases follow.
     DEVICE_SPENT = 210
-    #: Microseconds that Python's garbage collector has paused this rank, and how often, its short looks at what was
-    #: made last left out; 1 while it does.
+    #: Microseconds for which Python's garbage collector has paused this rank, the number of pauses, and 1 during one;
+    #: collections of the youngest generation are left out.
     COLLECTED = 226
     COLLECTIONS = 227
     COLLECTING = 228
-    #: What this rank has written last to where messages go: see Note [Begun lines] in terminal.py.
+    #: The rank's note on its last output to the place of messages: see Note [Begun lines] in terminal.py.
     LINES = 229
 
 
 class Text(enum.Enum):
     """The texts of a page, by their place in it and how many bytes they have."""
 
-    #: What the rank waits in, or waited in last, and at which line.
+    #: The call in which the rank waits, or last waited, and its line.
     WAITS_IN = (128, 640)
-    #: Why the rank expects to be slow, inside ``expect_slow``.
+    #: The reason why the rank expects to be slow, inside ``expect_slow``.
     REASON = (768, 512)
     #: The line from which the optimizer took its last step.
     STEPPED_AT = (1280, 256)
@@ -140,9 +140,9 @@ class Mark:
     phase: Phase
     #: The last phase that was not own code.
     entered: Phase
-    #: Whether the rank waits for others.
+    #: True if the rank waits for others.
     waiting: bool
-    #: Another one than that of the mark before; 0: there was no event yet.
+    #: A number that differs from that of the mark before; 0: there was no event yet.
     serial: int
 
     @classmethod
@@ -161,7 +161,7 @@ class Look:
     """A rank's page at one moment."""
 
     mark: Mark
-    #: Optimizer steps taken; None: nobody counts them.
+    #: Optimizer steps taken; None: they are not counted.
     steps: int | None
     waits_in: str
     reason: str
@@ -188,7 +188,7 @@ class Pages:
             os.close(fd)
         self._bytes = memoryview(self._memory)
         self._numbers = self._bytes.cast("q")
-        #: One number of all ranks: int64 [count], a view.
+        #: Cell -> its values of all ranks: int64 [count], a view.
         self._columns = {cell: self._numbers[cell :: PAGE // 8] for cell in Cell}
 
     def page(self, rank: int) -> memoryview:

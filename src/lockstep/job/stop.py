@@ -50,7 +50,7 @@ _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SAVE = signal.SIGUSR1
 #: The code in which multiprocessing forks a worker.
 _LAUNCH = popen_fork.Popen._launch.__code__  # type: ignore[attr-defined]  # (private)
-#: What a terminal sends to all processes that it controls.
+#: The signals that a terminal sends to all processes that it controls.
 _FROM_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP)
 #: Two signals closer than this are one: "timeout" signals its child and then the whole group.
 _SAME_SIGNAL = 0.25
@@ -123,7 +123,7 @@ class StoreBoard:
 
     def __init__(self, store: KeyValueStore) -> None:
         self._store = store
-        #: The round that was looked at last, and its key, which is asked for in each step.
+        #: The round that was looked at last; its key, which is asked for in each step.
         self._looked_at, self._keys = 0, [""]
 
     def propose(self, round_: int, proposal: Proposal) -> None:
@@ -227,9 +227,9 @@ class Requests:
         #: The signal that asked to leave, or None.
         self.stop: signal.Signals | None = None
         self.save = False
-        #: Whether signals are requests now.
+        #: True while signals are requests.
         self.listening = False
-        #: Whether the request to leave is being seen to.
+        #: True while the request to leave is being carried out.
         self.leaving = False
         self._asked_at = 0.0
         self._process = os.getpid()

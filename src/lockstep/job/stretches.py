@@ -24,11 +24,11 @@ from itertools import pairwise
 from lockstep.job.account import Milestone, TimeAccount
 from lockstep.job.page import Phase
 
-#: What a stretch has to cost of its time, how surely that must be known, and how many seconds it must have.
+#: The fraction of its time that a stretch must cost, the standard deviations by which that must exceed 0, its seconds.
 _COSTS, _SURE, _SHORTEST = 0.1, 5.0, 6.0
-#: What a rank works longer in it than the middle one, as a part of the start's time: less is not looked at closely.
+#: The extra work of a rank over the median rank, as a fraction of the start's time, below which it is not examined.
 _WORTH = 0.005
-#: What a rank works longer in a part of a stretch, as a part of its time, if it was not slow there at all.
+#: The extra work of a rank in a part of a stretch, as a fraction of its time, up to which it was not slow there.
 _GAP = 0.03
 
 
@@ -37,14 +37,14 @@ class Stretch:
     """A time in which a rank held up the others."""
 
     rank: int
-    #: When, on the clock of the moments.
+    #: The beginning and the end, on the clock of the moments.
     begin: float
     end: float
-    #: Seconds that the others would have had to wait less without it.
+    #: Seconds that the others would not have had to wait without it.
     lost: float
-    #: Where it lost them; None: no single cause.
+    #: The phase in which it lost them; None: no single cause.
     phase: Phase | None
-    #: Whether it lost them in pauses of Python's garbage collector.
+    #: True if it lost them in pauses of Python's garbage collector.
     collects: bool = False
 
     @property

@@ -25,7 +25,7 @@ from lockstep.job.page import NAMES, Phase
 from lockstep.job.stretches import Stretch, find
 from lockstep.text import as_clock, as_duration, as_size, counted, in_columns, joined, numbered
 
-#: Parts of a step: data, and waiting for nobody of this machine, to be what limits the run.
+#: The fractions of a step that data, and waiting for no rank of this machine, must take to be named as the limit.
 _INPUT, _NETWORK = 0.2, 0.3
 #: What a stretch costs of the whole time before it is told, and how much of the time it may be, where the same rank is
 #: to blame for all of it: it would say the same again.
@@ -33,9 +33,9 @@ _WORTH, _NEARLY_ALL = 0.01, 0.8
 #: The part of a rank's time that pauses of the garbage collector take before they are told, and that of the run that
 #: passes before its second step.
 _COLLECTED, _STARTING = 0.01, 0.1
-#: Ranks with a row of their own, and stretches that are told.
+#: The most ranks with a row of their own, and the most stretches that are told.
 _ROWS, _STRETCHES = 16, 5
-#: The columns of the table, and what stands in each.
+#: Column of the table -> its contents.
 _COLUMNS = {
     "data": (Phase.DATA,),
     "forward": (Phase.FORWARD,),
@@ -65,18 +65,18 @@ class Bottleneck(enum.Enum):
 class Summary(TimeAccount):
     """What the time of one start of the ranks went to, or of several on the same ranks."""
 
-    #: Optimizer steps of each rank, those that were not watched included.
+    #: Optimizer steps of each rank, including steps that were not watched.
     taken: int = 0
-    #: Ranks of the job.
+    #: The number of ranks of the job.
     world_size: int = 0
     #: The numbers of the starts.
     starts: tuple[int, ...] = (0,)
-    #: Seconds from the beginning of each start to its second step, all added up; and all seconds of the starts.
+    #: Seconds from the beginning of each start to its second step, summed; then all seconds of the starts.
     starting: float = 0.0
     lasted: float = 0.0
-    #: The machines of the job, and how many ranks each has; empty: there is one.
+    #: The job's machines with their numbers of ranks; empty: there is one.
     machines: tuple[tuple[str, int], ...] = ()
-    #: When a rank held up the others.
+    #: The stretches of time in which a rank held up the others.
     stretches: tuple[Stretch, ...] = ()
 
     @classmethod
@@ -305,7 +305,7 @@ class Summary(TimeAccount):
 class RunSummary:
     """What the time of a whole run went to. See Note [All starts]."""
 
-    #: Of the starts on the same ranks that follow each other, in order; at least one.
+    #: The summaries of consecutive starts on the same ranks, in order; at least one.
     parts: tuple[Summary, ...]
 
     @classmethod

@@ -37,15 +37,15 @@ from typing import Any
 from lockstep._files import describe
 from lockstep.job import notes
 
-#: Why a file can't grow.
+#: The errors of a file that can't grow.
 _FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
-#: What moves no cursor to another column, at the end of what was written: colours, a cursor that is shown or hidden.
+#: Escape sequences at the end of output that leave the cursor where it is: colours, a shown or hidden cursor.
 _STYLES = re.compile(rb"(\x1b\[[0-9;?]*[hlm])+\Z")
-#: Bytes at the end of what was written that are looked at.
+#: Bytes at the end of the output that are looked at.
 _END = 64
 
-#: int64 [1], the cell of this rank's page for Note [Begun lines], and the descriptors that it is about; None: this is
-#: no rank of a launcher's.
+#: The cell of this rank's page for Note [Begun lines] (int64 [1]), and the descriptors that it concerns; None: this is
+#: not a rank that a launcher started.
 _lines: tuple[memoryview, frozenset[int]] | None = None
 
 

@@ -31,14 +31,14 @@ from typing import Any
 from lockstep.job.device import Device, DeviceClock
 from lockstep.job.files import JobFiles
 
-#: Time, kind, thread, name, two numbers of the kind's own, and when the GPU came to it.
+#: Time, kind, thread, name, two numbers that depend on the kind, and the time at which the GPU reached the event.
 _RECORD = struct.Struct("=7q")
 _ON_DEVICE, _ON_DEVICE_AT = struct.Struct("=q"), 6 * 8
 _HEAD = 8 * 8
 _VERSION = 2
-#: Room for events: so many a step, within these bounds.
+#: Room for events: the number for each step, then the bounds on the total.
 _EVENTS_PER_STEP, _LEAST, _MOST = 512, 1 << 14, 1 << 18
-#: Names that are kept apart, and the characters of each.
+#: The most names that are kept apart, and the most characters of each.
 _NAMES, _LONGEST = 4096, 400
 
 
@@ -49,12 +49,12 @@ class EventKind(enum.IntEnum):
     PHASE = 1
     #: An optimizer step was taken: the ``number``-th since the ranks were started.
     STEP = 2
-    #: Something begins on this thread, inside of what began there before and has not ended.
+    #: A span begins on this thread, inside the spans that have begun there and not ended.
     BEGIN = 3
     END = 4
     #: The thread is called by the name from now on.
     THREAD = 5
-    #: Something happens on this thread, or has happened.
+    #: An event happens on this thread, or has happened.
     MARK = 6
 
 
@@ -63,14 +63,14 @@ class Head(enum.IntEnum):
 
     VERSION = 0
     PID = 1
-    #: When the window was opened and closed; 0: it was not.
+    #: The times at which the window was opened and closed; 0: it was not.
     OPENED = 2
     CLOSED = 3
-    #: Events that there was no room for.
+    #: The number of events for which there was no room.
     LOST = 4
-    #: What the wall clock showed in advance of CLOCK_MONOTONIC when the window was opened.
+    #: Nanoseconds by which the wall clock was ahead of CLOCK_MONOTONIC when the window was opened.
     WALL = 5
-    #: Optimizer steps taken when it was opened.
+    #: Optimizer steps taken when the window was opened.
     STEPS = 6
 
 
@@ -183,15 +183,15 @@ def _name_of(ident: int) -> str:
 class Event:
     """An event, read."""
 
-    #: Nanoseconds on CLOCK_MONOTONIC.
+    #: The time in nanoseconds on CLOCK_MONOTONIC.
     at: int
     kind: EventKind
     thread: int
-    #: The name and what goes with it, where the kind has one.
+    #: The name and its data, if the kind has one.
     about: dict[str, Any]
     number: int
     size: int
-    #: When the GPU came to it, by the same clock; 0: that is not known.
+    #: The time at which the GPU reached the event, on the same clock; 0: unknown.
     device: int = 0
 
 
@@ -201,15 +201,15 @@ class RankTrace:
 
     rank: int
     pid: int
-    #: When the window was opened, and closed; None: the rank did not get that far.
+    #: The times at which the window was opened and closed; None: the rank did not get that far.
     opened: int
     closed: int | None
-    #: Optimizer steps taken when it was opened.
+    #: Optimizer steps taken when the window was opened.
     steps: int
     lost: int
     #: Nanoseconds by which the wall clock was ahead of CLOCK_MONOTONIC.
     wall: int
-    #: In order of time.
+    #: The events in order of time.
     events: list[Event]
 
     @classmethod
@@ -269,9 +269,9 @@ def remove(folder: str | Path, ranks: Iterable[int]) -> None:
 
 # A loader's workers --------------------------------------------------------------------------------------------------
 
-#: When the making of a batch began and ended, where its first sample stands in the epoch's order, and its samples.
+#: The begin and end of the making of a batch, the position of its first sample in the epoch, its number of samples.
 _BATCH = struct.Struct("=4q")
-#: Batches of a worker that are kept, the last ones.
+#: The number of last batches of a worker that are kept.
 _BATCHES = 4096
 
 

@@ -29,7 +29,7 @@ _Layer = TypeVar("_Layer", bound="_Traced")
 class Eye(Protocol):
     """Something that a trace sees by, while its window is open."""
 
-    #: Whether it records only in traces that a user has asked for.
+    #: True if it records only in traces that a user has asked for.
     on_demand: bool
 
     def open(self, recorder: EventWriter) -> None:
@@ -40,7 +40,7 @@ class Eye(Protocol):
 
 
 _eyes: list[Eye] = []
-#: What this process records at the moment, and where a profile that is exported belongs; None: nothing.
+#: The writer of the current recording, to which an exported profile belongs; None: nothing is recorded.
 _recorder: EventWriter | None = None
 #: The GPU that the rank computes on.
 _device: Device | None = None
@@ -132,7 +132,7 @@ def _continued(kind: type[_AnyFlight], before: Flight) -> _AnyFlight:
 class _Traced(Flight):
     """What both layers have."""
 
-    #: What the page is written by without them.
+    #: The class that writes the page without events.
     below: type[Flight]
 
     @property
@@ -174,7 +174,7 @@ class _Armed(_Traced):
                 eye.open(_recorder)
 
 
-#: The names of waits that were met.
+#: Name of a wait that has occurred -> its number.
 _waits: dict[str, int] = {}
 
 

@@ -27,7 +27,7 @@ class Compared(Protocol):
 
 
 _living: WeakValueDictionary[int, Any] = WeakValueDictionary()
-#: What those have said that are gone already.
+#: Rank that is gone already -> its last message.
 _said: dict[int, tuple[str, Sequence[Sequence[str]]]] = {}
 
 

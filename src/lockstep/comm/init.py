@@ -46,7 +46,7 @@ from lockstep.text import counted, joined
 register()  # the backend "shm", where torch has not done it
 
 _world: World | None = None
-#: Whether shutdown() may destroy the default group: not if the user's own code opened it.
+#: True if shutdown() may destroy the default group: the user's own code has not opened it.
 _owns_group = False
 #: Groups opened in this process so far, the same number on every rank.
 _groups_opened = 0

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-#: Elements that no cache near the processor holds.
+#: A number of elements that no cache near the processor can hold.
 _MANY = 1 << 18
 _DOTTED = (torch.float32, torch.float64)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -40,9 +40,9 @@ class SumLook:
 
     def __init__(self, ends: Sequence[int]) -> None:
         self._ends = ends
-        #: Whether any rank has seen a value that is not finite: alike on all ranks.
+        #: True if any rank has seen a value that is not finite; the same on all ranks.
         self.is_suspicious = False
-        #: By rank, the parts in which its values were not finite, as far as this rank has seen them.
+        #: Rank -> the parts in which its values were not finite, as far as this rank has seen them.
         self.found: dict[int, set[int]] = {}
         #: The parts in which rank 0's values may have been so as well: the sum has replaced them, and with another
         #: rank's it is not finite in any case.

@@ -25,7 +25,7 @@ class RowOrder:
 
     #: Elements of a row.
     width: int
-    #: Rank and row of each that counts.
+    #: The rank and row of each row that counts.
     places: tuple[tuple[int, int], ...]
     #: Positions in ``places``, in order: the second is added to the first. In the end the sum of all is at 0.
     pairs: tuple[tuple[int, int], ...]

@@ -26,7 +26,7 @@ from lockstep.errors import EnvironmentMismatch
 from lockstep.identity import Identity
 from lockstep.schedulers.place import mpi_variables
 
-#: What MPI's launchers call the process that starts a host's ranks.
+#: Names of the process by which MPI's launchers start a host's ranks.
 _STARTERS = ("hydra_pmi_proxy", "prterun", "prted", "orted", "orterun", "mpirun", "mpiexec")
 
 

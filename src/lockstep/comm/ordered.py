@@ -22,7 +22,7 @@ from lockstep.comm.labels import labelled
 from lockstep.comm.memory import RowOrder, add_up, in_place_memory
 from lockstep.comm.waiting import wait_for
 
-#: Elements of one rank's rows that are sent at once.
+#: The most elements of one rank's rows that are sent at once.
 _MOST = 1 << 20
 _NAME = "averaging gradients"
 
@@ -50,7 +50,7 @@ class Rows:
             self._flat = torch.zeros(count * width, dtype=dtype, device=device)
         else:
             self._flat = self._memory.allocate_tensor(count * width, dtype=dtype, device=device)
-        #: This rank's. (count, width)
+        #: This rank's rows (count, width).
         self.rows = self._flat.view(count, width)
 
     @torch.no_grad()
@@ -93,7 +93,7 @@ class _Part:
 
     def __init__(self, rows: Rows, order: RowOrder, start: int, stop: int) -> None:
         self._of, self._order, self._start, self._stop = rows, order, start, stop
-        #: Columns that each rank adds up.
+        #: The number of columns that each rank adds up.
         self._width = -(-(stop - start) // rows._world_size)
         self._received = self._whole = rows.rows[:0]
         self._work: Any = None

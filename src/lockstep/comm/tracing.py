@@ -32,7 +32,7 @@ from lockstep.job.files import JobFiles
 from lockstep.job.trace import EventWriter
 from lockstep.text import as_size
 
-#: torch's methods, and what they are called here. Who must come to each is a matter of ``runs/trace.py``.
+#: torch's methods -> their names here. ``runs/trace.py`` knows which ranks take part in each.
 _METHODS = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce_coalesced",
@@ -55,9 +55,9 @@ _METHODS = {
     "barrier": "barrier",
     "monitored_barrier": "barrier",
 }
-#: Barriers that are made of messages, of which torch counts none.
+#: Barriers that consist of messages, which torch does not count.
 _OF_MESSAGES = ("monitored_barrier", waiting.meet_over_gloo.__name__)
-#: Profiles of a rank that are kept, and the bytes of one.
+#: The most profiles of a rank that are kept, and the most bytes of one.
 _PROFILES, _LARGEST = 4, 512 * 2**20
 
 

@@ -13,7 +13,7 @@ from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError
 from lockstep.job import fates, files, flight
 from lockstep.text import which_ranks
 
-#: Of the messages of a barrier, beside those of the script.
+#: Tag of a barrier's messages, which the script's own do not have.
 _TAG = 0x10C5
 
 

@@ -46,7 +46,7 @@ class World:
         self.seed = seed
         #: Seconds a collective may wait.
         self.timeout = timeout
-        #: What sharded loaders have handed out; see Note [Batches in hand].
+        #: The batches that sharded loaders have handed out; see Note [Batches in hand].
         self._in_hand = BatchesInHand(rank=identity.rank, world_size=identity.world_size)
 
     @property

@@ -17,7 +17,7 @@ import torch
 from lockstep import machine
 from lockstep.step import deterministic
 
-#: The conditions, and how they are called in a message.
+#: Condition -> its name in messages.
 NAMES = {
     "torch": "torch",
     "processor": "the processor",

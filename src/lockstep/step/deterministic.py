@@ -31,7 +31,7 @@ import os
 
 import torch
 
-#: Where cuBLAS and torch read how much scratch memory a product may use, and eight buffers of 4 MiB.
+#: The variable that sets the scratch memory of cuBLAS's products, and its value for eight buffers of 4 MiB.
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _EIGHT_BUFFERS = ":4096:8"
 

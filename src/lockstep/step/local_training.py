@@ -66,7 +66,7 @@ class LocalTraining(Protocol):
         ...
 
 
-#: The modules that the ranks train apart, and how.
+#: Module that the ranks train apart -> its training.
 trained_apart: WeakKeyDictionary[nn.Module, LocalTraining] = WeakKeyDictionary()
 
 

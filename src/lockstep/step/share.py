@@ -57,7 +57,7 @@ from lockstep.errors import LockstepError
 #: The number of a loader, the epoch, and the number of the batch in it, from 0; empty: no batch.
 BatchId = tuple[int, ...]
 
-#: Items that the ranks' counts can say exactly are fewer.
+#: Upper limit of the ranks' item counts, below which sums are exact.
 MOST_ITEMS = 2**48
 
 
@@ -69,7 +69,7 @@ class BatchShare:
     local_samples: float
     #: Samples in the global batch.
     global_samples: float
-    #: How much of it each rank has, in proportion, if it was not cut evenly.
+    #: Each rank's proportion of the batch, if it was not cut evenly.
     proportions: tuple[float, ...] = ()
 
     def weight(self, world_size: int) -> float:
@@ -102,7 +102,7 @@ class Items(BatchShare):
         super().__init__(count, math.nan)
         #: This rank's items.
         self.count = count
-        #: Whether a forward with gradients has found it; and whether a backward has taken it, or an evaluation has.
+        #: True if a forward with gradients has found the count; True if a backward, or an evaluation, has taken it.
         self.is_found = False
         self.is_taken = False
 
@@ -122,9 +122,9 @@ class Items(BatchShare):
 class Taken(NamedTuple):
     """What a forward takes from the batch in hand."""
 
-    #: What this rank's gradients are multiplied by; see Note [Exact mean].
+    #: The factor of this rank's gradients; see Note [Exact mean].
     weight: float
-    #: What was counted for it, if no earlier backward took that; see Note [Counted items].
+    #: The items counted for it, unless an earlier backward took them; see Note [Counted items].
     items: Items | None
     #: The batch in hand, empty if there is none; None: another thread has it.
     batch: BatchId | None
@@ -139,7 +139,7 @@ class _Pass:
         self.loader = loader
         self.share: BatchShare | None = None
         self.batch: BatchId | None = None
-        #: To which thread the batch was handed out.
+        #: Identifier of the thread that got the batch.
         self.thread = 0
         #: Whether a batch has come, and whether a forward without gradients has had it.
         self.came = self.evaluated = False

@@ -106,11 +106,11 @@ class Member(Protocol):
 
 
 _members: WeakValueDictionary[int, Any] = WeakValueDictionary()
-#: How many have joined so far.
+#: The number of members that have joined so far.
 _made = 0
 #: The step in slices that is in hand on this rank.
 current: SlicedStep | None = None
-#: Whether the ranks have exchanged a record as long as any at the end of a step, so that there is memory for it.
+#: True if the ranks have exchanged a record of full length, so that there is memory for it at the end of a step.
 _has_met = False
 _FIRST_MESSAGE = 1 << 14
 
@@ -180,23 +180,23 @@ class SlicedStep:
         self._gather = gather
         #: The slice in hand.
         self.number: int | None = None
-        #: What the slices are means of, where the script has said so, by slice: of this rank, at the end of all.
+        #: Slice -> its number of items, if the script has told; of this rank's slices, at the end of all slices.
         self.items: dict[int, int] = {}
-        #: What the weights of all slices add up to; known at the end.
+        #: The sum of the weights of all slices; known at the end.
         self.total = 0.0
-        #: Seconds that each rank was at its slices; known at the end.
+        #: Seconds that each rank spent on its slices; known at the end.
         self.seconds: list[float] = []
         self._spent = 0.0
         self._waits = measures and world.device.type == "cuda"
-        #: What each member that had something to do says of it, by number: of this rank, at the end of all.
+        #: Number of a member that took part -> its record: of this rank, at the end of all ranks.
         self.said: dict[int, Any] = {}
-        #: The same of each rank that had something to do, known at the end.
+        #: Number of a member -> its records of all ranks on which it took part; known at the end.
         self.says: dict[int, list[Any]] = {}
-        #: What has gone wrong in the slices here that makes the step worthless; told to all ranks at the end.
+        #: The mistake in this rank's slices that makes the step worthless; told to all ranks at the end.
         self._mistake: str | None = None
-        #: The slices' losses as far as they were told: of this rank.
+        #: Slice -> its loss, as far as the script has told: of this rank.
         self._losses: dict[int, Any] = {}
-        #: Their mean over all slices of all ranks, known at the end.
+        #: The mean of the losses over all slices of all ranks; known at the end.
         self.loss: float | None = None
 
     def weight(self, number: int) -> float | None:

@@ -52,7 +52,7 @@ class _OpenForward:
 
     module: ReferenceType[Any]
     thread: int
-    #: Calls of the module that are under way within each other.
+    #: The number of nested calls of the module under way.
     depth: int = 1
 
     def is_of(self, module: object) -> bool:
@@ -67,7 +67,7 @@ class RandomStreams:
         self._rank = rank
         self._alone = world_size == 1
         self._thread = threading.get_ident()
-        #: Where the common stream stands while this rank draws from its own; None while it is in force.
+        #: State of the common stream while this rank draws from its own; None while the common one is in force.
         self._common: torch.Tensor | None = None
         #: Loaders whose batch is in hand. Weak, as the module of a forward is: one may go without saying so.
         self._loaders: WeakSet[Any] = WeakSet()

@@ -37,7 +37,7 @@ class Carries:
 
     def __init__(self, slices: int) -> None:
         self._slices = slices
-        #: What has not met its sibling yet, in order.
+        #: The nodes that have not met their sibling yet, in order.
         self.nodes: list[Node] = []
 
     def push(self, node: Node) -> int:

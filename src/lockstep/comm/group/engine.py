@@ -54,11 +54,11 @@ class SharedPart:
 class Engine(ABC):
     """What one rank knows of its group, and the verbs. Used by one thread at a time, but for messages and ends."""
 
-    #: What torch calls the backend.
+    #: torch's name for the backend.
     backend = ""
-    #: Whether it has memory of its own, in which an all-reduce copies nothing; see lockstep.comm.memory.
+    #: True if the engine has its own memory, in which an all-reduce copies nothing; see lockstep.comm.memory.
     reduces_in_place = False
-    #: The ranks by host, if those of each host are combined first; else None: the results do not depend on that.
+    #: Host -> its ranks, if those of a host are combined first; None: results do not depend on the hosts.
     grouping: tuple[tuple[int, ...], ...] | None = None
 
     def __init__(self, *, rank: int, size: int) -> None:

@@ -6,7 +6,7 @@ import json
 
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
 
-#: What an error is told as: the first that it is one of.
+#: The classes as which errors are told: the first that matches.
 KINDS: tuple[type[LockstepError], ...] = (CollectiveMismatch, CollectiveTimeout, PeerLost, LockstepError)
 
 

@@ -12,10 +12,11 @@ import torch
 from lockstep.callsite import user_frame, user_frame_and_depth, words
 from lockstep.comm import labels
 
-#: What must be equal on every rank: sequence number, elements, digest of the rest, operation, reduce op, dtype, root.
+#: The part that must be equal on all ranks: sequence number, elements, digest of the rest, operation, reduce op, dtype,
+#: root.
 _KEY = struct.Struct("<qqQHHHh")
 KEY = _KEY.size
-#: Bytes of a header: what must be equal, and the line of the program.
+#: Bytes of a header: the part that must be equal, and the line of the program.
 HEADER = 256
 _TEXT = HEADER - KEY
 
@@ -40,7 +41,7 @@ OPERATIONS = (
     "add_rows",
 )
 _OPERATION_CODE = {name: code for code, name in enumerate(OPERATIONS)}
-#: By torch's numbers for reduce ops.
+#: The reduce ops' names in the order of torch's numbers for them.
 REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 NO_REDUCE_OP = len(REDUCE_OPS)
 _DTYPES = tuple(

@@ -11,7 +11,7 @@ from lockstep.comm.group.engine import Engine
 from lockstep.comm.group.work import ShmWork, Turns
 from lockstep.errors import LockstepError
 
-#: What a collective does with the engine, once its turn has come.
+#: The work of a collective with the engine, once its turn has come.
 Move = Callable[[Engine], None]
 
 #: Seconds that what was issued has to complete where the group is destroyed because of an error. (By itself it would

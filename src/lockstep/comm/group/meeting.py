@@ -26,7 +26,7 @@ class Whereabouts:
     """Where a process is, as it can be told to another one."""
 
     pid: int
-    #: When it started, in clock ticks since boot: a process id is used again, the pair is not.
+    #: Start of the process in clock ticks since boot: a process id is used again, the pair is not.
     started: int
     boot_id: str
     pid_namespace: int

@@ -46,11 +46,11 @@ class ShmWork(dist.Work):
 
     _shm_error: BaseException | None = None
     _shm_future: torch.futures.Future[Any] | None = None
-    #: The future exists and is not complete.
+    #: True if the future exists and is not complete.
     _shm_owed = False
     _shm_source = -1
     _shm_run: Callable[[], None] | None = None
-    #: Set when it is complete; None if it always was.
+    #: An event that is set when the work is complete; None: it was complete from the start.
     _shm_done: threading.Event | None = None
 
     def __init__(self, name: str, result: list[Any], run: Callable[[], None] | None = None) -> None:
@@ -171,9 +171,9 @@ class Turns:
         self.queue: deque[ShmWork] = deque()
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
-        #: The group's thread has taken a work out and is not yet at its callbacks.
+        #: True while the group's thread has taken a work out and has not reached its callbacks.
         self._running = False
-        #: The group's thread while it runs callbacks, see Note [Callbacks].
+        #: Identifier of the group's thread while it runs callbacks; see Note [Callbacks].
         self._in_callbacks: int | None = None
         self._closing = False
 

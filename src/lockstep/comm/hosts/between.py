@@ -55,13 +55,13 @@ _TELLING = 2.0
 _LATER = 5.0
 #: Bytes that go with a greeting: a tensor that is no larger needs no message of its own.
 EAGER = 4096
-#: Tags: of greetings; of all else between the ranks, counted; and one that nobody ever sends.
+#: Tags: of greetings; of all else between the ranks, counted; and one that is never sent.
 _GREETING = 1
 _COUNTED, _COUNTS = 1 << 29, 1 << 28
 _NEVER = (1 << 30) - 1
-#: Tags of messages: so many, from this number on.
+#: The number of tags of messages, which begin at this number.
 MAIL = 1 << 28
-#: What gloo is told where there is no limit yet.
+#: gloo's limit while there is none.
 _ANY = timedelta(days=1)
 
 
@@ -69,10 +69,10 @@ _ANY = timedelta(days=1)
 class Wait:
     """A wait of some thread for ranks of other hosts."""
 
-    #: Of the group, whom it waits for.
+    #: The ranks of the group that it waits for.
     ranks: Sequence[int]
     what: str
-    #: Seconds it may take; None: any time, until somebody sets it.
+    #: The limit in seconds; None: none is set yet.
     limit: float | None
     begun: float = field(default_factory=time.monotonic)
     asked: float | None = None
@@ -127,9 +127,9 @@ class Between:
         self._starting = threading.Lock()
         self._broken = False
         self._closed = False
-        #: Since when, and until when last, this rank has waited for one of its own host.
+        #: The beginning and end of this rank's last wait for a rank of its own host.
         self._waiting_here = (0.0, 0.0)
-        #: A connection broke, and somebody wants to know why.
+        #: True if a connection broke and the reason is asked for.
         self._urgent = False
         self._asked = False
 

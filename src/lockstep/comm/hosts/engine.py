@@ -43,7 +43,7 @@ from lockstep.comm.hosts.local import LocalEngine
 from lockstep.comm.hosts.messages import Messages
 from lockstep.errors import LockstepError
 
-#: Chunks that are on their way between hosts at a time.
+#: The most chunks on their way between hosts at a time.
 _WINDOW = 8
 #: Seconds that the ranks of a host wait longer for their leader than it waits for other hosts.
 _LATER = 15.0
@@ -380,7 +380,7 @@ class _Chunk:
 
     def __init__(self, elements: torch.Tensor) -> None:
         self.elements = elements
-        #: What the other hosts have sent of it, by leader.
+        #: Leader of another host -> the tensor that it has sent.
         self.theirs: dict[int, torch.Tensor] = {}
         self.sends: list[Any] = []
         self.receives: dict[int, Any] = {}
@@ -394,7 +394,7 @@ class _InChunks:
         self._how = how
         self._chunks = [_Chunk(chunk) for chunk in engine._chunks(flat)]
         self._hosts = engine.hosts
-        #: One trip, in which the hosts exchange all of it; else two.
+        #: True if the hosts exchange everything in one trip; False: in two.
         self._whole = len(self._hosts.members) == 2 and how.exact
 
     def run(self) -> None:

@@ -13,9 +13,9 @@ from lockstep.identity import Identity
 class Hosts:
     """The ranks of a group by host, seen from one of them. The hosts are in the order of their first ranks."""
 
-    #: The ranks of each host, in order.
+    #: Host -> its ranks, in order.
     members: tuple[tuple[int, ...], ...]
-    #: This rank, the number of its host, and its place among the ranks there.
+    #: This rank, the number of its host, and its index among the ranks there.
     rank: int
     host: int
     local: int

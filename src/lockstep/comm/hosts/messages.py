@@ -52,7 +52,7 @@ class RemoteMessage(ShmWork):
         super().__init__(name, [tensor], self._shm_move)
         self.shm_place = place()
         self._shm_limit = limit
-        #: Without a limit until somebody waits: it may be for a message that comes much later.
+        #: Without a limit until a thread waits: the message may come much later.
         self.shm_wait = Wait([], f"{name} at {self.shm_place}", None)
 
     def _shm_move(self) -> None:

@@ -36,7 +36,7 @@ from lockstep.comm.memory import RowOrder, add_up
 from lockstep.comm.shm.rounds import Rounds
 from lockstep.comm.shm.semaphore import copy
 
-#: Classes of tensors that are their memory and nothing else.
+#: Tensor classes without behaviour of their own.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: Bytes of a piece of memory that lies in all ranks: the result is copied to the other ranks while it is in the
 #: first-level or second-level cache.
@@ -61,7 +61,7 @@ class SharedSum:
         self._rounds, self._how, self._look = rounds, how, look
         first, end = own_part(views[0].numel(), rounds.rank, rounds.size)
         step = _PIECE // how.dtype.itemsize
-        #: Where each piece begins, and its memory by rank.
+        #: For each piece, its offset and its memory by rank.
         self._pieces = [
             (start, [view[start : min(end, start + step)] for view in views]) for start in range(first, end, step)
         ]

@@ -63,7 +63,7 @@ class Health:
         self._numbers = numbers or range(layout.world_size)
         #: The ranks' numbers in the world, as far as they are known.
         self._world = members or self._numbers
-        #: What errors call this rank.
+        #: This rank's name in errors.
         self.name = f"rank {self._numbers[rank]}"
         #: A line that every error ends with.
         self._note = _numbering(members)

@@ -69,7 +69,7 @@ class Box:
         self._full = segment.address + layout.mail_full(source, destination)
         self._source_wakeup = segment.address + layout.wakeup(source)
         self._destination_wakeup = segment.address + layout.wakeup(destination)
-        #: Fragments put, or taken, so far.
+        #: The number of fragments put, or taken, so far.
         self._count = 0
 
     def put(self, envelope: Envelope, content: torch.Tensor, sent: int) -> int | None:
@@ -117,7 +117,7 @@ class MessageWork(ShmWork):
         self._shm_messages = messages
         #: The line of the program that issued it.
         self.shm_place = place()
-        #: Seconds that a thread may wait for it ...
+        #: Seconds that a thread may wait for the message ...
         self.shm_limit = timeout
         #: ... and when they have passed: a receive that nobody waits for yet may be for a message to come much later.
         self.shm_deadline: float | None = None
@@ -175,7 +175,7 @@ class Receiving:
     """A receive that is not complete."""
 
     work: MessageWork
-    #: None: any rank.
+    #: The sending rank; None: any.
     source: int | None
     tag: int
     tensor: torch.Tensor
@@ -214,15 +214,15 @@ class Matching:
         self._health = health
         self._outboxes = [Box(segment, layout, source=rank, destination=peer) for peer in everyone]
         self._inboxes = [Box(segment, layout, source=peer, destination=rank) for peer in everyone]
-        #: By destination, in order of issue.
+        #: Destination -> its sends in order of issue.
         self._sends: list[deque[Sending]] = [deque() for _ in everyone]
-        #: Receives that no message has come for, in order of issue.
+        #: Receives without a message so far, in order of issue.
         self._open: list[Receiving] = []
-        #: By source: the message of which a part has come.
+        #: Source -> the message of which a part has come.
         self._arriving: list[Arrival | None] = [None for _ in everyone]
-        #: Messages that are arriving, or that nobody has asked for yet.
+        #: Messages that are arriving, or that no receive has asked for yet.
         self._arrivals: list[Arrival] = []
-        #: The group has failed, or was destroyed.
+        #: True if the group has failed or was destroyed.
         self._over = False
 
     def send(self, sending: Sending) -> None:
@@ -349,11 +349,11 @@ class Messages:
         self._health = health
         self._matching = Matching(segment, layout, rank=rank, health=health)
         self._condition = threading.Condition(threading.RLock())
-        #: Some thread moves fragments, and sleeps until the next wake-up.
+        #: True while a thread moves fragments and sleeps until the next wake-up.
         self._driven = False
-        #: Complete, with futures whose callbacks are still to run; see _flush.
+        #: Complete works whose futures' callbacks are still to run; see _flush.
         self._finished: deque[MessageWork] = deque()
-        #: When it was last asked whether what is in flight can still complete.
+        #: The time of the last check whether the messages in flight can still complete.
         self._looked = 0.0
         self._thread: threading.Thread | None = None
         self._closing = False

@@ -54,10 +54,10 @@ _YIELDING_CROWDED = 2e-3
 #: Bytes (of all ranks together) that each rank combines for itself, in one round. Below torch's grain for threads, so
 #: that every rank runs one and the same loop over the elements and gets the same bits.
 DIRECT_BYTES = 64 * 1024
-#: Sizes of small tensors for which views are kept, since the same few come again.
+#: The most sizes of small tensors for which views are kept, since the same few come again.
 _KEPT = 256
 
-#: Tensors by buffer, then by rank.
+#: Buffer -> rank -> tensor.
 _Views = list[list[torch.Tensor]]
 
 
@@ -65,9 +65,9 @@ class Small:
     """What a rank needs to combine so many elements that it does all of it by itself: kept from call to call."""
 
     def __init__(self, views: _Views, rank: int) -> None:
-        #: The elements in the stages, by buffer, then by rank.
+        #: Buffer -> rank -> the elements in the stage.
         self.views = views
-        #: Where this rank's own lie, by buffer.
+        #: Buffer -> address of this rank's own stage.
         self.own = [stages[rank].data_ptr() for stages in views]
         #: Memory of this process for the result.
         with torch.inference_mode(False):  # else it could be written in inference mode only
@@ -93,7 +93,7 @@ class Rounds:
         others = [peer for peer in range(self.size) if peer != rank]
         self._posts = [segment.address + layout.token(rank, peer) for peer in others]
         self._waits = [(peer, segment.address + layout.token(peer, rank)) for peer in others]
-        #: By buffer, then by rank; and of each what must be equal on all ranks.
+        #: Buffer -> rank -> header; then the same for the part of it that must be equal on all ranks.
         self._headers = [[self._header(peer, buffer) for peer in range(self.size)] for buffer in range(BUFFERS)]
         self._keys = [[header[: fingerprint.KEY].cast("Q") for header in headers] for headers in self._headers]
         self._round = 0

@@ -71,9 +71,9 @@ class Segment:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        #: Every byte, uint8; a view of it keeps the mapping alive.
+        #: All bytes (uint8); a view of it keeps the mapping alive.
         self.bytes: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        #: For headers and words.
+        #: The same bytes as a memoryview, for headers and words.
         self.view = memoryview(memory).cast("B")
         #: Address of the first byte in this process.
         self.address = self.bytes.data_ptr()

@@ -33,18 +33,18 @@ from lockstep.comm.group.engine import Engine, SharedPart
 from lockstep.comm.shm.segment import Memory, Offer, Segment
 from lockstep.errors import RendezvousError
 
-#: Bytes of what a rank says of its memory.
+#: Bytes of a rank's record of its memory.
 _RECORD = 1024
 #: Room before the tensor for the segment's identity; keeps the data on a page boundary.
 _HEAD = 4096
-#: Parts of allocations whose views are kept, since the same buckets come again in every step.
+#: The most parts of allocations whose views are kept, since the same buckets come again in every step.
 _KEPT_VIEWS = 256
 
 
 @dataclass(frozen=True)
 class _Allocation:
     number: int
-    #: Where this rank's own lies: its first byte, and the first byte after it.
+    #: Addresses of the first byte of this rank's own memory and of the first byte after it.
     start: int
     end: int
     #: The other ranks' memory, as bytes; None for this rank's own, which belongs to the caller.

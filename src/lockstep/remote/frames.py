@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 
 from lockstep.version import __version__
 
-#: Seconds between two signs of life, and without one after which the connection counts as gone.
+#: Seconds between two signs of life; seconds without one after which the connection counts as gone.
 BEAT, SILENT = 5.0, 30.0
-#: Begins the first line of a guard: what a shell's start-up files print comes before.
+#: The beginning of a guard's first line: output of the shell's start-up files comes before it.
 _HERE = b"lockstep is here: "
 
 
@@ -33,7 +33,7 @@ class Greeting:
     """What a host says of itself."""
 
     version: str
-    #: One that nobody uses there.
+    #: A port that is free on that host.
     port: int
 
 
@@ -47,7 +47,7 @@ class Frames:
 
     def __init__(self) -> None:
         self._bytes = bytearray()
-        #: What the host has said of itself; None: nothing yet.
+        #: The host's description of itself; None: it has not come yet.
         self.greeting: Greeting | None = None
 
     def feed(self, data: bytes) -> Iterator[tuple[FrameKind, bytes]]:

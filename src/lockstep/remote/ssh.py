@@ -25,11 +25,11 @@ from lockstep.text import last_lines
 _CONFIGURATION = 10.0
 #: Seconds that clients have to leave at the end.
 _LEAVE = 5.0
-#: Lines and characters of what ssh itself has said that are repeated.
+#: The most lines and characters of ssh's own messages that are repeated.
 _LINES, _WORDS = 12, 4000
 _CHUNK = 65536
 
-#: Without the current folder, where a random.py may be.
+#: Starts lockstep without the current folder in sys.path: it may hold a random.py.
 _BOOT = 'import sys; sys.path[:] = filter(None, sys.path); from lockstep.cli import main; main(prog_name="lockstep")'
 #: The Python that starts lockstep on the hosts: each has one at the same path as this process.
 PYTHON = sys.executable
@@ -43,9 +43,9 @@ _HOST = re.compile(rf"(?:(?P<user>{_WORD})@)?(?P<name>{_WORD}|\[[\w.%]*:[\w.%:]*
 class Host:
     """One host of the job."""
 
-    #: As the ssh client knows it, perhaps with a user.
+    #: The host's name for the ssh client, with an optional user.
     name: str
-    #: As after -n; None: what all have.
+    #: The value of -n for this host; None: that of all hosts.
     ranks: str | None = None
 
 
@@ -176,16 +176,16 @@ class Connection:
         for fd in (_fileno(self.process.stdin), self.output, self.error):
             os.set_blocking(fd, False)
         self.frames = Frames()
-        #: Whether its launcher has found the others.
+        #: True if its launcher has found the others.
         self.met = False
-        #: Its launcher's exit code, once it has ended.
+        #: Its launcher's exit code; None: it has not ended.
         self.code: int | None = None
-        #: Whether the client is there, and with it the connection.
+        #: True while the client runs, and with it the connection.
         self.open = True
         self.heard, self._told = time.monotonic(), 0.0
-        #: How often it has said what, by name.
+        #: Name of a message -> the number of times that it came.
         self.said: Counter[str] = Counter()
-        #: What ssh, or what it ran there, had to say of its own.
+        #: Output of ssh itself, or of the shell that it ran there.
         self.words = ""
 
     def send(self, data: bytes) -> None:

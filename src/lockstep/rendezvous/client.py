@@ -82,14 +82,14 @@ from lockstep.version import __version__
 
 #: Seconds between two looks at the verdict, and, while machines meet, between two signs of life.
 _TICK = 0.1
-#: How often the machines that have met look at their clocks together.
+#: The number of times that the machines that have met compare their clocks.
 _CLOCKS = 4
 #: Seconds that an operation of a store may take. (A connection that is cut shows as silence long before.)
 _OPERATION = 30.0
 #: Seconds that the machine with the store waits for the others to leave where none can begin, as long as they give
 #: signs of life.
 _DISMISSAL = 60.0
-#: What to do where the store is lost in the middle of a job.
+#: The advice when the store is lost in the middle of a job.
 _AGAIN = (
     ". Is that machine up and reachable, and does the same command run there? Start the command again on all machines "
     "to go on from the last checkpoint; --rdzv file:FOLDER, on a shared disk, survives any of them"
@@ -138,24 +138,24 @@ class _Client:
         self._times = knobs.times()
         self._commands: list[Command] = []
         self.endpoint = options.endpoint
-        #: Whether the store that the machines meet at has answered.
+        #: True if the store at which the machines meet has answered.
         self.is_connected = False
         self._name = secrets.token_hex(8)
         self._base: Store | None = None
         self._address = ""
         self._serves = False
-        #: The store of the round's ranks, if it is here; those of other machines may need it until the next round.
+        #: The server of the round's store, if it is here; ranks of other machines may need it until the next round.
         self._server: Store | None = None
-        #: The number of the last round that this machine took part in; that round, and who made it, if this process
+        #: The number of the last round that this machine took part in; that round, and its maker, if this process
         #: was there; whether it waits for the next one.
         self._last = -1
         self._round: Round | None = None
         self._attempt: RoundAttempt | None = None
-        #: When the attempt has taken too long, on the monotonic clock; and why the one before it has failed.
+        #: The monotonic time by which the attempt must succeed; the reason why the one before it failed.
         self._form_by, self._why_not = float("inf"), ""
         self._meets = False
         self._verdict_key = ""
-        #: What this machine has counted up, when it gives the next sign of life, and how its ranks are.
+        #: This machine's count of signs of life; the time of the next one; the states of its ranks.
         self._count, self._next_beat = 0, 0.0
         self._ranks: list[list[Any]] = []
         self._signs = Signs(self._times.silent)
@@ -165,14 +165,14 @@ class _Client:
         self._unread: set[int] = set()
         self._drawn = 0
         self._named: set[int] = set()
-        #: This machine's first ticket; since when too few have come that fit, but enough with those that do not.
+        #: This machine's first ticket; the time since which too few machines fit, though enough have come.
         self._first = 0
         self._hopeless_since: float | None = None
-        #: The job's result that was there when this machine came; None: it has not looked yet.
+        #: The job's result that existed when this machine came; None: it has not looked yet.
         self._found_result: str | None = None
-        #: The attempt whose machines this one waits for, and since when.
+        #: The attempt whose machines this one waits for; the time since which it waits.
         self._waits_for, self._waits_since = 0, 0.0
-        #: When the search ends; what was said of it last.
+        #: The time at which the search ends; the last message about it.
         self._limit = float("inf")
         self._next_word, self._said = 0.0, ""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: When a machine said that it is here, and when it knew that all are. Nanoseconds on its own clock.
+#: The times at which a machine said that it is here and knew that all are, in nanoseconds on its own clock.
 Look = tuple[int, int]
 
 

@@ -22,11 +22,11 @@ from lockstep.rendezvous.messages import DEFAULT_PORT
 
 #: Seconds that a connection may take.
 _CONNECT = 5.0
-#: Seconds in which a program that is no store may say what it is, and bytes of it that are repeated.
+#: Seconds in which a program that is not a store may identify itself, and bytes of its words that are repeated.
 _GREETING, _WORDS = 0.3, 60
 #: Seconds that another launcher may keep the file of the store to itself.
 _LOCKED = 2.0
-#: What to do about a file that is not the launchers'.
+#: The advice about a file that is not the launchers'.
 _ANOTHER = "another folder (--rdzv file:FOLDER) or another name (--rdzv-id) leaves it as it is"
 
 
@@ -45,15 +45,15 @@ class Knock(threading.Thread):
         self._endpoint = endpoint
         self._local_addr = local_addr
         self._doubtful = doubtful
-        #: The store, once it was reached; this machine's address for the others; and whether this process serves it.
+        #: The store, once it was reached; this machine's address for the others; True if this process serves the store.
         self.store: Store | None = None
         self.address = ""
         self.serves = False
-        #: Why it was not reached; another try may be luckier. Empty: it is not known yet.
+        #: The reason why it was not reached, though another try may succeed; empty: not known yet.
         self.why = ""
-        #: Whether something took the connection.
+        #: True if a program accepted the connection.
         self.connected = False
-        #: What no other try would mend.
+        #: An error that no other try would cure; None: there is none.
         self.error: Exception | None = None
 
     def run(self) -> None:

@@ -35,7 +35,7 @@ class Rendezvous:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        #: The process, once it runs.
+        #: The client's process id; None: it does not run yet.
         self.pid: int | None = None
         self._channel: Channel[Event] | None = None
         self._deadline: float | None = None

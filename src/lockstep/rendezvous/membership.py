@@ -35,27 +35,27 @@ from typing import Any
 class Card:
     """What a machine says of itself when it wants to take part."""
 
-    #: Tells its rendezvous client from all others, and stays from round to round.
+    #: The identity of its rendezvous client, which stays from round to round.
     name: str
     pid: int
     host: str
     address: str
     #: Ranks on this machine.
     ranks: int
-    #: As after ``--nnodes``.
+    #: The bounds of ``--nnodes``.
     least: int
     most: int
-    #: The last round that it took part in (-1: none), the job, and what it knows of the job's restarts.
+    #: The last round that it took part in (-1: none), the job, and its knowledge of the job's restarts.
     last: int
     job: str
     history: dict[str, Any]
-    #: Whether it has the store that all meet at: a machine that does not fit this one can't take part.
+    #: True if it has the store at which all meet: a machine that does not fit this one can't take part.
     serves: bool
-    #: Whether it has a key for the job, and random digits that the others prove theirs with.
+    #: True if it has a key for the job; random digits with which the others prove theirs.
     keyed: bool
     challenge: str
-    #: The default backend that the user has chosen there, and what else should be the same on all machines: by what it
-    #: is called in messages.
+    #: The default backend that the user has chosen there; name in messages -> other values that should be the same on all
+    #: machines.
     backend: str
     lockstep: str
     others: dict[str, str] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Card:
         return f"{self.host}, {self.address}"
 
 
-#: What a card says where its machine's version of lockstep says nothing.
+#: The values of fields that the card of another version of lockstep lacks.
 _BLANK = Card(
     name="",
     pid=0,
@@ -90,13 +90,13 @@ _BLANK = Card(
 class RoundAttempt:
     """Machines that are to make a round, in order of their node ranks."""
 
-    #: Counts attempts; there is none before 1.
+    #: The number of the attempt, from 1.
     count: int
-    #: What the round will be called if it is made.
+    #: The number that the round will have if it is made.
     number: int
     tickets: tuple[int, ...]
     names: tuple[str, ...]
-    #: Tickets of the rounds before, where their machines have no newer ones.
+    #: Tickets of earlier rounds whose machines have no newer ones.
     spent: tuple[int, ...] = ()
 
     def encode(self) -> str:

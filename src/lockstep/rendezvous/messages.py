@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.identity import Identity
 
-#: Where the launchers meet, unless the user names a port.
+#: The port at which the launchers meet, unless the user names one.
 DEFAULT_PORT = 29400
 #: Seconds by which the machines' clocks may differ before the user is told.
 SKEW = 2.0
@@ -23,24 +23,24 @@ class Round:
     A job on one machine, or on a fixed list of machines, has one; others have a new one after each change.
     """
 
-    #: Which machine this is, from 0.
+    #: This machine's number, from 0.
     node_rank: int
     #: Ranks on each machine.
     ranks: tuple[int, ...]
-    #: Where the ranks meet, for scripts that open a process group themselves, and wherever there is no shared file.
+    #: The address at which the ranks meet, for scripts that open a process group themselves, and without a shared file.
     address: str
     port: int
-    #: How often the ranks of this job were started before, by what all machines know.
+    #: The number of earlier starts of this job's ranks, as all machines know it.
     number: int = 0
-    #: Tells this job from every other one.
+    #: The identity of the job.
     job: str = ""
-    #: What each machine is called, for messages.
+    #: Machine -> its name in messages.
     hosts: tuple[str, ...] = ()
-    #: How many restarts the job has used, and its last failure; see ``Restarts`` in launch/policy.py.
+    #: The restarts that the job has used, and its last failure; see ``Restarts`` in launch/policy.py.
     history: dict[str, Any] = field(default_factory=dict)
-    #: This machine's network device on the way to the others; None: whichever.
+    #: This machine's network device on the route to the others; None: any.
     interface: str | None = None
-    #: Whether the store at ``address`` is served already, so that no rank is to serve it.
+    #: True if the store at ``address`` is served already, so that no rank must serve it.
     served: bool = False
     #: How far this machine's CLOCK_MONOTONIC was ahead of machine 0's, by how much that may be wrong, and when that was
     #: on this clock, in nanoseconds; None: not known.
@@ -82,7 +82,7 @@ class EndKind(str, enum.Enum):
     LOST = "lost"
     #: Other machines want to take part: the ranks save, and all start again.
     JOINING = "joining"
-    #: Somebody wants the job to end.
+    #: The job was asked to end.
     STOPPED = "stopped"
     #: All ranks have ended well.
     DONE = "done"
@@ -93,15 +93,15 @@ class Verdict:
     """Why a round ended, as the first machine to know has written it down: all machines act on the same one."""
 
     kind: EndKind
-    #: The machine that wrote it.
+    #: The machine that wrote the verdict.
     node: int
-    #: What to tell the user; complete for FAILED, with the traceback.
+    #: The message for the user; complete for FAILED, with the traceback.
     text: str = ""
-    #: FAILED: whether all ranks start again, and what to say of that.
+    #: FAILED: True if all ranks start again; then the message about that.
     again: bool = True
     what_now: str = ""
     exit_code: int = 1
-    #: FAILED: whether it reads like the consequence of another rank's end. Such a one waits for the real one.
+    #: FAILED: True if it reads like the consequence of another rank's end. Such a verdict waits for the cause.
     echo: bool = False
     #: STOPPED: the signal.
     signum: int = 0
@@ -127,7 +127,7 @@ class Options:
 
     #: ``HOST:PORT``, or ``file:PATH`` on a disk that all machines share.
     endpoint: str
-    #: Tells this job from others at the same endpoint.
+    #: The identity of the job among those at the same endpoint.
     job: str
     min_nodes: int
     max_nodes: int
@@ -141,7 +141,7 @@ class Options:
     key: str = ""
     #: The default backend that the user has chosen; empty: none. All machines must have chosen the same.
     backend: str = ""
-    #: What should be the same on all machines, by what it is called in messages.
+    #: Name in messages -> value that should be the same on all machines.
     alike: dict[str, str] = field(default_factory=dict)
 
 
@@ -149,13 +149,13 @@ class Options:
 class Meet:
     """Take part in the next round."""
 
-    #: The number of the last round that this machine took part in, and what it knows of the job; -1: none.
+    #: The number of the last round that this machine took part in (-1: none); then its knowledge of the job.
     last: int = -1
     job: str = ""
     history: dict[str, Any] = field(default_factory=dict)
-    #: Why that round can't go on, if the others may not know.
+    #: The reason why that round can't continue, if the others may not know it.
     lost: str = ""
-    #: Seconds that are left to meet in, where a client before this one has used some up; None: all of them.
+    #: Seconds that are left to meet, after an earlier client has used some; None: all of them.
     seconds: float | None = None
 
 
@@ -177,9 +177,9 @@ class Looks:
 class Leave:
     """Leave for good."""
 
-    #: Whether the job is over for all machines.
+    #: True if the job is over for all machines.
     over: bool
-    #: What it ends with, for machines that wait for the next round or to join, and why, if they don't know.
+    #: The exit code for machines that wait for the next round or to join; then the reason, if they don't know it.
     exit_code: int = 0
     why: str = ""
 
@@ -192,7 +192,7 @@ class Met:
     """The machines have met."""
 
     round: dict[str, Any]
-    #: What the user should know, one message each: clocks that differ, versions.
+    #: Warnings for the user, one message each: clocks that differ, versions.
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -209,7 +209,7 @@ class Looking:
 
     #: Seconds that are left.
     seconds: float
-    #: What to tell the user: who is here, what is waited for, who was refused; empty: nothing.
+    #: The message for the user: the machines that are here, are awaited or were refused; empty: none.
     text: str = ""
 
 
@@ -219,9 +219,9 @@ class Alive:
 
     #: Machines that wait to join; only machine 0 looks.
     waiting: int = 0
-    #: How the ranks of the other machines are.
+    #: The states of the other machines' ranks.
     ranks: list[list[Any]] = field(default_factory=list)
-    #: Machines that wanted to join, and why they may not.
+    #: Sentences about machines that wanted to join and may not.
     refused: list[str] = field(default_factory=list)
 
 
@@ -237,9 +237,9 @@ class Refused:
     """The machines can't meet; or the job is over, and did not need this one."""
 
     error: str
-    #: What the launcher is to end with.
+    #: The exit code of the launcher.
     exit_code: int = 1
-    #: Whether another client may be luckier: the machine with the store has gone, or one that had just come.
+    #: True if another client may succeed: the machine with the store has gone, or one that had just come.
     again: bool = False
 
 

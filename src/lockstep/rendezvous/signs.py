@@ -14,7 +14,7 @@ class Signs:
 
     def __init__(self, silent: float) -> None:
         self._silent = silent
-        #: By name: the counter, when it changed last, and whether it has changed since it was read first.
+        #: Name -> the counter, the time of its last change, and True if it has changed since it was first read.
         self._heard: dict[str, tuple[int, float, bool]] = {}
 
     def expect(self, name: str, now: float) -> None:

@@ -27,7 +27,7 @@ class UnknownRun(LockstepError):
 class Run:
     """A run's record: what one machine's launcher has written of it."""
 
-    #: Of the record's file.
+    #: The path of the record's file.
     path: Path
     about: dict[str, Any]
 

@@ -35,9 +35,9 @@ from lockstep.runs.timeline import (
 )
 from lockstep.version import __version__
 
-#: The version of what stands under ``lockstep``.
+#: The version of the data under ``lockstep``.
 VERSION = 1
-#: Numbers of processes of one machine, apart from those of the next.
+#: Offset between the process numbers of one machine and of the next.
 _PER_MACHINE = 10_000_000
 
 
@@ -49,14 +49,14 @@ class BadTrace(LockstepError):
 class Origin:
     """Which part of which job a trace is of."""
 
-    #: The machine, from 0; how many there are; what it is called.
+    #: The machine's number, from 0; the number of machines; its name.
     node: int
     nodes: int
     host: str
     world_size: int
-    #: Tells this start of the job from others, where several machines have met; else empty.
+    #: The identity of this start of the job, if several machines have met; otherwise empty.
     start: str
-    #: What the machine found out of its clock when it met the others.
+    #: The machine's measurement of its clock when it met the others; None: there is none.
     measured: Measured | None = None
 
 
@@ -64,13 +64,13 @@ class Origin:
 class Trace:
     """A trace in memory."""
 
-    #: What stands under ``lockstep`` in the file.
+    #: The data under ``lockstep`` in the file.
     about: dict[str, Any]
-    #: Times in nanoseconds, on the clock of the first machine. Without arrows.
+    #: The events without arrows; times in nanoseconds on the clock of the first machine.
     events: list[Event]
-    #: Nanoseconds by which that machine's wall clock is ahead of it.
+    #: Nanoseconds by which that machine's wall clock is ahead of that clock.
     wall: int
-    #: From one rank to another.
+    #: Arrows from one rank to another.
     arrows: list[Event]
 
     @property
@@ -185,7 +185,7 @@ def read(path: Path) -> Trace:
         raise BadTrace(f"{path}: not a whole trace ({type(error).__name__}: {error})") from error
 
 
-#: What stands under ``lockstep`` that others rely on.
+#: The data under ``lockstep`` that other code relies on.
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("node", "world_size", "base_ns", "at"), int),
     **dict.fromkeys(("hosts", "lost_events", "profiles", "clocks", "processes"), dict),

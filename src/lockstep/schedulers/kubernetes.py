@@ -26,18 +26,18 @@ from dataclasses import dataclass
 
 from lockstep.schedulers.start import SAVED, StartCommand
 
-#: What a manifest is made of.
+#: The values of a manifest.
 Yaml = Mapping[str, "Yaml"] | Sequence["Yaml"] | str | int | bool
 
-#: lockstep's own, where --master-port is not given, and where the launchers meet.
+#: The default of --master-port, and the port at which the launchers meet.
 _PORT, _MEETING_PORT = 29500, 29400
-#: Restarts where the user says nothing of them.
+#: Restarts unless the user gives a number.
 _RESTARTS = 10
-#: The exit code of a container that was killed: for want of memory, say.
+#: The exit code of a container that was killed, for lack of memory for example.
 _KILLED = 137
 #: Seconds that a pod has after --grace: the last ranks are killed and reported.
 _MARGIN = 30
-#: The container's name: in TrainJobs and JobSets of Kubeflow's runtimes it has to be this one.
+#: The container's name, which TrainJobs and JobSets of Kubeflow's runtimes require.
 _CONTAINER = "node"
 _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 #: Characters of a host name.
@@ -91,14 +91,14 @@ class JobManifest:
     namespace: str | None = None
     cpus_per_rank: int = 1
     gpus_per_rank: int = 0
-    #: Of each pod, such as ``64Gi``; None: not limited.
+    #: Memory of each pod, such as ``64Gi``; None: not limited.
     memory: str | None = None
     volumes: tuple[Volume, ...] = ()
     #: Variables of the program, each ``NAME=VALUE``.
     env: tuple[str, ...] = ()
-    #: How often all ranks are started again after a failure; None: ten times.
+    #: The limit on restarts of all ranks after a failure; None: ten.
     max_restarts: int | None = None
-    #: Where the launchers find each other: ``service``, at the first pod, or ``file:FOLDER`` on a volume. None: they do
+    #: The launchers' rendezvous: ``service``, at the first pod, or ``file:FOLDER`` on a volume. None: they do
     #: not, and what restarts is the pods.
     rdzv: str | None = None
 
@@ -313,7 +313,7 @@ def _scalar(node: Yaml) -> str:
     return f'"{"".join(_escaped(character) for character in node)}"'
 
 
-#: Words that are no strings for YAML 1.1 or 1.2.
+#: Words that are not strings in YAML 1.1 or 1.2.
 _WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null"})
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from lockstep.errors import EnvironmentMismatch
 from lockstep.schedulers import slurm
 
-#: What other launchers call our variables: Open MPI's mpirun, then MPICH's and Intel MPI's (hydra).
+#: Our variables -> their names in other launchers: Open MPI's mpirun, then MPICH's and Intel MPI's (hydra).
 _MPI_DIALECTS: tuple[dict[str, str], ...] = (
     {
         "RANK": "OMPI_COMM_WORLD_RANK",
@@ -38,15 +38,15 @@ _MPI_DIALECTS: tuple[dict[str, str], ...] = (
 class LauncherPlace:
     """The place of a launcher among those of a job, one on each machine. What the scheduler does not say is None."""
 
-    #: Who says so, for messages.
+    #: The scheduler's name, for messages.
     scheduler: str
-    #: Which machine, from 0.
+    #: The machine's number, from 0.
     rank: int
-    #: How many machines.
+    #: The number of machines.
     count: int | None = None
-    #: Ranks on each, as the user may write them after ``-n``.
+    #: Ranks on each machine, in the form of ``-n``.
     ranks: str | None = None
-    #: Where the machines meet.
+    #: The address at which the machines meet.
     address: str | None = None
     port: int | None = None
 

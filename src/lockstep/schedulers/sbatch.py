@@ -30,11 +30,11 @@ _OWN |= {"partition", "account"}
 class Requeue(enum.Enum):
     """Who queues the job again when it has saved and left."""
 
-    #: ``scontrol requeue`` at the end of the script.
+    #: The script requeues, by ``scontrol requeue`` at its end.
     SCRIPT = "script"
-    #: Slurm, where its slurm.conf has ``RequeueExit=75``.
+    #: Slurm requeues, if its slurm.conf has ``RequeueExit=75``.
     SLURM = "slurm"
-    #: Nobody, nor after the failure of a machine.
+    #: The job is not requeued, not even after the failure of a machine.
     NEVER = "never"
 
 
@@ -47,19 +47,19 @@ class BatchJob:
     """
 
     start: StartCommand
-    #: ``[DAYS-]HOURS:MINUTES:SECONDS`` and sbatch's other forms.
+    #: The time limit, as ``[DAYS-]HOURS:MINUTES:SECONDS`` or in sbatch's other forms.
     time: str
     name: str
     cpus_per_rank: int = 1
     gpus_per_rank: int = 0
-    #: Of each machine; None: as the site has it.
+    #: Memory of each machine; None: the site's default.
     memory: str | None = None
     partition: str | None = None
     account: str | None = None
     #: Seconds before the limit at which the ranks are asked to stop; None: enough for --grace.
     signal_before: int | None = None
     requeue: Requeue = Requeue.SCRIPT
-    #: The ranks' logs go to folders in here, one for each start.
+    #: The folder of the ranks' logs, which has a folder for each start.
     logs: str = "logs"
     #: More options of sbatch, each as on its command line.
     more: tuple[str, ...] = ()

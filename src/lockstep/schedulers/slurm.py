@@ -20,7 +20,7 @@ from lockstep.errors import EnvironmentMismatch
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 #: Ports for meeting: below those that Linux hands out for outgoing connections (32768 on).
 _FIRST_PORT, _PORTS = 10000, 20000
-#: What every task of a step has, with Slurm 20.11 or later.
+#: The variables of every task of a step, with Slurm 20.11 or later.
 _NUMBERS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
 _LISTS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
 
@@ -31,16 +31,16 @@ class SlurmTask:
 
     job: int
     step: int
-    #: How often the job was requeued.
+    #: The number of times that the job was requeued.
     restart: int
-    #: Of the step, from 0.
+    #: The task's rank in the step, from 0.
     rank: int
-    #: Of its node, from 0.
+    #: The task's rank on its node, from 0.
     local_rank: int
     node: int
-    #: By node.
+    #: Node -> its number of tasks.
     tasks_per_node: tuple[int, ...]
-    #: Names, by node.
+    #: Node -> its name.
     hosts: tuple[str, ...]
 
     @property

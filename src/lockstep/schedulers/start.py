@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 
-#: What every launcher of a job ends with that was asked to stop and has saved (EXIT_SAVED in ``job/files.py``).
+#: The exit code of every launcher of a job that was asked to stop and has saved (EXIT_SAVED in ``job/files.py``).
 SAVED = os.EX_TEMPFAIL
 
 
@@ -18,7 +18,7 @@ class StartCommand:
     args: tuple[str, ...]
     is_module: bool
     machines: int
-    #: On each machine.
+    #: Ranks on each machine.
     ranks: int
     #: Seconds that the ranks have to finish a step and save.
     grace: float

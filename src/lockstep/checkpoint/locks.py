@@ -9,33 +9,33 @@ forked processes: a DataLoader's worker that outlives a killed rank by a moment 
 process closes *any* descriptor of that file, so a process that holds a lock does not open the file again: a second
 Checkpointer of the same process shares the first one's lock.
 
-The file names the owner, for the job that is refused. It is removed when the lock is released, while it is still
-held; whoever opened it before that finds, once it has the lock, that the name leads elsewhere, and begins anew.
+The file names the owner, for the job that is refused. It is removed when the lock is released, while it is still held;
+a process that opened it before that finds, once it has the lock, that the name leads elsewhere, and begins anew.
 
 Where the file system has no locks, the record itself is the lock: it counts until its owner is known to be gone, which
 can be known on the same host only (the machine has been started anew, or the process is not there any more).
 
 Note [Rounds of a job]
 ~~~~~~~~~~~~~~~~~~~~~~
-A job over several machines goes on in a new round when one of them is cut off, and what is left there may still hold
-the lock, think itself the owner, and finish a save when it is let back. So the record says of which job and which round
-an owner is (``LOCKSTEP_ROUND``), and the number of the round is the fencing token: an owner of a later round of the
-same job waits some seconds for the one before, which its launcher is about to end, and then displaces it. It puts a new
-lock file in the place of the old one, and removes every draft. A writer looks, before it commits, whether the file in
-that place is still its own, and refuses otherwise; one that is stopped between that look and the commit finds its draft
+A job over several machines goes on in a new round when one of them is cut off. The processes left there may still hold
+the lock, take themselves for the owner, and finish a save when the machine is back. So the record names the owner's job
+and round (``LOCKSTEP_ROUND``), and the number of the round is the fencing token: an owner of a later round of the same
+job waits some seconds for the one before, which its launcher is about to end, and then displaces it. It puts a new lock
+file in the place of the old one, and removes every draft. Before a writer commits, it checks that the file in that
+place is still its own, and refuses otherwise; one that is stopped between that check and the commit finds its draft
 gone.
 
 Note [Readers and pruning]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-Whoever reads a checkpoint holds a shared lock (``flock``) on its manifest; whoever removes one takes that lock
+A reader of a checkpoint holds a shared lock (``flock``) on its manifest; a process that removes one takes that lock
 exclusively first, without waiting, and leaves the checkpoint to the next pruning if it can't have it. The lock belongs
 to the file and not to its name, so between opening the manifest and locking it the folder may have been renamed away:
-a reader looks once more whether the name still leads to the file that it holds, and else raises
-:class:`CheckpointGone`. After that look nothing can be removed before the reader releases it. The kernel releases it
-for a reader that dies.
+a reader checks once more that the name still leads to the file that it holds, and otherwise raises
+:class:`CheckpointGone`. After that check nothing can be removed before the reader releases the lock. The kernel
+releases it for a reader that dies.
 
 The manifest is locked and not the folder, because only files can be locked from several hosts over NFS, and because a
-folder's own lock says that a process writes it (Note [Commit] in ``save.py``).
+folder's own lock marks a draft that is being written (Note [Commit] in ``save.py``).
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ LOCK_FILE = "run.lock"
 _MAX_RECORD = 64 * 1024
 #: Seconds that an owner may take to write its record once it has the lock.
 _RECORD_LIMIT = 2.0
-#: Seconds that an earlier round of the same job has to release a folder before it is displaced: a launcher that is
+#: Seconds that an earlier round of the same job has to let go of a folder before it is displaced: a launcher that is
 #: cut off ends its ranks within this time.
 _SUCCESSION = 12.0
-#: Seconds after which of several jobs that took a folder at the same moment the last one is known.
+#: Seconds after which it is settled which of several jobs took a folder last that took it at the same moment.
 _SETTLING = 0.5
 _COMMAND_LENGTH = 300
 
@@ -90,14 +90,14 @@ def _is_named(fd: int, path: Path) -> bool:
     return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
 
 
-# Readers of a checkpoint, and its removal.
+# Reading a checkpoint, and removing one.
 
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
     """Hold a checkpoint, so that no process removes it within the block. See Note [Readers and pruning].
 
-    One without a manifest that can be opened is damaged, and held by nothing: the reader will find that out.
+    A checkpoint whose manifest can't be opened is damaged, and is not held: the reader will find that out.
 
     Raises:
         CheckpointGone: it has just been removed, or there was none.
@@ -118,7 +118,7 @@ def reading(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def taken(folder: Path) -> Iterator[bool]:
-    """Take a checkpoint for removal; yield whether it may be removed within the block, since no process reads it then.
+    """Take a checkpoint for removal; yield whether it may be removed within the block: no process reads it then.
 
     Raises:
         OSError: its manifest can't be opened for writing.
@@ -138,14 +138,14 @@ def _gone(folder: Path) -> CheckpointGone:
 
 
 def _open_manifest(folder: Path, mode: int) -> int | None:
-    """Open a checkpoint's manifest; None if there is none, or something else in its place."""
+    """Open a checkpoint's manifest; None if it is missing or is not a plain file."""
     try:
         return os.open(folder / MANIFEST, mode | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO):
             return None
         if mode == os.O_RDONLY and error.errno in (errno.EACCES, errno.EPERM):
-            return None  # reading it will fail with words of its own
+            return None  # reading it will fail with a message of its own
         raise
 
 
@@ -159,16 +159,16 @@ class Owner:
     host: str
     pid: int
     user: str
-    #: When the lock was taken, as ISO 8601 in UTC.
+    #: The time at which the lock was taken, as ISO 8601 in UTC.
     since: str
-    #: The shortened command line.
+    #: The command line, shortened.
     command: str
-    #: What distinguishes the process from others with its id: the machine's boot id, the pid namespace, and the
-    #: process's start in clock ticks after the boot.
+    #: The identity of this process among those with the same number: the machine's boot, its process namespace, and
+    #: the process's start in clock ticks after the boot.
     boot: str
     namespace: str
     start: int
-    #: The job and its round, if several machines have met; see Note [Rounds of a job].
+    #: The job and its round, where several machines have met; see Note [Rounds of a job].
     job: str = ""
     round: int = 0
 
@@ -177,7 +177,7 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Owner:
-        """Describe the process that calls."""
+        """Describe the calling process."""
         command = " ".join([*sys.orig_argv][:64])
         return cls(
             host=socket.gethostname(),
@@ -204,13 +204,13 @@ class Owner:
 
     @property
     def is_superseded(self) -> bool:
-        """True if this process belongs to a later round of the same job."""
+        """True if the calling process belongs to a later round of the owner's job."""
         here = _round()
         return bool(self.job) and self.job == here.get("job") and self.round < here["round"]
 
     @property
     def is_gone(self) -> bool:
-        """True if the owner is known to have ended; False if this can't be known from here."""
+        """True if the owner is known to have ended; False where this can't be known from here."""
         if self.host != socket.gethostname():
             return False
         if self.boot != _proc.boot_id():
@@ -255,7 +255,7 @@ class _Held:
 
     @classmethod
     def here(cls, root: Path) -> _Held | None:
-        """Find this process's hold on the folder."""
+        """Return this process's hold on the folder, or None."""
         held = cls._all.get(_key_of(root))
         return held if held is not None and held._pid == os.getpid() else None  # a forked process inherits the table
 
@@ -293,7 +293,7 @@ def _key_of(root: Path) -> tuple[int, int]:
 
 
 def _take(path: Path) -> int | None:
-    """Take the lock. Return its descriptor, or None where the file system has none, and the record alone counts."""
+    """Take the lock. Return its descriptor, or None where the file system has no locks and the record alone counts."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -321,7 +321,7 @@ def _take(path: Path) -> int | None:
 def _succeed(path: Path, fd: int) -> None:
     """Wait until an earlier round of this job lets go of the lock, or displace it; see Note [Rounds of a job].
 
-    Returns when it may be tried again.
+    It returns when the lock may be tried again.
     """
     deadline = time.monotonic() + _SUCCESSION
     while time.monotonic() < deadline:
@@ -337,13 +337,13 @@ def _succeed(path: Path, fd: int) -> None:
 
 
 def _displacing(path: Path, fd: int | None) -> Owner | None:
-    """Return the owner that has replaced this process's lock file with its own, or None."""
+    """Return the owner that has put its own lock file in the place of the one that this process holds."""
     if fd is not None and _is_named(fd, path):
         return None  # not opened again: that would lose the lock
     try:
         other = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return None  # it was removed, and has no new owner
+        return None  # it was removed, and no other owner has come
     try:
         owner = _owner_in(other, wait=True)
     finally:
@@ -352,7 +352,7 @@ def _displacing(path: Path, fd: int | None) -> Owner | None:
 
 
 def _round() -> dict[str, Any]:
-    """Return the fields of this process's owner that say of which job and round it is; none outside of such a job."""
+    """Return the job and the round of this process as fields of an Owner; none outside of such a job."""
     found = knobs.round_()
     return {} if found is None else {"job": found[0], "round": found[1]}
 
@@ -376,8 +376,8 @@ def _take_by_record(path: Path, fd: int) -> None:
     owner = _owner_in(fd, wait=False)
     if owner is not None and not owner.is_gone and not owner.is_superseded:
         raise _refusal(path, owner, by_record=True)
-    # Two that find the same stale record both put their own in its place; the last one stays, and after a while both
-    # see which one that is. All that a file system without locks allows.
+    # Two jobs that find the same stale record both put their own in its place; the last one stays, and after a while
+    # both see which one that is. A file system without locks allows no more.
     _write_record(fd)
     time.sleep(_SETTLING)
     now = _owner_in(fd, wait=False)
@@ -386,7 +386,7 @@ def _take_by_record(path: Path, fd: int) -> None:
 
 
 def owner_of(root: Path) -> Owner | None:
-    """Find out which job holds the folder of a run now, as far as can be known; None if none does. Takes no lock."""
+    """Return the owner that holds a run's folder now, as far as can be known, or None. Takes no lock."""
     try:
         if _Held.here(root):
             return Owner.this_process()
@@ -396,7 +396,7 @@ def owner_of(root: Path) -> Owner | None:
     try:
         owner = _owner_in(fd, wait=False)
         try:
-            # Asked and not tried: a try that succeeds would be in the way of a job that begins at this moment.
+            # The kernel is asked and the lock not tried: taking it would block a job that begins at this moment.
             answer = fcntl.fcntl(fd, fcntl.F_GETLK, struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
         except OSError:
             return None if owner is None or owner.is_gone else owner

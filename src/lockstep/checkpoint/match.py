@@ -1,4 +1,4 @@
-"""A model and the tensors of a checkpoint: under which names they meet, and where they differ.
+"""A model and the tensors of a checkpoint: how their names correspond, and where they differ.
 
 Note [Names and wrappers]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -25,7 +25,7 @@ from lockstep.checkpoint.safetensors import unsavable
 from lockstep.errors import CheckpointMismatch
 from lockstep.text import listed
 
-#: Classes that hold the user's model in their attribute ``module``; by name, since not all can be imported.
+#: The names of classes that hold the user's model in their attribute ``module``; not all can be imported.
 _WRAPPERS = {"DistributedDataParallel", "DataParallel"}
 #: torch.compile(module) holds it under this name; its class is private.
 _COMPILED = _torch.COMPILED_PREFIX.rstrip(".")
@@ -48,7 +48,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _inner(module: nn.Module) -> str | None:
-    """Return the name under which a wrapper holds the user's module; None if this is none."""
+    """Return the name under which a wrapper holds the user's module; None if ``module`` is not a wrapper."""
     if _COMPILED in module._modules:
         return _COMPILED
     if any(cls.__name__ in _WRAPPERS for cls in type(module).__mro__) and "module" in module._modules:
@@ -57,7 +57,7 @@ def _inner(module: nn.Module) -> str | None:
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:
-    """Return the function that takes the wrappers inside a model out of a name of its state dict.
+    """Return the function that removes the wrappers' words from a name of the model's state dict.
 
     See Note [Names and wrappers].
     """
@@ -81,11 +81,11 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
 
 
 def aligned(own: Collection[str], saved: Iterable[str]) -> dict[str, str]:
-    """Return for each saved name the one that the model has for it, or, where it has none, what it would be called.
+    """Return each saved name -> the model's name for it, or, where the model has none, the name that it would have.
 
     Args:
         own: the names of the model's state dict.
-        saved: those of a file. See Note [Names and wrappers].
+        saved: the names in a file. See Note [Names and wrappers].
     """
     own = set(own)
     called = without_prefixes(saved, own.__contains__)
@@ -97,17 +97,17 @@ def aligned(own: Collection[str], saved: Iterable[str]) -> dict[str, str]:
 
 
 def _by_core(names: Iterable[str]) -> dict[str, str]:
-    """Return names by what is left of them without the wrappers' words, as far as that is one name's alone."""
+    """Return names by what is left of them without the wrappers' words, leaving out those that share it."""
     cores = {name: ".".join(word for word in name.split(".") if word not in _WORDS) or name for name in names}
     count = Counter(cores.values())
     return {core: name for name, core in cores.items() if count[core] == 1}
 
 
 def without_prefixes(names: Iterable[str], fits: Callable[[str], bool]) -> dict[str, str]:
-    """Return each name with what it is without the wrappers' words that all of them begin with.
+    """Return each name -> the name without the wrappers' words that all of them begin with.
 
     Args:
-        names: a file's.
+        names: the names in a file.
         fits: whether a name is one that is looked for. As many words are taken off as make the most names fit.
     """
     called = {name: name for name in names}
@@ -124,7 +124,7 @@ def without_prefixes(names: Iterable[str], fits: Callable[[str], bool]) -> dict[
 
 
 def under_plain_names(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a module's state dict without the wrappers inside it; itself, if there are none.
+    """Return a module's state dict without the wrappers' words in its names; the same object if there are none.
 
     Raises:
         ValueError: two names would become the same.
@@ -146,7 +146,7 @@ def under_plain_names(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str
 
 @dataclass(frozen=True)
 class Match:
-    """The common entries of a checkpoint and a model, and their differences."""
+    """The comparison of a checkpoint with a model."""
 
     #: The values that can be loaded, under the model's names.
     loadable: dict[str, Any]
@@ -154,7 +154,7 @@ class Match:
     missing: tuple[str, ...]
     #: Names that the checkpoint has and the model lacks.
     unexpected: tuple[str, ...]
-    #: Texts "name: shape in the checkpoint, shape in the model"; likewise for dtypes where they must agree.
+    #: The tensors that differ: "name: shape in the checkpoint, shape in the model"; likewise dtypes that must agree.
     mismatched: tuple[str, ...]
 
     def refuse_differences(self, source: object) -> None:
@@ -174,14 +174,14 @@ class Match:
 
 
 def compare(model: nn.Module, state: Mapping[str, Any], *, exact: bool) -> Match:
-    """Lay ``state`` beside ``model.state_dict()``, changing neither.
+    """Compare ``state`` with ``model.state_dict()``, changing neither.
 
     Args:
         model: without a wrapper around it.
         state: tensors, and what else a state dict has, by name; see Note [Names and wrappers].
-        exact: it is the same model's: dtypes must be the same, and there may be nothing more in it. Else values are
-            cast as torch does, and what the model makes for itself (its buffers with ``persistent=False``, which
-            older files of transformers hold) is left out.
+        exact: the state is of the same model: dtypes must be the same, and there may be no other tensors. Otherwise
+            values are cast as torch does, and what the model makes for itself (its buffers with
+            ``persistent=False``, which older files of transformers hold) is left out.
     """
     own = model.state_dict()
     names = aligned(own, state)
@@ -199,7 +199,7 @@ def compare(model: nn.Module, state: Mapping[str, Any], *, exact: bool) -> Match
             loadable[name] = value
         else:
             mismatched.append(f"{name}: {difference}")
-    # A tied parameter that the file has under its other name is there.
+    # A tied parameter that the file has under its other name is not missing.
     there = {_memory(own[name]): value for name, value in loadable.items()}
     here = set(names.values())
     missing: list[str] = []
@@ -217,7 +217,7 @@ def _difference(saved: Any, own: Any, exact: bool) -> str | None:
         same_kind = isinstance(own, torch.Tensor) == isinstance(saved, torch.Tensor)
         return None if same_kind else f"{type(saved).__name__} in the checkpoint, {type(own).__name__} in the model"
     if nn.parameter.is_lazy(own):
-        return None  # takes its shape from what is loaded
+        return None  # it takes its shape from what is loaded
     if saved.shape != own.shape:
         return f"shape {list(saved.shape)} in the checkpoint, {list(own.shape)} in the model"
     if saved.dtype != own.dtype and (exact or saved.is_complex() != own.is_complex()):
@@ -232,13 +232,13 @@ def _memory(value: Any) -> tuple[object, ...] | None:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the properties in which two optimizers must agree for one to load the other's state."""
+    """Return the class and shapes that an optimizer must share with another one to take its state."""
     shapes = [[list(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
     return {"class": type(optimizer).__name__, "shapes": shapes}
 
 
 def refuse_other_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer, source: object) -> None:
-    """Compare two :func:`describe_optimizer`.
+    """Compare a saved :func:`describe_optimizer` with that of ``optimizer``.
 
     Raises:
         CheckpointMismatch: they differ; it names the first difference.

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint, on each rank: which files and tensors, and which of their bytes this rank writes.
+"""The contents of a checkpoint on each rank: its files and tensors, and the bytes of them that this rank writes.
 
 Nothing is copied here. A save that returns at once copies its :class:`WritePlan`, and writes the copy in a thread.
 """
@@ -28,9 +28,9 @@ def is_of_an_optimizer(name: str) -> bool:
 class StateLayout:
     """The state of a run on this rank, laid out in files."""
 
-    #: All files of tensors on rank 0; on other ranks, the files that all ranks have.
+    #: The files of tensors: on rank 0 all of them; on other ranks those that all ranks have.
     files: tuple[TensorFile, ...]
-    #: Name of a JSON file -> its content; on rank 0 only.
+    #: The contents of the JSON files by name; on rank 0 only.
     texts: Mapping[str, bytes]
 
     @classmethod
@@ -95,7 +95,7 @@ class StateLayout:
         return cls(tuple(files), texts)
 
     def outline(self) -> Outline:
-        """Return a short description of the files, for the other ranks."""
+        """Return a summary of the files for the other ranks."""
         alike = {file.name: file.size_alike for file in self.files}
         everything = sum(file.size for file in self.files)
         return Outline(
@@ -106,13 +106,13 @@ class StateLayout:
 
 
 def _judged(tensors: Mapping[str, torch.Tensor], judged: Callable[[str], bool], meant: Meant) -> dict[str, bool]:
-    """Name the tensors that should be finite, and say whether infinities are meant; see Note [Finite]."""
+    """Return the tensors that should be finite -> whether infinities are meant there; see Note [Finite]."""
     bounds = meant.bounds(name for name in tensors if judged(name))
     return {name: infinite or tensors[name].numel() == 1 for name, infinite in bounds.items()}
 
 
 def _lay_out_ranks(own: Any, world_size: int, judged: Callable[[str], bool]) -> tuple[TensorFile, list[Any]]:
-    """Lay out what each rank holds alone: all come to the same layout, each with its own tensors in all places."""
+    """Lay out what each rank holds alone: the layout is the same on all ranks; each puts its own tensors everywhere."""
     tensors: dict[str, torch.Tensor] = {}
     owners: dict[str, int] = {}
     encoded: list[Any] = []
@@ -127,19 +127,19 @@ def _lay_out_ranks(own: Any, world_size: int, judged: Callable[[str], bool]) -> 
 
 
 def text(encoded: Any) -> bytes:
-    """Return a JSON file's content."""
+    """Return the content of a JSON file."""
     return json.dumps(encoded, allow_nan=False).encode()
 
 
 @dataclass(frozen=True)
 class Outline:
-    """The description of its layout that a rank sends to the others before they divide the work."""
+    """The summary of a rank's layout that the ranks exchange before they divide the work."""
 
-    #: File name -> digest of its header and of the beginning of each tensor that all ranks should hold alike.
+    #: File -> digest of its layout and of the beginning of each tensor that all ranks should hold alike.
     fingerprints: dict[str, str]
-    #: File name -> number of bytes that all ranks should hold alike.
+    #: File -> number of its bytes that all ranks should hold alike.
     alike: dict[str, int]
-    #: The number of all other bytes.
+    #: Number of all other bytes.
     alone: int
 
     def to_json(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Outline:
         return cls(**record)
 
     def differs_in(self, file: str, other: Outline) -> bool:
-        """Return whether two ranks hold different contents of a file."""
+        """Return whether two ranks hold different content in a file."""
         return self.fingerprints.get(file) != other.fingerprints.get(file)
 
 
@@ -167,7 +167,7 @@ class Write:
     source: torch.Tensor | bytes
     #: The position of the first of these bytes within the source.
     offset: int
-    #: The bound within which the elements should be; None: there is none.
+    #: The bound of its elements; None: they are not judged.
     bound: Bound | None = None
 
 
@@ -175,36 +175,35 @@ class Block(NamedTuple):
     """The content of one block."""
 
     file: str
-    #: The position of its first byte in the file.
+    #: The position in the file at which it begins.
     start: int
     content: memoryview
-    #: As in :class:`Write`.
     bound: Bound | None = None
 
 
 class Written(NamedTuple):
-    """The result of one rank's writes, in JSON types."""
+    """The record of what one rank has written, in JSON types."""
 
     #: The digest of each block, in order.
     digests: list[str]
-    #: The numbers of those blocks that are not within their bounds.
+    #: The indices of the blocks that are not within their bounds.
     beyond: list[int]
 
 
 @dataclass(frozen=True)
 class WritePlan:
-    """The writes of one rank for a checkpoint."""
+    """The part of a checkpoint that one rank writes."""
 
-    #: The writes in the order of the files and of their bytes.
+    #: The writes, in the order of the files and of their bytes.
     writes: tuple[Write, ...]
-    #: Name of a file that rank 0 writes alone -> the ranks that hold other contents of it.
+    #: File that rank 0 writes alone -> the ranks that hold other content there.
     apart: Mapping[str, tuple[int, ...]]
-    #: File name -> its parts with their writers, for all files, on rank 0; None on the others.
+    #: On rank 0, every file with its parts and their writers; None on other ranks.
     files: Mapping[str, tuple[TensorPart, ...]] | None
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of tensors to write."""
+        """Number of bytes of tensors that are to be written."""
         return sum(one.stop - one.start for one in self.writes if isinstance(one.source, torch.Tensor))
 
     def contents(self) -> Iterator[Block]:
@@ -238,7 +237,7 @@ class WritePlan:
         """**Rank 0.** Record the digests that were taken while the files were written.
 
         Args:
-            digests: each rank's, of its blocks in order.
+            digests: for each rank, the digests of its blocks in order.
 
         Returns:
             The manifest's entries.
@@ -256,7 +255,7 @@ class WritePlan:
         """**Rank 0.** Name the tensors, by their file, that are not within their bounds; None if all are.
 
         Args:
-            beyond: each rank's numbers of such blocks.
+            beyond: for each rank, the indices of its blocks that are not.
         """
         numbers, passed = [set(own) for own in beyond], [0] * len(beyond)
         found: dict[str, list[str]] = {}

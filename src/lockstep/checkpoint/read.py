@@ -1,6 +1,6 @@
-"""Read checkpoints, and verify each byte on its way from the disk to memory.
+"""Read a checkpoint's folder, checking each byte on the way from the disk to memory.
 
-A reader holds the checkpoint's lock (Note [Readers and pruning] in ``locks.py``).
+A reader holds the checkpoint that it reads (Note [Readers and pruning] in ``locks.py``).
 
 Note [Read once]
 ~~~~~~~~~~~~~~~~
@@ -32,13 +32,13 @@ from lockstep.errors import CheckpointCorrupt, CheckpointError
 
 Result = TypeVar("Result")
 
-#: Folder of a checkpoint -> the damage to it, newest first.
+#: Folder of a checkpoint -> what is wrong with it, newest first.
 Damage = dict[Path, str]
 
 _DISAGREE = "its header and the manifest do not agree"
-#: Failures that say nothing of the checkpoint: skipping it for an older one would be wrong.
+#: Failures of this process, not of the checkpoint: skipping it for an older one would be wrong.
 _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-#: The most listings of a run's folder, while checkpoints in it are removed as fast as they are listed.
+#: The most times that a run's folder is listed, while checkpoints in it are removed as fast as they are listed.
 _LISTINGS = 10
 
 
@@ -46,19 +46,19 @@ _LISTINGS = 10
 class Search(Generic[Result]):
     """The result of a search among a run's checkpoints."""
 
-    #: The newest usable checkpoint and the data read from it; None: there is none.
+    #: The newest checkpoint that can be taken, and what was read of it; None: there is none.
     found: tuple[Path, Result] | None
-    #: The damaged checkpoints that are newer than the one found, or all if none was found.
+    #: The damaged checkpoints that are newer than ``found``; all damaged ones if that is None.
     damaged: Damage
     #: Likewise, the checkpoints that were passed over because they are not finite.
     not_finite: Damage
 
     def nothing(self, root: Path, *, remedy: str) -> CheckpointError | None:
-        """Return the error that none of a run's checkpoints can be taken; None if there was none to take.
+        """Return the error that none of a run's checkpoints can be taken; None if it has no checkpoints.
 
         Args:
             root: the run's folder.
-            remedy: how one that is not finite is taken all the same.
+            remedy: how to take one that is not finite all the same.
         """
         if self.not_finite:
             words = "; ".join([*self.not_finite.values(), *self.damaged.values()])
@@ -69,7 +69,7 @@ class Search(Generic[Result]):
 
 
 class NotFinite(CheckpointError):
-    """A checkpoint is passed over because it is not finite; see Note [Finite] in ``finite.py``."""
+    """A checkpoint was passed over because it is not finite; see Note [Finite] in ``finite.py``."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         super().__init__(words_on_not_finite(folder, manifest))
@@ -77,7 +77,7 @@ class NotFinite(CheckpointError):
 
 
 def words_on_not_finite(folder: Path, manifest: Manifest) -> str:
-    """Say which values of a checkpoint are not finite; empty if its manifest names none."""
+    """Return which values of a checkpoint are not finite, in words; empty if its manifest names none."""
     if manifest.not_finite is None:
         return ""
     return f"{folder.name} holds values that are NaN or infinite, in {finite.in_words(manifest.not_finite)}"
@@ -102,12 +102,12 @@ def read(
 
     Args:
         folder: the checkpoint's folder, which must not be a link.
-        owners: the user ids that may own the folder and its files. None: any.
-        only_finite: read no further than the manifest if that names values that are not finite.
+        owners: the users to whom the folder and its files may belong. None: any user.
+        only_finite: read no further than the manifest if it names values that are not finite.
         on: the file system.
 
     Raises:
-        NotFinite: the manifest names such values, and ``only_finite`` is on.
+        NotFinite: the manifest names values that are not finite, and ``only_finite`` is on.
         CheckpointCorrupt: a file is missing, is not a plain file, belongs to another user, or has another size or
             digest; the message names the file and the tensor, what was expected and what was found.
         CheckpointGone: it has just been removed.
@@ -135,7 +135,7 @@ def read_model(folder: Path, *, only_finite: bool = False, on: Storage = POSIX) 
 
 
 def read_manifest(folder: Path, *, on: Storage = POSIX) -> Manifest:
-    """Read what a checkpoint says of itself; nothing else is verified.
+    """Read the manifest of a checkpoint; nothing else is verified.
 
     Raises:
         CheckpointCorrupt: there is no valid manifest.
@@ -169,7 +169,7 @@ def find_damage(folder: Path, *, on: Storage = POSIX) -> list[str]:
 
 
 def read_tensors(path: Path, *, on: Storage = POSIX) -> dict[str, torch.Tensor]:
-    """Read every tensor of a safetensors file into CPU memory of its own; aliases are the same tensor again.
+    """Read every tensor of a safetensors file into CPU memory of its own; aliases become the same tensor.
 
     Raises:
         CheckpointCorrupt: the file is truncated or no safetensors file.
@@ -192,10 +192,10 @@ def newest_complete(
     """Find the newest checkpoint that can be read; skip the damaged ones, and those that ``read`` finds not finite.
 
     Args:
-        listing: returns the folders, newest first. Asked again if one was removed after it had been listed: there is
-            a newer one then.
-        read: what is wanted of a checkpoint.
-        strict: raise what is wrong with a damaged one instead.
+        listing: returns the folders, newest first. It is called again if a folder was removed after it had been
+            listed: there is a newer one then.
+        read: reads what is wanted of a checkpoint.
+        strict: raise the error of a damaged one instead of skipping it.
 
     Raises:
         CheckpointGone: they are removed faster than they are read.
@@ -237,7 +237,7 @@ def _opened(folder: Path, owners: Sequence[int] | None, on: Storage) -> Iterator
 
 @contextmanager
 def _failing_is_damage(path: Path, words: str) -> Iterator[None]:
-    """Say in ``words`` which operation on a checkpoint fails, unless that says nothing of the checkpoint."""
+    """Report a failing operation as damage, in ``words``, unless the failure says nothing of the checkpoint."""
     try:
         yield
     except OSError as error:
@@ -258,7 +258,7 @@ class _Reader:
             self.manifest = Manifest.from_json(bytes(file.content(0, file.size)), where=str(file.path))
 
     def refuse_other_step(self) -> None:
-        """Refuse a folder that was renamed: it would bring back another step than it says."""
+        """Refuse a folder that was renamed: its name would promise another step than it holds."""
         step = folders.step_in(self._path.name)
         if step is not None and step != self.manifest.step:
             raise CheckpointCorrupt(f"{self._path}: holds step {self.manifest.step}: it has been renamed")
@@ -298,7 +298,7 @@ class _Reader:
         return state
 
     def header(self) -> tuple[TensorSpan, ...]:
-        """Say where the model's tensors are."""
+        """Return where the model's tensors are in its file."""
         with self._file(MODEL, self.manifest.files[MODEL]) as file:
             return file.header().tensors
 
@@ -320,7 +320,7 @@ class _Reader:
         return decode(data, tensors, where=str(file.path))
 
     def damages(self) -> Iterator[CheckpointCorrupt]:
-        """Yield what is wrong, file by file and tensor by tensor."""
+        """Yield the damage, file by file and tensor by tensor."""
         scratch = memoryview(bytearray(BLOCK))
         for name, entry in self.manifest.files.items():
             try:
@@ -356,13 +356,13 @@ class _File:
         self._on.close(self._opened)
 
     def content(self, start: int, stop: int, name: str = "") -> memoryview:
-        """Read a part, which is the header, or the whole of a file without tensors, if it has no name."""
+        """Read a part; one without a name is the header, or the whole of a file without tensors."""
         into = memoryview(bytearray(stop - start))
         self._fill(into, start, name)
         return into
 
     def header(self) -> Header:
-        """Read what a safetensors file says is in it."""
+        """Read the header of a safetensors file."""
         with self._sense():
             header = parse_header(self._header(), self.size)
             if self._parts is not None:
@@ -379,7 +379,7 @@ class _File:
 
     @contextmanager
     def _sense(self) -> Iterator[None]:
-        """Raise what makes no sense as damage."""
+        """Raise errors of an invalid file as damage."""
         try:
             yield
         except (ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Resume a run from its newest complete checkpoint: found, compared and loaded by all ranks together, or by none."""
+"""Resume a run from its newest complete checkpoint, which all ranks find, compare and load together, or none does."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from lockstep.text import counted
 class Restored:
     """The checkpoint that training resumes from."""
 
-    #: Its folder.
     folder: Path
     #: Optimizer steps taken.
     step: int
-    #: The epoch to resume in, and True if part of it is done.
+    #: The epoch to resume in, and whether a part of it is done.
     epoch: int
     in_epoch: bool
-    #: Ranks of the job that wrote it.
+    #: Number of ranks of the job that wrote it.
     world_size: int
-    #: Newer checkpoints that are damaged: file, what was expected and what was found.
+    #: The damage to each newer checkpoint that is damaged: file, what was expected and what was found.
     skipped: tuple[str, ...]
-    #: Newer checkpoints that are not finite: which of their values.
+    #: The values that are not finite in each newer checkpoint that holds such values.
     not_finite: tuple[str, ...] = ()
 
 
 def restored(contents: Contents, search: Search[Contents]) -> Restored:
-    """Return the description of a restored checkpoint for the user."""
+    """Return the description of a checkpoint that the user gets."""
     manifest = contents.manifest
     return Restored(
         folder=contents.folder,
@@ -56,7 +55,7 @@ def find(
     """**Collective.** Read the newest complete checkpoint that ``run`` can resume from. Changes nothing.
 
     Args:
-        owners: the users whose checkpoints are taken.
+        owners: the users to whom checkpoints may belong.
         strict: refuse a damaged checkpoint instead of looking for an older one.
         only_finite: pass over those that are not finite.
 
@@ -83,7 +82,7 @@ def find(
     def read_or_pass(folder: Path) -> Contents | NotFinite:
         try:
             return read_and_compare(folder)
-        except NotFinite as passed:  # by its manifest, which is the same on all ranks, or they say so
+        except NotFinite as passed:  # the manifest decides that, and is compared between the ranks below
             return passed
 
     def read_together(folder: Path) -> Contents:
@@ -120,7 +119,7 @@ def load(contents: Contents, run: RunState, world: World) -> None:
 
 
 def load_generators(contents: Contents, world: World) -> None:
-    """Restore this rank's random number generators; after a change of the world size, only those that were common."""
+    """Restore this rank's random number generators; at another world size, what all ranks had in common."""
     states, world_size = contents.parts["rng"], contents.manifest.world_size
     if world_size == world.world_size:
         state.restore_rng(states[world.rank], world.device)
@@ -129,7 +128,7 @@ def load_generators(contents: Contents, world: World) -> None:
 
 
 def words_on_differences(contents: Contents, search: Search[Contents], run: RunState, world: World) -> str:
-    """Return what to tell of a run that does not resume exactly as it was; empty if it does."""
+    """Return the words on a run that does not resume exactly as it was; empty if it does."""
     words = []
     if search.not_finite:
         words.append(f"passed over newer checkpoints: {'; '.join(search.not_finite.values())}")
@@ -138,7 +137,7 @@ def words_on_differences(contents: Contents, search: Search[Contents], run: RunS
     if search.damaged:
         words.append(f"skipped damaged checkpoints: {'; '.join(search.damaged.values())}")
     saved, now = contents.manifest.world_size, world.world_size
-    in_slices = run.is_in_slices(contents)  # whose sums and random numbers know nothing of ranks
+    in_slices = run.is_in_slices(contents)  # the sums and random numbers of slices do not depend on ranks
     if saved != now and not (in_slices and state.have_common_rng(contents.parts["rng"])):
         words.append(
             f"it was written by {counted(saved, 'rank')} and there are {now} now: everything is restored but "
@@ -171,5 +170,5 @@ def words_on_differences(contents: Contents, search: Search[Contents], run: RunS
 
 
 def _spread(hosts: list[list[int]] | None) -> str:
-    """Return the ranks by host in words: ``0 1 | 2 3``."""
+    """Return which ranks were on one machine: ``0 1 | 2 3``."""
     return "all together" if hosts is None else " | ".join(" ".join(map(str, ranks)) for ranks in hosts)

@@ -1,6 +1,6 @@
-"""Choose the checkpoints that a run keeps, by a rule over their steps and metrics, and remove the others.
+"""The rule, over steps and metrics, that decides which checkpoints a run keeps; and the removal of the others.
 
-The rule itself is pure (:func:`superfluous`); it is applied to a folder that others may be reading.
+The rule itself is pure (:func:`superfluous`); it is applied to a folder that other processes may be reading.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.errors import CheckpointCorrupt
 
 @dataclass(frozen=True)
 class Retention:
-    """The rule for the checkpoints that a run keeps. A checkpoint stays if any of the fields asks for it.
+    """The rule for which checkpoints a run keeps. A checkpoint stays if any of these criteria keeps it.
 
     The newest one that is good always stays, whatever the rule says. A checkpoint that is not finite (Note [Finite] in
     ``checkpoint/finite.py``) takes no other's place: the rule chooses among the finite ones as if it were not there.
@@ -32,13 +32,13 @@ class Retention:
     older than the last finite ones.
     """
 
-    #: The number of latest saved steps whose checkpoints stay. None: all of them; 0: only the newest.
+    #: How many of the last steps with checkpoints are kept. None: all of them; 0: only the newest.
     last: int | None = 3
-    #: Checkpoints whose step is a multiple of this stay for good. None: no such rule.
+    #: Checkpoints whose step is a multiple of this are kept for good. None: no such rule.
     every: int | None = None
-    #: The number of best checkpoints that stay, by ``save(metric=…)``; of two equals the newer one counts as better.
+    #: How many of the best are kept, by the metric of ``save(metric=…)``; of two equal ones the newer.
     best: int = 0
-    #: "min" if the smallest metric is the best (a loss), "max" if the largest is (an accuracy).
+    #: "min" if the best metric is the smallest (a loss), "max" if it is the largest (an accuracy).
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
@@ -59,11 +59,11 @@ class Entry:
     #: The name of its folder.
     name: str
     step: int
-    #: The number of the save at this step, from 1; the last one replaces the others.
+    #: The number of this save among those of the same step, from 1; the last one replaces the others.
     revision: int = 1
-    #: The metric that it was saved with. If this is None or not finite, the checkpoint is never the best.
+    #: The metric it was saved with. With None or a number that is not finite it is never the best.
     metric: float | None = None
-    #: True if it is complete, False if it is damaged; None: not checked.
+    #: True if it is complete, False if it is damaged, None if it was not checked.
     good: bool | None = None
     #: False if its manifest names tensors that are not finite.
     finite: bool = True
@@ -88,7 +88,7 @@ def _age(entry: Entry) -> tuple[int, int]:
 
 
 def _superfluous_among(oldest_first: list[Entry], rule: Retention) -> list[Entry]:
-    """Choose among those that are finite or damaged."""
+    """Choose among the checkpoints that are finite or damaged."""
     good = [number for number, entry in enumerate(oldest_first) if entry.good]
     if not good:
         return []
@@ -104,11 +104,11 @@ def _superfluous_among(oldest_first: list[Entry], rule: Retention) -> list[Entry
 
 
 def _superfluous_lost(lost: list[Entry], usable: list[Entry], rule: Retention) -> list[Entry]:
-    """Choose among those that are not finite, all oldest first.
+    """Choose among the checkpoints that are not finite.
 
     Args:
-        lost: these.
-        usable: the others.
+        lost: the checkpoints that are not finite, oldest first.
+        usable: all others, oldest first.
     """
     known = max((_age(entry) for entry in (*lost, *usable) if entry.good), default=(-1, 0))
     finite = list({entry.step: entry for entry in usable if entry.good is not False}.values())
@@ -131,7 +131,7 @@ def _superfluous_lost(lost: list[Entry], usable: list[Entry], rule: Retention) -
 
 
 def _latest_of_each_step(entries: list[Entry], newest: Entry) -> list[Entry]:
-    """Choose those that no later save of the same step replaces."""
+    """Return the checkpoints that no later save of the same step replaces."""
     latest = {entry.step: entry for entry in entries}
     latest.pop(newest.step, None)
     return list(latest.values())
@@ -158,12 +158,12 @@ def _oldest_of_the_last(candidates: list[Entry], rule: Retention) -> float:
 
 @dataclass(frozen=True)
 class Pruned:
-    """The result of removing a run's superfluous checkpoints."""
+    """The outcome of a pruning: what became of each superfluous checkpoint."""
 
     removed: tuple[Path, ...] = ()
-    #: Checkpoints that are being read; the next pruning finds them again.
+    #: Checkpoints that a process is reading; the next pruning finds them again.
     being_read: tuple[Path, ...] = ()
-    #: Checkpoints that can't be removed, each with the reason.
+    #: Checkpoints that can't be removed, and why.
     failed: tuple[tuple[Path, str], ...] = ()
 
 
@@ -181,20 +181,20 @@ def entries(
         root: the run's folder.
         good, damaged: names of the folders that are known to be so. One without a manifest is damaged.
         enough: once this many steps of finite ones have been seen, newest first, read no manifest that a rule by steps
-            alone can do without; None: read them all. One that can't be read is damaged.
+            alone can do without; None: read them all. A checkpoint whose manifest can't be read is damaged.
         on: the file system.
     """
     found = []
     listed = folders.checkpoints(root, on=on)
     saves = Counter(map(folders.step_of, listed))
     newest = max((folders.age(folder) for folder in listed if folder.name in good), default=(-1, 0))
-    seen: set[int] = set()  # steps of finite ones, of those that the rule chooses among
+    seen: set[int] = set()  # steps of the finite checkpoints that the rule chooses among
     for folder in listed:
         known = True if folder.name in good else False if folder.name in damaged else None
         step, revision = folders.age(folder)
         metric, finite = None, True
         try:
-            if enough is None or len(seen) < enough or saves[step] > 1:  # which of a step's saves counts
+            if enough is None or len(seen) < enough or saves[step] > 1:  # to decide which save of a step counts
                 manifest = read_manifest(folder, on=on)
                 metric, finite = manifest.metric, manifest.not_finite is None
             elif not (folder / MANIFEST).is_file():
@@ -202,7 +202,7 @@ def entries(
         except CheckpointCorrupt:
             known = False
         except CheckpointGone:
-            continue  # someone else has removed it
+            continue  # another process has removed it
         if finite and known is not False and (step, revision) <= newest:
             seen.add(step)
         found.append(Entry(folder.name, step, revision, metric, known, finite))
@@ -222,7 +222,7 @@ def remove(root: Path, superfluous_ones: Collection[Entry], *, on: Storage = POS
                     folders.remove(folder, on=on)
             (removed if free else being_read).append(folder)
         except FileNotFoundError:
-            continue  # someone else has removed it
+            continue  # another process has removed it
         except OSError as error:
             failed.append((folder, describe(error)))
     return Pruned(tuple(removed), tuple(being_read), tuple(failed))
@@ -231,10 +231,10 @@ def remove(root: Path, superfluous_ones: Collection[Entry], *, on: Storage = POS
 def prune(root: Path, newest: Path, rule: Retention, *, damaged: Collection[str] = (), on: Storage = POSIX) -> None:
     """**Rank 0.** Remove what the checkpoint ``newest``, just written, makes superfluous under the rule.
 
-    Those of later steps are left alone, and so are those that someone is reading. What fails is a warning: the new
-    checkpoint is safe, and failing the save for an old one's sake would be wrong.
+    Checkpoints of later steps are left alone, and so are those that a process is reading. A failure is a warning: the
+    new checkpoint is safe, and failing the save for an old one's sake would be wrong.
     """
-    # What is older than the last finite ones goes, finite or not, unless its step says otherwise.
+    # Checkpoints older than the last finite ones go, finite or not, unless their step says otherwise.
     enough = None if rule.best > 0 else 0 if rule.last is None else max(1, rule.last)
     try:
         there = entries(root, good=(newest.name,), damaged=damaged, enough=enough, on=on)

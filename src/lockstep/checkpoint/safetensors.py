@@ -1,9 +1,9 @@
-"""The layout of tensors in safetensors files, and the headers of such files. No I/O.
+"""Tensors as safetensors files: the places of their bytes, and the header that describes them. No I/O.
 
 The format is simple enough to be written and read here, block by block: each rank writes its part of a file, every byte
 is copied once at most, and digests are taken while the bytes pass. Any tool that reads safetensors reads these files.
 
-Two things safetensors can't say are said in its metadata: ``lockstep.aliases`` (JSON: name -> name of the same
+The metadata holds two things that safetensors has no fields for: ``lockstep.aliases`` (JSON: name -> name of the same
 tensor, saved once) and ``lockstep.complex`` (JSON: names of complex tensors, saved as pairs of reals).
 """
 
@@ -24,15 +24,15 @@ from lockstep.checkpoint.encoding import new_digest, strict_json
 from lockstep.checkpoint.finite import Bound
 from lockstep.errors import CheckpointError
 
-#: The number of bytes that hold the header's length, at the beginning of the file.
+#: Bytes of the field at the beginning of the file that holds the header's length.
 LENGTH = 8
-#: The format's own limit for the header.
+#: The format's own limit on the header, in bytes.
 MAX_HEADER = 100_000_000
 
 _ALIASES = "lockstep.aliases"
 _COMPLEX = "lockstep.complex"
-#: Bytes at the beginning of each tensor by which ranks notice that their replicas differ; at most its first row if it
-#: is not contiguous.
+#: Bytes at the beginning of each tensor that ranks compare to notice that their replicas differ; at most its first row
+#: if it is not contiguous.
 _SAMPLE = 256
 
 _NAMES: dict[torch.dtype, str] = {
@@ -52,11 +52,11 @@ _NAMES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-#: Name of a dtype -> the dtype, including names that only other tools write.
+#: The dtypes that can be read: those above, and those that other tools write as well.
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu}
 
 
-#: Advice for a model or an optimizer that is divided among the ranks.
+#: The advice on a model or an optimizer that is divided among the ranks.
 USE_DCP = (
     "a Checkpointer saves replicas, of which each rank holds all; save what is sharded with "
     "torch.distributed.checkpoint and the functions of torch.distributed.checkpoint.state_dict"
@@ -65,12 +65,12 @@ USE_DCP = (
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """The place of a tensor in a file, from the file's header."""
+    """The place of a tensor in a file, by its header."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    #: The bounds of its bytes, from the beginning of the file.
+    #: The first byte and the one after the last, counted from the beginning of the file.
     start: int
     stop: int
 
@@ -80,31 +80,31 @@ class TensorFile:
     """A safetensors file that is to be written."""
 
     name: str
-    #: The header with its length before it.
+    #: The field with the header's length, and the header itself.
     header: bytes
-    #: The tensors' places in the order of their bytes, without gaps.
+    #: The places of the tensors, in the order of their bytes, without gaps.
     spans: tuple[TensorSpan, ...]
-    #: Name -> real tensor of any strides on any device, in the same order.
+    #: The tensors by name, in the same order: of any strides, on any device, real.
     tensors: Mapping[str, torch.Tensor]
-    #: The names of tensors that every rank holds with the same bits.
+    #: The names of the tensors that every rank holds with the same bits.
     alike: Collection[str]
-    #: Name of a tensor that one rank alone holds -> that rank; its shape and dtype are the same on all ranks.
+    #: Name -> the rank that alone holds the tensor; such a tensor has the same shape and dtype on all ranks.
     owners: Mapping[str, int] = field(default_factory=dict)
-    #: Name of a tensor that should be finite -> the bound of its values; see Note [Finite] in ``finite.py``.
+    #: Name -> the bound of the tensor's values, if it should be finite; see Note [Finite] in ``finite.py``.
     bounds: Mapping[str, Bound] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
-        """Bytes of the whole file."""
+        """Number of bytes of the whole file."""
         return self.spans[-1].stop if self.spans else len(self.header)
 
     @property
     def size_alike(self) -> int:
-        """Bytes that every rank should hold alike, or at least in the same places."""
+        """Number of bytes that every rank should hold alike, or at least in the same places."""
         return sum(one.stop - one.start for one in self.spans if one.name in self.alike or one.name in self.owners)
 
     def parts(self) -> list[TensorPart]:
-        """Return what the file consists of, in order: the header is rank 0's, and so is what the ranks don't share."""
+        """Return the parts of the file, in order: rank 0 writes the header, and what the ranks don't share."""
         tensors = [TensorPart(one.name, one.start, one.stop) for one in self.spans]
         return [
             TensorPart("", 0, len(self.header)).written_by(0),
@@ -112,11 +112,11 @@ class TensorFile:
         ]
 
     def source(self, name: str) -> torch.Tensor | bytes:
-        """Return what fills the part of this name."""
+        """Return the content of the part of this name."""
         return self.tensors[name] if name else self.header
 
     def fingerprint(self) -> str:
-        """Take a digest of the header and of the beginning of each tensor that all ranks should hold alike."""
+        """Return a digest of the header and of the beginning of each tensor that all ranks should hold alike."""
         digest = new_digest()
         digest.update(self.header)
         elsewhere: dict[torch.device, list[torch.Tensor]] = {}
@@ -125,7 +125,7 @@ class TensorFile:
             if one.name not in self.alike or one.start == one.stop:
                 continue
             if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg():
-                # Without tensor operations: a state has thousands of tensors, and training waits.
+                # No tensor operations here: a state has thousands of tensors, and training waits.
                 digest.update(ctypes.string_at(tensor.data_ptr(), min(_SAMPLE, one.stop - one.start)))
             else:
                 elsewhere.setdefault(tensor.device, []).append(_first(tensor))
@@ -156,9 +156,9 @@ def lay_out(
     Args:
         tensors: any strides, any device, any shape; the same memory under several names is written once.
         where: what is being written, for the message.
-        alike: the names of those whose bits are the same on all ranks. None: all.
-        owners: by name, the rank that alone holds the tensor; on the others its place is held by one of its shape.
-        judged: the names of those that should be finite, and whether infinities are meant there all the same.
+        alike: the names of the tensors whose bits are the same on all ranks. None: all.
+        owners: name -> the rank that alone holds the tensor; the others have one of its shape in its place.
+        judged: name of each tensor that should be finite -> whether infinities are meant there all the same.
 
     Raises:
         CheckpointError: a tensor is sharded, sparse, quantized, without data, or of a dtype the format does not know.
@@ -176,7 +176,7 @@ def lay_out(
             tensor = tensor.detach()
             written[key] = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     complex_names = [key for key in written if tensors[key].is_complex()]
-    # Largest elements first, so that each tensor starts at a multiple of its element size.
+    # Tensors with the largest elements go first, so that each starts at a multiple of its element size.
     written = {key: written[key] for key in sorted(written, key=lambda key: (-written[key].element_size(), key))}
     header = _header(written, aliases, complex_names)
     spans, end = [], len(header)
@@ -223,7 +223,7 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def unsavable(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor has no bytes to save, and a remedy; None if it has."""
+    """Return why a tensor has no bytes that could be saved, and what to do; None if it has."""
     classes = [cls.__name__ for cls in type(tensor).__mro__]
     if "DTensor" in classes or "ShardedTensor" in classes:  # by name: their modules are slow to import
         return f"is a {classes[0]}, of which each rank holds a part: {USE_DCP}"
@@ -255,7 +255,7 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
         return False
     try:
         tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # torch has no other answer to a request for memory that is not there
+    except RuntimeError:  # torch raises it when there is no memory to return
         return not tensor.is_meta
     return hasattr(tensor, "__tensor_flatten__")
 
@@ -295,7 +295,7 @@ class Header:
 
 
 def header_length(start: bytes, size: int) -> int:
-    """Return where a file's data begin.
+    """Return the position at which a file's data begin.
 
     Args:
         start: its first 8 bytes.

@@ -1,16 +1,16 @@
-"""Save a run as a checkpoint: a folder that all ranks write into, and that one rename publishes.
+"""Save a run as a checkpoint: one folder that all ranks write into, and that is published in one rename.
 
 Note [Commit]
 ~~~~~~~~~~~~~
 A checkpoint is written into ``step-N.tmp-<random>``. Rank 0 makes the folder and the files; every rank writes its
-blocks into them (``plan.py`` says which) and fsyncs each file that it wrote to. When all ranks have said so, the
+blocks into them (``plan.py`` says which) and fsyncs each file that it wrote to. When all ranks have reported that, the
 manifest is written and fsynced, then the folder is fsynced, renamed to ``step-N``, and the parent is fsynced. Up to
 the rename there is no checkpoint; after it there is a complete one, and after the last fsync it survives a power cut.
 Only then are older ones removed. A checkpoint is never overwritten: a second save at the same step is ``step-N-r2``,
 and the first is removed after it.
 
-A draft's folder is locked (``flock``) by rank 0, so that a later save can tell the leftovers of a dead one from the
-work of a living one.
+Rank 0 locks a draft's folder (``flock``), so that a later save can tell the leftovers of a dead save from the work of a
+living one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
 from lockstep.version import __version__
 
-# First all ranks agree on the content, and on the rank that writes each block.
+# First all ranks agree on what to write, and on which rank writes it.
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Announcement:
     step: int
     #: The states of its random number generators.
     rng: dict[str, Any]
-    #: The encoded state of its loader; None: it has none.
+    #: The state of its loader, encoded; None: it has no loader.
     loader: Any
     outline: Outline
 
@@ -92,7 +92,7 @@ def prepare(
     texts = {}
     if world.is_main:
         texts["rng.json"] = text([rank.rng for rank in ranks])
-        if run.loader is not None:  # kept once if they are all the same
+        if run.loader is not None:  # the states are kept once if they are all the same
             loaders = [rank.loader for rank in ranks]
             texts["loader.json"] = text(loaders[:1] if all(one == loaders[0] for one in loaders) else loaders)
     return plan_writes(layout, [rank.outline for rank in ranks], rank=world.rank, texts=texts)
@@ -117,7 +117,7 @@ def _lay_out(run: RunState, world: World, meant: finite.Meant) -> StateLayout:
 
 
 def words_on_drift(plan: WritePlan) -> str:
-    """Return what to tell of replicas that differ; empty if they do not."""
+    """Return a warning if replicas differ; empty if they do not."""
     if not plan.apart:
         return ""
     return (
@@ -126,7 +126,7 @@ def words_on_drift(plan: WritePlan) -> str:
     )
 
 
-# Then they write it, at once or in the background.
+# Then the ranks write it, at once or in the background.
 
 
 def write(
@@ -141,9 +141,9 @@ def write(
 ) -> Saved:
     """**Collective.** Write a checkpoint into ``root``, completely or not at all.
 
-    It talks to the other ranks by ``peers`` alone and touches no live state if ``plan`` was copied, so that it may
-    run in a thread beside training. Before it commits, rank 0 calls ``check``, which raises if the folder is not this
-    job's any more; when the checkpoint is safe, it calls ``tidy`` to remove older ones, and warns if it is not finite.
+    It talks to the other ranks by ``peers`` alone and touches no live state if ``plan`` was copied, so it may run in a
+    thread beside training. Before the commit, rank 0 calls ``check``, which raises if the folder is not this job's any
+    more; when the checkpoint is safe, it calls ``tidy`` to remove older ones, and warns if it is not finite.
 
     Raises:
         CheckpointError: it could not be written; the same error on every rank, and nothing is left of it.
@@ -178,7 +178,7 @@ def write(
             peers, lambda: write_blocks(root / str(drafts[0]), plan.contents(), on=on), lambda own: own
         )
         _, told = together(peers, lambda: finish([Written(*own) for own in written]), lambda saved: saved)
-    except CheckpointError:  # on every rank: none continues, and looks at the folder, before rank 0 has cleaned up
+    except CheckpointError:  # on every rank: none continues, and reads the folder, before rank 0 has cleaned up
         if draft is not None:
             draft.discard()
         peers.gather(None)
@@ -196,7 +196,7 @@ class Saved:
     """A checkpoint that has been written; the same on every rank."""
 
     folder: Path
-    #: File name -> names of non-finite tensors, as in the manifest.
+    #: The ``not_finite`` of its manifest.
     not_finite: dict[str, list[str]] | None
 
 
@@ -251,7 +251,7 @@ class Draft:
             on.remove_folder(self.path)
             raise
         try:
-            # Without locks, leftovers can't be told from living drafts, and none is removed.
+            # Where there are no locks, leftovers can't be told from living drafts, and none is removed.
             on.lock(self._folder)
         except BaseException:
             self.discard()
@@ -275,11 +275,11 @@ class Draft:
         try:
             with named(self._root):
                 folders.sync_folder(self._root, on=self._on)
-        except OSError:  # a save that fails leaves no checkpoint; if this fails too, it leaves a complete one
+        except OSError:  # a save that fails leaves no checkpoint; if the rename fails too, it leaves a complete one
             self._on.rename(whole, self.path)
             raise
         self._on.close(self._folder)
-        self._committed = True  # from here on nothing that fails may take it away
+        self._committed = True  # from here on no failure may remove it
         return whole
 
     def _write_manifest(self, content: bytes) -> None:
@@ -304,7 +304,7 @@ class Draft:
 
 
 def write_blocks(folder: Path, blocks: Iterable[Block], *, on: Storage = POSIX) -> Written:
-    """Write blocks, one file after the other, to the disk itself. Return their digests, and which are out of bounds.
+    """Write blocks, one file after the other, to the disk itself. Return their digests and which are out of bounds.
 
     Raises:
         OSError: it could not be written.
@@ -338,7 +338,7 @@ def write_blocks(folder: Path, blocks: Iterable[Block], *, on: Storage = POSIX) 
 
 
 def _finish(file: int, on: Storage) -> int:
-    """Bring a file to the disk and close it, if there is one."""
+    """Bring a file to the disk and close it, if one is open; return the descriptor of none, -1."""
     if file >= 0:
         on.sync(file)
         on.close(file)
@@ -347,7 +347,7 @@ def _finish(file: int, on: Storage) -> int:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Name the file in an error of an operation on a descriptor, which does not say on what it failed."""
+    """Name the file in an error of an operation on a descriptor, which does not name it by itself."""
     try:
         yield
     except OSError as error:

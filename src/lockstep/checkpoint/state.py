@@ -1,7 +1,7 @@
 """The state of a run that is saved: its objects, its position, and its random number generators.
 
-Each is taken apart here, compared with a checkpoint, and put together again. What can't be saved is refused before the
-first step, in words that say what can.
+Each is taken apart here, compared with a checkpoint, and put together again. An object that can't be saved is refused
+before the first step, with an error that says what can be.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class RunState:
 
     @property
     def local_training(self) -> LocalTraining | None:
-        """The local training of the model between rounds; None if the ranks average every gradient."""
+        """The training of the ranks apart between rounds; None if they average every gradient."""
         return _local_training_in(self.model)
 
     def common_trees(self) -> dict[str, Any]:
@@ -135,8 +135,8 @@ class RunState:
         return parts
 
     def judges(self) -> Callable[[str], bool]:
-        """Return what says of a tensor, by its name in the file of its part, whether it should be finite; of the
-        model's own file its parameters should. See Note [Finite] in ``finite.py``."""
+        """Return the function that says whether a tensor should be finite, by its name in the file of its part. In the
+        model's own file the parameters should. See Note [Finite] in ``finite.py``."""
         optimizers = [name for name, thing in self.extra.items() if isinstance(thing, torch.optim.Optimizer)]
         begins = tuple(f"extra.{name}." for name in optimizers)
         parameters = {name for name, _ in self._parameters_in_extra()}
@@ -146,7 +146,7 @@ class RunState:
         """Name the parameters that are not finite now: the model's as in its own file, others as for :meth:`judges`.
 
         Args:
-            since: what was found before training began; NaN that came later is not meant. None: it is to begin.
+            since: the result from before training began; NaN that came later is not meant. None: it begins now.
         """
         named = self._named_parameters()
         infinite = finite.infinite(named)
@@ -155,7 +155,7 @@ class RunState:
         return finite.Meant(since.infinite | infinite, since.nan)
 
     def without_trained(self, meant: finite.Meant) -> finite.Meant:
-        """Return ``meant`` without the parameters that were frozen and train by now: their NaN counts."""
+        """Return ``meant`` without the parameters that were frozen and are trained now: their NaN counts."""
         if not meant.nan:
             return meant
         trained = {name for name, parameter in self._named_parameters() if parameter.requires_grad}
@@ -187,7 +187,7 @@ class RunState:
         if self.optimizer is not None:
             refuse_other_optimizer(parts["optimizer"], self.optimizer, folder)
         training = self.local_training
-        if training is not None and "local_steps" in parts:  # else its rounds begin with the saved model
+        if training is not None and "local_steps" in parts:  # otherwise its rounds begin with the saved model
             refuse_other_optimizer(parts["local_steps"]["outer"], training.outer, folder)
         if self.scheduler is not None and parts["scheduler"]["class"] != type(self.scheduler).__name__:
             saved, own = parts["scheduler"]["class"], type(self.scheduler).__name__
@@ -199,7 +199,7 @@ class RunState:
             )
 
     def unused(self, contents: Contents) -> list[str]:
-        """List what the checkpoint holds and this run has no use for."""
+        """List the parts of the checkpoint for which this run has no object."""
         given = self._given()
         unused: list[str] = [
             name for name in ("optimizer", "scheduler", "loader") if name in contents.parts and name not in given
@@ -213,7 +213,7 @@ class RunState:
         return [(thing, copy.deepcopy(thing.state_dict())) for thing in self._small()]
 
     def load_small(self, parts: dict[str, Any]) -> None:
-        """Load the objects that alone know whether they can take a state."""
+        """Load the scheduler and the extra objects, which alone know whether they can take a state."""
         states = [parts["extra"][name] for name in self.extra]
         if self.scheduler is not None:
             states.append(parts["scheduler"]["state"])
@@ -230,12 +230,12 @@ class RunState:
             self.loader.load_state_dict(states[rank if len(states) > 1 else 0])
 
     def is_in_slices(self, contents: Contents) -> bool:
-        """Return whether the run cuts its batches into slices, and did so before."""
+        """Return whether the run cuts its batches into slices, and did so when it was saved."""
         cut_before = all(isinstance(each, dict) and each.get("slices") for each in contents.parts.get("loader") or [{}])
         return bool(getattr(self.loader, "slices", None)) and cut_before
 
     def load_tensors(self, contents: Contents, rank: int) -> None:
-        """Load the model and the optimizer; of ranks that train apart, each its own."""
+        """Load the model and the optimizer; where ranks train apart, each rank loads its own state."""
         model, parts, training = bare(self.model), contents.parts, self.local_training
         model.load_state_dict(compare(model, contents.model, exact=True).loadable)
         owns = [] if training is None else parts.get("ranks", [])
@@ -256,7 +256,7 @@ class RunState:
 
 
 def _local_training_in(model: nn.Module) -> LocalTraining | None:
-    """Return how the ranks train ``model``, or what it wraps, apart."""
+    """Return the local training of ``model``, or of what it wraps; None if every gradient is averaged."""
     return local_training_of(*layers(model))
 
 
@@ -282,9 +282,9 @@ def _under_names_of(thing: Stateful, state: dict[str, Any]) -> dict[str, Any]:
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Load an optimizer's state with its own dtypes.
 
-    torch casts every tensor of it to the dtype of its parameter, which rounds what the optimizers keep in float32 for
-    parameters in bfloat16 (ASGD, NAdam), and makes floats of 8-bit states. A class that loads in a way of its own
-    knows better.
+    torch casts every tensor of the state to the dtype of its parameter, which rounds what optimizers keep in float32
+    for parameters in bfloat16 (ASGD, NAdam), and makes floats of 8-bit states. A class with its own
+    ``load_state_dict`` is left to load in its own way.
     """
     optimizer.load_state_dict(saved)
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
@@ -309,14 +309,14 @@ def _as_saved(loaded: Any, saved: Any) -> Any:
     return loaded
 
 
-# What can't be saved.
+# Refusing objects that can't be saved.
 
 
 def refuse_unreplicated(model: nn.Module, name: str, advice: str = USE_DCP) -> None:
     """Refuse a model of which each rank holds a part.
 
     Raises:
-        CheckpointError: it is one; with ``advice``.
+        CheckpointError: each rank holds a part of it; the message ends with ``advice``.
     """
     for path, module in model.named_modules():
         if _is_a(module, "FullyShardedDataParallel"):
@@ -328,7 +328,7 @@ def refuse_unreplicated(model: nn.Module, name: str, advice: str = USE_DCP) -> N
 
 
 def parameters_in_short(model: nn.Module) -> tuple[str, str]:
-    """Return what :func:`refuse_parts` compares, a digest of all names and shapes, and what it says of them."""
+    """Return a digest of all names and shapes, for :func:`refuse_parts` to compare, and its words on them."""
     listed = [
         [name, None if nn.parameter.is_lazy(param) else list(param.shape)]
         for name, param in bare(model).named_parameters()
@@ -338,10 +338,10 @@ def parameters_in_short(model: nn.Module) -> tuple[str, str]:
 
 
 def refuse_parts(shorts: Sequence[tuple[str, str]]) -> None:
-    """Refuse models of which the ranks hold other parts, such as the stages of a pipeline.
+    """Refuse models of which the ranks hold different parts, such as the stages of a pipeline.
 
     Args:
-        shorts: each rank's :func:`parameters_in_short`, in order of rank.
+        shorts: the :func:`parameters_in_short` of each rank, in order of rank.
 
     Raises:
         CheckpointError: they differ; the same on every rank.
@@ -358,14 +358,14 @@ def refuse_parts(shorts: Sequence[tuple[str, str]]) -> None:
 def _refuse_tensors(module: nn.Module, name: str) -> None:
     for path, value in bare(module).state_dict().items():
         if not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(value):
-            continue  # the first forward makes a lazy one
+            continue  # the first forward materialises a lazy one
         reason = unsavable(value)
         if reason is not None:
             raise CheckpointError(f"{name}: {path} {reason}")
 
 
 def _is_a(thing: object, name: str) -> bool:
-    """Return whether it is of torch's class of this name, whose module is slow to import, or can't be everywhere."""
+    """Return whether ``thing`` is of torch's class ``name``, whose module is slow to import or may be missing."""
     return any(cls.__name__ == name and cls.__module__.startswith("torch.") for cls in type(thing).__mro__)
 
 
@@ -374,11 +374,11 @@ def _is_a(thing: object, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Moment:
-    """The position of a checkpoint in its run."""
+    """The place in a run at which a checkpoint is made."""
 
-    #: The number of optimizer steps taken.
+    #: Optimizer steps taken.
     step: int
-    #: The epoch to resume in, and True if part of it is done.
+    #: The epoch to resume in, and whether a part of it is done.
     epoch: int
     in_epoch: bool
     #: The metric by which the best checkpoints are kept.
@@ -393,17 +393,17 @@ class Position:
     """A run's place in its training, as this rank counts it."""
 
     def __init__(self) -> None:
-        #: The number of optimizer steps taken.
+        #: Optimizer steps taken.
         self.step = 0
         #: The step of the newest checkpoint that this run has written or resumed from.
         self.last_saved: int | None = None
         #: The epoch to resume in, between epochs; within the body of epochs(), the one under way.
         self.epoch = 0
-        #: True while the body of epochs() is running.
+        #: True if the body of epochs() is running.
         self.in_body = False
 
     def count(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the optimizer's steps for as long as this object lives."""
+        """Count the optimizer's steps, for as long as this object lives."""
         weak = weakref.ref(self)
 
         def took_step(*_: object) -> None:
@@ -415,12 +415,12 @@ class Position:
         optimizer.register_step_post_hook(took_step)
 
     def moment(self, loader: object, *, epoch_done: bool | None, metric: float | None) -> Moment:
-        """Describe where a run resumes from here.
+        """Return the place at which a run resumes if it is saved now.
 
         Args:
-            loader: the training loader, which may know.
-            epoch_done: what the user says of it; None: nothing.
-            metric: what the checkpoint is saved with.
+            loader: the training loader, which may know its epoch.
+            epoch_done: whether the epoch is done, by the user's word; None: the user did not say.
+            metric: the metric that the checkpoint is saved with.
         """
         in_epoch = bool(getattr(loader, "in_epoch", False)) if epoch_done is None else not epoch_done
         if self.in_body:
@@ -445,8 +445,8 @@ class Position:
 def capture_rng(device: torch.device) -> dict[str, Any]:
     """Return the state of each of a rank's generators, in JSON types.
 
-    Of torch's on the CPU it is the stream that the ranks have in common, also in the middle of a step: what a rank
-    draws of its own follows from that one, see Note [Random numbers of a rank] in ``step/streams.py``.
+    For torch's generator on the CPU this is the stream that the ranks have in common, also in the middle of a step: a
+    rank's own draws follow from it, see Note [Random numbers of a rank] in ``step/streams.py``.
     """
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -459,7 +459,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def refuse_malformed_rng(states: Any, *, count: int, where: str) -> None:
-    """Refuse what :func:`restore_rng` can't take; nothing is changed.
+    """Refuse states that :func:`restore_rng` can't take; nothing is changed.
 
     Raises:
         CheckpointCorrupt: these are not the states of ``count`` ranks.
@@ -478,7 +478,7 @@ def refuse_malformed_rng(states: Any, *, count: int, where: str) -> None:
 
 
 def have_common_rng(states: Sequence[dict[str, Any]]) -> bool:
-    """Return whether all ranks were at the same place in what they have in common: all but the GPUs' generators."""
+    """Return whether the generators that all ranks have in common, all but the GPUs', were at the same place."""
     return all(each[name] == states[0][name] for each in states for name in ("python", "numpy", "torch"))
 
 

@@ -15,7 +15,7 @@ import os
 import stat
 from pathlib import Path
 
-#: The error numbers of a file system without locks.
+#: The errors with which a file system reports that it has no locks.
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -26,8 +26,8 @@ class NotPlain(OSError):
 class Storage:
     """A local or shared POSIX file system. Every operation raises OSError if it fails.
 
-    Order and durability are POSIX's: what was written may be on the disk or not, in any order, until :meth:`sync` of
-    the file; names (made, renamed, removed) until :meth:`sync` of the folder that has them.
+    Order and durability are POSIX's: written data may be on the disk or not, in any order, until :meth:`sync` of the
+    file; so may names (made, renamed, removed) until :meth:`sync` of the folder that has them.
     """
 
     def make_folder(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class Storage:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def folders(self, path: Path) -> list[str]:
-        """List the folders in ``path`` by name; links are none."""
+        """List the folders in ``path`` by name; links do not count."""
         with os.scandir(path) as entries:
             return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
 
@@ -55,7 +55,7 @@ class Storage:
     def open(self, folder: int, name: str, *, write: bool = False) -> int:
         """Open an existing plain file. Return its descriptor. Raises NotPlain if it is something else."""
         access = os.O_WRONLY if write else os.O_RDONLY
-        try:  # non-blocking: opening a pipe would wait for its other end
+        try:  # non-blocking, since opening a pipe would wait for its other end
             file = os.open(name, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
@@ -97,7 +97,7 @@ class Storage:
         os.fsync(opened)
 
     def lock(self, opened: int) -> bool:
-        """Lock a file or folder until it is closed; return False if another holds it, or there are no locks here."""
+        """Lock a file or folder until it is closed; False if another process has it, or there are no locks here."""
         return bool(try_flock(opened, fcntl.LOCK_EX))
 
     def close(self, opened: int) -> None:
@@ -117,7 +117,7 @@ class Storage:
         os.rmdir(path)
 
 
-#: The real file system.
+#: The storage that works on the file system itself.
 POSIX = Storage()
 
 
@@ -129,7 +129,7 @@ def try_flock(fd: int, how: int) -> bool | None:
         how: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
 
     Returns:
-        False if another process holds the lock; None if the file system has no locks.
+        False if another process has it; None if the file system has no locks.
     """
     try:
         fcntl.flock(fd, how | fcntl.LOCK_NB)

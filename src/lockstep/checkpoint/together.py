@@ -20,9 +20,9 @@ def together(
     advises.
 
     Args:
-        peers: the ranks, and how they talk; a World's process group if it is a World.
-        attempt: what this rank does.
-        tell: returns the part of the result that the others are sent, in JSON types.
+        peers: the ranks, and the way they talk; a World stands for its process group.
+        attempt: does this rank's part.
+        tell: returns what the others learn of its result, in JSON types.
 
     Raises:
         CheckpointError: ``attempt`` failed on a rank: the error of the first such rank, of the same class on all.

@@ -1,7 +1,5 @@
-"""Weights for a single device: from a run, a checkpoint, a safetensors file or a torch file, into a model.
-
-Or from the folders that Hugging Face's libraries write: ``model.safetensors`` or ``pytorch_model.bin``, whole or in
-shards that an index names.
+"""Load weights into a model: from a run, a checkpoint, a safetensors file or a torch file, or from the folders that
+Hugging Face's libraries write: ``model.safetensors`` or ``pytorch_model.bin``, whole or in shards that an index names.
 """
 
 from __future__ import annotations
@@ -33,19 +31,19 @@ from lockstep.checkpoint.state import refuse_unreplicated
 from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 from lockstep.text import listed
 
-#: The keys under which training scripts save the state dict.
+#: The keys under which training scripts put the state dict in the files they save.
 _INNER_KEYS = ("model_state_dict", "state_dict", "model")
-#: The names of weights in a folder, in order of preference, which is that of transformers.
+#: The names of the file with a folder's weights, in the order in which transformers tries them.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-#: Patterns of other names (diffusion_pytorch_model.safetensors, open_clip_model.safetensors), if one file matches.
+#: Patterns of other names (diffusion_pytorch_model.safetensors, open_clip_model.safetensors); one file must match.
 _OTHER_WEIGHTS = ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json")
-#: The greatest size of an index that is read. Those of the largest models have a few megabytes.
+#: Bytes of the largest index that is read. Those of the largest models have a few megabytes.
 _MAX_INDEX = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """The result of :func:`load_weights`: the source, and the differences from the model."""
+    """The result of :func:`load_weights`: the source, and the names that did not match."""
 
     #: The file or the checkpoint's folder.
     source: Path
@@ -53,7 +51,7 @@ class LoadedWeights:
     missing: tuple[str, ...]
     #: Names that the source has and the model lacks.
     unexpected: tuple[str, ...]
-    #: Texts "name: shape in the checkpoint, shape in the model"; these tensors keep their values.
+    #: Tensors of other shapes, which keep their values: "name: shape in the checkpoint, shape in the model".
     mismatched: tuple[str, ...]
 
 
@@ -68,8 +66,8 @@ def load_weights(
 ) -> LoadedWeights:
     """Load a model's weights; needs no ``lockstep.init()``.
 
-    What DistributedDataParallel, DataParallel and ``torch.compile`` put into the names (``module.``, ``_orig_mod.``,
-    before or within them) makes no difference, neither in the file nor in the model.
+    The words that DistributedDataParallel, DataParallel and ``torch.compile`` put into the names (``module.``,
+    ``_orig_mod.``, before or within them) make no difference, neither in the file nor in the model.
 
     Args:
         path: the folder of a run (its newest complete and finite checkpoint is taken), the folder of one checkpoint, a
@@ -128,7 +126,7 @@ def _under_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _advice(own: list[str], state: Mapping[str, Any]) -> str:
-    """Say what would make the names fit, if it is as simple as a prefix."""
+    """Return advice if a prefix would make the names fit; empty if none would."""
     if not own:
         return ""
     prefixes = {name.removesuffix(own[0]) for name in state if name.endswith(f".{own[0]}")}
@@ -136,7 +134,7 @@ def _advice(own: list[str], state: Mapping[str, Any]) -> str:
     return f"\n  prefix={min(fitting, key=len)!r} would make all names of the model fit" if fitting else ""
 
 
-# Where weights lie: what a path means, and the state dict that is there.
+# The places of weights: what a path means, and the state dict that is there.
 
 
 def _find(path: Path, key: str | None) -> tuple[Path, Mapping[str, Any]]:
@@ -198,7 +196,7 @@ def _chosen(folder: Path) -> tuple[Path, Mapping[str, Any]]:
 
 
 def _weights_in(folder: Path) -> Path:
-    """Find the file that holds a folder's weights, or the index of those that do."""
+    """Return the file that holds a folder's weights, or the index of the files that do."""
     several = sorted(folder.glob("model_[0-9]*.safetensors")) + sorted(folder.glob("pytorch_model_[0-9]*.bin"))
     if several:  # accelerate's save_state of more than one model
         names = listed([path.name for path in several])
@@ -259,7 +257,7 @@ def _in_shards(index: Path, key: str | None) -> dict[str, Any]:
 
 
 def _shards_of(index: Path) -> dict[str, list[str]]:
-    """Read the names of tensors by that of the file that has them, which lies beside the index."""
+    """Return the file -> names of its tensors, from an index that lies beside the files."""
     size = index.stat().st_size
     if size > _MAX_INDEX:
         raise CheckpointCorrupt(f"{index}: {size} bytes, and no index has more than {_MAX_INDEX}")
@@ -276,7 +274,7 @@ def _shards_of(index: Path) -> dict[str, list[str]]:
         raise CheckpointCorrupt(f"{index}: not an index of shards: {error}") from None
     shards: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
-        # It is looked for where the index lies and nowhere else, and is not an index itself.
+        # A shard lies beside the index and nowhere else, and is not an index itself.
         leads_away = shard in ("", "..") or shard != Path(shard).name or "\\" in shard or "\0" in shard
         if leads_away or shard.endswith(".json"):
             raise CheckpointCorrupt(
@@ -317,7 +315,7 @@ def _is_torchscript(path: Path) -> bool:
 
 
 def _is_state_dict(value: Any) -> bool:
-    """Return whether this is tensors by name; a value beside them may be anything (a module's extra state)."""
+    """Return whether ``value`` holds tensors by name; other values in it may be anything (a module's extra state)."""
     return (
         isinstance(value, Mapping)
         and all(isinstance(name, str) for name in value)
@@ -351,7 +349,7 @@ def _state_dict_under(key: str, loaded: Any, path: Path) -> Mapping[str, Any]:
 
 
 def _under(key: str, loaded: Any) -> Any:
-    """Find the value under a key, with dots in it or between the keys of nested dicts; None if there is none."""
+    """Return the value under a key, with dots in it or between the keys of nested dicts; None if there is none."""
     if not isinstance(loaded, Mapping):
         return None
     if key in loaded:

@@ -54,7 +54,7 @@ class Card:
     #: True if it has a key for the job; random digits with which the others prove theirs.
     keyed: bool
     challenge: str
-    #: The default backend that the user has chosen there; name in messages -> a value that should be the same everywhere.
+    #: The default backend that the user has chosen there; name in messages -> other values that should be the same.
     backend: str
     lockstep: str
     others: dict[str, str] = field(default_factory=dict)

@@ -43,7 +43,7 @@ GRADIENT_FAULTS = [
     Fault(
         "each rank compares as often as it likes",
         "ddp/drift.py",
-        "            self._schedule.exponent = max(place for place, vote in enumerate(votes) if vote) + _LEAST",
+        "            self._schedule.exponent = max(power for power, vote in enumerate(votes) if vote) + _LEAST",
         "            self._schedule.exponent = self._costs.wanted() or 0",
         ("tests/ranks/test_ddp_drift.py", "-k", "by_the_slowest"),
     ),

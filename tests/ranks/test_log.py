@@ -206,11 +206,11 @@ _WRONG = {
     "type": r"TypeError: .*rank 1: loss: expected a number, a text or a tensor with one element, not list",
     "complex": r"ValueError: .*loss: a tensor of shape \[\], torch.complex64",
     "kind": r"TypeError: .*rank 1: phase: a number here and a text before: use two names",
-    "name": r"ValueError: .*rank 1: 'time': expected a name, but none of step, time",
+    "name": r"ValueError: .*rank 1: 'time': expected a name other than step, time",
     "samples": r"ValueError: .*rank 1: samples=-1: expected a number, 0 or more",
     "huge": r"ValueError: .*rank 1: an int of 5001 bits",
     "none": r"TypeError: .*rank 1: loss: expected a number, .* not NoneType",
-    "more": r"ValueError: .*'extra' is not logged alike on all ranks \(rank 0: not there, rank 1: a number\)",
+    "more": r"ValueError: .*'extra' is not logged the same way on all ranks \(rank 0: not there, rank 1: a number\)",
 }
 
 
@@ -242,7 +242,7 @@ def _log_otherwise_from_the_start(folder: str) -> None:
 def test_different_keys_are_an_error_at_the_first_call(tmp_path: Path) -> None:
     for outcome in collect_outcomes(_log_otherwise_from_the_start, 2, str(tmp_path)):
         assert outcome.error == "ValueError"
-        assert "'loss0' is not logged alike on all ranks (rank 0: a number, rank 1: not there)" in str(outcome.message)
+        assert "'loss0' is not logged the same way on all ranks (rank 0: a number, rank" in str(outcome.message)
 
 
 def _log_steps_apart(folder: str) -> str:

@@ -183,7 +183,7 @@ def test_export_skips_damaged_ones_unless_one_is_named(run: Path, tmp_path: Path
     ("arguments", "message"),
     [
         (("model.xyz",), "which format? Name the file .safetensors or .pt, or give --format"),
-        (("there.pt",), "is there already"),
+        (("there.pt",), "already exists"),
         (("a.pt", "--step", "7"), "no checkpoint there of step 7; there are checkpoints of the steps 3, 2, 1, 0"),
         (("a.pt", "--extra", "nothing"), "no extra object 'nothing' was saved; it has 'ema', 'odd'"),
         (("a.pt", "--extra", "odd"), "extra 'odd' is a list, not a dict of tensors"),

@@ -140,7 +140,7 @@ def test_the_position_in_a_file_is_said_by_key(tmp_path: Path) -> None:
         assert _equal(trained, model)
     with pytest.raises(lockstep.CheckpointError, match=r"choose one: key='net' or key='ema.params' or key='a.b.c'"):
         lockstep.load_weights(path, Net())
-    with pytest.raises(lockstep.CheckpointError, match=r"nothing under key='nett'.*'net', 'ema.params', 'a.b.c'"):
+    with pytest.raises(lockstep.CheckpointError, match=r"no value under key='nett'.*'net', 'ema.params', 'a.b.c'"):
         lockstep.load_weights(path, Net(), key="nett")
     with pytest.raises(lockstep.CheckpointError, match=r"no state dict in it.*found a float"):
         lockstep.load_weights(path, Net(), key="acc")
@@ -330,7 +330,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "a tensor in another shard": (
         lambda at: _index(at, lambda places: places.update({"head.bias": places["body.weight"]})),
         "CheckpointCorrupt",
-        r"model-00001-of-00003.safetensors: model.safetensors.index.json says that it has head.bias, which it has not",
+        r"model-00001-of-00003.safetensors: model.safetensors.index.json lists head.bias, which it lacks",
     ),
     "a name twice": (
         lambda at: _index(at, lambda _: '{"weight_map": {"a": "x.bin", "a": "y.bin"}}'),
@@ -340,7 +340,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "a way out of the folder": (
         lambda at: _index(at, lambda places: places.update({"head.bias": "../../etc/passwd"})),
         "CheckpointCorrupt",
-        r"'head.bias' is said to be in '../../etc/passwd', which is not a file beside the index",
+        r"'head.bias' is listed as in '../../etc/passwd', which is not a file beside the index",
     ),
     "an absolute path": (
         lambda at: _index(at, lambda places: places.update({"head.bias": "/etc/passwd"})),

@@ -358,7 +358,7 @@ class Checkpointer:
         except CheckpointError:
             raise
         except LockstepError as error:  # the same on every rank
-            raise CheckpointError(f"what goes with the checkpoint could not be written: {error}") from error
+            raise CheckpointError(f"data that belong to the checkpoint could not be written: {error}") from error
         plan = prepare(run, self._world, step=position.step, before=self._refuse_foreign_folder, meant=self._meant)
         drift = words_on_drift(plan)
         if drift and self._world.is_main and not self._said_apart:

@@ -201,7 +201,7 @@ def export(
         OSError: the file can't be written.
     """
     if output.exists() and not overwrite:
-        raise CheckpointError(f"{output} is there already: choose another name, or overwrite it")
+        raise CheckpointError(f"{output} already exists: choose another name, or overwrite it")
 
     chosen = step is not None or _is_checkpoint(path.resolve())
 

@@ -110,10 +110,10 @@ def _refuse_nonsense(manifest: Manifest) -> None:
         if type(getattr(manifest, field)) is not int or getattr(manifest, field) < 0:
             raise ValueError(f"{field} is {getattr(manifest, field)!r}")
     if type(manifest.in_epoch) is not bool or type(manifest.written) is not str or type(manifest.versions) is not dict:
-        raise ValueError("its fields are of other types")
+        raise ValueError("its fields have wrong types")
     hosts = manifest.hosts
     if hosts is not None and (type(hosts) is not list or any(type(ranks) is not list for ranks in hosts)):
-        raise ValueError("its hosts are no lists of ranks")
+        raise ValueError("its hosts are not lists of ranks")
     named = manifest.not_finite
     if named is not None and not (named and type(named) is dict and all(map(_are_names, named.values()))):
         raise ValueError("what is not finite is not named by file")

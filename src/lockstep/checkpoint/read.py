@@ -406,7 +406,7 @@ class _File:
     def _fill(self, into: memoryview, start: int, name: str) -> None:
         if self._parts is None:
             if self._on.read(self._opened, into, start) != len(into):
-                raise CheckpointCorrupt(f"{self.path}: it became shorter while it was read")
+                raise CheckpointCorrupt(f"{self.path}: the file was truncated while it was read")
             return
         part = self._parts.get(name)
         if part is None or (part.start, part.stop) != (start, start + len(into)):
@@ -428,7 +428,7 @@ class _File:
         for begin in range(0, len(into), PIECE):
             piece = into[begin : begin + PIECE]
             if self._on.read(self._opened, piece, start + begin) != len(piece):
-                raise CheckpointCorrupt(f"{self.path}: {_name(part.name)}: it became shorter while it was read")
+                raise CheckpointCorrupt(f"{self.path}: {_name(part.name)}: the file was truncated while it was read")
             digest.update(piece)
         if digest.hexdigest() != expected:
             raise CheckpointCorrupt(

@@ -250,7 +250,7 @@ def _in_shards(index: Path, key: str | None) -> dict[str, Any]:
         absent = [name for name in names if name not in there]
         if absent:
             raise CheckpointCorrupt(
-                f"{path}: {index.name} says that it has {listed(absent)}, which it has not: are they of one download?"
+                f"{path}: {index.name} lists {listed(absent)}, which it lacks: do both come from one download?"
             )
         state.update((name, there[name]) for name in names)
     return state
@@ -278,7 +278,7 @@ def _shards_of(index: Path) -> dict[str, list[str]]:
         leads_away = shard in ("", "..") or shard != Path(shard).name or "\\" in shard or "\0" in shard
         if leads_away or shard.endswith(".json"):
             raise CheckpointCorrupt(
-                f"{index}: {name!a} is said to be in {shard[:200]!a}, which is not a file beside the index"
+                f"{index}: {name!a} is listed as in {shard[:200]!a}, which is not a file beside the index"
             )
         shards.setdefault(shard, []).append(name)
     return shards
@@ -343,7 +343,7 @@ def _state_dict_under(key: str, loaded: Any, path: Path) -> Mapping[str, Any]:
     if found is None:
         elsewhere = listed([*map(repr, _state_dicts(loaded))]) or "none"
         raise CheckpointError(
-            f"{path}: nothing under key={key!r}: found {_outline(loaded)}; state dicts are under: {elsewhere}"
+            f"{path}: no value under key={key!r}: found {_outline(loaded)}; state dicts are under: {elsewhere}"
         )
     return _state_dict_in(found, path)
 

@@ -433,7 +433,7 @@ class ShardedLoader:
             slicing.cut_into(saved.slices)
         other = saved.other_bits_than(self._state())
         if other and self._world.is_main:
-            callsite.warn(f"this run goes on with other bits than if it had not been interrupted: {other}")
+            callsite.warn(f"this run continues with other bits than without the interruption: {other}")
 
     # A pass.
 

@@ -188,7 +188,7 @@ def _draw(sampler: Any, *, seed: int, epoch: int) -> torch.Tensor:
         seed_generators(drawing_seed)
         indices = list(islice(sampler, length))  # a sampler may be endless; its length defines the epoch
     if len(indices) < length:
-        raise ValueError(f"it says it has {length} samples but gave {len(indices)}")
+        raise ValueError(f"its length is {length}, but it yielded {len(indices)} samples")
     for index in indices:
         if isinstance(index, bool) or not hasattr(index, "__index__"):
             raise TypeError(f"it gave {index!r}; lockstep.shard needs whole numbers as indices")

@@ -171,7 +171,7 @@ class SlicedBuffers:
             size = step.cut.sizes[number]
             if any(_moved_by(now, then, size * times) for times in (1, forwards)):
                 step.note_mistake(
-                    f"buffer {name} counts samples: slice {number} of {size} has moved it by so many. "
+                    f"buffer {name} counts samples: slice {number} of {size} has increased it by that number. "
                     "The mean over slices is the size of a slice, not of the batch, so what is weighed by that count "
                     f"would be wrong. {_ADVICE}"
                 )

@@ -55,5 +55,6 @@ def _compared(there: Look, here: Look) -> str:
 def advice(name: str) -> str:
     """Return the advice that all ranks must make a call."""
     return (
-        f"{name} is for all ranks: if only some call it (in `if world.is_main:`, say), they wait for the others in vain"
+        f"{name} is for all ranks: if only some call it (in `if world.is_main:`, say), they wait until the timeout "
+        "for ranks that never do"
     )

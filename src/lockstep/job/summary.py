@@ -249,8 +249,8 @@ class Summary(TimeAccount):
         others = f" ({mean:.1%} in the mean of all ranks)" if len(parts) > 1 else ""
         return [
             f"Python's garbage collector: rank {most} paused {times} for {as_duration(rank.collected)}, "
-            f"{parts[most]:.1%} of its time{others}; gc.freeze() once the model and the data are there leaves it less "
-            "to look through"
+            f"{parts[most]:.1%} of its time{others}; gc.freeze() once the model and the data are there leaves it "
+            "fewer objects to scan"
         ]
 
     def _why(self, bottleneck: Bottleneck) -> str:

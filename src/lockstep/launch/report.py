@@ -423,9 +423,9 @@ def _memory(ending: Ending, facts: MachineFacts) -> Iterator[str]:
         yield f"out of memory: the kernel killed {killed} ({', '.join(bounds)})"
         yield "  take a smaller batch, fewer DataLoader workers or fewer ranks, or give the job more memory"
     elif _killed(ending) and facts.memory_kills is None:
-        yield "  (sent by somebody, or by the kernel's out-of-memory killer: see dmesg)"
+        yield "  (sent by another process, or by the kernel's out-of-memory killer: see dmesg)"
     elif _killed(ending):
-        yield "  (sent by somebody: the kernel's out-of-memory killer has killed nothing here since the start)"
+        yield "  (sent by another process: the kernel's out-of-memory killer has killed nothing here since the start)"
 
 
 def _worker(ending: Ending, facts: MachineFacts) -> Iterator[str]:
@@ -624,7 +624,7 @@ def _late(known: Known, now: float | None) -> list[str]:
         lines.append(f"  inside lockstep.expect_slow({look.reason!r})")
     if stack is not None and stack.collects:
         lines.append(
-            "  Python's garbage collector is at work: gc.freeze() leaves it less to look through, gc.disable() all"
+            "  Python's garbage collector is at work: gc.freeze() leaves it fewer objects to scan, gc.disable() none"
         )
     if stack is not None and stack.frames:
         lines.append("  its Python stack, the innermost line first:")

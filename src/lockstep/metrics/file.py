@@ -157,7 +157,7 @@ def _end_of(fd: int, path: Path, after: int) -> int:
                     raise TypeError("no step")
             except (ValueError, TypeError, KeyError) as error:
                 raise LockstepError(
-                    f"{path}: line {number} is none that lockstep.Log has written: resume with the file of this run, "
+                    f"{path}: lockstep.Log has not written line {number}: resume with the file of this run, "
                     "or give lockstep.Log another path"
                 ) from error
             if step > after:

@@ -211,7 +211,7 @@ class Lines:
 
     def _refuse_kind(self, key: str, kind: str) -> None:
         if not isinstance(key, str) or not key or key in RESERVED:
-            raise ValueError(f"{key!r}: expected a name, but none of {', '.join(RESERVED)}, which lines have already")
+            raise ValueError(f"{key!r}: expected a name other than {', '.join(RESERVED)}, which every line has")
         before = self._kinds.setdefault(key, kind)
         if before != kind:
             raise TypeError(f"{key}: {kind} here and {before} before: use two names")
@@ -436,8 +436,8 @@ class Lines:
                 wrong.append(
                     (
                         "ValueError",
-                        f"{key!r} is not logged alike on all ranks ({listing}): give each rank's number, also of an "
-                        "empty batch, which counts for nothing",
+                        f"{key!r} is not logged the same way on all ranks ({listing}): give each rank's number, also "
+                        "of an empty batch, which counts for nothing",
                     )
                 )
         if not wrong:

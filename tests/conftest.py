@@ -21,7 +21,7 @@ from _pytest.config import create_terminal_writer
 
 import tests.site.sitecustomize  # noqa: F401  (makes torchvision loadable here; subprocesses get it by PYTHONPATH)
 from lockstep import knobs
-from tests import warm
+from tests import launching, warm
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -82,6 +82,7 @@ _OTHERS = 120.0
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaks an environment variable, a thread, a child process, a descriptor or a shared segment."""
     before = _possessions()
+    launching.test_ends = time.monotonic() + _seconds_of(request)
     yield
     for thread in threading.enumerate():  # a loader tells its threads to end, and does not wait for it
         if thread.name not in before["threads"]:
@@ -115,6 +116,12 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
     from tests.faults import jobs  # here, because it imports torch, which many tests do without
 
     return cache(lambda epochs: jobs.undisturbed(tmp_path_factory.mktemp("calm") / "run", epochs))
+
+
+def _seconds_of(request: pytest.FixtureRequest) -> float:
+    """How long a test may take, by its mark or by pyproject.toml."""
+    mark = request.node.get_closest_marker("timeout")
+    return float(mark.args[0] if mark is not None and mark.args else request.config.getini("timeout") or "inf")
 
 
 def _possessions() -> dict[str, set[str]]:

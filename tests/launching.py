@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,10 @@ from tests.namespaces import skip_unless
 
 #: Generous: it only ends a test that hangs.
 LIMIT = 300.0
+#: Seconds before the end of a test's own time in which a job that hangs is told with what it has written.
+_TELLING = 20.0
+#: The monotonic time at which the test that runs would be ended, without a word of its jobs.
+test_ends = float("inf")
 
 #: Python for ``before``: what this job mounts nobody else sees. (CLONE_NEWNS; os.unshare came with Python 3.12.)
 OWN_MOUNTS = """
@@ -99,7 +103,17 @@ class Running:
         return self.process.stderr.readline().rstrip("\n")
 
     def finish(self, limit: float = LIMIT) -> Finished:
-        out, err = self.process.communicate(timeout=limit)
+        """Wait for the job's end, or fail with what it has written and where its processes are."""
+        seconds = max(0.0, min(limit, test_ends - _TELLING - time.monotonic()))
+        try:
+            out, err = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            where = "".join(f"\n{pid}: {_where(pid)}" for pid in [self.pid, *self.tree()])
+            for pid in [*self.tree(), self.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            out, err = self.process.communicate(timeout=_TELLING / 2)
+            raise AssertionError(f"no end within {seconds:.0f} s{where}\n--- out:\n{out}\n--- err:\n{err}") from None
         return Finished(self.process.wait(), out, err)
 
     def tree(self) -> list[int]:
@@ -182,6 +196,15 @@ def killed_afterwards(pids: list[int]) -> Iterator[None]:
         for pid in pids:
             if _is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _where(pid: int) -> str:
+    """A process's command line, and the kernel's function that it sleeps in."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return f"{words[-200:]}in {Path(f'/proc/{pid}/wchan').read_text()}"
+    except OSError:
+        return "gone"
 
 
 def _is_alive(pid: int) -> bool:

@@ -14,7 +14,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 #: Settings of a command that takes a program: what follows the program is not an option of ours.
 PASSES_ON = {"allow_interspersed_args": False}
 
-#: As :func:`lockstep.runs.history.find` takes it.
+#: The argument that names a run, as :func:`lockstep.runs.history.find` takes it.
 _RUN = (
     "RUN is the name of a run, its number in the list that lockstep runs prints, or its folder; the newest by default."
 )

@@ -27,8 +27,8 @@ from lockstep.text import as_clock, as_duration, as_size, counted, in_columns, j
 
 #: The fractions of a step that data, and waiting for no rank of this machine, must take to be named as the limit.
 _INPUT, _NETWORK = 0.2, 0.3
-#: What a stretch costs of the whole time before it is told, and how much of the time it may be, where the same rank is
-#: to blame for all of it: it would say the same again.
+#: The fraction of the whole time that a stretch must cost to be told; the fraction of the time up to which it is told
+#: if the verdict on the whole run blames the same rank.
 _WORTH, _NEARLY_ALL = 0.01, 0.8
 #: The part of a rank's time that pauses of the garbage collector take before they are told, and that of the run that
 #: passes before its second step.

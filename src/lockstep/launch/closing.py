@@ -55,13 +55,13 @@ class JobEnd:
     asked_listeners: bool = False
     #: True if a rank of this machine failed before the job was asked to end.
     failing: bool = False
-    #: Whether all ranks of this machine have saved and left since they were asked to; left with exit code 0; ended.
+    #: True if all ranks of this machine have saved and left on request; left with exit code 0; ended.
     saved: bool = False
     completed: bool = False
     done: bool = False
     #: True while the launchers wait for each other.
     meeting: bool = False
-    #: Whether the zygote could not import what ranks need; with what a refusal to meet ends the job.
+    #: True if the zygote could not import the ranks' modules; the exit code of a refusal to meet.
     broken: bool = False
     refused_with: int | None = None
 

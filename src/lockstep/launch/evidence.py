@@ -211,8 +211,8 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<n
 _COLLECTS = "  Garbage-collecting"
 #: Files of the launcher's frames below every rank's program, and of the zygote's start.
 _RUNNERS = tuple(f"/lockstep/launch/{name}.py" for name in ("rank", "zygote"))
-#: Where a rank waits for others, if the frames of its stack end there. (The engine runs a backward, which is mostly
-#: work; a rank that sleeps in it waits for what its hooks have asked of other ranks.)
+#: Folders of code in which a rank waits for others, if its stack ends there. (autograd's engine runs a backward, which
+#: is mostly work; a rank that sleeps in it waits for what its hooks have asked of other ranks.)
 _COLLECTIVES = ("/torch/distributed/", "/lockstep/comm/")
 _ENGINE = "/torch/autograd/"
 

@@ -514,7 +514,7 @@ def _text(ending: Ending) -> str:
 
 # The report of a rank that is late -----------------------------------------------------------------------------------
 
-#: What a rank has done last that is in its own code now.
+#: The last phase of a rank that is in its own code now -> words for it.
 _DONE = {
     Phase.DATA: "fetching data",
     Phase.FORWARD: "forward",
@@ -526,7 +526,7 @@ _DONE = {
     Phase.COMPILE: "compiling",
     Phase.EVALUATE: "a forward in eval mode",
 }
-#: What a rank waits in that begins with a call which all ranks must make.
+#: The waits that begin with a call which all ranks must make.
 _CALL = re.compile(r"((?:World|Checkpointer|Log|ShardedLoader|lockstep)\.\w+\(\)|a line of lockstep\.Log)")
 #: Lines of a stack that are shown.
 _FRAMES = 12

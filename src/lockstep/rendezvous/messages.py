@@ -105,7 +105,7 @@ class Verdict:
     echo: bool = False
     #: STOPPED: the signal.
     signum: int = 0
-    #: As in :class:`Round`, with this failure counted.
+    #: The history, as in :class:`Round`, with this failure counted.
     history: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lockstep.runs.history import Run, UnknownRun
 WINDOW = 10.0
 #: Bytes at the end of a log in which its last line is looked for.
 _TAIL = 1 << 16
-#: What a line says of itself.
+#: The fields that every line has beside logged values.
 _OWN = ("step", "time", "nonfinite")
 
 
@@ -27,11 +27,11 @@ class Row:
     """A rank at one moment."""
 
     rank: int
-    #: What it does, and, where it waits, in what.
+    #: The rank's activity, and the call in which it waits.
     doing: str
     #: Steps of the whole run, or since this start where nobody counts those.
     steps: int
-    #: Of the last seconds: steps a second, and the parts of the time that went to waiting and to data.
+    #: Over the last seconds: steps a second, and the fractions of the time spent in waiting and on data.
     rate: float
     waiting: float
     data: float

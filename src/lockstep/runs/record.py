@@ -63,7 +63,7 @@ class Recorder:
         self._start: dict[str, Any] | None = None
         self._ranks: dict[int, Progress] = {}
         self._notes: Notes | None = None
-        #: Of so many checkpoints, one is noted; and how many there were.
+        #: One checkpoint in ``_stride`` is noted; the number of checkpoints so far.
         self._stride, self._checkpoints = 1, 0
         self._failed = False
 

@@ -49,7 +49,7 @@ class SeriesWriter:
         self._head = json.dumps({"series": VERSION, "ranks": list(ranks), "columns": COLUMNS}).encode() + b"\n"
         self._size = 4 * (1 + len(ranks) * len(COLUMNS))
         self._interval, self._slack, self._due, self._count = interval, _SLACK * interval, 0.0, 0
-        #: What came last, and was not written; None: it was.
+        #: The last row, if it was not written; None: it was.
         self._last: bytes | None = None
         write_whole(path, self._head)
 
@@ -97,7 +97,7 @@ class Series:
     ranks: tuple[int, ...]
     #: Seconds since the run began, of each row.
     times: tuple[float, ...]
-    #: By column: float [rows][ranks].
+    #: Column -> float [rows][ranks].
     columns: dict[str, list[tuple[float, ...]]]
 
     @classmethod

@@ -43,11 +43,11 @@ Event = dict[str, Any]
 _BEYOND = 5_000_000
 #: Nanoseconds that a rank is in a collective before the last one comes, to be worth an arrow.
 NOTICEABLE = 20_000
-#: What a clock may gain on another one.
+#: The rate by which a clock may gain on another one.
 _DRIFT = 1e-4
 #: Backends whose collectives all begin with a comparison of what all ranks are in.
 _COMPARING = frozenset({"shm", "hierarchical", "mpi4py"})
-#: In these, each rank needs something of every other one.
+#: Collectives in which each rank needs data of every other one.
 _MUTUAL = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier", "allocate_tensor")
 
 
@@ -86,7 +86,7 @@ def events_of(part: RankTrace, workers: Mapping[str, Sequence[WorkerBatch]]) -> 
     ]
 
 
-#: What is in the lane of its thread.
+#: Events that are in the lane of their thread.
 _NESTED = frozenset({EventKind.BEGIN, EventKind.END, EventKind.MARK})
 
 
@@ -388,9 +388,9 @@ class Clock:
 
     #: How far it is ahead.
     ahead: int
-    #: By how much that may be wrong; None: nobody knows.
+    #: The error bound of the offset; None: unknown.
     error: int | None
-    #: By what it was found out.
+    #: The method that found it.
     by: str
 
     def to_json(self) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class _Pass:
         self.batch: BatchId | None = None
         #: Identifier of the thread that got the batch.
         self.thread = 0
-        #: Whether a batch has come, and whether a forward without gradients has had it.
+        #: True if a batch has come; True if a forward without gradients has had it.
         self.came = self.evaluated = False
         #: The share of the batch that was there when a forward with gradients came.
         self.read: BatchShare | None = None
@@ -162,7 +162,7 @@ class BatchesInHand:
         self._around: WeakKeyDictionary[object, set[object]] = WeakKeyDictionary()
         #: Loaders that were read side by side once.
         self._beside: WeakKeyDictionary[object, WeakSet[object]] = WeakKeyDictionary()
-        #: Whether items were ever counted here: who does not must not pay for it.
+        #: True if items were ever counted here: a job that does not count must not pay for it.
         self._counts = False
         #: Items of a batch that is gone, for a backward that is still to come; and whether one is.
         self._left_over: Items | None = None

@@ -26,7 +26,7 @@ from lockstep.text import as_duration, as_size, in_columns
 
 #: Intervals at the beginning that warm up, and how many there must be beyond them.
 _WARM, _FEWEST = 2, 4
-#: What the record says of a run's environment that is shown where two differ in it.
+#: Fields of a run's environment that are shown if two runs differ in them.
 _ENVIRONMENT = ("torch", "python", "processor", "cores", "gpus")
 
 
@@ -40,7 +40,7 @@ class Pace:
     median: float
     notch: float
     samples_per_second: float | None
-    #: What a step takes by phase, in the mean over ranks; together it is the step.
+    #: Phase -> its seconds in a step, in the mean over ranks; their sum is the step.
     phases: dict[str, float]
     #: The most of a rank, in bytes; 0: not known.
     memory: float

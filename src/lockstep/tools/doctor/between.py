@@ -12,7 +12,7 @@ from lockstep.rendezvous.messages import DEFAULT_PORT, SKEW
 from lockstep.text import as_duration, joined
 from lockstep.tools.doctor.findings import Finding, ok, warning, wrong
 
-#: What has to be the same everywhere, and what is better so.
+#: Packages whose versions must be the same on all hosts, then those whose versions should be.
 _SAME = ("torch",)
 _ALIKE = ("numpy", "safetensors", "xxhash")
 
@@ -108,7 +108,7 @@ class Try:
 
     source: str
     target: str
-    #: As it was asked for, what that has led to, and the port.
+    #: The address that was asked for, the address that it resolved to, and the port.
     address: str
     resolved: str
     port: int

@@ -28,7 +28,7 @@ from lockstep.tools.doctor.findings import Finding, ok, warning, wrong
 from lockstep.version import __version__
 
 _MIB, _GIB = 1 << 20, 1 << 30
-#: What lockstep is tested with (docs/support.md).
+#: The oldest versions that lockstep is tested with (docs/support.md).
 _PYTHON, _TORCH = (3, 10), (2, 9)
 #: Bytes that a rank takes before its program does anything: with little more it is killed.
 _RANK = 300 * _MIB
@@ -50,7 +50,7 @@ class CheckTask:
     ranks: int
     #: The folder that the run goes to.
     folder: Path
-    #: Whether several machines are to run the job.
+    #: True if several machines will run the job.
     several: bool = False
     #: Leave out what takes longer than a second: torch's own words, and the short job.
     quick: bool = False

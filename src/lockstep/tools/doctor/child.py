@@ -29,7 +29,7 @@ _running: set[subprocess.Popen[str]] = set()
 class ChildResult:
     """A process that has ended."""
 
-    #: As subprocess has it; None: it had to be killed, since its time was up.
+    #: The exit code, as in subprocess; None: the process was ended at its time limit.
     code: int | None
     out: str
     err: str

@@ -28,9 +28,9 @@ class Finding:
     level: Level
     #: A word or two for what was looked at.
     about: str
-    #: What there is, as a sentence without a full stop.
+    #: The finding, as a sentence without a full stop.
     what: str
-    #: What to do about it; empty: nothing.
+    #: The advice; empty: nothing needs to be done.
     advice: str = ""
 
     def to_json(self) -> dict[str, str]:

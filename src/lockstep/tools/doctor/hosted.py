@@ -60,7 +60,7 @@ def _variables(task: CheckTask) -> Iterator[Finding]:
     return check_variables()
 
 
-#: What is looked at, and in which order.
+#: The checks, in their order.
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("versions", check_versions),
     ("torch and the GPUs", check_torch),
@@ -103,7 +103,7 @@ class _Host:
 
     def __init__(self) -> None:
         self._listeners: list[socket.socket] = []
-        #: What was made for others to see, and goes when this ends.
+        #: Paths that were made for other hosts to see, and are removed at the end.
         self._made: list[Path] = []
         self._ends = threading.Event()
         #: Held while something is done.

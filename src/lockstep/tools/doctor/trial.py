@@ -21,7 +21,7 @@ from lockstep.tools.doctor.facts import place
 _LIMIT = 30.0
 #: Elements (float32) that tell how long a message takes at least, and how many bytes a second.
 _FEW, _MANY = 2, 4 << 20
-#: What the second is cut to where a small part of it takes longer than these seconds.
+#: The smaller size that replaces the second if a part of this size takes longer than these seconds.
 _PART, _SLOW = 64 << 10, 0.05
 _REPEATS = 5
 #: Ranks of which every two are measured.

@@ -15,7 +15,7 @@ from lockstep.schedulers.place import node, rank_variables
 from lockstep.tools.doctor.findings import Finding, ok, warning, wrong
 
 _OURS = "LOCKSTEP_"
-#: What describes a rank: a launcher sets it for the ranks, and nobody for a shell.
+#: Variables that describe a rank: a launcher sets them for its ranks, and a shell should not have them.
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 #: Seconds for a collective that ranks which load data, compile or save may take by themselves.
 _SHORT = 20.0
@@ -142,7 +142,7 @@ _TELLING = (
     "MALLOC_", "TMPDIR", "XDG_STATE_HOME", *_OF_A_RANK,
 )  # fmt: skip
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|COOKIE|CERT|SIGNATURE|DSN", re.IGNORECASE)
-#: What tokens look like: prefixes that services give them, signed ones, long runs of digits and letters.
+#: Values that look like tokens: known prefixes of services, signed ones, long runs of digits and letters.
 _TOKEN = re.compile(
     r"\b(?:hf_|gh[a-z]_|github_pat_|glpat-|sk-|xox[a-z]-|AKIA|ASIA|AIza|ya29\.|npm_|pypi-|eyJ)[\w.-]{6,}"
     r"|\b[0-9a-fA-F]{32,}\b"

@@ -46,7 +46,7 @@ THIS = "this machine"
 class VisitOptions:
     """What the user wants to know."""
 
-    #: As after -n, for hosts that have no number of their own.
+    #: The value of -n, for hosts that have no number of their own.
     ranks: str | None = None
     #: The folder that the run goes to.
     folder: str = "."
@@ -59,7 +59,7 @@ class Visited:
 
     name: str
     findings: list[Finding] = field(default_factory=list)
-    #: What it is, as ``facts.collect`` says; empty: it has not said.
+    #: The host's facts from ``facts.collect``; empty: they have not come.
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -68,7 +68,7 @@ class Report:
     """What was found."""
 
     hosts: list[Visited]
-    #: What lies between them.
+    #: Findings about the connections between hosts.
     between: list[Finding] = field(default_factory=list)
 
     @property
@@ -83,9 +83,9 @@ class _Visit:
     def __init__(self, connection: Connection, visited: Visited, address: str) -> None:
         self.connection = connection
         self.visited = visited
-        #: What the ssh client takes its name for.
+        #: The address to which the ssh client resolves its name.
         self.address = address
-        #: What it is looking at.
+        #: The check that it is at.
         self.at = ""
         self.answer: dict[str, Any] | None = None
         self.heard = 0.0
@@ -174,7 +174,7 @@ def _open(hosts: Sequence[Host], report: Report, undo: ExitStack) -> Iterator[_V
 
 
 _ADVICE_NAME = "write the host into ~/.ssh/config, or name it by its address"
-#: What ssh or a shell says, and what to do then; the first that fits.
+#: Words of ssh or a shell, and the advice for them; the first match counts.
 _WORDS = (
     (
         "Permission denied",

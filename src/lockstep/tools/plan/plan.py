@@ -149,9 +149,9 @@ class Setting:
     scaling: str = "strong"
     #: Cores of a host; None: each rank has as many as it had.
     cores: int | None = None
-    #: Whether buckets are sent during backward; None: as it was.
+    #: True if buckets are sent during backward; None: as in the recorded run.
     overlaps: bool | None = None
-    #: What of the link between hosts nobody has named.
+    #: The properties of the link between hosts that were not given.
     guessed: tuple[str, ...] = ()
 
 
@@ -162,12 +162,12 @@ class Point:
     ranks: int
     hosts: int
     step: float
-    #: Of it: computing on a rank like most; waiting for the slowest; copying gradients; waiting for their average.
+    #: The step's parts: computing on a typical rank, waiting for the slowest, copying gradients, waiting for averages.
     computing: float
     stragglers: float
     handling: float
     network: float
-    #: What the averages take, hidden behind the backward or not, and how most bytes go.
+    #: Seconds of the averages, hidden behind the backward or not; the algorithm that sends most bytes.
     averaging: float
     algorithm: str
     samples_per_second: float | None
@@ -184,7 +184,7 @@ class Slowest:
 
     def __init__(self, ranks: Sequence[Sequence[float]]) -> None:
         common: list[float] = [statistics.median(step) for step in zip(*ranks, strict=True)]
-        #: What a rank like most takes.
+        #: Seconds of a typical rank.
         self.usual = statistics.median(common)
         self._steps, self._ranks = len(common), len(ranks)
         deviations = [

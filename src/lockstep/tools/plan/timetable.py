@@ -40,12 +40,12 @@ class Timetable:
     backend: str = ""
     #: Ranks that averaged.
     world_size: int = 0
-    #: What the gradients were on: ``cpu``, or the kind of GPU.
+    #: The device of the gradients: ``cpu``, or the kind of GPU.
     device: str = "cpu"
     #: Threads that torch computes with, and cores that this rank may run on.
     threads: int = 1
     cores: int = 1
-    #: Whether buckets were sent while backward went on; else all at its end, and :attr:`buckets` are those that would
+    #: True if buckets were sent during backward; False: all at its end, and :attr:`buckets` are those that would
     #: have been.
     overlaps: bool = False
     #: Samples of this rank in a step, and of all ranks; 0: nobody counts them.
@@ -53,19 +53,19 @@ class Timetable:
     global_samples: float = 0.0
     #: Bytes of each bucket, in the order in which they are reduced.
     buckets: tuple[int, ...] = ()
-    #: When each was ready: the part of the backward that was over, in the median step.
+    #: The fraction of the backward that was over when each bucket was ready, in the median step.
     ready: tuple[float, ...] = ()
     #: The optimizers' steps.
     optimizer: tuple[float, ...] = ()
     #: All else before the backward: data, forward, own code, backwards that only accumulate.
     before: tuple[float, ...] = ()
-    #: From the backward's begin to its end.
+    #: Seconds from the beginning of the backward to its end, for each step.
     backward: tuple[float, ...] = ()
     #: After the backward, beside the averaging itself: gradients copied into buckets and out of them.
     handling: tuple[float, ...] = ()
     #: After the backward, in the averaging: waiting for others and for the network, and adding up.
     averaging: tuple[float, ...] = ()
-    #: In other collectives.
+    #: Seconds in other collectives, for each step.
     waiting: tuple[float, ...] = ()
 
     @property
@@ -97,7 +97,7 @@ class _Step:
     backward: float
     averaging: float
     over: float
-    #: When each bucket was ready.
+    #: Bucket -> the time at which it was ready.
     ready: dict[int, float]
     #: The facts of the averaging.
     about: dict[str, Any]

@@ -31,7 +31,7 @@ _BINS, _CELLS, _FEWEST = 600, 40_960, 8
 _NAMES = ("steps", "samples", "memory", "held", *(phase.name.lower() for phase in Phase))
 NAN = math.nan
 
-#: By rank, then by bin; NaN where nothing is known.
+#: Rank -> bin -> value; NaN: unknown.
 Table = list[list[float]]
 
 
@@ -55,7 +55,7 @@ class Span:
     world_size: int
     ranks: tuple[int, ...]
     times: list[float]
-    #: By column: float [rows][ranks].
+    #: Column -> float [rows][ranks].
     columns: dict[str, list[Sequence[float]]]
     has_held: bool
 

@@ -26,7 +26,7 @@ X, Y = 10_000, 1_000
 LEFT, RIGHT, ABOVE, BELOW = 64, 12, 10, 22
 #: Ranks that have a line each; more are a band.
 LINES = 8
-#: What a curve may leave its axis by.
+#: The distance by which a curve may leave its axis.
 _FAR = 100 * Y
 
 
@@ -307,7 +307,7 @@ SHAPES = {
     "lost": "M-5 -3L-3 -5L0 -2L3 -5L5 -3L2 0L5 3L3 5L0 2L-3 5L-5 3L-2 0Z",
     "stopped": "M-4 -4H4V4H-4Z",
 }
-#: Those that are drawn lower, so that a failure and the restart after it are both seen.
+#: Marks that are drawn lower, so that a failure and the restart after it are both visible.
 _BELOW = ("checkpoint", "restart")
 CIRCLE = "M-4 0A4 4 0 1 0 4 0A4 4 0 1 0 -4 0Z"
 

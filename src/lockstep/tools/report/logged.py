@@ -17,7 +17,7 @@ from lockstep.text import as_size
 _BYTES, _NAMES, _POINTS, _ALL_POINTS = 64 * 2**20, 60, 400, 12_000
 #: Files of earlier runs that are looked into.
 _ASIDE = 50
-#: What a line says of itself.
+#: The fields that every line has beside logged values.
 _OWN = ("step", "time", "nonfinite")
 
 
@@ -33,7 +33,7 @@ class Metric:
     #: The least and the greatest value in each point; equal to the values where no lines were put together.
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
-    #: Whether there were numbers that were infinite or NaN.
+    #: For each point, True if some of its numbers were infinite or NaN.
     odd: list[bool] = field(default_factory=list)
 
 

@@ -78,7 +78,7 @@ class Account:
     steps: int
     seconds_a_step: float
     rate: float
-    #: What could not be shown, a sentence each.
+    #: A sentence for each thing that could not be shown.
     notes: list[str] = field(default_factory=list)
 
     @cached_property

@@ -86,25 +86,25 @@ class StepDifference:
 
     step: int
     optimizer: int
-    #: Whether all ranks have the first run's bits, of gradients and parameters.
+    #: True if all ranks have the first run's bits, of gradients and parameters.
     same_bits: bool
-    #: Whether the other run's ranks have equal parameters when the step begins, and after it.
+    #: True if the other run's ranks have equal parameters when the step begins; the same after it.
     ranks_begin_equal: bool
     ranks_agree: bool
     gradients: Array
     gradient_sizes: Array
     #: The largest difference of an element.
     gradient_most: Array
-    #: Of what the step added to the parameters: the median of the elements' differences.
+    #: For each tensor, the median of the elements' differences in the step's update.
     updates: Array
     update_sizes: Array
-    #: The same as ``gradients``, of the parameters after the step.
+    #: The same as ``gradients``, for the parameters after the step.
     parameters: Array
     parameter_sizes: Array
     parameter_most: Array
-    #: Relative difference of all parameters before the step, as one vector.
+    #: The relative difference of all parameters before the step, as one vector.
     entering: float
-    #: Of the loss, and how large that is; None: there is none.
+    #: The difference of the loss, and the size of the loss; None: there is no loss.
     loss: float | None
     loss_size: float | None
 
@@ -126,9 +126,9 @@ class Distance:
     first: Observation
     other: Observation
     steps: list[StepDifference]
-    #: Relative difference of the parameters before an optimizer's first step, by tensor, for each optimizer.
+    #: Optimizer -> the relative difference of each parameter before its first step.
     start: dict[int, Array] = field(default_factory=dict)
-    #: Whether the runs' optimizers hold parameters of the same shapes, and step in the same order.
+    #: True if the runs' optimizers hold parameters of the same shapes and step in the same order.
     same_layout: bool = True
 
     @cached_property
@@ -152,7 +152,7 @@ class Judgement:
     stage: Stage | None = None
     #: Index of the tensor that differs most, in its optimizer.
     tensor: int | None = None
-    #: Relative to its size, and the largest of an element.
+    #: The difference relative to the tensor's size, and the largest of an element.
     relative: float = 0.0
     most: float = 0.0
     #: The relative difference that rounding explains there.
@@ -347,7 +347,7 @@ class Nudged:
     """A run that was nudged, and by how much; see Note [Nudged runs]."""
 
     difference: Distance
-    #: Relative.
+    #: The relative change of the parameters.
     nudge: float
     #: How many times its differences may be exceeded.
     factor: float

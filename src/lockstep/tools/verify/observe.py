@@ -55,11 +55,11 @@ _LEAST_KEPT = 64
 #: The relative distance between numbers that a GPU's tensor cores take for float32.
 _TF32 = 2.0**-10
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-#: What stands before the names of a module that is wrapped.
+#: The prefixes of parameter names in wrapped modules.
 _WRAPPINGS = ("module.", _torch.COMPILED_PREFIX)
 _NOT_DETERMINISTIC = "does not have a deterministic implementation"
 
-#: What Python tells an audit hook of processes that begin, and what a message calls it.
+#: Audit event of a process that begins -> its name in messages.
 _STARTS = {
     "subprocess.Popen": "subprocess",
     "os.system": "os.system",

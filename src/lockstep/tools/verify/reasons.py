@@ -39,7 +39,7 @@ from lockstep.tools.verify.records import Observation, StepNote
 #: where no nudged run says what rounding does to them, and the least where one does.
 _SAMPLE, _UNKNOWN, _LEAST = 1e-6, 1e-3, 1e-6
 _LEAST_OUTPUT = 3e-5
-#: The same of sums over a batch's samples, and of what is left of a batch when a straight line is drawn through it.
+#: The same for sums over a batch's samples, and for the residuals of a straight line through a batch.
 _SUM = 1e-5
 
 
@@ -77,11 +77,11 @@ class Reason:
     """Why runs differ."""
 
     cause: Cause
-    #: What was seen.
+    #: The evidence, as a sentence.
     evidence: str
-    #: What to do about it.
+    #: The advice, as a sentence.
     advice: str
-    #: Whether what was seen is enough to make the difference; else it is likely.
+    #: True if the evidence suffices to explain the difference; False: it is likely.
     sure: bool = True
 
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-#: Of the layout of these files.
+#: The version of these files' layout.
 VERSION = 1
 
 
@@ -31,16 +31,16 @@ VERSION = 1
 class Assignment:
     """What an observer is to do, as the command tells it."""
 
-    #: Where it writes: 0700, of this run alone.
+    #: The folder for the run's records: 0700, of this run alone.
     folder: str
     #: Optimizer steps after which the run ends.
     steps: int
     #: Numbers that are kept of a step: of all gradients, and as many of all parameters.
     numbers: int
-    #: What parameters are multiplied by before each step, beside 1, with a sign drawn for each: see Note [Nudged runs]
-    #: in compare.py. 0: nothing.
+    #: The relative change of parameters before each step, with a sign drawn for each element: see Note [Nudged runs]
+    #: in compare.py. 0: none.
     nudge: float = 0.0
-    #: Whether torch is to name operations that are not deterministic.
+    #: True if torch names operations that are not deterministic.
     names_operations: bool = False
 
     def write(self, path: Path) -> None:
@@ -71,17 +71,17 @@ class ForwardRecord:
     """What a model got in one forward for training, and what it made of it."""
 
     module: str
-    #: Of the first tensor.
+    #: The shape of the first tensor.
     shape: list[int]
     #: A number for each sample, of all that it holds, and how large such a number is; see ``signatures`` in observe.py.
     samples: list[float]
     size: float
-    #: The same of the output for each sample; empty where the output has another first dimension.
+    #: The same for the output of each sample; empty: the output has another first dimension.
     outputs: list[float]
     output_size: float
-    #: Whether numbers were drawn from torch's generator in this forward.
+    #: True if this forward drew numbers from torch's generator.
     drew: bool
-    #: Whether they were drawn before it, from numbers that are this rank's own.
+    #: True if numbers were drawn before it from this rank's own stream.
     drew_before: bool
 
 
@@ -89,14 +89,14 @@ class ForwardRecord:
 class StepNote:
     """One optimizer step on one rank."""
 
-    #: From 1, over all optimizers.
+    #: The number of the step, from 1, over all optimizers.
     step: int
-    #: Which of them: an index of :attr:`RankNotes.optimizers`.
+    #: The optimizer, as an index of :attr:`RankNotes.optimizers`.
     optimizer: int
     #: Digests, in the optimizer's order of parameters; None: no gradient.
     gradients: list[str | None]
     parameters: list[str]
-    #: Of the parameters before the step.
+    #: Digests of the parameters before the step.
     before: list[str] = field(default_factory=list)
     #: Numbers of each of the optimizer's groups: lr, momentum, ...
     options: list[dict[str, Any]] = field(default_factory=list)
@@ -107,7 +107,7 @@ class StepNote:
     #: The names of batch norms that took statistics of a batch, and of dropouts that dropped.
     norms: list[str] = field(default_factory=list)
     dropouts: list[str] = field(default_factory=list)
-    #: Where the script gathered what is trained from all ranks, between a forward and its backward.
+    #: Lines of the script that gathered trained tensors from all ranks, between a forward and its backward.
     gathers: list[str] = field(default_factory=list)
 
 
@@ -120,7 +120,7 @@ class OptimizerNote:
     shapes: list[list[int]]
     #: The relative distance between neighbouring numbers of each parameter's type; 0 for what is not a float.
     spacings: list[float]
-    #: Whether each is of a module that the script has called for training; empty if it has called none.
+    #: For each parameter, True if its module was called for training; empty: no module was.
     called: list[bool] = field(default_factory=list)
 
 

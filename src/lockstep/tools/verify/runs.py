@@ -30,7 +30,7 @@ from lockstep.tools.verify.putback import Lookout, put_back
 from lockstep.tools.verify.reasons import Reason, explain, whole_batch_each
 from lockstep.tools.verify.records import Assignment, Observation
 
-#: What starts lockstep's command; tests put a faster one in its place.
+#: The words that start lockstep's command; tests replace them by a faster command.
 COMMAND: Sequence[str] = (sys.executable, "-m", "lockstep")
 #: Seconds that a launcher has to end its ranks and itself after SIGTERM.
 _PATIENCE = 15.0
@@ -58,7 +58,7 @@ class VerifyOptions:
     timeout: float = 600.0
     #: Bytes of numbers that all runs may keep together.
     keep: int = 2**30
-    #: Whether what the script prints is shown.
+    #: True if the script's output is shown.
     shows: bool = False
 
     def __post_init__(self) -> None:

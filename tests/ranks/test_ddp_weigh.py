@@ -349,7 +349,7 @@ def _all_without_items() -> None:
 def test_no_items_at_all_are_an_error_on_all_ranks(world_size: int) -> None:
     for outcome in collect_outcomes(_all_without_items, world_size):
         assert outcome.error == "LockstepError", outcome.traceback
-        assert f"rank {outcome.rank} of {world_size}, step 0: every rank has said world.weigh(0)" in str(
+        assert f"rank {outcome.rank} of {world_size}, step 0: every rank has called world.weigh(0)" in str(
             outcome.message
         )
 

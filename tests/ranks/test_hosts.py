@@ -387,7 +387,7 @@ def test_a_manifest_says_how_ranks_were_spread_only_where_it_matters() -> None:
     spread = replace(alone, hosts=[[0], [1]])
     for manifest in (alone, spread):
         assert Manifest.from_json(manifest.to_json(), where="here") == manifest
-    with pytest.raises(lockstep.CheckpointCorrupt, match="no lists of ranks"):
+    with pytest.raises(lockstep.CheckpointCorrupt, match="not lists of ranks"):
         Manifest.from_json(replace(alone, hosts=[0, 1]).to_json(), where="here")  # type: ignore[list-item]
 
 

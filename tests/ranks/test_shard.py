@@ -260,7 +260,7 @@ def _bad_sampler(sampler: Sampler[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampler", "message"), [(Broken(), "ZeroDivisionError: no weights"), (Short(), "it has 10 samples but gave 3")]
+    ("sampler", "message"), [(Broken(), "ZeroDivisionError: no weights"), (Short(), "its length is 10, but it yielded 3 samples")]
 )
 def test_a_failing_sampler_is_an_error_on_every_rank(sampler: Sampler[int], message: str) -> None:
     for outcome in collect_outcomes(_bad_sampler, 2, sampler):

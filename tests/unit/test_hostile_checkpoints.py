@@ -187,7 +187,7 @@ MANIFESTS: dict[str, tuple[str, Any, str]] = {
     "another size": (f"files/{MODEL}/size", 3, "not that of its parts"),
     "parts that are a number": (_PARTS, 3, ""),
     "files that are a list": ("files", [], ""),
-    "versions that are text": ("versions", "x", "other types"),
+    "versions that are text": ("versions", "x", "wrong types"),
 }
 
 

@@ -173,7 +173,7 @@ def test_a_run_that_begins_leaves_the_lines_of_others(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_refused_and_left(tmp_path: Path, content: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(content)
-    with pytest.raises(LockstepError, match=r"line 1 is none that lockstep\.Log has written"):
+    with pytest.raises(LockstepError, match=r"lockstep\.Log has not written line 1"):
         LogFile(path, after=3)
     assert path.read_text() == content
 

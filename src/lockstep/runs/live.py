@@ -18,7 +18,7 @@ from lockstep.runs.history import Run, UnknownRun
 WINDOW = 10.0
 #: Bytes at the end of a log in which its last line is looked for.
 _TAIL = 1 << 16
-#: The fields that every line has beside logged values.
+#: The fields of a line that are not logged values.
 _OWN = ("step", "time", "nonfinite")
 
 

@@ -17,7 +17,7 @@ from lockstep.text import as_size
 _BYTES, _NAMES, _POINTS, _ALL_POINTS = 64 * 2**20, 60, 400, 12_000
 #: Files of earlier runs that are looked into.
 _ASIDE = 50
-#: The fields that every line has beside logged values.
+#: The fields of a line that are not logged values.
 _OWN = ("step", "time", "nonfinite")
 
 

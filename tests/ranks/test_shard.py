@@ -260,7 +260,8 @@ def _bad_sampler(sampler: Sampler[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampler", "message"), [(Broken(), "ZeroDivisionError: no weights"), (Short(), "its length is 10, but it yielded 3 samples")]
+    ("sampler", "message"),
+    [(Broken(), "ZeroDivisionError: no weights"), (Short(), "its length is 10, but it yielded 3 samples")],
 )
 def test_a_failing_sampler_is_an_error_on_every_rank(sampler: Sampler[int], message: str) -> None:
     for outcome in collect_outcomes(_bad_sampler, 2, sampler):

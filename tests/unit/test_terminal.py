@@ -7,6 +7,8 @@ import pty
 import subprocess
 import sys
 
+import pytest
+
 from lockstep.job import terminal
 
 _WRITES = """
@@ -15,6 +17,9 @@ from lockstep.job import terminal
 terminal.outlive()
 print("before", flush=True)
 os.read(int(sys.argv[1]), 1)  # until the terminal is closed
+let_go = terminal.let_go
+if sys.argv[3] == "handled":  # between the failed write and what it does about it, the handler of SIGHUP runs
+    terminal.let_go = lambda: let_go() and let_go()
 print("after", flush=True)
 print("error", file=sys.stderr, flush=True)
 os.write(1, b"what C writes")
@@ -38,12 +43,13 @@ def test_only_a_terminal_whose_other_end_is_closed_is_gone() -> None:
         os.close(writing)
 
 
-def test_a_program_writes_on_when_its_terminal_has_gone() -> None:
+@pytest.mark.parametrize("signal", ["unheard", "handled"])
+def test_a_program_writes_on_when_its_terminal_has_gone(signal: str) -> None:
     ours, theirs = pty.openpty()
     until, end = os.pipe()
     told, tells = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-c", _WRITES, str(until), str(tells)],
+        [sys.executable, "-c", _WRITES, str(until), str(tells), signal],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

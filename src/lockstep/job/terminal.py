@@ -116,7 +116,9 @@ class _Forgiving(io.FileIO):
             if error.errno in _FULL and self._rank is not None and _is_file(self.fileno()):
                 notes.tell(notes.UNWRITTEN, rank=self._rank, why=describe(error))
                 _lead_to_nowhere([fd for fd in (1, 2) if _is_file(fd)])
-            elif error.errno != errno.EIO or not let_go():
+            elif error.errno == errno.EIO:
+                let_go()  # does nothing where a signal's handler has come between, and has done it
+            else:
                 raise
         return super().write(data)
 
